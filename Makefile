@@ -1,0 +1,48 @@
+# Two commands for a new user: `make demo` and `make test`. Both make the environment they need.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := torch==2.13.0+cpu
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+RUN ?= runs/demo
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test proof lint lock clean
+
+help: ## show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## make .venv from the lock file
+
+# pip is asked for torch's CPU build as it is configured; only where it has none, PyTorch's own
+# index is named, for torch alone.
+$(STAMP): locks/cpu.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "rayloom needs Python 3.11 ('$(PYTHON)' was not found); pass another with PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --no-deps '$(TORCH)' || $(PIP) install --quiet --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
+	$(PIP) install --quiet --no-deps --require-hashes -r locks/cpu.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: setup ## train the guessing game on two CPU cores and write a report
+	$(BIN)/rayloom train deploy/configs/guessing-cpu.yaml --run-dir $(RUN)
+
+test: setup ## all the tests
+	$(BIN)/python -m pytest -m 'not proof'
+
+proof: setup ## the long proofs: three seeds, the other CPU configurations, kill -9
+	$(BIN)/python -m pytest -m proof --timeout 3600
+
+lint: setup ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+lock: setup ## resolve locks/cpu.in again (needs uv)
+	uv pip compile locks/cpu.in --overrides locks/overrides.txt --generate-hashes --upgrade \
+		--no-emit-index-url --no-header --no-annotate --python-version 3.11 -o locks/cpu.txt
+
+clean: ## remove the environment and the caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
