@@ -1,0 +1,69 @@
+"""What the merge actor hands to the trainer: packed rows, ready for one forward each.
+
+Letters: [T] packed tokens of a row, [B] samples in the row, [M] trained tokens of the row.
+Invariants: sample_lengths sums to T; position_ids restart at 0 with each sample; every loss
+position p is not the last of its sample, and token_ids[p + 1] is its target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One packed row: samples one behind the other, attention only within a sample.
+
+    token_ids, position_ids: [T] int32. sample_lengths: [B] int32.
+    loss_positions: [M] int32, where in the row the logits predict a trained token.
+    targets: [M] int32, the trained tokens. behaviour_logprobs: [M] float32, nats, of the sampler.
+    advantages: [M] float32. sampled_versions: [M] int32, the policy version of each token.
+    A row with M = 0 is a filler: it keeps the ranks' collectives aligned and trains nothing.
+    """
+
+    token_ids: Int32s
+    position_ids: Int32s
+    sample_lengths: Int32s
+    loss_positions: Int32s
+    targets: Int32s
+    behaviour_logprobs: Float32s
+    advantages: Float32s
+    sampled_versions: Int32s
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.targets.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minibatch:
+    """The micro-batches of one rank for one optimiser update.
+
+    denominator: trained tokens of this update over all ranks and micro-batches (at least 1), the
+    one number that the loss of every rank divides by. Every rank has equally many micro-batches.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    denominator: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShard:
+    """One rank's share of a training step: its optimiser updates in order.
+
+    trainer_version: the policy version that the trainer holds when the step starts.
+    """
+
+    step: int
+    trainer_version: int
+    minibatches: tuple[Minibatch, ...]
