@@ -1,0 +1,353 @@
+"""The Ray actor that holds many episodes: assignments in, finished trajectories out.
+
+Invariant: every assignment that was taken becomes exactly one trajectory handed to the queue, or
+`run` raises, and the supervisor then gives what this actor held to another one. A slot is free
+again only when its trajectory has been handed over, so a full queue slows the actor down.
+Started by the supervisor: `ray.remote(EnvironmentActor).options(...).remote(...)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import transformers
+from ray.exceptions import RayError
+
+from actors.environment.bounded import describe, num_abandoned
+from actors.environment.protocol import Environment
+from actors.environment.registry import UnknownEnvironment, resolve
+from actors.environment.rendering import ChatRenderer, ChatTokenizer
+from actors.environment.settings import EnvironmentActorSettings, EnvironmentActorStatus
+from actors.environment.turn_loop import EpisodeSettings, play_episode
+from actors.policy import PolicyClient
+from actors.trajectory import (
+    Outcome,
+    RolloutAssignment,
+    Task,
+    Trajectory,
+    TrajectorySummary,
+    summarize,
+)
+from actors.trajectory_queue.columns import encode
+
+logger = logging.getLogger(__name__)
+
+PolicyFactory = Callable[[], PolicyClient]
+
+
+class QueueUnreachable(Exception):
+    """The trajectory queue did not answer; what this actor held must be given to another one."""
+
+
+class EnvironmentActor:
+    """An asynchronous Ray actor; plain arguments, so that it can be started anywhere."""
+
+    def __init__(
+        self,
+        settings: EnvironmentActorSettings,
+        *,
+        tokenizer_path: str,
+        make_policy: PolicyFactory,
+        queue: Any,
+    ) -> None:
+        """tokenizer_path: a directory or hub name. queue: handle of the trajectory queue actor.
+
+        Raises: UnknownEnvironment, BadEnvironmentOptions.
+        """
+        self._settings = settings
+        self._queue = queue
+        self._make_policy = make_policy
+        self._policy: PolicyClient | None = None
+        self._renderer = ChatRenderer(
+            _load_tokenizer(tokenizer_path), template_options=settings.template_options
+        )
+        self._makers: dict[str, Callable[[], Environment]] = {}
+        self._limits: dict[str, EpisodeSettings] = {}
+        for environment in settings.environments:
+            self._makers[environment.name] = resolve(environment.name, environment.options)
+            self._limits[environment.name] = environment.episode
+        self._episodes: set[asyncio.Task[None]] = set()
+        self._evaluations: set[asyncio.Task[Trajectory]] = set()
+        self._evaluation_slots = asyncio.Semaphore(settings.slots)
+        self._finished: list[Trajectory] = []
+        self._num_sending = 0
+        self._is_taking = False
+        self._is_running = False
+        self._is_stopping = False
+        # One waiter each: an event that two loops clear can lose a wake-up.
+        self._has_free_slots = asyncio.Event()
+        self._has_finished = asyncio.Event()
+        self._counts: Counter[str] = Counter()
+        self._outcomes: Counter[Outcome] = Counter()
+        self._breaks: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Take, play and hand over until `stop`.
+
+        Raises: QueueUnreachable; RuntimeError when it runs already.
+        """
+        if self._is_running:
+            raise RuntimeError("environment actor: run was called twice; call it once")
+        self._is_running = True
+        self._is_taking = True
+        loops = [asyncio.create_task(self._take_forever()), asyncio.create_task(self._send_all())]
+        try:
+            await asyncio.gather(*loops)
+        finally:
+            for task in (*loops, *self._episodes):
+                task.cancel()
+            self._is_running = False
+
+    async def stop(self, *, drain_s: float = 0.0, limit_s: float = 30.0) -> None:
+        """Take nothing more; give episodes drain_s to end, cancel the rest, hand all of it over.
+
+        Returns when `run` has ended, or after limit_s beyond the drain.
+        """
+        self._is_stopping = True
+        self._has_free_slots.set()
+        loop = asyncio.get_running_loop()
+        drain_end = loop.time() + drain_s
+        while loop.time() < drain_end and self._episodes:
+            await asyncio.wait(tuple(self._episodes), timeout=drain_end - loop.time())
+        end = loop.time() + limit_s
+        while self._is_running and loop.time() < end:
+            self._cancel_all()
+            await asyncio.sleep(0.02)
+        self._cancel_all()
+
+    async def evaluate(
+        self, tasks: Sequence[Task], *, temperature: float = 0.0
+    ) -> list[TrajectorySummary]:
+        """Play each task once, beside the training episodes and counted apart from them.
+
+        Returns: one summary a task, in their order; nothing goes to the queue.
+        """
+        assignments = [_evaluation(task) for task in tasks]
+        plays = [
+            asyncio.create_task(self._evaluate_one(assignment, temperature=temperature))
+            for assignment in assignments
+        ]
+        self._evaluations.update(plays)
+        try:
+            await asyncio.wait(plays) if plays else None
+        finally:
+            self._evaluations.difference_update(plays)
+            for play in plays:
+                play.cancel()
+        self._counts["evaluated"] += len(plays)
+        return [
+            summarize(
+                _unplayed(assignment, Outcome.CANCELLED, detail="the actor was stopped")
+                if play.cancelled()
+                else play.result(),
+                num_bytes=0,
+            )
+            for assignment, play in zip(assignments, plays, strict=True)
+        ]
+
+    async def status(self) -> EnvironmentActorStatus:
+        """Counts for the supervisor's metrics, and a sign of life."""
+        return EnvironmentActorStatus(
+            actor_id=self._settings.actor_id,
+            slots=self._settings.slots,
+            is_running=self._is_running,
+            num_running=len(self._episodes),
+            num_unsent=len(self._finished) + self._num_sending,
+            num_stuck=num_abandoned(),
+            num_taken=self._counts["taken"],
+            num_sent=self._counts["sent"],
+            num_refused=self._counts["refused"],
+            num_evaluated=self._counts["evaluated"],
+            num_turns=self._counts["turns"],
+            num_sampled=self._counts["sampled"],
+            num_inserted_tokens=self._counts["inserted"],
+            outcomes=dict(self._outcomes),
+            render_breaks=dict(self._breaks),
+        )
+
+    # -- taking and playing ------------------------------------------------------------------
+
+    async def _take_forever(self) -> None:
+        try:
+            while not self._is_stopping:
+                free = self._free_slots()
+                if free <= 0:
+                    await self._wait_for(self._has_free_slots)
+                    continue
+                for assignment in await self._take(free):
+                    self._counts["taken"] += 1
+                    task = asyncio.create_task(self._play(assignment))
+                    self._episodes.add(task)
+                    task.add_done_callback(partial(self._on_end, assignment))
+        finally:
+            self._is_taking = False
+            self._has_finished.set()
+
+    def _free_slots(self) -> int:
+        held = len(self._episodes) + len(self._finished) + self._num_sending
+        return self._settings.slots - held
+
+    async def _take(self, max_count: int) -> list[RolloutAssignment]:
+        # Not tried again: an answer that was lost may have held assignments.
+        settings = self._settings
+        call = self._queue.take_rollouts.remote(settings.actor_id, max_count, settings.poll_s)
+        limit_s = settings.poll_s + settings.queue_deadline_s
+        try:
+            assignments: list[RolloutAssignment] = await asyncio.wait_for(call, limit_s)
+        except (RayError, TimeoutError) as error:
+            raise QueueUnreachable(f"take_rollouts: {describe(error)}") from error
+        return assignments
+
+    async def _play(self, assignment: RolloutAssignment) -> None:
+        self._keep(await self._episode(assignment))
+
+    def _on_end(self, assignment: RolloutAssignment, task: asyncio.Task[None]) -> None:
+        self._episodes.discard(task)
+        # A task that is cancelled before its first step never runs at all.
+        if task.cancelled():
+            self._keep(_unplayed(assignment, Outcome.CANCELLED, detail="cancelled before it began"))
+
+    def _keep(self, trajectory: Trajectory) -> None:
+        self._outcomes[trajectory.outcome] += 1
+        self._breaks.update(trajectory.render_breaks)
+        self._counts["turns"] += len(trajectory.turns)
+        self._counts["sampled"] += trajectory.num_sampled
+        self._counts["inserted"] += trajectory.num_inserted_tokens
+        self._finished.append(trajectory)
+        self._has_finished.set()
+
+    async def _episode(
+        self, assignment: RolloutAssignment, *, temperature: float | None = None
+    ) -> Trajectory:
+        limits = self._limits.get(
+            assignment.task.environment, self._settings.environments[0].episode
+        )
+        if temperature is not None:
+            limits = replace(limits, temperature=temperature)
+        try:
+            return await play_episode(
+                assignment,
+                make_environment=self._maker(assignment.task.environment),
+                policy=self._client(),
+                renderer=self._renderer,
+                settings=limits,
+            )
+        except Exception as error:
+            # The outermost frame of an episode: an error of ours must cost one rollout, not a slot.
+            logger.exception("rollout %s: the turn loop raised", assignment.rollout_id)
+            return _unplayed(assignment, Outcome.INFRASTRUCTURE_ERROR, detail=describe(error))
+
+    def _maker(self, name: str) -> Callable[[], Environment]:
+        def refuse() -> Environment:
+            raise UnknownEnvironment(
+                f"environment actor: got a task of {name!r}, expected one of "
+                f"{', '.join(self._makers)}; add it to the run's environments"
+            )
+
+        return self._makers.get(name, refuse)
+
+    def _client(self) -> PolicyClient:
+        # Made within the event loop that uses it, and only when there is something to play.
+        if self._policy is None:
+            self._policy = self._make_policy()
+        return self._policy
+
+    async def _evaluate_one(
+        self, assignment: RolloutAssignment, *, temperature: float
+    ) -> Trajectory:
+        async with self._evaluation_slots:
+            return await self._episode(assignment, temperature=temperature)
+
+    def _cancel_all(self) -> None:
+        for task in (*self._episodes, *self._evaluations):
+            # Once each: a second cancellation would cut the environment's closing short.
+            if not task.cancelling():
+                task.cancel()
+
+    # -- handing over ------------------------------------------------------------------------
+
+    async def _send_all(self) -> None:
+        while self._is_taking or self._episodes or self._finished:
+            if not self._finished:
+                await self._wait_for(self._has_finished)
+                continue
+            if len(self._finished) < self._settings.max_block:
+                await asyncio.sleep(self._settings.tick_s)
+            block = self._finished[: self._settings.max_block]
+            del self._finished[: len(block)]
+            self._num_sending = len(block)
+            taken = await self._send(block)
+            self._num_sending = 0
+            self._counts["sent"] += sum(taken)
+            self._counts["refused"] += len(taken) - sum(taken)
+            self._has_free_slots.set()
+
+    async def _send(self, block: Sequence[Trajectory]) -> list[bool]:
+        columns = encode(block)
+        summaries = [
+            summarize(trajectory, num_bytes=columns.row_num_bytes(row))
+            for row, trajectory in enumerate(block)
+        ]
+        settings = self._settings
+        for attempt in itertools.count(1):
+            try:
+                # By value: the queue stores it as its own, so that it outlives this actor.
+                call = self._queue.put.remote(settings.actor_id, columns, summaries)
+                taken: list[bool] = await asyncio.wait_for(call, settings.queue_deadline_s)
+                return taken
+            except (RayError, TimeoutError) as error:
+                logger.warning("put, attempt %d: %s", attempt, describe(error))
+                if attempt >= settings.put_attempts:
+                    raise QueueUnreachable(f"put: {describe(error)}") from error
+            await asyncio.sleep(random.uniform(0.5, 1.5) * 0.2 * 2**attempt)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _wait_for(self, event: asyncio.Event) -> None:
+        event.clear()
+        try:
+            await asyncio.wait_for(event.wait(), self._settings.poll_s)
+        except TimeoutError:
+            return
+
+
+def _load_tokenizer(path: str) -> ChatTokenizer:
+    # AutoTokenizer imports torch: seconds and 200 MB that a plain fast tokenizer does without.
+    config = Path(path) / "tokenizer_config.json"
+    is_plain = config.is_file() and json.loads(config.read_text()).get("tokenizer_class") in (
+        "PreTrainedTokenizerFast",
+        "TokenizersBackend",
+    )
+    loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
+    tokenizer: ChatTokenizer = loader.from_pretrained(path)
+    return tokenizer
+
+
+def _evaluation(task: Task) -> RolloutAssignment:
+    rollout_id = f"evaluation-{task.task_id}"
+    return RolloutAssignment(
+        rollout_id=rollout_id, group_id=rollout_id, group_number=-1, attempt=0, task=task
+    )
+
+
+def _unplayed(assignment: RolloutAssignment, outcome: Outcome, *, detail: str) -> Trajectory:
+    return Trajectory(
+        rollout_id=assignment.rollout_id,
+        group_id=assignment.group_id,
+        group_number=assignment.group_number,
+        attempt=assignment.attempt,
+        task_id=assignment.task.task_id,
+        environment=assignment.task.environment,
+        turns=(),
+        outcome=outcome,
+        detail=detail,
+    )

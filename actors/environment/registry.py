@@ -1,0 +1,124 @@
+"""Environments by name: the built-in ones, registered ones, entry points, and "module:Class".
+
+`resolve` checks a name and its options once, before anything starts; what it returns makes one
+environment an episode. Called by the configuration's checks and by the environment actor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from actors.environment.calculator import CalculatorEnvironment
+from actors.environment.guessing import GuessingEnvironment
+from actors.environment.protocol import Environment
+from actors.environment.reasoning_gym_env import ReasoningGymEnvironment
+
+ENTRY_POINT_GROUP = "rayloom.environments"
+
+# Called with the options as keyword arguments; a class is its own factory.
+EnvironmentFactory = Callable[..., Environment]
+
+_factories: dict[str, EnvironmentFactory] = {
+    "guessing": GuessingEnvironment,
+    "calculator": CalculatorEnvironment,
+    "reasoning_gym": ReasoningGymEnvironment,
+}
+
+
+class UnknownEnvironment(ValueError):
+    """No environment has this name, or what it names cannot be imported."""
+
+
+class BadEnvironmentOptions(ValueError):
+    """The environment does not take these options."""
+
+
+def register(name: str, factory: EnvironmentFactory) -> None:
+    """Add an environment of this process.
+
+    Raises: ValueError for a name that is taken by something else or that holds a colon.
+    """
+    if ":" in name or not name:
+        raise ValueError(f"environment name: got {name!r}, expected a word without a colon")
+    if _factories.get(name, factory) is not factory:
+        raise ValueError(f"environment {name!r} is registered already; choose another name")
+    _factories[name] = factory
+
+
+def known_names() -> list[str]:
+    """Every name that `resolve` knows, sorted; "module:Class" works beside them."""
+    return sorted({*_factories, *(point.name for point in _entry_points())})
+
+
+def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
+    """Find an environment and bind its options.
+
+    Args: name: registered, an entry point's, or "module:Class". options: its keyword arguments.
+    Returns: a callable that makes a fresh environment.
+    Raises: UnknownEnvironment, BadEnvironmentOptions; ImportError where an optional package that
+    the environment needs is missing (the message holds the remedy).
+    """
+    factory = _find(name)
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        accepted = ", ".join(inspect.signature(factory).parameters) or "none"
+        raise BadEnvironmentOptions(
+            f"environment {name!r}: {error}; got options {sorted(options)}, expected {accepted}; "
+            "correct its options in the configuration"
+        ) from None
+    make = partial(factory, **options)
+    try:
+        make()
+    except (TypeError, ValueError) as error:
+        raise BadEnvironmentOptions(f"environment {name!r}: {error}") from error
+    return make
+
+
+def create(name: str, options: Mapping[str, Any]) -> Environment:
+    """Make one environment. Raises: as `resolve`."""
+    return resolve(name, options)()
+
+
+def _find(name: str) -> EnvironmentFactory:
+    if name in _factories:
+        return _factories[name]
+    if ":" in name:
+        point = EntryPoint(name=name, value=name, group=ENTRY_POINT_GROUP)
+        return _load(point)
+    for point in _entry_points():
+        if point.name == name:
+            return _load(point)
+    raise UnknownEnvironment(
+        f"environment: got {name!r}, expected one of {', '.join(known_names())}, "
+        'or "module:Class" of one\'s own'
+    )
+
+
+def _entry_points() -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=ENTRY_POINT_GROUP))
+
+
+def _load(point: EntryPoint) -> EnvironmentFactory:
+    module_name, _, path = point.value.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name.strip())
+        for part in path.strip().split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnknownEnvironment(
+            f"environment {point.name!r}: {error}; expected an importable {point.value!r}; "
+            "check the spelling and that its package is installed on every node"
+        ) from error
+    if not callable(found):
+        raise UnknownEnvironment(
+            f"environment {point.name!r}: got a {type(found).__name__}, expected a class or a "
+            "function that returns an environment"
+        )
+    factory: EnvironmentFactory = found
+    return factory

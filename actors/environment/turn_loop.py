@@ -1,0 +1,357 @@
+"""Plays one episode: environment and policy in turns, until exactly one outcome.
+
+Invariant: `play_episode` never raises, whatever the environment, the policy or the template does;
+it gives a trajectory with one outcome and the turns so far. A turn's tokens are exactly those that
+were sent and that came back. Called by the environment actor for each assignment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from actors.environment.bounded import CallFailed, CallTimedOut, bounded, describe
+from actors.environment.protocol import (
+    Action,
+    Environment,
+    Message,
+    Observation,
+    RewardError,
+    Role,
+    StepResult,
+    is_finite_reward,
+)
+from actors.environment.rendering import ChatRenderer, RenderError
+from actors.environment.replies import UnusableReply, check_reply
+from actors.environment.tool_calls import parse_tool_calls
+from actors.policy import (
+    GenerateReply,
+    GenerateRequest,
+    PolicyClient,
+    PolicyDeadlineExceeded,
+)
+from actors.trajectory import (
+    FinishReason,
+    Outcome,
+    RolloutAssignment,
+    Timings,
+    TokenIds,
+    Trajectory,
+    Turn,
+)
+
+# The client is told the deadline and ends by itself; only one that does not is cut off.
+_POLICY_GRACE_S = 2.0
+_CLOSE_LIMIT_S = 5.0
+_RESCORE_DELAYS_S = (0.1, 0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSettings:
+    """Limits of one episode.
+
+    max_turns: model calls. max_tokens_per_turn: sampled tokens. max_context_tokens: prompt and
+    reply together, as the engine allows. turn_deadline_s: one model call and the environment's
+    answer to it; also the environment's reset. episode_deadline_s: from reset to the outcome.
+    """
+
+    max_turns: int
+    max_tokens_per_turn: int
+    max_context_tokens: int
+    temperature: float
+    turn_deadline_s: float
+    episode_deadline_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_tokens_per_turn", "max_context_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"episode: {name}: got {getattr(self, name)}, expected 1 or more")
+        for name in ("turn_deadline_s", "episode_deadline_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"episode: {name}: got {getattr(self, name)}, expected above 0 s")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(
+                f"episode: temperature: got {self.temperature}, expected 0 (greedy) or more"
+            )
+
+
+class _Ended(Exception):
+    """The episode is over: how, and one sentence on why."""
+
+    def __init__(self, outcome: Outcome, detail: str = "") -> None:
+        super().__init__(detail)
+        self.outcome = outcome
+        self.detail = detail
+
+
+async def play_episode(
+    assignment: RolloutAssignment,
+    *,
+    make_environment: Callable[[], Environment],
+    policy: PolicyClient,
+    renderer: ChatRenderer,
+    settings: EpisodeSettings,
+) -> Trajectory:
+    """Play one attempt of one rollout.
+
+    make_environment: called once; a failure in it is an environment error like any other.
+    Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
+    """
+    episode = _Episode(assignment, policy=policy, renderer=renderer, settings=settings)
+    try:
+        await episode.play(make_environment)
+        end = _Ended(Outcome.MAX_TURNS, f"no end after {settings.max_turns} turns")
+    except _Ended as ended:
+        end = ended
+    except asyncio.CancelledError:
+        end = _Ended(Outcome.CANCELLED, "the episode's task was cancelled")
+    trajectory = episode.trajectory(end)
+    await episode.close()
+    return trajectory
+
+
+class _Episode:
+    """The state of one episode. Every method that finds it over raises `_Ended`."""
+
+    def __init__(
+        self,
+        assignment: RolloutAssignment,
+        *,
+        policy: PolicyClient,
+        renderer: ChatRenderer,
+        settings: EpisodeSettings,
+    ) -> None:
+        self._assignment = assignment
+        self._policy = policy
+        self._renderer = renderer
+        self._settings = settings
+        self._environment: Environment | None = None
+        self._turns: list[Turn] = []
+        self._best_return: float | None = None
+        self._cache_salt: str | None = None
+        self._num_inserted = 0
+        self._breaks: Counter[str] = Counter()
+        self._generate_s = 0.0
+        self._environment_s = 0.0
+        self._started = time.monotonic()
+        self._episode_end = self._started + settings.episode_deadline_s
+        self._turn_end = self._started
+
+    async def play(self, make_environment: Callable[[], Environment]) -> None:
+        """Play up to max_turns turns; returning means that they did not end the episode."""
+        self._start_turn()
+        start = await self._reset(make_environment)
+        self._best_return = start.best_return
+        history = list(start.messages)
+        prompt = self._first_prompt(start)
+        for number in range(1, self._settings.max_turns + 1):
+            self._start_turn()
+            reply = await self._generate(prompt)
+            text = self._renderer.decode(reply.token_ids)
+            calls = parse_tool_calls(text, start.tools) if start.tools else ()
+            result = await self._step(Action(text=text, calls=calls))
+            if number == self._settings.max_turns:
+                return
+            history.append(Message(role=Role.ASSISTANT, content=text))
+            prompt = self._extend(prompt, reply.token_ids, history, result, start)
+            history.extend(result.messages)
+
+    def trajectory(self, end: _Ended) -> Trajectory:
+        assignment = self._assignment
+        return Trajectory(
+            rollout_id=assignment.rollout_id,
+            group_id=assignment.group_id,
+            group_number=assignment.group_number,
+            attempt=assignment.attempt,
+            task_id=assignment.task.task_id,
+            environment=assignment.task.environment,
+            turns=tuple(self._turns),
+            outcome=end.outcome,
+            best_return=self._best_return,
+            num_inserted_tokens=self._num_inserted,
+            render_breaks=dict(self._breaks),
+            timings=Timings(
+                generate_s=self._generate_s,
+                environment_s=self._environment_s,
+                wall_s=time.monotonic() - self._started,
+            ),
+            detail=end.detail,
+        )
+
+    async def close(self) -> None:
+        """Close the environment; what goes wrong here changes no outcome."""
+        if self._environment is None:
+            return
+        try:
+            await bounded(self._environment.close, limit_s=_CLOSE_LIMIT_S)
+        except (CallTimedOut, CallFailed, asyncio.CancelledError):
+            return
+
+    def _start_turn(self) -> None:
+        self._turn_end = min(time.monotonic() + self._settings.turn_deadline_s, self._episode_end)
+
+    def _time_left(self) -> float:
+        left = self._turn_end - time.monotonic()
+        if left <= 0:
+            raise _Ended(Outcome.WALL_TIMEOUT, "the deadline passed between two calls")
+        return left
+
+    async def _reset(self, make_environment: Callable[[], Environment]) -> Observation:
+        async def reset() -> Observation:
+            self._environment = make_environment()
+            return await self._environment.reset(self._assignment.task)
+
+        started = time.monotonic()
+        try:
+            start = await bounded(reset, limit_s=self._time_left())
+        except CallTimedOut as error:
+            raise _Ended(Outcome.WALL_TIMEOUT, f"environment reset: {error}") from error
+        except CallFailed as error:
+            raise _Ended(Outcome.ENVIRONMENT_ERROR, f"reset: {error}") from error
+        finally:
+            self._environment_s += time.monotonic() - started
+        if not isinstance(start, Observation):
+            raise _wrong_type("reset", start)
+        return start
+
+    def _first_prompt(self, start: Observation) -> TokenIds:
+        try:
+            return self._renderer.first_prompt(start.messages, start.tools)
+        except RenderError as error:
+            raise _Ended(Outcome.AGENT_ERROR, describe(error)) from error
+
+    def _extend(
+        self,
+        prompt: TokenIds,
+        sampled: TokenIds,
+        history: list[Message],
+        result: StepResult,
+        start: Observation,
+    ) -> TokenIds:
+        try:
+            extension = self._renderer.extend(
+                prompt,
+                sampled,
+                history=history,
+                new_messages=result.messages,
+                tools=start.tools,
+            )
+        except RenderError as error:
+            raise _Ended(Outcome.AGENT_ERROR, describe(error)) from error
+        self._num_inserted += extension.num_inserted
+        if extension.break_reason is not None:
+            self._breaks[extension.break_reason.value] += 1
+        return extension.prompt_token_ids
+
+    async def _generate(self, prompt: TokenIds) -> GenerateReply:
+        room = self._settings.max_context_tokens - prompt.shape[0]
+        if room < 1:
+            raise _Ended(
+                Outcome.TRUNCATED_CONTEXT,
+                f"a prompt of {prompt.shape[0]} tokens leaves no room in "
+                f"{self._settings.max_context_tokens}",
+            )
+        limit = min(self._settings.max_tokens_per_turn, room)
+        reply = await self._call_policy(prompt, max_tokens=limit)
+        self._cache_salt = reply.cache_salt if self._cache_salt is None else self._cache_salt
+        self._turns.append(
+            Turn(
+                prompt_token_ids=prompt,
+                sampled_token_ids=reply.token_ids,
+                logprobs=reply.logprobs,
+                finish_reason=reply.finish_reason,
+                version_spans=reply.version_spans,
+            )
+        )
+        if reply.finish_reason is FinishReason.ABORT:
+            raise _Ended(Outcome.INFRASTRUCTURE_ERROR, "the engine aborted the turn")
+        if reply.finish_reason is FinishReason.LENGTH:
+            is_context = limit < self._settings.max_tokens_per_turn
+            raise _Ended(
+                Outcome.TRUNCATED_CONTEXT if is_context else Outcome.TRUNCATED_TOKENS,
+                f"the turn was cut off after {limit} tokens",
+            )
+        return reply
+
+    async def _call_policy(self, prompt: TokenIds, *, max_tokens: int) -> GenerateReply:
+        left = self._time_left()
+        request = GenerateRequest(
+            trajectory_id=self._assignment.trajectory_id,
+            prompt_token_ids=prompt,
+            max_tokens=max_tokens,
+            temperature=self._settings.temperature,
+            deadline_s=left,
+            cache_salt=self._cache_salt,
+        )
+
+        async def generate() -> GenerateReply:
+            return check_reply(await self._policy.generate(request))
+
+        started = time.monotonic()
+        try:
+            return await bounded(generate, limit_s=left + _POLICY_GRACE_S)
+        except CallTimedOut as error:
+            raise _Ended(Outcome.WALL_TIMEOUT, f"policy: {error}") from error
+        except CallFailed as error:
+            if isinstance(error.error, UnusableReply):
+                raise _Ended(error.error.outcome, str(error.error)) from error
+            if isinstance(error.error, PolicyDeadlineExceeded):
+                raise _Ended(Outcome.WALL_TIMEOUT, f"policy: {error}") from error
+            raise _Ended(Outcome.INFRASTRUCTURE_ERROR, f"policy: {error}") from error
+        finally:
+            self._generate_s += time.monotonic() - started
+
+    async def _step(self, action: Action) -> StepResult:
+        started = time.monotonic()
+        try:
+            result = await self._scored(action)
+        finally:
+            self._environment_s += time.monotonic() - started
+        if not isinstance(result, StepResult):
+            raise _wrong_type("step", result)
+        if not is_finite_reward(result):
+            raise _Ended(Outcome.REWARD_ERROR, "the reward is not a finite number")
+        self._turns[-1] = replace(
+            self._turns[-1],
+            reward=float(result.reward),
+            reward_components={str(k): float(v) for k, v in result.reward_components.items()},
+            is_malformed=result.is_malformed,
+        )
+        if result.ended_by_malformed:
+            raise _Ended(Outcome.MALFORMED_TOOL_CALL, "too many malformed turns in a row")
+        if result.terminated:
+            raise _Ended(Outcome.COMPLETED)
+        if result.truncated:
+            raise _Ended(Outcome.MAX_TURNS, "the environment's own limit")
+        return result
+
+    async def _scored(self, action: Action) -> StepResult:
+        """Step once; where only the score is missing, ask for the score alone again."""
+        assert self._environment is not None
+        call: Callable[[], Awaitable[StepResult]] = partial(self._environment.step, action)
+        for delay_s in (*_RESCORE_DELAYS_S, None):
+            try:
+                return await bounded(call, limit_s=self._time_left())
+            except CallTimedOut as error:
+                raise _Ended(Outcome.WALL_TIMEOUT, f"environment step: {error}") from error
+            except CallFailed as failure:
+                unscored = failure.error
+                if not isinstance(unscored, RewardError):
+                    raise _Ended(Outcome.ENVIRONMENT_ERROR, f"step: {failure}") from failure
+                if unscored.rescore is None or delay_s is None:
+                    raise _Ended(Outcome.REWARD_ERROR, describe(unscored)) from failure
+                await asyncio.sleep(delay_s)
+                call = unscored.rescore
+        raise AssertionError("unreachable: the last pass raises or returns")
+
+
+def _wrong_type(method: str, value: object) -> _Ended:
+    expected = "an Observation" if method == "reset" else "a StepResult"
+    return _Ended(
+        Outcome.ENVIRONMENT_ERROR, f"{method} returned a {type(value).__name__}, not {expected}"
+    )
