@@ -1,0 +1,187 @@
+"""The trajectory queue as a Ray actor: the state machine, awaited.
+
+Metadata stays in the actor; payloads lie in the object store. The actor owns them: Ray frees what
+a dead process owned, and a finished trajectory has to outlive the environment actor that played
+it, so `put` takes the block by value (large ones come through shared memory) and stores it under
+the queue's own name. Readers get references. Every wait has a deadline; an empty answer means
+that there was nothing until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import ray
+
+from actors.trajectory import RolloutAssignment, TrajectorySummary
+from actors.trajectory_queue.columns import TrajectoryColumns
+from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
+from actors.trajectory_queue.ledger import Settlement
+from actors.trajectory_queue.messages import (
+    Drained,
+    QueueCut,
+    QueueSettings,
+    QueueSnapshot,
+    QueueStats,
+    StepGroup,
+    StepInput,
+    StepTrajectory,
+    Vacancy,
+)
+from actors.trajectory_queue.queue_state import QueueState
+
+Found = TypeVar("Found")
+
+
+@ray.remote(num_cpus=0)
+class TrajectoryQueue:
+    """One for a run. Called by environment actors (rollouts) and by the supervisor (the rest)."""
+
+    def __init__(self, settings: QueueSettings, snapshot: QueueSnapshot | None = None) -> None:
+        self._state = QueueState(settings, snapshot=snapshot)
+        self._changed = asyncio.Event()
+        self._news_told = 0
+
+    async def admissible(self, timeout_s: float) -> list[Vacancy]:
+        """Group numbers that want a task, waited for up to timeout_s."""
+        return await self._until(self._state.admissible, timeout_s) or []
+
+    async def admit(self, groups: Sequence[GroupRequest]) -> None:
+        """Give tasks to group numbers; all or none. Raises: ValueError, as QueueState.admit."""
+        self._state.admit(groups)
+        self._notify()
+
+    async def take_rollouts(
+        self, actor_id: str, max_count: int, timeout_s: float
+    ) -> list[RolloutAssignment]:
+        """Up to max_count rollouts to play, waited for up to timeout_s.
+
+        Raises: ActorReleased once the actor was released, also in a wait that is under way.
+        """
+
+        def take() -> list[RolloutAssignment]:
+            return self._state.take_rollouts(actor_id, max_count=max_count)
+
+        return await self._until(take, timeout_s) or []
+
+    async def put(
+        self, actor_id: str, columns: TrajectoryColumns, summaries: Sequence[TrajectorySummary]
+    ) -> list[bool]:
+        """Take in ended attempts: row i of the block is what summaries[i] describes.
+
+        Returns: for each whether it was taken; False for a late result, which changes nothing.
+        Raises: ValueError when rows and summaries differ in number.
+        """
+        if columns.num_rows != len(summaries):
+            raise ValueError(
+                f"queue: a block of {columns.num_rows} rows with {len(summaries)} summaries, "
+                "expected one for each row"
+            )
+        block = ray.put(columns)
+        accepted = [
+            self._state.put(
+                actor_id, summary, BlockRow(block=block, row=row, num_bytes=summary.num_bytes)
+            )
+            for row, summary in enumerate(summaries)
+        ]
+        self._notify()
+        return accepted
+
+    async def take_step(self, timeout_s: float) -> StepInput | None:
+        """The next step's closed groups, waited for up to timeout_s; None: not complete yet."""
+        taken = await self._until(self._state.take_step, timeout_s)
+        if taken is None:
+            return None
+        self._notify()
+        return _step_input(taken[0], taken[1])
+
+    async def settle(self, step: int, settlements: Sequence[Settlement]) -> None:
+        """Let a step's rollouts leave, each once. Raises: ValueError, as QueueState.settle."""
+        self._state.settle(step, settlements)
+        self._notify()
+
+    async def lost(self, rollout_ids: Sequence[str]) -> tuple[int, ...]:
+        """Play again what lost its payload. Returns: the steps given back, to be taken again."""
+        given_back = self._state.lost(rollout_ids)
+        self._notify()
+        return given_back
+
+    async def published(self, version: int) -> None:
+        """Every ready engine holds `version`. Raises: ValueError when it goes backwards."""
+        self._state.publish(version)
+        self._notify()
+
+    async def release_actor(self, actor_id: str) -> int:
+        """An environment actor is dead: its rollouts are played again, its id is used up.
+
+        Returns: how many rollouts it held.
+        """
+        num_released = self._state.release_actor(actor_id)
+        self._notify()
+        return num_released
+
+    async def cancel_all(self) -> int:
+        """End the run. Returns: how many rollouts were in flight and are evicted now."""
+        num_cancelled = self._state.cancel_all()
+        self._notify()
+        return num_cancelled
+
+    async def drain_events(self) -> Drained:
+        """Ledger events and summaries of accepted attempts since the last call."""
+        return self._state.drain()
+
+    async def stats(self) -> QueueStats:
+        return self._state.stats()
+
+    async def snapshot(self) -> QueueSnapshot:
+        """What a restarted run starts from."""
+        return self._state.snapshot()
+
+    async def cut(self) -> QueueCut:
+        """Drain and take a snapshot in one: what a checkpoint commits with the weights."""
+        drained = self._state.drain()
+        return QueueCut(snapshot=self._state.snapshot(), drained=drained)
+
+    def _notify(self) -> None:
+        """Wake the waiting calls, if there is something new for any of them."""
+        if self._state.news == self._news_told:
+            return
+        self._news_told = self._state.news
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, find: Callable[[], Found | None], timeout_s: float) -> Found | None:
+        """Call `find` now and after each change until it finds something or the time is over."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            found = find()
+            left = deadline - loop.time()
+            if found or left <= 0:
+                return found
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                return find()
+
+
+def _step_input(step: int, groups: Sequence[Group]) -> StepInput:
+    """Describe a taken step; rows of one block share its reference."""
+    blocks: dict[object, int] = {}
+
+    def describe(group: Group) -> StepGroup:
+        members: list[StepTrajectory] = []
+        for rollout in group.finished():
+            assert rollout.summary is not None and rollout.payload is not None
+            block = blocks.setdefault(rollout.payload.block, len(blocks))
+            members.append(
+                StepTrajectory(summary=rollout.summary, block=block, row=rollout.payload.row)
+            )
+        return StepGroup(
+            group_id=group.group_id, group_number=group.number, trajectories=tuple(members)
+        )
+
+    described = tuple(describe(group) for group in groups)
+    return StepInput(step=step, groups=described, blocks=tuple(blocks))

@@ -1,0 +1,223 @@
+"""The conservation ledger: every admitted rollout leaves exactly once.
+
+Invariant, at any time: admitted = trained + evicted (by reason) + in flight. A rollout is in
+flight from its admission until it is trained or evicted; how often it is attempted in between is
+not the ledger's business. Events are numbered and drained by the caller, which stores them; an
+event that was drained and not stored before a crash comes again under the same number.
+Only ids in flight are kept, so that the ledger does not grow with the run. Called by the queue
+state; the merge actor names its settlements with the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from actors.trajectory import Outcome
+
+
+class EvictionReason(StrEnum):
+    """Why a rollout left without being trained: ways of a group or step, then outcomes."""
+
+    MASKED = "masked"
+    ZERO_VARIANCE = "zero_variance"
+    GROUP_TOO_SMALL = "group_too_small"
+    NONFINITE_STEP = "nonfinite_step"
+    TRUNCATED_TOKENS = "truncated_tokens"
+    TRUNCATED_CONTEXT = "truncated_context"
+    MAX_TURNS = "max_turns"
+    MALFORMED_TOOL_CALL = "malformed_tool_call"
+    WALL_TIMEOUT = "wall_timeout"
+    STALE = "stale"
+    CANCELLED = "cancelled"
+    AGENT_ERROR = "agent_error"
+    ENVIRONMENT_ERROR = "environment_error"
+    INFRASTRUCTURE_ERROR = "infrastructure_error"
+    REWARD_ERROR = "reward_error"
+    EMPTY = "empty"
+    TOKEN_MISALIGNED = "token_misaligned"
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> EvictionReason:
+        """The reason under which a dropped trajectory's rollout leaves.
+
+        Raises: ValueError for `completed`, which no policy may drop.
+        """
+        if outcome is Outcome.COMPLETED:
+            raise ValueError("ledger: a completed trajectory cannot be dropped; mask or train it")
+        return cls(outcome.value)
+
+
+class LedgerEventKind(StrEnum):
+    """What happened to a rollout."""
+
+    ADMITTED = "admitted"
+    TRAINED = "trained"
+    EVICTED = "evicted"
+
+
+class LedgerError(ValueError):
+    """A transition that would count a rollout twice, or one that was never admitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerEvent:
+    """seq: 0, 1, 2, ... without gaps. reason: with `evicted` only. step: of a settlement."""
+
+    seq: int
+    rollout_id: str
+    kind: LedgerEventKind
+    reason: EvictionReason | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settlement:
+    """How a rollout of a taken step left. reason: None means trained."""
+
+    rollout_id: str
+    reason: EvictionReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerCounts:
+    """Rollouts. evicted has only the reasons that occurred."""
+
+    admitted: int = 0
+    trained: int = 0
+    evicted: Mapping[EvictionReason, int]
+    in_flight: int = 0
+
+    @property
+    def num_evicted(self) -> int:
+        return sum(self.evicted.values())
+
+    @property
+    def is_balanced(self) -> bool:
+        return self.admitted == self.trained + self.num_evicted + self.in_flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerSnapshot:
+    """All that the ledger holds, undrained events included."""
+
+    admitted: int
+    trained: int
+    evicted: Mapping[EvictionReason, int]
+    in_flight: tuple[str, ...]
+    next_seq: int
+    undrained: tuple[LedgerEvent, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "admitted": self.admitted,
+            "trained": self.trained,
+            "evicted": {reason.value: count for reason, count in self.evicted.items()},
+            "in_flight": list(self.in_flight),
+            "next_seq": self.next_seq,
+            "undrained": [asdict(event) for event in self.undrained],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LedgerSnapshot:
+        return cls(
+            admitted=data["admitted"],
+            trained=data["trained"],
+            evicted={EvictionReason(name): count for name, count in data["evicted"].items()},
+            in_flight=tuple(data["in_flight"]),
+            next_seq=data["next_seq"],
+            undrained=tuple(_event_from_json(event) for event in data["undrained"]),
+        )
+
+
+def _event_from_json(data: Mapping[str, Any]) -> LedgerEvent:
+    reason = data["reason"]
+    return LedgerEvent(
+        seq=data["seq"],
+        rollout_id=data["rollout_id"],
+        kind=LedgerEventKind(data["kind"]),
+        reason=None if reason is None else EvictionReason(reason),
+        step=data["step"],
+    )
+
+
+class Ledger:
+    """The state machine: absent -> in flight -> trained or evicted, and no other way."""
+
+    def __init__(self, *, snapshot: LedgerSnapshot | None = None) -> None:
+        self._admitted = snapshot.admitted if snapshot else 0
+        self._trained = snapshot.trained if snapshot else 0
+        self._evicted = dict(snapshot.evicted) if snapshot else dict[EvictionReason, int]()
+        self._in_flight = dict.fromkeys(snapshot.in_flight if snapshot else ())
+        self._next_seq = snapshot.next_seq if snapshot else 0
+        self._events = list(snapshot.undrained) if snapshot else list[LedgerEvent]()
+
+    def is_in_flight(self, rollout_id: str) -> bool:
+        return rollout_id in self._in_flight
+
+    def admit(self, rollout_id: str) -> None:
+        """Raises: LedgerError when the rollout is in flight already."""
+        if rollout_id in self._in_flight:
+            raise LedgerError(f"ledger: rollout {rollout_id} admitted twice, it is in flight")
+        self._in_flight[rollout_id] = None
+        self._admitted += 1
+        self._record(rollout_id, LedgerEventKind.ADMITTED)
+
+    def train(self, rollout_id: str, *, step: int) -> None:
+        """Raises: LedgerError when the rollout is not in flight."""
+        self._leave(rollout_id, LedgerEventKind.TRAINED)
+        self._trained += 1
+        self._record(rollout_id, LedgerEventKind.TRAINED, step=step)
+
+    def evict(self, rollout_id: str, reason: EvictionReason, *, step: int | None = None) -> None:
+        """Raises: LedgerError when the rollout is not in flight."""
+        self._leave(rollout_id, LedgerEventKind.EVICTED)
+        self._evicted[reason] = self._evicted.get(reason, 0) + 1
+        self._record(rollout_id, LedgerEventKind.EVICTED, reason=reason, step=step)
+
+    def drain(self) -> list[LedgerEvent]:
+        """Events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def counts(self) -> LedgerCounts:
+        return LedgerCounts(
+            admitted=self._admitted,
+            trained=self._trained,
+            evicted=dict(self._evicted),
+            in_flight=len(self._in_flight),
+        )
+
+    def snapshot(self) -> LedgerSnapshot:
+        return LedgerSnapshot(
+            admitted=self._admitted,
+            trained=self._trained,
+            evicted=dict(self._evicted),
+            in_flight=tuple(self._in_flight),
+            next_seq=self._next_seq,
+            undrained=tuple(self._events),
+        )
+
+    def _leave(self, rollout_id: str, kind: LedgerEventKind) -> None:
+        if rollout_id not in self._in_flight:
+            raise LedgerError(
+                f"ledger: rollout {rollout_id} {kind} but not in flight: it was never admitted or "
+                "has left already"
+            )
+        del self._in_flight[rollout_id]
+
+    def _record(
+        self,
+        rollout_id: str,
+        kind: LedgerEventKind,
+        *,
+        reason: EvictionReason | None = None,
+        step: int | None = None,
+    ) -> None:
+        event = LedgerEvent(
+            seq=self._next_seq, rollout_id=rollout_id, kind=kind, reason=reason, step=step
+        )
+        self._next_seq += 1
+        self._events.append(event)

@@ -1,0 +1,153 @@
+"""What goes in and out of the queue beside the vocabulary: frozen values, no Ray, no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.outcomes import OutcomePolicy
+from actors.trajectory import TrajectorySummary
+from actors.trajectory_queue.groups import GroupSnapshot
+from actors.trajectory_queue.ledger import LedgerCounts, LedgerEvent, LedgerSnapshot
+from actors.trajectory_queue.window import WindowSettings, WindowSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSettings:
+    """min_group_size: usable members that a closed group needs to be trained.
+
+    max_items: rollouts handed out plus trajectories waiting for a step. max_bytes: of the waiting
+    payloads. Above either, only the step that is being collected gets further rollouts.
+    policies: outcome rules by environment; the defaults where it has none.
+    Raises: ValueError when a number is out of range.
+    """
+
+    window: WindowSettings
+    min_group_size: int = 2
+    max_items: int = 4096
+    max_bytes: int = 2**30
+    policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("min_group_size", "max_items", "max_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"queue: {name} is {getattr(self, name)}, expected >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vacancy:
+    """A group number that wants a task. replacement: how often it was filled before."""
+
+    group_number: int
+    replacement: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrajectory:
+    """One trajectory of a step: row `row` of StepInput.blocks[block]."""
+
+    summary: TrajectorySummary
+    block: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGroup:
+    """A closed group: the members whose disposition is train, train_clamped or mask."""
+
+    group_id: str
+    group_number: int
+    trajectories: tuple[StepTrajectory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """P closed groups. blocks: references to TrajectoryColumns, each once."""
+
+    step: int
+    groups: tuple[StepGroup, ...]
+    blocks: tuple[Any, ...]
+
+    @property
+    def rollout_ids(self) -> tuple[str, ...]:
+        return tuple(t.summary.rollout_id for group in self.groups for t in group.trajectories)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStats:
+    """A look at the queue. Counts are rollouts unless they say groups.
+
+    num_waiting: finished, not yet taken by a step; num_taken: in a step that is not settled.
+    num_refused: late results that changed nothing. num_retries: attempts that were repeated.
+    admissible_end: group numbers below it may be admitted.
+    """
+
+    num_pending: int
+    num_handed_out: int
+    num_waiting: int
+    num_taken: int
+    waiting_bytes: int
+    num_groups: int
+    num_closed_groups: int
+    num_replaced_groups: int
+    num_refused: int
+    num_retries: int
+    published: int
+    next_step: int
+    oldest_group: int
+    admissible_end: int
+    ledger: LedgerCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """What happened since the last drain, in order. summaries: of every accepted attempt."""
+
+    events: tuple[LedgerEvent, ...]
+    summaries: tuple[TrajectorySummary, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSnapshot:
+    """From it a queue starts again: all that was admitted and not settled is pending.
+
+    replacements: by group number not settled, how often it was filled before.
+    """
+
+    window: WindowSnapshot
+    ledger: LedgerSnapshot
+    groups: tuple[GroupSnapshot, ...]
+    replacements: Mapping[int, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "window": self.window.to_json(),
+            "ledger": self.ledger.to_json(),
+            "groups": [group.to_json() for group in self.groups],
+            "replacements": {str(number): count for number, count in self.replacements.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> QueueSnapshot:
+        return cls(
+            window=WindowSnapshot.from_json(data["window"]),
+            ledger=LedgerSnapshot.from_json(data["ledger"]),
+            groups=tuple(GroupSnapshot.from_json(group) for group in data["groups"]),
+            replacements={int(number): count for number, count in data["replacements"].items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueCut:
+    """The queue between two calls: the snapshot, and what was drained up to it and not before.
+
+    Stored together, they hold every event once: those from last_event_seq + 1 on come later.
+    """
+
+    snapshot: QueueSnapshot
+    drained: Drained
+
+    @property
+    def last_event_seq(self) -> int:
+        return self.snapshot.ledger.next_seq - 1

@@ -1,0 +1,387 @@
+"""The queue as one pure state machine: window, groups and ledger, and the bounds around them.
+
+Invariants: the ledger balances after every call; a rollout is handed out to one actor at a time,
+and only the attempt that it plays now can bring a result (a late one is refused and counted); the
+bounds never stop a rollout of the step that is being collected, so that they cannot deadlock it.
+Called by the queue actor alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+
+from actors.outcomes import OutcomePolicy
+from actors.trajectory import Outcome, RolloutAssignment, TrajectorySummary
+from actors.trajectory_queue.groups import (
+    AttemptEnd,
+    BlockRow,
+    Group,
+    GroupRequest,
+    Rollout,
+    RolloutState,
+    check_policy,
+    new_group,
+    restore_group,
+)
+from actors.trajectory_queue.ledger import EvictionReason, Ledger, Settlement
+from actors.trajectory_queue.messages import (
+    Drained,
+    QueueSettings,
+    QueueSnapshot,
+    QueueStats,
+    Vacancy,
+)
+from actors.trajectory_queue.window import AdmissionWindow
+
+_DEFAULT_POLICY = OutcomePolicy()
+
+
+class ActorReleased(ValueError):
+    """An environment actor that was released asks for rollouts."""
+
+
+class QueueState:
+    """Everything the queue knows; payloads are opaque references."""
+
+    def __init__(self, settings: QueueSettings, *, snapshot: QueueSnapshot | None = None) -> None:
+        for environment, policy in settings.policies.items():
+            check_policy(environment, policy)
+        self.settings = settings
+        self._window = AdmissionWindow(
+            settings.window, snapshot=snapshot.window if snapshot else None
+        )
+        self._ledger = Ledger(snapshot=snapshot.ledger if snapshot else None)
+        self._replacements = dict(snapshot.replacements) if snapshot else dict[int, int]()
+        self._groups: dict[int, Group] = {}
+        self._home: dict[str, int] = {}
+        self._closed: set[int] = set()
+        self._ready: list[tuple[bool, int, int, str]] = []
+        self._handed_out: dict[str, None] = {}
+        self._waiting: dict[str, int] = {}
+        self._waiting_bytes = 0
+        self._summaries: list[TrajectorySummary] = []
+        self._num_refused = self._num_retries = self._num_replaced_groups = 0
+        self._released: set[str] = set()
+        self._is_ended = False
+        self._news = 0
+        for each in snapshot.groups if snapshot else ():
+            self._add(restore_group(each, policy=self._policy(each.task.environment)))
+
+    @property
+    def news(self) -> int:
+        """A number that grows whenever what a caller waits for may have come."""
+        return self._news
+
+    def admissible(self) -> list[Vacancy]:
+        """Group numbers that want a task now, replacements included, ascending."""
+        if self._is_ended:
+            return []
+        numbers = range(self._window.oldest, self._window.admissible_end)
+        return [
+            Vacancy(group_number=number, replacement=self._replacements.get(number, 0))
+            for number in numbers
+            if number not in self._groups and not self._window.is_taken(number)
+        ]
+
+    def admit(self, requests: Sequence[GroupRequest]) -> None:
+        """Give tasks to group numbers; all or none.
+
+        Raises: ValueError when a number does not want a task, or a group could never be trained.
+        """
+        wanted = {vacancy.group_number for vacancy in self.admissible()}
+        for request in requests:
+            if request.group_number not in wanted:
+                raise ValueError(
+                    f"queue: group {request.group_number} does not want a task, expected one of "
+                    f"{sorted(wanted)[:8]}; ask admissible() first"
+                )
+            wanted.remove(request.group_number)
+            least = min(request.num_samples, request.min_usable_samples or request.num_samples)
+            if least < self.settings.min_group_size:
+                raise ValueError(
+                    f"queue: group {request.group_number} closes with {least} usable samples, "
+                    f"expected at least min_group_size={self.settings.min_group_size}"
+                )
+        groups = [
+            new_group(
+                request,
+                replacement=self._replacements.get(request.group_number, 0),
+                policy=self._policy(request.task.environment),
+            )
+            for request in requests
+        ]
+        for group in groups:
+            self._add(group)
+            for rollout_id in group.rollouts:
+                self._ledger.admit(rollout_id)
+
+    def take_rollouts(self, actor_id: str, *, max_count: int) -> list[RolloutAssignment]:
+        """Hand out up to max_count rollouts: retries first, then the oldest group first.
+
+        Raises: ActorReleased for an actor that was released, so that a late call of a dead one
+        takes nothing with it.
+        """
+        if actor_id in self._released:
+            raise ActorReleased(
+                f"queue: environment actor {actor_id} was released; a replacement needs an id of "
+                "its own"
+            )
+        assignments: list[RolloutAssignment] = []
+        candidates = self._candidates()
+        while len(assignments) < max_count:
+            rollout = next(candidates, None)
+            if rollout is None:
+                break
+            rollout.hand_out(actor_id)
+            self._handed_out[rollout.rollout_id] = None
+            assignments.append(self._group_of(rollout).assignment(rollout))
+        return assignments
+
+    def put(self, actor_id: str, summary: TrajectorySummary, payload: BlockRow) -> bool:
+        """Take in an ended attempt. Returns: False when it is not the one that is being played."""
+        rollout = self._find(summary.rollout_id)
+        if rollout is None or not rollout.is_with(actor_id, attempt=summary.attempt):
+            self._num_refused += 1
+            return False
+        group = self._group_of(rollout)
+        del self._handed_out[rollout.rollout_id]
+        self._summaries.append(summary)
+        self._after_attempt(rollout, summary.outcome, group.end_attempt(rollout, summary, payload))
+        self._close_if_done(group)
+        return True
+
+    def release_actor(self, actor_id: str) -> int:
+        """End what a dead actor held as infrastructure errors; it is never handed anything again.
+
+        Returns: how many rollouts it held.
+        """
+        self._released.add(actor_id)
+        self._news += 1
+        held = [r for r in map(self._find, list(self._handed_out)) if r and r.actor_id == actor_id]
+        for rollout in held:
+            del self._handed_out[rollout.rollout_id]
+        self._fail(held)
+        return len(held)
+
+    def take_step(self) -> tuple[int, list[Group]] | None:
+        """Take the next step's closed groups. Returns: (step, groups), None: not complete yet."""
+        if self._is_ended:
+            return None
+        taken = self._window.take(self._closed.__contains__)
+        if taken is None:
+            return None
+        self._news += 1
+        groups = [self._groups[number] for number in taken[1]]
+        for rollout in _finished(groups):
+            self._waiting_bytes -= self._waiting.pop(rollout.rollout_id)
+        return taken[0], groups
+
+    def settle(self, step: int, settlements: Sequence[Settlement]) -> None:
+        """Let a step's rollouts leave the ledger; all or none. Steps are settled in order.
+
+        Raises: ValueError when a rollout of the step is missing, named twice or not in the step,
+        when the step is not taken, and after cancel_all.
+        """
+        if self._is_ended:
+            raise ValueError(f"queue: step {step} settled after cancel_all, which ended the run")
+        groups = [self._groups[number] for number in self._window.unsettled(step)]
+        expected = {rollout.rollout_id for rollout in _finished(groups)}
+        named = [settlement.rollout_id for settlement in settlements]
+        wrong = expected.symmetric_difference(named)
+        if wrong or len(named) != len(expected):
+            raise ValueError(
+                f"queue: step {step} has {len(expected)} rollouts, got {len(named)} settlements; "
+                f"expected each once, wrong or missing: {sorted(wrong)[:8]}"
+            )
+        self._window.settle(step)
+        for settlement in settlements:
+            if settlement.reason is None:
+                self._ledger.train(settlement.rollout_id, step=step)
+            else:
+                self._ledger.evict(settlement.rollout_id, settlement.reason, step=step)
+        for group in groups:
+            self._forget(group)
+            self._replacements.pop(group.number, None)
+
+    def lost(self, rollout_ids: Iterable[str]) -> tuple[int, ...]:
+        """Play again what lost its payload, as an infrastructure error each.
+
+        The first step concerned and all after it are given back and have to be taken again.
+        Rollouts whose payload the queue does not hold are passed over.
+        Returns: the steps given back, ascending.
+        """
+        rollouts = [r for r in map(self._find, rollout_ids) if r and r.payload is not None]
+        steps = [self._window.step_of(self._group_of(rollout).number) for rollout in rollouts]
+        first = min((step for step in steps if step is not None), default=None)
+        given_back = () if first is None else self._give_back(first)
+        for rollout in rollouts:
+            self._waiting_bytes -= self._waiting.pop(rollout.rollout_id)
+        self._fail(rollouts)
+        return given_back
+
+    def publish(self, version: int) -> None:
+        """Every ready engine holds `version`. Raises: ValueError when it goes backwards."""
+        self._window.publish(version)
+        self._news += 1
+
+    def cancel_all(self) -> int:
+        """End the run: evict all that is in flight as cancelled and hand out nothing more.
+
+        Returns: how many rollouts were cancelled.
+        """
+        before = self._ledger.counts().in_flight
+        for group in list(self._groups.values()):
+            self._evict_group(group, EvictionReason.CANCELLED)
+        self._is_ended = True
+        return before
+
+    def drain(self) -> Drained:
+        summaries, self._summaries = self._summaries, []
+        return Drained(events=tuple(self._ledger.drain()), summaries=tuple(summaries))
+
+    def stats(self) -> QueueStats:
+        taken = [g for g in self._groups.values() if self._window.is_taken(g.number)]
+        untaken = [g for g in self._groups.values() if not self._window.is_taken(g.number)]
+        ledger = self._ledger.counts()
+        num_taken = len(list(_finished(taken)))
+        busy = len(self._handed_out) + len(self._waiting) + num_taken
+        return QueueStats(
+            num_pending=ledger.in_flight - busy,
+            num_handed_out=len(self._handed_out),
+            num_waiting=len(self._waiting),
+            num_taken=num_taken,
+            waiting_bytes=self._waiting_bytes,
+            num_groups=len(self._groups),
+            num_closed_groups=sum(group.is_closed for group in untaken),
+            num_replaced_groups=self._num_replaced_groups,
+            num_refused=self._num_refused,
+            num_retries=self._num_retries,
+            published=self._window.published,
+            next_step=self._window.next_step,
+            oldest_group=self._window.oldest,
+            admissible_end=self._window.admissible_end,
+            ledger=ledger,
+        )
+
+    def snapshot(self) -> QueueSnapshot:
+        """The state as it would start again; taken and not settled counts as not taken."""
+        return QueueSnapshot(
+            window=self._window.snapshot(),
+            ledger=self._ledger.snapshot(),
+            groups=tuple(self._groups[number].snapshot() for number in sorted(self._groups)),
+            replacements=dict(self._replacements),
+        )
+
+    def _policy(self, environment: str) -> OutcomePolicy:
+        return self.settings.policies.get(environment, _DEFAULT_POLICY)
+
+    def _find(self, rollout_id: str) -> Rollout | None:
+        number = self._home.get(rollout_id)
+        return None if number is None else self._groups[number].rollouts[rollout_id]
+
+    def _group_of(self, rollout: Rollout) -> Group:
+        return self._groups[self._home[rollout.rollout_id]]
+
+    def _is_full(self) -> bool:
+        num_items = len(self._handed_out) + len(self._waiting)
+        is_over_bytes = self._waiting_bytes >= self.settings.max_bytes
+        return num_items >= self.settings.max_items or is_over_bytes
+
+    def _candidates(self) -> Iterator[Rollout]:
+        """Pending rollouts in the order of handing out, as far as the bounds allow."""
+        while self._ready and not self._is_full():
+            rollout = self._find(heapq.heappop(self._ready)[-1])
+            if rollout is not None and rollout.state is RolloutState.PENDING:
+                yield rollout
+        for number in self._window.collecting() if self._is_full() else ():
+            for rollout in self._groups[number].unfinished() if number in self._groups else ():
+                if rollout.state is RolloutState.PENDING:
+                    yield rollout
+
+    def _add(self, group: Group) -> None:
+        self._groups[group.number] = group
+        for rollout in group.rollouts.values():
+            if rollout.state is RolloutState.PENDING:
+                self._home[rollout.rollout_id] = group.number
+                self._make_ready(rollout)
+
+    def _make_ready(self, rollout: Rollout) -> None:
+        group = self._group_of(rollout)
+        member = int(rollout.rollout_id.rpartition("-")[2])
+        is_first = rollout.next_attempt == 0
+        self._closed.discard(group.number)
+        self._news += 1
+        heapq.heappush(self._ready, (is_first, group.number, member, rollout.rollout_id))
+
+    def _wait(self, rollout: Rollout) -> None:
+        assert rollout.payload is not None
+        self._waiting[rollout.rollout_id] = rollout.payload.num_bytes
+        self._waiting_bytes += rollout.payload.num_bytes
+
+    def _give_back(self, first: int) -> tuple[int, ...]:
+        """Return the steps from `first` on to the window; their trajectories wait again."""
+        held = {number: self._window.step_of(number) for number in self._groups}
+        numbers = [number for number, step in held.items() if step is not None and step >= first]
+        for rollout in _finished(self._groups[number] for number in numbers):
+            self._wait(rollout)
+        return self._window.roll_back(first)
+
+    def _fail(self, rollouts: Iterable[Rollout]) -> None:
+        for rollout in rollouts:
+            # The rollout before it may have closed their group, and then this one has left too.
+            if self._find(rollout.rollout_id) is None or rollout.state is RolloutState.GONE:
+                continue
+            group = self._group_of(rollout)
+            end = rollout.fail(Outcome.INFRASTRUCTURE_ERROR, group.policy)
+            self._after_attempt(rollout, Outcome.INFRASTRUCTURE_ERROR, end)
+            self._close_if_done(group)
+
+    def _after_attempt(self, rollout: Rollout, outcome: Outcome, end: AttemptEnd) -> None:
+        match end:
+            case AttemptEnd.FINISHED:
+                self._wait(rollout)
+            case AttemptEnd.RETRIED:
+                self._num_retries += 1
+                self._make_ready(rollout)
+            case AttemptEnd.DROPPED:
+                self._leave(rollout, EvictionReason.of(outcome))
+
+    def _close_if_done(self, group: Group) -> None:
+        if self._groups.get(group.number) is not group:
+            return
+        if group.has_enough:
+            for rollout in group.unfinished():
+                self._leave(rollout, EvictionReason.CANCELLED)
+        if not group.is_closed:
+            return
+        self._closed.add(group.number)
+        self._news += 1
+        if group.num_usable < self.settings.min_group_size:
+            self._num_replaced_groups += 1
+            self._evict_group(group, EvictionReason.GROUP_TOO_SMALL)
+
+    def _evict_group(self, group: Group, reason: EvictionReason) -> None:
+        """Evict all that is left of a group; its number is filled again with another task."""
+        for rollout in group.rollouts.values():
+            if rollout.state is not RolloutState.GONE:
+                self._leave(rollout, reason)
+        self._forget(group)
+        self._replacements[group.number] = group.replacement + 1
+
+    def _leave(self, rollout: Rollout, reason: EvictionReason) -> None:
+        self._handed_out.pop(rollout.rollout_id, None)
+        self._waiting_bytes -= self._waiting.pop(rollout.rollout_id, 0)
+        rollout.clear(RolloutState.GONE)
+        self._news += 1
+        self._ledger.evict(rollout.rollout_id, reason)
+
+    def _forget(self, group: Group) -> None:
+        del self._groups[group.number]
+        self._closed.discard(group.number)
+        for rollout_id in group.rollouts:
+            self._home.pop(rollout_id, None)
+
+
+def _finished(groups: Iterable[Group]) -> Iterator[Rollout]:
+    return (rollout for group in groups for rollout in group.finished())

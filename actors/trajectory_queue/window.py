@@ -1,0 +1,223 @@
+"""The admission window: policy age is bounded by what is let in, not by throwing work away.
+
+P groups make a step; groups are numbered k = 0, 1, 2, ... at admission. Group k may be admitted
+when floor(k / P) <= published + S. A step takes P closed groups, one after the other, each out of
+the W numbers that start at the oldest group not yet taken.
+
+Invariant: no token is older than S + ceil((W - 1) / P) versions when it is trained. Why: when
+group k is taken as the n-th, all n before it have numbers below k + W and are not k, so
+n <= k + W - 1; it is trained in step floor(n / P) and was let in at version floor(k / P) - S or
+later. A step is given back (`roll_back`) as if it had never been taken. Called by the queue state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowSettings:
+    """groups_per_step: P >= 1. max_lag: S >= 0, versions. window_groups: W >= 1.
+
+    num_groups: of the whole run, None: without end; no group number reaches it.
+    Raises: ValueError when a number is out of range.
+    """
+
+    groups_per_step: int
+    max_lag: int
+    window_groups: int
+    num_groups: int | None = None
+
+    def __post_init__(self) -> None:
+        least = {"groups_per_step": 1, "max_lag": 0, "window_groups": 1}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"window: {name} is {getattr(self, name)}, expected >= {minimum}")
+        if self.num_groups is not None and self.num_groups % self.groups_per_step:
+            raise ValueError(
+                f"window: num_groups is {self.num_groups}, expected a multiple of "
+                f"groups_per_step={self.groups_per_step}; the last step could never be complete"
+            )
+
+    @property
+    def max_policy_age(self) -> int:
+        """Versions: S + ceil((W - 1) / P).
+
+        Examples: S=1, P=3, W=3 -> 2; S=3, P=8, W=9 -> 4; S=0, W=1 -> 0 (synchronous).
+        """
+        return self.max_lag + -(-(self.window_groups - 1) // self.groups_per_step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowSnapshot:
+    """Where a run that starts again stands: steps before next_step are settled.
+
+    oldest: the smallest number not taken. taken_beyond: taken numbers above it.
+    """
+
+    published: int
+    next_step: int
+    oldest: int
+    taken_beyond: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> WindowSnapshot:
+        return cls(
+            published=data["published"],
+            next_step=data["next_step"],
+            oldest=data["oldest"],
+            taken_beyond=tuple(data["taken_beyond"]),
+        )
+
+
+class AdmissionWindow:
+    """Which group numbers may come in, and which closed ones make the next step."""
+
+    def __init__(self, settings: WindowSettings, *, snapshot: WindowSnapshot | None = None) -> None:
+        self.settings = settings
+        self._published = snapshot.published if snapshot else 0
+        self._next_step = snapshot.next_step if snapshot else 0
+        self._oldest = snapshot.oldest if snapshot else 0
+        self._beyond = set(snapshot.taken_beyond) if snapshot else set[int]()
+        self._unsettled: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def published(self) -> int:
+        return self._published
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step that is being collected."""
+        return self._next_step
+
+    @property
+    def oldest(self) -> int:
+        """The smallest group number that no step has taken."""
+        return self._oldest
+
+    @property
+    def admissible_end(self) -> int:
+        """Group numbers below it may be admitted."""
+        settings = self.settings
+        end = (self._published + settings.max_lag + 1) * settings.groups_per_step
+        return end if settings.num_groups is None else min(end, settings.num_groups)
+
+    def is_taken(self, number: int) -> bool:
+        return number < self._oldest or number in self._beyond
+
+    def publish(self, version: int) -> None:
+        """Record that every ready engine holds `version`.
+
+        Raises: ValueError when versions go backwards.
+        """
+        if version < self._published:
+            raise ValueError(
+                f"window: version {version} published after {self._published}; versions only grow "
+                "within an epoch: start a new epoch from a snapshot to go back"
+            )
+        self._published = version
+
+    def collecting(self) -> list[int]:
+        """The P oldest numbers not taken: if they close, the step is complete, whatever else."""
+        numbers: list[int] = []
+        number = self._oldest
+        while len(numbers) < self.settings.groups_per_step:
+            if number not in self._beyond:
+                numbers.append(number)
+            number += 1
+        return numbers
+
+    def choose(self, is_closed: Callable[[int], bool]) -> tuple[int, ...] | None:
+        """The P groups that the next step would take, oldest closed ones first; None: not yet."""
+        oldest, beyond = self._oldest, set(self._beyond)
+        chosen: list[int] = []
+        while len(chosen) < self.settings.groups_per_step:
+            reach = range(oldest, oldest + self.settings.window_groups)
+            number = next((k for k in reach if k not in beyond and is_closed(k)), None)
+            if number is None:
+                return None
+            chosen.append(number)
+            beyond.add(number)
+            oldest = _advance(oldest, beyond)
+        return tuple(chosen)
+
+    def take(self, is_closed: Callable[[int], bool]) -> tuple[int, tuple[int, ...]] | None:
+        """Take the next step's groups. Returns: (step, numbers), or None: not complete yet."""
+        chosen = self.choose(is_closed)
+        if chosen is None:
+            return None
+        step = self._next_step
+        self._beyond.update(chosen)
+        self._oldest = _advance(self._oldest, self._beyond)
+        self._unsettled[step] = chosen
+        self._next_step += 1
+        return step, chosen
+
+    def unsettled(self, step: int) -> tuple[int, ...]:
+        """The groups of a step that was taken and not yet settled.
+
+        Raises: ValueError when there is no such step.
+        """
+        if step not in self._unsettled:
+            raise ValueError(
+                f"window: step {step} is not taken and unsettled, expected one of "
+                f"{sorted(self._unsettled)}"
+            )
+        return self._unsettled[step]
+
+    def settle(self, step: int) -> None:
+        """Forget a step for good. Steps are settled in order.
+
+        Raises: ValueError when the step was not taken or an earlier one is not settled.
+        """
+        self.unsettled(step)
+        earliest = min(self._unsettled)
+        if step != earliest:
+            raise ValueError(f"window: step {step} settled before step {earliest}; settle in order")
+        del self._unsettled[step]
+
+    def roll_back(self, step: int) -> tuple[int, ...]:
+        """Give back an unsettled step and all after it. Returns: these steps, ascending."""
+        self.unsettled(step)
+        given_back = tuple(sorted(s for s in self._unsettled if s >= step))
+        for each in given_back:
+            self._untake(self._unsettled.pop(each))
+        self._next_step = step
+        return given_back
+
+    def step_of(self, number: int) -> int | None:
+        """The unsettled step that holds a group, if any."""
+        return next((s for s, numbers in self._unsettled.items() if number in numbers), None)
+
+    def snapshot(self) -> WindowSnapshot:
+        """The window as if every unsettled step had been given back."""
+        clone = AdmissionWindow(self.settings)
+        clone._oldest, clone._beyond = self._oldest, set(self._beyond)
+        clone._next_step, clone._unsettled = self._next_step, dict(self._unsettled)
+        if clone._unsettled:
+            clone.roll_back(min(clone._unsettled))
+        return WindowSnapshot(
+            published=self._published,
+            next_step=clone._next_step,
+            oldest=clone._oldest,
+            taken_beyond=tuple(sorted(clone._beyond)),
+        )
+
+    def _untake(self, numbers: tuple[int, ...]) -> None:
+        lowest = min(self._oldest, *numbers)
+        self._beyond.update(range(lowest, self._oldest))
+        self._beyond.difference_update(numbers)
+        self._oldest = _advance(lowest, self._beyond)
+
+
+def _advance(oldest: int, beyond: set[int]) -> int:
+    """Move past taken numbers, removing them from the set."""
+    while oldest in beyond:
+        beyond.discard(oldest)
+        oldest += 1
+    return oldest

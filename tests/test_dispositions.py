@@ -1,0 +1,81 @@
+"""Dispositions: who is in the baseline, who is in the loss, and why the others left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from trajectory_builders import linear_turns, make_trajectory, make_turn
+
+from actors.merge.dispositions import Verdict, judge
+from actors.merge.prefix import find_misalignment, merge_turns
+from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
+from actors.trajectory import Outcome, Trajectory
+from actors.trajectory_queue.ledger import EvictionReason
+
+
+def decide(trajectory: Trajectory, policies: Mapping[str, OutcomePolicy] | None = None) -> Verdict:
+    merged = merge_turns(trajectory) if find_misalignment(trajectory) is None else None
+    return judge(trajectory, merged, policies=policies or {})
+
+
+def ended(outcome: Outcome, *, reward: float = 1.0) -> Trajectory:
+    return make_trajectory(linear_turns(2, reward=reward), outcome=outcome)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "baseline_return", "reason"),
+    [
+        (Outcome.COMPLETED, 1.0, None),
+        (Outcome.MAX_TURNS, 0.0, None),
+        (Outcome.MALFORMED_TOOL_CALL, 0.0, None),
+        (Outcome.TRUNCATED_TOKENS, 1.0, EvictionReason.MASKED),
+        (Outcome.WALL_TIMEOUT, None, EvictionReason.WALL_TIMEOUT),
+        (Outcome.REWARD_ERROR, None, EvictionReason.REWARD_ERROR),
+    ],
+)
+def test_the_default_dispositions(
+    outcome: Outcome, baseline_return: float | None, reason: EvictionReason | None
+) -> None:
+    verdict = decide(ended(outcome))
+    assert (verdict.baseline_return, verdict.reason) == (baseline_return, reason)
+
+
+def test_clamping_leaves_a_negative_return_alone() -> None:
+    assert decide(ended(Outcome.MAX_TURNS, reward=-2.0)).baseline_return == -2.0
+
+
+def test_a_masked_trajectory_that_was_not_graded_is_not_in_the_baseline() -> None:
+    cut_off = make_trajectory([make_turn([1], [2, 3])], outcome=Outcome.TRUNCATED_TOKENS)
+    verdict = decide(cut_off)
+    assert verdict.baseline_return is None and verdict.reason is EvictionReason.MASKED
+
+
+def test_an_environment_may_replace_a_row_of_the_table() -> None:
+    rule = OutcomeRule(disposition=Disposition.TRAIN)
+    policies = {"game": OutcomePolicy(overrides={Outcome.TRUNCATED_TOKENS: rule})}
+    assert decide(ended(Outcome.TRUNCATED_TOKENS), policies).reason is None
+    assert decide(ended(Outcome.TRUNCATED_TOKENS), {"other": policies["game"]}).reason
+
+
+def test_a_malformed_trajectory_with_a_positive_reward_is_an_alarm() -> None:
+    assert decide(ended(Outcome.MALFORMED_TOOL_CALL)).is_malformed_rewarded
+    assert not decide(ended(Outcome.MALFORMED_TOOL_CALL, reward=0.0)).is_malformed_rewarded
+    assert not decide(ended(Outcome.COMPLETED)).is_malformed_rewarded
+
+
+def test_what_cannot_be_trained_leaves_under_a_reason_of_its_own() -> None:
+    nan = float("nan")
+    misaligned = decide(make_trajectory([make_turn([1], [2, 3], logprobs=[-1])]))
+    assert (misaligned.baseline_return, misaligned.reason) == (
+        None,
+        EvictionReason.TOKEN_MISALIGNED,
+    )
+    no_logprobs = decide(make_trajectory([make_turn([1], [2], logprobs=[nan], reward=1.0)]))
+    assert (no_logprobs.baseline_return, no_logprobs.reason) == (
+        1.0,
+        EvictionReason.TOKEN_MISALIGNED,
+    )
+    assert decide(make_trajectory([make_turn([1], [])])).reason is EvictionReason.EMPTY
+    bad_reward = decide(make_trajectory([make_turn([1], [2], reward=nan)]))
+    assert (bad_reward.baseline_return, bad_reward.reason) == (None, EvictionReason.REWARD_ERROR)

@@ -1,0 +1,190 @@
+"""The admission window: the age bound, whatever closes when; no deadlock; give back and restore."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.trajectory_queue.window import AdmissionWindow, WindowSettings, WindowSnapshot
+
+settings_strategy = st.builds(
+    lambda p, s, w: WindowSettings(groups_per_step=p, max_lag=s, window_groups=w),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(1, 9),
+)
+
+
+class Run:
+    """Groups are admitted as early as possible and sampled at once: the oldest tokens there are."""
+
+    def __init__(self, settings: WindowSettings) -> None:
+        self.window = AdmissionWindow(settings)
+        self.sampled_at: dict[int, int] = {}
+        self.closed: set[int] = set()
+        self.oldest_age = 0
+        self.taken: list[int] = []
+
+    def admit(self) -> None:
+        for number in range(self.window.admissible_end):
+            self.sampled_at.setdefault(number, self.window.published)
+
+    def open_groups(self) -> list[int]:
+        return sorted(set(self.sampled_at) - self.closed)
+
+    def train(self) -> bool:
+        """Take, settle and publish one step, if it is complete."""
+        result = self.window.take(self.closed.__contains__)
+        if result is None:
+            return False
+        step, numbers = result
+        self.taken += numbers
+        # The trainer holds version `step` when it trains step `step`.
+        self.oldest_age = max(self.oldest_age, *(step - self.sampled_at[k] for k in numbers))
+        self.window.settle(step)
+        self.window.publish(step + 1)
+        return True
+
+
+@given(settings_strategy, st.data())
+def test_no_token_is_older_than_the_bound_in_any_closing_order(
+    settings: WindowSettings, data: st.DataObject
+) -> None:
+    run = Run(settings)
+    for _ in range(40):
+        run.admit()
+        if not run.train():
+            # No deadlock: while no step is complete, an admitted group is still open.
+            assert run.open_groups()
+            run.closed.add(data.draw(st.sampled_from(run.open_groups())))
+        assert run.oldest_age <= settings.max_policy_age
+    assert len(run.taken) == len(set(run.taken))
+
+
+@given(settings_strategy)
+def test_the_adversary_that_closes_the_oldest_last_stays_within_the_bound(
+    settings: WindowSettings,
+) -> None:
+    run = Run(settings)
+    for _ in range(200):
+        run.admit()
+        if not run.train():
+            run.closed.add(run.open_groups()[-1])
+    assert 0 < len(run.taken)
+    assert run.oldest_age <= settings.max_policy_age
+
+
+@pytest.mark.parametrize(
+    ("lag", "groups", "window", "bound"),
+    [(1, 3, 3, 2), (3, 8, 9, 4), (0, 4, 1, 0), (2, 4, 1, 2), (0, 1, 5, 4)],
+)
+def test_the_bound_of_the_worked_examples(lag: int, groups: int, window: int, bound: int) -> None:
+    settings = WindowSettings(groups_per_step=groups, max_lag=lag, window_groups=window)
+    assert settings.max_policy_age == bound
+
+
+def test_the_bound_of_the_first_worked_example_is_reached() -> None:
+    # S=1, P=3, W=3: group 5 is let in at version 0 (5 // 3 <= 0 + 1), is overtaken by 6 and 7,
+    # and so is trained in step 2, by version 2.
+    run = Run(WindowSettings(groups_per_step=3, max_lag=1, window_groups=3))
+    run.admit()
+    for number in (0, 1, 2, 3, 4):
+        run.closed.add(number)
+    assert run.train()
+    run.admit()
+    run.closed |= {6, 7}
+    assert run.train()
+    run.closed |= {5, 8}
+    run.admit()
+    run.closed |= {9}
+    assert run.train()
+    assert run.taken == [0, 1, 2, 3, 4, 6, 5, 7, 8] and run.oldest_age == 2
+
+
+def test_lag_zero_and_window_one_is_synchronous() -> None:
+    window = AdmissionWindow(WindowSettings(groups_per_step=2, max_lag=0, window_groups=1))
+    assert window.admissible_end == 2
+    assert window.take({1}.__contains__) is None
+    assert window.take({0, 1}.__contains__) == (0, (0, 1))
+    assert window.admissible_end == 2
+    window.publish(1)
+    assert window.admissible_end == 4
+
+
+def test_a_version_that_goes_backwards_is_refused() -> None:
+    window = AdmissionWindow(WindowSettings(groups_per_step=1, max_lag=0, window_groups=1))
+    window.publish(3)
+    window.publish(3)
+    with pytest.raises(ValueError, match="version 2 published after 3"):
+        window.publish(2)
+
+
+def test_steps_are_settled_in_order_and_once() -> None:
+    window = AdmissionWindow(WindowSettings(groups_per_step=1, max_lag=3, window_groups=1))
+    assert window.take(lambda _: True) == (0, (0,))
+    assert window.take(lambda _: True) == (1, (1,))
+    with pytest.raises(ValueError, match="step 1 settled before step 0"):
+        window.settle(1)
+    window.settle(0)
+    with pytest.raises(ValueError, match="step 0 is not taken and unsettled"):
+        window.settle(0)
+
+
+@given(settings_strategy, st.data())
+def test_steps_given_back_are_taken_again_as_if_for_the_first_time(
+    settings: WindowSettings, data: st.DataObject
+) -> None:
+    window = AdmissionWindow(settings)
+    closed = data.draw(st.sets(st.integers(0, 30)))
+    first: list[tuple[int, tuple[int, ...]]] = []
+    while (taken := window.take(closed.__contains__)) is not None:
+        first.append(taken)
+    if not first:
+        return
+    step = data.draw(st.integers(0, len(first) - 1))
+    assert window.roll_back(step) == tuple(range(step, len(first)))
+    assert window.next_step == step
+    again = [window.take(closed.__contains__) for _ in first[step:]]
+    assert again == first[step:]
+    assert window.take(closed.__contains__) is None
+
+
+@given(settings_strategy, st.data())
+def test_a_restored_window_goes_on_after_the_last_settled_step(
+    settings: WindowSettings, data: st.DataObject
+) -> None:
+    window = AdmissionWindow(settings)
+    closed = data.draw(st.sets(st.integers(0, 30)))
+    steps = []
+    while (taken := window.take(closed.__contains__)) is not None:
+        steps.append(taken)
+    num_settled = data.draw(st.integers(0, len(steps)))
+    for step in range(num_settled):
+        window.settle(step)
+    window.publish(num_settled)
+    stored = json.loads(json.dumps(window.snapshot().to_json()))
+    restored = AdmissionWindow(settings, snapshot=WindowSnapshot.from_json(stored))
+    assert restored.published == num_settled and restored.next_step == num_settled
+    settled = {k for _, numbers in steps[:num_settled] for k in numbers}
+    assert {k for k in range(60) if restored.is_taken(k)} == settled
+    assert [restored.take(closed.__contains__) for _ in steps[num_settled:]] == steps[num_settled:]
+
+
+@pytest.mark.parametrize("name", ["groups_per_step", "max_lag", "window_groups"])
+def test_impossible_settings_are_refused(name: str) -> None:
+    numbers = {"groups_per_step": 1, "max_lag": 0, "window_groups": 1, name: -1}
+    with pytest.raises(ValueError, match=f"{name} is -1"):
+        WindowSettings(**numbers)
+
+
+def test_a_run_admits_no_group_beyond_its_last_step_and_can_finish_it() -> None:
+    settings = WindowSettings(groups_per_step=2, max_lag=3, window_groups=5, num_groups=4)
+    window = AdmissionWindow(settings)
+    assert window.admissible_end == 4
+    assert window.take({0, 1, 3}.__contains__) == (0, (0, 1))
+    assert window.take({2, 3}.__contains__) == (1, (2, 3))
+    with pytest.raises(ValueError, match="num_groups is 5, expected a multiple"):
+        WindowSettings(groups_per_step=2, max_lag=0, window_groups=1, num_groups=5)
