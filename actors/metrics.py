@@ -11,15 +11,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 AGE_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 RETURN_BUCKETS = (-1, -0.5, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
-STAGES = ("collect", "merge", "train", "publish", "checkpoint", "evaluate")
 
 
-class Metrics:
-    """The metrics of one run in a registry of its own."""
+class RolloutMetrics:
+    """Trajectories as they end."""
 
-    def __init__(self) -> None:
-        registry = self.registry = CollectorRegistry()
-        self.rollouts = Counter(
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.ended = Counter(
             "rayloom_rollouts",
             "Trajectories that ended, by environment and outcome; retried attempts included.",
             ["environment", "outcome"],
@@ -32,38 +30,50 @@ class Metrics:
             buckets=RETURN_BUCKETS,
             registry=registry,
         )
-        self.trajectory_seconds = Histogram(
+        self.seconds = Histogram(
             "rayloom_trajectory_seconds",
             "Wall time of a trajectory, from reset to its outcome.",
             ["environment"],
             buckets=SECONDS_BUCKETS,
             registry=registry,
         )
-        self.ledger_admitted = Gauge(
+
+
+class LedgerMetrics:
+    """Where the admitted rollouts are."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.admitted = Gauge(
             "rayloom_ledger_admitted_rollouts",
             "Rollouts given a place in the window; equals trained + evicted + in flight.",
             registry=registry,
         )
-        self.ledger_trained = Gauge(
+        self.trained = Gauge(
             "rayloom_ledger_trained_rollouts", "Rollouts trained on.", registry=registry
         )
-        self.ledger_evicted = Gauge(
+        self.evicted = Gauge(
             "rayloom_ledger_evicted_rollouts",
             "Rollouts that left untrained, by reason.",
             ["reason"],
             registry=registry,
         )
-        self.ledger_in_flight = Gauge(
+        self.in_flight = Gauge(
             "rayloom_ledger_in_flight_rollouts", "Admitted and not yet settled.", registry=registry
         )
-        self.queue_items = Gauge(
+        self.waiting_items = Gauge(
             "rayloom_queue_items", "Finished trajectories waiting in the queue.", registry=registry
         )
-        self.queue_bytes = Gauge(
+        self.waiting_bytes = Gauge(
             "rayloom_queue_bytes", "Payload bytes that the queue refers to.", registry=registry
         )
-        self.steps = Counter("rayloom_train_steps", "Training steps done.", registry=registry)
-        self.skipped_steps = Counter(
+
+
+class StepMetrics:
+    """Progress, age and time of training steps."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.done = Counter("rayloom_train_steps", "Training steps done.", registry=registry)
+        self.skipped = Counter(
             "rayloom_train_skipped_steps",
             "Updates skipped because a loss or gradient was not finite.",
             registry=registry,
@@ -90,6 +100,12 @@ class Metrics:
             buckets=AGE_BUCKETS,
             registry=registry,
         )
+
+
+class LearningMetrics:
+    """Reward and the health of the policy."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
         self.reward_mean = Gauge(
             "rayloom_reward_mean", "Mean return of the last step's trajectories.", registry=registry
         )
@@ -125,13 +141,19 @@ class Metrics:
             "Largest |trainer - engine| on the fixed prompt after the last publish.",
             registry=registry,
         )
-        self.merge_samples = Counter(
+
+
+class MergeMetrics:
+    """From turns to samples, and what looked odd."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.samples = Counter(
             "rayloom_merge_samples",
             "Samples before (turns) and after merging.",
             ["side"],
             registry=registry,
         )
-        self.merge_mismatches = Counter(
+        self.mismatches = Counter(
             "rayloom_merge_mismatches",
             "Turns that extended no open sample, by kind of divergence.",
             ["kind"],
@@ -155,6 +177,12 @@ class Metrics:
             "Groups whose returns were all equal.",
             registry=registry,
         )
+
+
+class PartMetrics:
+    """The parts of the run."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
         self.replacements = Counter(
             "rayloom_replacements",
             "Parts that died and were replaced.",
@@ -164,3 +192,16 @@ class Metrics:
         self.engines_ready = Gauge(
             "rayloom_engines_ready", "Engines that hold the current version.", registry=registry
         )
+
+
+class Metrics:
+    """The metrics of one run in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.rollouts = RolloutMetrics(self.registry)
+        self.ledger = LedgerMetrics(self.registry)
+        self.steps = StepMetrics(self.registry)
+        self.learning = LearningMetrics(self.registry)
+        self.merge = MergeMetrics(self.registry)
+        self.parts = PartMetrics(self.registry)

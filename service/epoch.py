@@ -1,0 +1,194 @@
+"""One epoch of a run: the parts it starts from a checkpoint (or afresh), its loop, and their end.
+
+An epoch ends with the run, with a stop, or with the loss of a part; the supervisor then starts the
+next one from the newest committed checkpoint. So a resumed run and a recovered one are one path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.merge.actor import MergeActor
+from actors.trainer.group import Deadlines, TrainerGroup, TrainerRankLost
+from actors.trajectory_queue.actor import TrajectoryQueue
+from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
+from service.config import Config
+from service.engines import Engines
+from service.environment_pool import EnvironmentPool, PoolSettings
+from service.loop import Loop, LoopSettings, Parts
+from service.parts import EngineParts, MergeParts, QueueParts, TrainerParts
+from service.ports import PartLost
+from service.recorder import RunRecorder
+from service.settings_of import (
+    environment_settings,
+    merge_settings,
+    queue_settings,
+    trainer_settings,
+)
+from service.status import Phase
+from service.store.run_store import Lease, RunStore
+from service.task_source import open_tasks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlaces:
+    """Where a run's model and checkpoints lie, as every node sees them."""
+
+    model: str
+    checkpoints: Path
+
+
+class Epoch:
+    """Made once per lease; `run` it, then `stop` it, whatever happened."""
+
+    def __init__(
+        self,
+        config: Config,
+        places: RunPlaces,
+        *,
+        lease: Lease,
+        engines: Engines,
+        store: RunStore,
+        recorder: RunRecorder,
+    ) -> None:
+        self._config = config
+        self._places = places
+        self._lease = lease
+        self._engines = engines
+        self._store = store
+        self._recorder = recorder
+        queue_class: Any = TrajectoryQueue
+        merge_class: Any = MergeActor
+        self._queue_actor = queue_class.remote(queue_settings(config), self._snapshot())
+        self._merge_actor = merge_class.options(num_cpus=0).remote(merge_settings(config))
+        self.queue = QueueParts(self._queue_actor)
+        self._group = TrainerGroup(
+            trainer_settings(config, model=places.model, checkpoint_dir=places.checkpoints),
+            deadlines=Deadlines(step_s=config.trainer.step_deadline_s),
+            gpus_per_rank=config.trainer.gpus_per_rank,
+        )
+        self._pool: EnvironmentPool | None = None
+        self._loop: Loop | None = None
+        self._is_stopping = False
+
+    @property
+    def first_step(self) -> int:
+        return self._lease.parent.step + 1 if self._lease.parent else 1
+
+    def request_stop(self) -> None:
+        self._is_stopping = True
+        if self._loop is not None:
+            self._loop.stop()
+
+    async def run(self) -> None:
+        """Start the parts and train.
+
+        Raises: PartLost; LeaseLost; CheckpointError for a checkpoint that cannot be read.
+        """
+        engine_parts = await self._start()
+        if self._is_stopping:
+            return
+        self._recorder.phase(Phase.TRAINING, "")
+        assert self._pool is not None
+        self._loop = Loop(self._parts(engine_parts, self._pool), self._loop_settings())
+        training = asyncio.create_task(self._loop.run())
+        watching = asyncio.create_task(self._pool.watch())
+        try:
+            await asyncio.wait({training, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            await training
+        finally:
+            for task in (training, watching):
+                task.cancel()
+            await asyncio.gather(training, watching, return_exceptions=True)
+
+    async def stop(self, *, is_orderly: bool) -> None:
+        """End this epoch's actors; the engines stay."""
+        if self._pool is not None:
+            if is_orderly:
+                await self._pool.stop()
+            else:
+                self._pool.kill()
+        await self._group.stop()
+        for actor in (self._merge_actor, self._queue_actor):
+            ray.kill(actor)
+
+    async def stats(self) -> QueueStats:
+        return await self.queue.stats()
+
+    def _snapshot(self) -> QueueSnapshot | None:
+        parent = self._lease.parent
+        return None if parent is None else QueueSnapshot.from_json(parent.queue_snapshot)
+
+    async def _start(self) -> EngineParts:
+        config, version = self._config, self.first_step - 1
+        self._recorder.phase(Phase.STARTING, "engines and trainer")
+        await self._engines.open_epoch(self._lease.epoch)
+        try:
+            await self._group.start()
+            if self._lease.parent is not None:
+                await self._group.load(Path(self._lease.parent.directory))
+        except TrainerRankLost as error:
+            raise PartLost(str(error)) from error
+        engine_parts = EngineParts(
+            self._group,
+            self._engines.board,
+            epoch=self._lease.epoch,
+            num_replicas=config.inference.num_replicas,
+            deadline_s=config.inference.publish_deadline_s,
+        )
+        await engine_parts.offer(version)
+        self._recorder.phase(Phase.STARTING, "waiting for the engines")
+        await self._engines.wait_ready(deadline_s=config.inference.start_deadline_s)
+        await engine_parts.wait(version, deadline_s=config.inference.publish_deadline_s)
+        self._pool = EnvironmentPool(
+            PoolSettings(
+                num_actors=config.rollouts.num_actors,
+                settings_of=partial(environment_settings, config),
+                tokenizer_path=self._places.model,
+                make_policy=self._engines.policy,
+                epoch=self._lease.epoch,
+            ),
+            queue_actor=self._queue_actor,
+            queue=self.queue,
+            on_replaced=self._recorder.replaced,
+        )
+        return engine_parts
+
+    def _parts(self, engines: EngineParts, pool: EnvironmentPool) -> Parts:
+        config = self._config
+        tasks = open_tasks(config)
+        return Parts(
+            queue=self.queue,
+            merge=MergeParts(self._merge_actor),
+            trainer=TrainerParts(
+                self._group,
+                self._store,
+                epoch=self._lease.epoch,
+                keep=config.run.keep_checkpoints,
+            ),
+            engines=engines,
+            environments=pool,
+            tasks=tasks,
+            evaluation_tasks=tasks.held_out(config.tasks.evaluation_tasks),
+            recorder=self._recorder,
+        )
+
+    def _loop_settings(self) -> LoopSettings:
+        run, parent = self._config.run, self._lease.parent
+        return LoopSettings(
+            first_step=self.first_step,
+            steps=run.steps,
+            group_size=self._config.algorithm.group_size,
+            min_usable_samples=self._config.algorithm.min_usable_samples,
+            checkpoint_every=run.checkpoint_every,
+            evaluate_every=run.evaluate_every,
+            checkpoint=parent.directory if parent else "",
+        )

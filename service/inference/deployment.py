@@ -1,0 +1,279 @@
+"""The inference deployment: one vLLM engine in each Serve replica, fed by the weight board.
+
+A replica is ready only with the current policy version: its constructor waits for it. From then on
+a background task pulls new versions; a replica whose engine or whose pulling has died, or that
+lacks the current version for too long, fails its health check and Serve replaces it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+import ray
+from ray import serve
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError
+from ray.serve.config import ProxyLocation, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
+
+from actors.policy import (
+    GenerateReply,
+    GenerateRequest,
+    PolicyDeadlineExceeded,
+    PolicyUnavailable,
+)
+from actors.weights.board import POLL_GRACE_S, Command, CommandKind, Publication
+from service.inference.router import ReplicaAffinityRouter
+from service.inference.settings import EngineSettings
+from service.inference.wire import Answer, AnswerChunk, GenerateFailure, mark_salt, split_salt
+
+POLL_S = 5.0
+RPC_TIMEOUT_S = 10.0
+RETRY_S = 0.5
+FETCH_TIMEOUT_S = 300.0
+DEPLOYMENT_NAME = "InferenceReplica"
+STATUS_POLL_S = 0.2
+MAX_SEED = 1 << 31
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaDescription:
+    """name: Serve's unique id of the replica. engine_pids: the processes that it started."""
+
+    name: str
+    pid: int
+    engine_pids: tuple[int, ...]
+    epoch: int | None
+    version: int | None
+
+
+class InferenceReplica:
+    """Serve's view of one engine."""
+
+    async def __init__(self, settings: EngineSettings, board: ActorHandle) -> None:  # type: ignore[misc]
+        # vLLM takes ten seconds to import: its user pays, not whoever deploys.
+        from service.inference.engine import PolicyEngine
+
+        self._settings = settings
+        self._board = board
+        self._name = serve.get_replica_context().replica_id.unique_id
+        # Replicas with one seed would sample the same tokens for members of a group.
+        seed = (settings.seed + zlib.crc32(self._name.encode())) % MAX_SEED
+        self._engine = PolicyEngine(replace(settings, seed=seed))
+        self._current_at = self._heard_at = time.monotonic()
+        self._is_applying = False
+        await self._engine.start()
+        this_actor = ray.get_runtime_context().current_actor
+        await asyncio.wait_for(board.join.remote(self._name, this_actor), RPC_TIMEOUT_S)
+        while self._engine.version is None:
+            await self._pull()
+        self._pulling = asyncio.create_task(self._pull_forever())
+
+    # Serving
+
+    async def generate_batch(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncIterator[AnswerChunk]:
+        """Sample the turns of a batch; yield answers as they finish, those of one tick together."""
+        finished: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
+
+        async def run(position: int, request: GenerateRequest) -> None:
+            finished.put_nowait((position, await self._answer(request)))
+
+        tasks = [asyncio.create_task(run(*numbered)) for numbered in enumerate(requests)]
+        try:
+            num_open = len(tasks)
+            while num_open:
+                chunk = [await finished.get()]
+                # One engine step ends many requests; let the others of it arrive.
+                await asyncio.sleep(0)
+                while not finished.empty():
+                    chunk.append(finished.get_nowait())
+                num_open -= len(chunk)
+                yield chunk
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        """Sample one turn.
+
+        Raises: as `actors.policy.PolicyClient.generate`.
+        """
+        silent_s = time.monotonic() - self._heard_at
+        if silent_s > POLL_S + POLL_GRACE_S and not self._is_applying:
+            # The board may count this replica as gone and have published without it.
+            raise PolicyUnavailable(
+                f"inference: no word from the weight board for {silent_s:.0f} s"
+            )
+        salt, _ = split_salt(request.cache_salt)
+        reply = await self._engine.generate(replace(request, cache_salt=salt))
+        return replace(reply, cache_salt=mark_salt(reply.cache_salt, self._name))
+
+    async def _answer(self, request: GenerateRequest) -> Answer:
+        try:
+            return await self.generate(request)
+        except (PolicyUnavailable, PolicyDeadlineExceeded, ValueError) as error:
+            return GenerateFailure.of(error)
+
+    async def describe(self) -> ReplicaDescription:
+        """Say who answers; what an operator, or a test that kills it, needs to know."""
+        children = psutil.Process().children(recursive=True)
+        return ReplicaDescription(
+            name=self._name,
+            pid=os.getpid(),
+            engine_pids=tuple(child.pid for child in children),
+            epoch=self._engine.epoch,
+            version=self._engine.version,
+        )
+
+    async def check_health(self) -> None:
+        """Raises: PolicyUnavailable; Serve then replaces the replica."""
+        await self._engine.check_health()
+        if self._pulling.done():
+            raise PolicyUnavailable("inference: pulling weights has ended") from (
+                None if self._pulling.cancelled() else self._pulling.exception()
+            )
+        limit_s = self._settings.max_staleness_s
+        if (lacking_s := time.monotonic() - self._current_at) > limit_s:
+            raise PolicyUnavailable(
+                f"inference: not known to hold the current version for {lacking_s:.0f} s, "
+                f"limit {limit_s} s"
+            )
+
+    def __del__(self) -> None:
+        """Serve calls this at the end of a graceful shutdown, when the requests have drained."""
+        if (pulling := getattr(self, "_pulling", None)) is not None:
+            pulling.cancel()
+            self._board.leave.remote(self._name)
+        if (engine := getattr(self, "_engine", None)) is not None:
+            engine.shutdown()
+
+    # Weights
+
+    async def _pull_forever(self) -> None:
+        while True:
+            await self._pull()
+
+    async def _pull(self) -> None:
+        """Ask the board once and apply what it has. A board that is slow is asked again."""
+        try:
+            work = await self._poll()
+        except (TimeoutError, ActorUnavailableError):
+            logger.warning("inference: the weight board did not answer; asking again")
+            await asyncio.sleep(RETRY_S)
+            return
+        # While it applies, the board waits for this replica.
+        self._is_applying = work is not None
+        match work:
+            case Publication():
+                await self._load(work)
+            case Command():
+                await self._execute(work)
+        self._is_applying = False
+        # After a command of an unfinished update the replica is on its way, not current.
+        if self._engine.update_age_s == 0:
+            self._current_at = time.monotonic()
+
+    async def _poll(self) -> Publication | Command | None:
+        engine = self._engine
+        reference = self._board.poll.remote(
+            self._name, engine.epoch, engine.version, POLL_S, engine.num_workers
+        )
+        sent_at = time.monotonic()
+        work = await asyncio.wait_for(reference, POLL_S + RPC_TIMEOUT_S)
+        self._heard_at = sent_at
+        return work
+
+    async def _load(self, publication: Publication) -> None:
+        started = time.monotonic()
+        buffers = await asyncio.wait_for(
+            asyncio.gather(*(group.buffer for group in publication.groups)), FETCH_TIMEOUT_S
+        )
+        await self._engine.apply(publication, buffers)
+        await self._report(publication.epoch, publication.version, started=started)
+
+    async def _execute(self, command: Command) -> None:
+        started = time.monotonic()
+        error: str | None = None
+        try:
+            await self._engine.execute(command)
+            if command.kind is CommandKind.FINISH and command.version is not None:
+                await self._report(command.epoch, command.version, started=started)
+        except PolicyUnavailable as failure:
+            error = str(failure)
+        reference = self._board.acknowledge.remote(self._name, command.sequence, error)
+        await asyncio.wait_for(reference, RPC_TIMEOUT_S)
+
+    async def _report(self, epoch: int, version: int, *, started: float) -> None:
+        load_s = time.monotonic() - started
+        parity = await self._engine.parity_sample()
+        self._heard_at = time.monotonic()
+        reference = self._board.report.remote(self._name, epoch, version, load_s, parity)
+        await asyncio.wait_for(reference, RPC_TIMEOUT_S)
+
+
+def deploy_inference(
+    settings: EngineSettings, *, name: str, board: ActorHandle
+) -> DeploymentHandle[InferenceReplica]:
+    """Start (or update) the deployment under an application name; do not wait for it.
+
+    The replicas become ready once the board has a publication, so publish, then `wait_ready`.
+    Where Serve is not running it is started without any HTTP proxy; an HTTP API that shares the
+    cluster starts Serve itself, on loopback, before this.
+    """
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    deployment = serve.deployment(
+        name=DEPLOYMENT_NAME,
+        num_replicas=settings.num_replicas,
+        max_ongoing_requests=settings.max_ongoing_requests,
+        ray_actor_options={
+            "num_cpus": settings.cpus_per_replica,
+            "num_gpus": settings.gpus_per_replica,
+        },
+        request_router_config=RequestRouterConfig(request_router_class=ReplicaAffinityRouter),
+        health_check_period_s=settings.health_check_period_s,
+        health_check_timeout_s=settings.health_check_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=settings.graceful_shutdown_s,
+        logging_config={"enable_access_log": False, "log_level": "WARNING"},
+    )(InferenceReplica)
+    target = serve.RunTarget(deployment.bind(settings, board), name=name, route_prefix=None)
+    [handle] = serve.run_many([target], wait_for_applications_running=False)
+    return handle
+
+
+def wait_ready(name: str, *, timeout_s: float) -> None:
+    """Wait until every replica holds the current version.
+
+    Raises: PolicyUnavailable when the deployment failed or is not ready in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        application = serve.status().applications.get(name)
+        status = None if application is None else application.status
+        if status is ApplicationStatus.RUNNING:
+            return
+        failed = status is ApplicationStatus.DEPLOY_FAILED
+        if application is None or failed or time.monotonic() > deadline:
+            detail = "" if application is None else application.message
+            raise PolicyUnavailable(
+                f"inference: {name!r} is {status}, expected RUNNING within {timeout_s:.0f} s; "
+                f"{detail} See the replicas' logs"
+            )
+        time.sleep(STATUS_POLL_S)
+
+
+def delete_inference(name: str) -> None:
+    """Drain and end the replicas; bounded by the settings' graceful_shutdown_s."""
+    serve.delete(name)

@@ -1,0 +1,318 @@
+"""One vLLM engine: token ids in, token ids with log-probabilities and policy versions out.
+
+No Ray. Invariants: nothing is sampled before a version is loaded; requests in flight survive an
+update and say which tokens came from which version; a new trajectory is never admitted while an
+update runs, so that its cache salt names the version that computes its prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import numpy as np
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded, PolicyUnavailable
+from actors.trajectory import FinishReason, VersionSpan
+from actors.weights.board import Command, CommandKind, ParitySample, Publication
+from actors.weights.buffers import Bytes
+from service.inference.plugin import OWNER_PID_VARIABLE, register
+from service.inference.settings import EngineSettings
+from service.inference.weight_transfer import StagedBuffer, update_payload
+
+PARITY_PROMPT_TOKENS = 16
+PARITY_SAMPLED_TOKENS = 8
+PARITY_DEADLINE_S = 60.0
+
+
+class PolicyEngine:
+    """Owns one `AsyncLLM`; every method belongs to one event loop."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.epoch: int | None = None
+        self.version: int | None = None
+        self._llm: AsyncLLM | None = None
+        self._vocabulary_size = 0
+        self._admission = asyncio.Event()
+        self._update_lock = asyncio.Lock()
+        self._update_started_at: float | None = None
+        self._broken: str | None = None
+        self._request_ids = itertools.count()
+
+    async def start(self) -> None:
+        """Start the engine process with the weights that lie in the model's directory."""
+        register()
+        os.environ.update(self.settings.environment)
+        os.environ[OWNER_PID_VARIABLE] = str(os.getpid())
+        self._llm = AsyncLLM.from_engine_args(_engine_args(self.settings))
+        self._vocabulary_size = self._llm.model_config.get_vocab_size()
+        # A million objects of the imported libraries never die; collections need not visit them.
+        gc.collect()
+        gc.freeze()
+
+    async def stop(self) -> None:
+        """End the engine process; requests in flight fail."""
+        await asyncio.to_thread(self.shutdown)
+
+    def shutdown(self) -> None:
+        """As `stop`, for where nothing can be awaited."""
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            llm.shutdown()
+
+    async def check_health(self) -> None:
+        """Raises: PolicyUnavailable when the engine is dead, or half loaded by a failed update."""
+        try:
+            await self._engine.check_health()
+        except EngineDeadError as error:
+            raise PolicyUnavailable("inference: the engine process is dead") from error
+
+    @property
+    def update_age_s(self) -> float:
+        """Seconds for which the running weight update has held up sampling; 0 without one."""
+        started = self._update_started_at
+        return 0.0 if started is None else time.monotonic() - started
+
+    @property
+    def num_workers(self) -> int:
+        return self.settings.tensor_parallel_size
+
+    # Sampling
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        """Sample one turn.
+
+        Raises: ValueError for a request that can never be served; PolicyDeadlineExceeded, after
+            the request was aborted; PolicyUnavailable when the engine is dead.
+        """
+        self._check(request)
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                await self._admission.wait()
+                salt = request.cache_salt or f"{self.epoch}:{self.version}"
+                output = await self._sample(
+                    request.prompt_token_ids.tolist(),
+                    _sampling_params(self.settings, request),
+                    salt=salt,
+                )
+        except TimeoutError as error:
+            raise PolicyDeadlineExceeded(
+                f"inference: no answer within {request.deadline_s:.3g} s; the request was aborted"
+            ) from error
+        return _reply(output, salt=salt)
+
+    async def parity_sample(self) -> ParitySample:
+        """Sample a few tokens from a fixed prompt, for the trainer to recompute.
+
+        Raises: PolicyUnavailable.
+        """
+        prompt = [(7 * i + 3) % self._vocabulary_size for i in range(PARITY_PROMPT_TOKENS)]
+        prompt = prompt[: self.settings.max_model_len - 1]
+        request = GenerateRequest(
+            trajectory_id="parity",
+            prompt_token_ids=np.asarray(prompt, dtype=np.int32),
+            max_tokens=PARITY_SAMPLED_TOKENS,
+            temperature=self.settings.temperature,
+            deadline_s=PARITY_DEADLINE_S,
+            cache_salt=f"parity:{self.epoch}:{self.version}:{next(self._request_ids)}",
+        )
+        try:
+            reply = await self.generate(request)
+        except PolicyDeadlineExceeded as error:
+            raise PolicyUnavailable("inference: no parity sample in time") from error
+        return ParitySample(
+            prompt_token_ids=tuple(prompt),
+            token_ids=tuple(reply.token_ids.tolist()),
+            logprobs=tuple(reply.logprobs.tolist()),
+            temperature=self.settings.temperature,
+        )
+
+    async def _sample(
+        self, prompt: list[int], params: SamplingParams, *, salt: str
+    ) -> RequestOutput:
+        output: RequestOutput | None = None
+        request_id = str(next(self._request_ids))
+        stream = self._engine.generate(
+            {"prompt_token_ids": prompt, "cache_salt": salt}, params, request_id
+        )
+        try:
+            async for part in stream:
+                output = part
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise PolicyUnavailable("inference: the engine died while sampling") from error
+        # Nobody else aborts: the engine is going down.
+        if output is None or output.outputs[0].finish_reason == FinishReason.ABORT:
+            raise PolicyUnavailable("inference: the engine gave the request up; it is going down")
+        return output
+
+    def _check(self, request: GenerateRequest) -> None:
+        num_prompt_tokens = int(request.prompt_token_ids.shape[0])
+        limit = self.settings.max_model_len
+        if num_prompt_tokens == 0:
+            raise ValueError("inference: the prompt is empty; expected at least 1 token")
+        if num_prompt_tokens >= limit:
+            raise ValueError(
+                f"inference: the prompt has {num_prompt_tokens} tokens, expected at most "
+                f"{limit - 1} (max_model_len {limit}); end the trajectory as truncated by context"
+            )
+        if request.max_tokens < 1:
+            raise ValueError(f"inference: max_tokens is {request.max_tokens}, expected at least 1")
+        lowest, highest = request.prompt_token_ids.min(), request.prompt_token_ids.max()
+        if lowest < 0 or highest >= self._vocabulary_size:
+            raise ValueError(
+                f"inference: token ids from {lowest} to {highest}, expected 0 to "
+                f"{self._vocabulary_size - 1}; the tokenizer is not this model's"
+            )
+
+    # Weights
+
+    async def apply(self, publication: Publication, buffers: Sequence[Bytes]) -> float:
+        """Load a version between two steps of the scheduler; return how long sampling stood, s.
+
+        Args: buffers: those of the publication's groups, in the same order, on this machine.
+        Raises: PolicyUnavailable when it fails: the engine is then half loaded and must go.
+        """
+        staged = await asyncio.to_thread(_stage, buffers)
+        try:
+            async with self._update_lock, self._failure_ends_engine():
+                await self._pause()
+                await self._engine.start_weight_update()
+                for buffer, group in zip(staged, publication.groups, strict=True):
+                    await self._update(update_payload(buffer, group.manifest, group.checksum))
+                return await self._finish(publication.epoch, publication.version)
+        finally:
+            for buffer in staged:
+                buffer.close()
+
+    async def execute(self, command: Command) -> None:
+        """One step of vLLM's own transfer handshake.
+
+        Raises: PolicyUnavailable as `apply`.
+        """
+        async with self._update_lock, self._failure_ends_engine():
+            match command.kind:
+                case CommandKind.INIT:
+                    request = WeightTransferInitRequest(init_info=command.payload)
+                    await self._engine.init_weight_transfer_engine(request)
+                case CommandKind.START:
+                    await self._pause()
+                    await self._engine.start_weight_update()
+                case CommandKind.UPDATE:
+                    await self._update(command.payload)
+                case CommandKind.FINISH:
+                    assert command.version is not None
+                    await self._finish(command.epoch, command.version)
+
+    async def _pause(self) -> None:
+        self._update_started_at = time.monotonic()
+        self._admission.clear()
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def _update(self, payload: Any) -> None:
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=payload))
+
+    async def _finish(self, epoch: int, version: int) -> float:
+        await self._engine.finish_weight_update(str(version))
+        if self.settings.reset_prefix_cache_on_publish:
+            await self._engine.reset_prefix_cache()
+        self.epoch, self.version = epoch, version
+        await self._engine.resume_generation()
+        stood_s = self.update_age_s
+        self._update_started_at = None
+        self._admission.set()
+        return stood_s
+
+    @asynccontextmanager
+    async def _failure_ends_engine(self) -> AsyncIterator[None]:
+        try:
+            yield
+        # vLLM raises a bare Exception for whatever went wrong in its worker.
+        except Exception as error:
+            self._broken = f"a weight update failed: {type(error).__name__}: {error}"
+            # Those that wait for admission learn it at once, those in flight when it is gone.
+            self._admission.set()
+            with suppress(EngineDeadError):
+                await self.stop()
+            raise PolicyUnavailable(f"inference: {self._broken}") from error
+
+    @property
+    def _engine(self) -> AsyncLLM:
+        if self._broken is not None:
+            raise PolicyUnavailable(f"inference: {self._broken}")
+        if self._llm is None:
+            raise PolicyUnavailable("inference: the engine is not running")
+        return self._llm
+
+
+def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
+    return AsyncEngineArgs(
+        model=settings.model,
+        # Token ids in and out: the engine needs no tokenizer and no default sampling parameters.
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_memory_bytes=settings.kv_cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        enforce_eager=settings.enforce_eager,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=settings.weight_backend),
+        seed=settings.seed,
+        disable_log_stats=True,
+        enable_log_requests=False,
+    )
+
+
+def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> SamplingParams:
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=1.0,
+        top_k=0,
+        max_tokens=request.max_tokens,
+        stop_token_ids=list(settings.stop_token_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _reply(output: RequestOutput, *, salt: str) -> GenerateReply:
+    sampled = output.outputs[0]
+    token_ids = np.asarray(sampled.token_ids, dtype=np.int32)
+    logprobs = sampled.logprobs
+    spans = tuple(
+        VersionSpan(version=int(span.version), start=span.start, end=span.end)
+        for span in sampled.weight_versions or ()
+    )
+    return GenerateReply(
+        token_ids=token_ids,
+        logprobs=np.asarray(() if logprobs is None else logprobs.logprobs, dtype=np.float32),
+        finish_reason=FinishReason(sampled.finish_reason),
+        version_spans=spans,
+        cache_salt=salt,
+    )
+
+
+def _stage(buffers: Sequence[Bytes]) -> list[StagedBuffer]:
+    return [StagedBuffer(buffer) for buffer in buffers]

@@ -1,0 +1,47 @@
+"""vLLM's entry point into this package (`vllm.general_plugins`), loaded in each of its processes.
+
+It makes the weight-transfer backend known by name, and ties the life of the engine's processes to
+the replica's: an engine core is no Ray worker, so nobody else ends it when its replica is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+
+BACKEND_NAME = "object_store"
+OWNER_PID_VARIABLE = "RAYLOOM_ENGINE_OWNER_PID"
+
+_registered = False
+
+
+def register() -> None:
+    """Register the backend and start the watch on the owner; a second call does nothing."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    # By module path: it is imported in the worker alone, when the engine is created.
+    WeightTransferEngineFactory.register_engine(
+        BACKEND_NAME, "service.inference.weight_transfer", "ObjectStoreWeightTransferEngine"
+    )
+    _die_with_owner()
+
+
+def _die_with_owner() -> None:
+    owner = int(os.environ.get(OWNER_PID_VARIABLE, "0"))
+    if owner in (0, os.getpid()):
+        return
+    try:
+        owner_fd = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os._exit(1)
+    threading.Thread(target=_wait_and_exit, args=(owner_fd,), daemon=True).start()
+
+
+def _wait_and_exit(owner_fd: int) -> None:
+    select.select([owner_fd], [], [])
+    os._exit(1)

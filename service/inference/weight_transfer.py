@@ -1,0 +1,164 @@
+"""The worker's end of the object-store weight backend.
+
+The replica writes each weight group into an anonymous memory file and names it by its own process
+(/proc/PID/fd/N): no name in /dev/shm, so nothing is left behind however a process dies, and no
+size limit of a container's /dev/shm. The worker, another process on the same machine, maps the
+file, checks the checksum and loads the tensors as views of it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from actors.weights.buffers import Bytes, buffer_checksum, unpack_group
+from actors.weights.manifest import WeightManifest
+
+
+class StagedBuffer:
+    """A weight group's bytes in an anonymous memory file, for as long as this object lives."""
+
+    def __init__(self, buffer: Bytes) -> None:
+        self.num_bytes = int(buffer.nbytes)
+        self._fd = os.memfd_create("rayloom-weights")
+        try:
+            view = buffer.data
+            written = 0
+            while written < self.num_bytes:
+                written += os.write(self._fd, view[written:])
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        """Where another process of the same user on the same machine opens it."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def map_buffer(path: str, *, num_bytes: int) -> Bytes:
+    """Map a staged buffer; the mapping lives as long as the array and views of it.
+
+    Raises: ValueError when the file is not num_bytes long.
+    """
+    with open(path, "rb") as file:
+        if (size := os.fstat(file.fileno()).st_size) != num_bytes:
+            raise ValueError(f"weights: {path} has {size} bytes, expected {num_bytes}")
+        # Private and writable: torch refuses read-only memory, and nothing is ever written.
+        mapped = mmap.mmap(
+            file.fileno(), num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
+    return np.frombuffer(mapped, dtype=np.uint8)
+
+
+@dataclass
+class ObjectStoreInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on: every update says all that it needs."""
+
+
+@dataclass
+class ObjectStoreUpdateInfo(WeightTransferUpdateInfo):
+    """One weight group: `WeightManifest` as plain lists, for vLLM's own serializer."""
+
+    path: str
+    num_bytes: int
+    checksum: str
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    offsets: list[int]
+
+    @property
+    def manifest(self) -> WeightManifest:
+        return WeightManifest(
+            names=tuple(self.names),
+            dtypes=tuple(self.dtypes),
+            shapes=tuple(tuple(shape) for shape in self.shapes),
+            offsets=tuple(self.offsets),
+            num_bytes=self.num_bytes,
+        )
+
+
+def update_payload(staged: StagedBuffer, manifest: WeightManifest, checksum: str) -> dict[str, Any]:
+    """The keyword arguments of `ObjectStoreUpdateInfo` as plain data."""
+    return {
+        "path": staged.path,
+        "num_bytes": manifest.num_bytes,
+        "checksum": checksum,
+        "names": list(manifest.names),
+        "dtypes": list(manifest.dtypes),
+        "shapes": [list(shape) for shape in manifest.shapes],
+        "offsets": list(manifest.offsets),
+    }
+
+
+class ObjectStoreWeightTransferEngine(
+    WeightTransferEngine[ObjectStoreInitInfo, ObjectStoreUpdateInfo]
+):
+    """Loads weight groups from memory that the replica shares."""
+
+    init_info_cls = ObjectStoreInitInfo
+    update_info_cls = ObjectStoreUpdateInfo
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: ObjectStoreInitInfo) -> None:
+        """No rendezvous."""
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one group. Raises: ValueError when its bytes are not what the trainer packed."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            # The copies read memory that is unmapped once the last view is gone.
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: ObjectStoreUpdateInfo) -> None:
+        buffer = map_buffer(update_info.path, num_bytes=update_info.num_bytes)
+        if (checksum := buffer_checksum(buffer)) != update_info.checksum:
+            raise ValueError(
+                f"weights: got checksum {checksum}, expected {update_info.checksum} for the group "
+                f"of {update_info.names[0]}; the buffer was changed on its way"
+            )
+        self.model.load_weights(unpack_group(update_info.manifest, torch.from_numpy(buffer)))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            repack_kept_weights(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing outlives an update."""
+
+
+def repack_kept_weights(model: torch.nn.Module) -> None:
+    """Rebuild the packed copy of every linear weight that vLLM kept beside it.
+
+    A head that shares its weight with the embedding gets the new weight by the reload, but not
+    its packed copy, and would go on answering with the old one.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and weight is not None and weight.numel() > 0:
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

@@ -1,0 +1,205 @@
+"""The circle: admit groups, collect a step, merge, train, publish, and again.
+
+Synchronous and asynchronous training are this same code: how far rollouts run ahead is decided by
+the queue's admission window alone. Two short loops over ports run side by side: `_admit` gives
+admitted group numbers their tasks, `_train` takes closed groups to the optimiser and the weights
+back to the engines. Run by the supervisor, once an epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from actors.environment.tasks import TaskSource
+from actors.merge.payloads import PayloadsLost
+from actors.trajectory import Task
+from actors.trajectory_queue.groups import GroupRequest
+from actors.trajectory_queue.messages import StepInput, Vacancy
+from service.ports import (
+    BuiltStep,
+    EnginesPort,
+    EnvironmentsPort,
+    MergePort,
+    QueuePort,
+    Recorder,
+    TrainerPort,
+)
+from service.records import StageSeconds
+from service.step_record import evaluation_record, step_record
+
+POLL_S = 1.0
+# Replacement r of group k plays task k + r * 2^32, so that no first choice is ever played twice.
+_REPLACEMENT_STRIDE = 2**32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """steps: the last step; first_step: the checkpoint's step + 1, or 1.
+
+    checkpoint: the directory that this epoch goes on from; empty for a fresh start.
+    """
+
+    first_step: int
+    steps: int
+    group_size: int
+    min_usable_samples: int | None
+    checkpoint_every: int
+    evaluate_every: int
+    checkpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    queue: QueuePort
+    merge: MergePort
+    trainer: TrainerPort
+    engines: EnginesPort
+    environments: EnvironmentsPort
+    tasks: TaskSource
+    evaluation_tasks: Sequence[Task]
+    recorder: Recorder
+
+
+def task_index(vacancy: Vacancy) -> int:
+    """The task of a vacancy, the same after every restart."""
+    return vacancy.group_number + vacancy.replacement * _REPLACEMENT_STRIDE
+
+
+class Stopwatch:
+    """Seconds since the last lap."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def lap(self) -> float:
+        now = time.monotonic()
+        elapsed, self._last = now - self._last, now
+        return elapsed
+
+
+class Loop:
+    """One epoch of a run. The engines hold version `first_step - 1` when it starts."""
+
+    def __init__(self, parts: Parts, settings: LoopSettings) -> None:
+        self._parts = parts
+        self._settings = settings
+        self._step = settings.first_step
+        self._committed: tuple[int, str] = (settings.first_step - 1, settings.checkpoint)
+        self._is_stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Finish the step in hand, leave a checkpoint, and return from `run`."""
+        self._is_stopping.set()
+
+    async def run(self) -> None:
+        """Train until the last step or `stop`; ends with nothing in flight and a checkpoint."""
+        admitting = asyncio.create_task(self._admit(), name="admit")
+        training = asyncio.create_task(self._train(), name="train")
+        try:
+            await asyncio.wait({admitting, training}, return_when=asyncio.FIRST_COMPLETED)
+            if admitting.done():
+                admitting.result()
+            await training
+        finally:
+            for task in (admitting, training):
+                task.cancel()
+            await asyncio.gather(admitting, training, return_exceptions=True)
+        await self._finish()
+
+    async def _admit(self) -> None:
+        parts = self._parts
+        while True:
+            vacancies = await parts.queue.admissible(timeout_s=POLL_S)
+            groups = [
+                GroupRequest(
+                    group_number=vacancy.group_number,
+                    task=parts.tasks.task(task_index(vacancy)),
+                    num_samples=self._settings.group_size,
+                    min_usable_samples=self._settings.min_usable_samples,
+                )
+                for vacancy in vacancies
+            ]
+            if groups:
+                await parts.queue.admit(groups)
+
+    async def _train(self) -> None:
+        if self._step == 1:
+            await self._evaluate(step=0)
+        while self._step <= self._settings.steps and not self._is_stopping.is_set():
+            watch = Stopwatch()
+            step_input = await self._collect()
+            if step_input is None:
+                return
+            collect_s = watch.lap()
+            try:
+                built = await self._parts.merge.build(step_input, version=self._step - 1)
+            except PayloadsLost as loss:
+                self._parts.recorder.notice(f"step {self._step}: {loss}; they are played again")
+                await self._parts.queue.lost(loss.rollout_ids)
+                continue
+            await self._train_step(built, StageSeconds(collect=collect_s, merge=watch.lap()))
+            self._step += 1
+
+    async def _collect(self) -> StepInput | None:
+        """Wait for a step's closed groups; None when asked to stop meanwhile."""
+        while not self._is_stopping.is_set():
+            step_input = await self._parts.queue.take_step(timeout_s=POLL_S)
+            await self._drain()
+            if step_input is not None:
+                return step_input
+        return None
+
+    async def _train_step(self, built: BuiltStep, stages: StageSeconds) -> None:
+        parts, step, watch = self._parts, self._step, Stopwatch()
+        stats = await parts.trainer.step(built.shards)
+        stages = replace(stages, train=watch.lap())
+        published = await parts.engines.publish(step)
+        await parts.queue.settle(built.step, built.settlements_after(stats))
+        await parts.queue.published(step)
+        stages = replace(stages, publish=watch.lap())
+        if step % self._settings.evaluate_every == 0 or step == self._settings.steps:
+            await self._evaluate(step=step)
+        stages = replace(stages, evaluate=watch.lap())
+        is_due = step % self._settings.checkpoint_every == 0
+        directory = await parts.trainer.save(step=step, version=step) if is_due else None
+        stages = replace(stages, checkpoint=watch.lap())
+        await self._drain()
+        parts.recorder.step(step_record(step, built.report, stats, published, stages))
+        if directory is not None:
+            await self._commit(directory, step=step)
+
+    async def _evaluate(self, *, step: int) -> None:
+        tasks = self._parts.evaluation_tasks
+        if tasks:
+            summaries = await self._parts.environments.evaluate(tasks)
+            self._parts.recorder.evaluation(evaluation_record(step, summaries))
+
+    async def _commit(self, directory: str, *, step: int) -> None:
+        """Make a written checkpoint the one to return to, together with the queue's state."""
+        cut = await self._parts.queue.cut()
+        self._parts.recorder.events(cut.drained.events)
+        self._parts.recorder.rollouts(cut.drained.summaries)
+        self._parts.recorder.checkpoint(step=step, version=step, directory=directory, cut=cut)
+        self._committed = (step, directory)
+        await self._parts.trainer.prune()
+
+    async def _drain(self) -> None:
+        drained = await self._parts.queue.drain()
+        self._parts.recorder.events(drained.events)
+        self._parts.recorder.rollouts(drained.summaries)
+
+    async def _finish(self) -> None:
+        """Commit the last step done. At the run's end nothing stays in flight; after a stop, what
+        is in flight stays so, to be played when the run is resumed."""
+        done = self._step - 1
+        is_complete = done >= self._settings.steps
+        if is_complete:
+            await self._parts.queue.cancel_all()
+        step, directory = self._committed
+        if done > step:
+            directory = await self._parts.trainer.save(step=done, version=done)
+        if directory and (done > step or is_complete):
+            await self._commit(directory, step=done)

@@ -1,0 +1,203 @@
+"""The loop's ports over Ray actors: await a call with a deadline, translate what it raises."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from ray.actor import ActorHandle
+from ray.exceptions import RayError, RayTaskError
+
+from actors.merge.actor import MergeReply
+from actors.trainer.checkpoint import list_checkpoints
+from actors.trainer.group import TrainerGroup, TrainerRankLost
+from actors.trainer.statistics import StepStats
+from actors.trajectory_queue.groups import GroupRequest
+from actors.trajectory_queue.ledger import Settlement
+from actors.trajectory_queue.messages import Drained, QueueCut, QueueStats, StepInput, Vacancy
+from actors.weights.board import BoardStatus, ParitySample, PublishReport
+from actors.weights.errors import WeightError
+from service.ports import BuiltStep, PartLost, PublishedVersion
+from service.store.run_store import RunStore
+
+RPC_DEADLINE_S = 60.0
+MERGE_DEADLINE_S = 300.0
+Answer = TypeVar("Answer")
+
+
+async def answer(call: Awaitable[Answer], *, part: str, deadline_s: float) -> Answer:
+    """Await a Ray call. An error that the callee raised comes out as itself.
+
+    Raises: PartLost when the actor has died or does not answer in time.
+    """
+    try:
+        return await asyncio.wait_for(call, deadline_s)
+    except RayTaskError as error:
+        raise error.cause from error
+    except TimeoutError as error:
+        raise PartLost(f"the {part} did not answer within {deadline_s:g} s") from error
+    except RayError as error:
+        raise PartLost(f"the {part} died: {str(error).splitlines()[0]}") from error
+
+
+class QueueParts:
+    """QueuePort over the trajectory queue actor."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+
+    async def admissible(self, *, timeout_s: float) -> Sequence[Vacancy]:
+        return await self._call("admissible", timeout_s, wait_s=timeout_s)
+
+    async def admit(self, groups: Sequence[GroupRequest]) -> None:
+        await self._call("admit", groups)
+
+    async def take_step(self, *, timeout_s: float) -> StepInput | None:
+        return await self._call("take_step", timeout_s, wait_s=timeout_s)
+
+    async def settle(self, step: int, settlements: Sequence[Settlement]) -> None:
+        await self._call("settle", step, settlements)
+
+    async def lost(self, rollout_ids: Sequence[str]) -> None:
+        await self._call("lost", rollout_ids)
+
+    async def published(self, version: int) -> None:
+        await self._call("published", version)
+
+    async def drain(self) -> Drained:
+        return await self._call("drain_events")
+
+    async def cut(self) -> QueueCut:
+        return await self._call("cut")
+
+    async def cancel_all(self) -> None:
+        await self._call("cancel_all")
+
+    async def stats(self) -> QueueStats:
+        return await self._call("stats")
+
+    async def release_actor(self, actor_id: str) -> int:
+        return await self._call("release_actor", actor_id)
+
+    async def _call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+        call = getattr(self._actor, method).remote(*arguments)
+        return await answer(call, part="trajectory queue", deadline_s=wait_s + RPC_DEADLINE_S)
+
+
+class MergeParts:
+    """MergePort over the merge actor."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+
+    async def build(self, step_input: StepInput, *, version: int) -> BuiltStep:
+        reply: MergeReply = await answer(
+            self._actor.build.remote(step_input, version),
+            part="merge actor",
+            deadline_s=MERGE_DEADLINE_S,
+        )
+        return BuiltStep(
+            step=reply.step,
+            shards=reply.shards,
+            settlements=reply.settlements,
+            report=reply.report,
+        )
+
+
+class TrainerParts:
+    """TrainerPort over the group of ranks."""
+
+    def __init__(self, group: TrainerGroup, store: RunStore, *, epoch: int, keep: int) -> None:
+        self._group = group
+        self._store = store
+        self._epoch = epoch
+        self._keep = keep
+
+    async def step(self, shards: Sequence[Any]) -> StepStats:
+        with _rank_loss():
+            return await self._group.step(list(shards))
+
+    async def save(self, *, step: int, version: int) -> str:
+        with _rank_loss():
+            return str(await self._group.save(step, version=version, epoch=self._epoch))
+
+    async def prune(self) -> None:
+        """Keep the newest committed checkpoints; what no commit names was cut short by a fault."""
+        kept = set(self._store.newest_directories(self._keep))
+        for directory in list_checkpoints(self._group.settings.checkpoint_dir):
+            if str(directory) not in kept:
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+
+class _rank_loss:
+    """Translate the loss of a rank into the loss of a part."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, TrainerRankLost):
+            raise PartLost(str(error)) from error
+
+
+class EngineParts:
+    """EnginesPort: the trainer puts, the board tells, the engines load, the trainer compares."""
+
+    def __init__(
+        self,
+        group: TrainerGroup,
+        board: ActorHandle,
+        *,
+        epoch: int,
+        num_replicas: int,
+        deadline_s: float,
+    ) -> None:
+        self._group = group
+        self._board = board
+        self._epoch = epoch
+        self._num_replicas = num_replicas
+        self._deadline_s = deadline_s
+
+    async def offer(self, version: int) -> None:
+        """Make `version` what the engines load next; do not wait for them."""
+        with _rank_loss():
+            try:
+                await self._group.publish(self._board, self._epoch, version)
+            except (TimeoutError, RayError) as error:
+                raise PartLost(f"the weight board is lost: {error}") from error
+
+    async def publish(self, version: int) -> PublishedVersion:
+        await self.offer(version)
+        return await self.wait(version, deadline_s=self._deadline_s)
+
+    async def wait(self, version: int, *, deadline_s: float) -> PublishedVersion:
+        """Wait until every engine holds `version`, and compare each with the trainer."""
+        call = self._board.wait_published.remote(version, self._num_replicas, deadline_s)
+        try:
+            report: PublishReport = await answer(
+                call, part="weight board", deadline_s=deadline_s + RPC_DEADLINE_S
+            )
+        except WeightError as error:
+            raise PartLost(str(error)) from error
+        differences = [
+            await self._parity(replica.parity) for replica in report.replicas if replica.parity
+        ]
+        return PublishedVersion(
+            version=version,
+            num_engines=len(report.replicas),
+            parity_max=max(differences, default=None),
+            wall_s=report.wall_s,
+        )
+
+    async def status(self) -> BoardStatus:
+        call = self._board.status.remote()
+        return await answer(call, part="weight board", deadline_s=RPC_DEADLINE_S)
+
+    async def _parity(self, sample: ParitySample) -> float:
+        token_ids = np.array([*sample.prompt_token_ids, *sample.token_ids], np.int32)
+        logprobs = np.array(sample.logprobs, np.float32)
+        with _rank_loss():
+            return await self._group.parity(token_ids, len(sample.prompt_token_ids), logprobs)

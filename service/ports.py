@@ -1,0 +1,107 @@
+"""What the loop needs of the parts, as Protocols: `service.parts` implements them over Ray actors.
+
+Every call may raise `PartLost` when the part behind it has died or does not answer within its
+deadline; the supervisor answers that with a return to the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from actors.merge.report import StepReport
+from actors.trainer.statistics import StepStats
+from actors.trajectory import Task, TrajectorySummary
+from actors.trajectory_queue.groups import GroupRequest
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, Settlement
+from actors.trajectory_queue.messages import Drained, QueueCut, StepInput, Vacancy
+from service.records import EvaluationRecord, StepRecord
+
+
+class PartLost(Exception):
+    """A part of the run died or hangs; the text names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltStep:
+    """What the merge actor made of the queue's step number `step` (0, 1, 2, …).
+
+    shards: a reference to each rank's share.
+    """
+
+    step: int
+    shards: tuple[Any, ...]
+    settlements: tuple[Settlement, ...]
+    report: StepReport
+
+    def settlements_after(self, stats: StepStats) -> tuple[Settlement, ...]:
+        """Nothing was trained by a step whose every update was refused as not finite."""
+        if stats.num_skipped_updates < stats.num_updates or not stats.is_skipped:
+            return self.settlements
+        reason = EvictionReason.NONFINITE_STEP
+        return tuple(
+            Settlement(rollout_id=item.rollout_id, reason=item.reason or reason)
+            for item in self.settlements
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedVersion:
+    """parity_max: largest |trainer - engine| on the fixed prompt over the engines, nats."""
+
+    version: int
+    num_engines: int
+    parity_max: float | None
+    wall_s: float
+
+
+class QueuePort(Protocol):
+    async def admissible(self, *, timeout_s: float) -> Sequence[Vacancy]: ...
+    async def admit(self, groups: Sequence[GroupRequest]) -> None: ...
+    async def take_step(self, *, timeout_s: float) -> StepInput | None: ...
+    async def settle(self, step: int, settlements: Sequence[Settlement]) -> None: ...
+    async def lost(self, rollout_ids: Sequence[str]) -> None: ...
+    async def published(self, version: int) -> None: ...
+    async def drain(self) -> Drained: ...
+    async def cut(self) -> QueueCut: ...
+    async def cancel_all(self) -> None: ...
+
+
+class MergePort(Protocol):
+    async def build(self, step_input: StepInput, *, version: int) -> BuiltStep:
+        """version: what the trainer holds. Raises: PayloadsLost."""
+        ...
+
+
+class TrainerPort(Protocol):
+    async def step(self, shards: Sequence[Any]) -> StepStats: ...
+
+    async def save(self, *, step: int, version: int) -> str:
+        """Write a checkpoint durably; returns its directory."""
+        ...
+
+    async def prune(self) -> None:
+        """Remove the oldest checkpoints; called once a newer one is committed."""
+        ...
+
+
+class EnginesPort(Protocol):
+    async def publish(self, version: int) -> PublishedVersion:
+        """Carry the trainer's weights to every engine as `version`, and compare them."""
+        ...
+
+
+class EnvironmentsPort(Protocol):
+    async def evaluate(self, tasks: Sequence[Task]) -> list[TrajectorySummary]: ...
+
+
+class Recorder(Protocol):
+    """Where the loop writes; raises LeaseLost when a newer epoch has taken over."""
+
+    def notice(self, text: str) -> None: ...
+    def rollouts(self, summaries: Sequence[TrajectorySummary]) -> None: ...
+    def events(self, events: Sequence[LedgerEvent]) -> None: ...
+    def step(self, record: StepRecord) -> None: ...
+    def evaluation(self, record: EvaluationRecord) -> None: ...
+    def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None: ...

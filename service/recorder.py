@@ -1,0 +1,172 @@
+"""Writes down what the loop does: durable rows, metrics, log lines, and what the display shows."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from actors.metrics import Metrics
+from actors.trajectory import TrajectorySummary
+from actors.trajectory_queue.ledger import LedgerEvent
+from actors.trajectory_queue.messages import QueueCut, QueueStats
+from service.records import EvaluationRecord, StepRecord
+from service.status import Phase
+from service.step_line import evaluation_line, step_line
+from service.store.run_store import Lease, RunStore, StoredEvent
+
+log = logging.getLogger("rayloom.run")
+
+
+class RunRecorder:
+    """One for all epochs of a process; `begin_epoch` comes first.
+
+    A write of an epoch that a newer one has fenced off raises LeaseLost.
+    """
+
+    def __init__(self, store: RunStore, metrics: Metrics, *, num_steps: int) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._epoch = 0
+        self._num_steps = num_steps
+        self._pending: list[StoredEvent] = []
+        self.last_step = 0
+        self.steps: list[StepRecord] = []
+        self.evaluations: list[EvaluationRecord] = []
+        self.notices: list[str] = []
+        self.current_phase = Phase.STARTING
+        self.phase_detail = ""
+        self.num_rollouts = 0
+        self.num_sampled = 0
+
+    def begin_epoch(self, lease: Lease) -> None:
+        """From here on write as `lease`; what an older epoch had not stored yet is void."""
+        self._epoch = lease.epoch
+        self._pending = []
+        self.last_step = lease.parent.step if lease.parent else 0
+        if lease.epoch > 1:
+            self.notice(f"epoch {lease.epoch} goes on from step {self.last_step}")
+
+    def phase(self, phase: Phase, detail: str) -> None:
+        if (phase, detail) != (self.current_phase, self.phase_detail):
+            log.info("%s%s", phase.value, f": {detail}" if detail else "")
+        self.current_phase, self.phase_detail = phase, detail
+
+    def notice(self, text: str) -> None:
+        """Something a user should see: a fault, a recovery, a warning."""
+        log.warning("%s", text)
+        self.notices.append(text)
+
+    def replaced(self, part: str, text: str) -> None:
+        self._metrics.parts.replacements.labels(part=part).inc()
+        self.notice(text)
+
+    def rollouts(self, summaries: Sequence[TrajectorySummary]) -> None:
+        metrics = self._metrics.rollouts
+        for summary in summaries:
+            environment = summary.environment
+            metrics.ended.labels(environment=environment, outcome=summary.outcome.value).inc()
+            metrics.returns.labels(environment=environment).observe(summary.episode_return)
+            metrics.seconds.labels(environment=environment).observe(summary.timings.wall_s)
+            self.num_sampled += summary.num_sampled
+        self.num_rollouts += len(summaries)
+
+    def events(self, events: Sequence[LedgerEvent]) -> None:
+        self._pending += [
+            StoredEvent(
+                seq=event.seq,
+                rollout_id=event.rollout_id,
+                kind=event.kind.value,
+                reason=event.reason.value if event.reason else None,
+                step=None if event.step is None else event.step + 1,
+            )
+            for event in events
+        ]
+
+    def step(self, record: StepRecord) -> None:
+        self._store.add_step(record, epoch=self._epoch, new_events=self._take_events())
+        self.steps.append(record)
+        self.last_step = record.step
+        self._observe(record)
+        log.info("%s", step_line(record, self._num_steps))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._store.add_evaluation(record, epoch=self._epoch)
+        self.evaluations.append(record)
+        if record.scaled_reward_mean is not None:
+            self._metrics.learning.evaluation_reward.set(record.scaled_reward_mean)
+        log.info("%s", evaluation_line(record))
+
+    def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
+        self._store.commit_checkpoint(
+            epoch=self._epoch,
+            step=step,
+            policy_version=version,
+            directory=directory,
+            queue_snapshot=cut.snapshot.to_json(),
+            new_events=self._take_events(),
+            last_event_seq=cut.last_event_seq,
+        )
+        log.info("checkpoint of step %d in %s", step, directory)
+
+    def queue(self, stats: QueueStats, *, engines_ready: int) -> None:
+        """Gauges that say how things stand now."""
+        metrics, ledger = self._metrics.ledger, stats.ledger
+        metrics.admitted.set(ledger.admitted)
+        metrics.trained.set(ledger.trained)
+        metrics.in_flight.set(ledger.in_flight)
+        for reason, count in ledger.evicted.items():
+            metrics.evicted.labels(reason=reason.value).set(count)
+        metrics.waiting_items.set(stats.num_waiting)
+        metrics.waiting_bytes.set(stats.waiting_bytes)
+        self._metrics.parts.engines_ready.set(engines_ready)
+
+    def _take_events(self) -> list[StoredEvent]:
+        taken, self._pending = self._pending, []
+        return taken
+
+    def _observe(self, record: StepRecord) -> None:
+        steps, merge = self._metrics.steps, self._metrics.merge
+        steps.done.inc()
+        steps.skipped.inc(int(record.is_skipped))
+        steps.sampled_tokens.inc(record.sampled_tokens)
+        steps.trained_tokens.inc(record.trained_tokens)
+        steps.policy_version.set(record.policy_version)
+        steps.policy_age.observe(record.policy_age_max)
+        for stage, seconds in record.stages.by_name().items():
+            steps.stage_seconds.labels(stage=stage).observe(seconds)
+        merge.samples.labels(side="before").inc(record.samples_before)
+        merge.samples.labels(side="after").inc(record.samples_after)
+        for kind, count in record.mismatches.items():
+            merge.mismatches.labels(kind=kind).inc(count)
+        merge.inserted_tokens.inc(record.inserted_tokens)
+        merge.malformed_turns.inc(record.malformed_turns)
+        merge.malformed_rewarded.inc(record.malformed_rewarded)
+        merge.zero_variance_groups.inc(record.zero_variance_groups)
+        learning = self._metrics.learning
+        known = {
+            learning.reward_mean: record.reward_mean,
+            learning.scaled_reward_mean: record.scaled_reward_mean,
+            learning.loss: record.loss,
+            learning.grad_norm: record.grad_norm,
+            learning.entropy: record.entropy,
+            learning.mismatch_k3: record.mismatch_k3,
+            learning.mismatch_max: record.mismatch_max,
+            learning.parity_max: record.parity_max,
+        }
+        for gauge, value in known.items():
+            if value is not None:
+                gauge.set(value)
+
+
+def configure_logging(path: str) -> None:
+    """Send Rayloom's log to a file, one line an event with its time."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s %(levelname)-7s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    )
+    handler.formatter.converter = time.gmtime  # type: ignore[union-attr]
+    root = logging.getLogger("rayloom")
+    root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    root.propagate = False

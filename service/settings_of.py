@@ -1,0 +1,125 @@
+"""From the one configuration tree to each room's own small settings; pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actors.environment.settings import EnvironmentActorSettings, EnvironmentSettings
+from actors.environment.turn_loop import EpisodeSettings
+from actors.merge.advantages import Baseline, Scale
+from actors.merge.settings import StepSettings
+from actors.outcomes import OutcomePolicy, OutcomeRule
+from actors.trainer.settings import Device, ParamDtype, TrainerSettings, WeightTransport
+from actors.trajectory_queue.messages import QueueSettings
+from actors.trajectory_queue.window import WindowSettings
+from service.config import Config
+from service.inference.settings import EngineSettings
+
+MIB = 1 << 20
+
+
+def outcome_policy(config: Config) -> OutcomePolicy:
+    return OutcomePolicy(
+        overrides={
+            outcome: OutcomeRule(disposition=rule.disposition, max_retries=rule.max_retries)
+            for outcome, rule in config.rollouts.outcomes.items()
+        }
+    )
+
+
+def queue_settings(config: Config) -> QueueSettings:
+    algorithm = config.algorithm
+    return QueueSettings(
+        window=WindowSettings(
+            groups_per_step=algorithm.groups_per_step,
+            max_lag=algorithm.max_lag,
+            window_groups=algorithm.window,
+            num_groups=config.run.steps * algorithm.groups_per_step,
+        ),
+        min_group_size=algorithm.min_group_size,
+        max_items=config.max_queue_items,
+        max_bytes=config.queue.max_mib * MIB,
+        policies={config.tasks.environment: outcome_policy(config)},
+    )
+
+
+def environment_settings(config: Config, actor_id: str) -> EnvironmentActorSettings:
+    rollouts = config.rollouts
+    return EnvironmentActorSettings(
+        actor_id=actor_id,
+        environments=(
+            EnvironmentSettings(
+                name=config.tasks.environment,
+                options=config.tasks.options,
+                episode=EpisodeSettings(
+                    max_turns=rollouts.max_turns,
+                    max_tokens_per_turn=rollouts.max_tokens_per_turn,
+                    max_context_tokens=config.model.max_context_tokens,
+                    temperature=rollouts.temperature,
+                    turn_deadline_s=rollouts.turn_deadline_s,
+                    episode_deadline_s=rollouts.episode_deadline_s,
+                ),
+            ),
+        ),
+        slots=rollouts.slots_per_actor,
+    )
+
+
+def engine_settings(config: Config, *, model: str) -> EngineSettings:
+    inference = config.inference
+    return EngineSettings(
+        model=model,
+        dtype=config.model.dtype,
+        max_model_len=config.model.max_context_tokens,
+        max_num_seqs=inference.max_num_seqs,
+        kv_cache_gib=inference.kv_cache_gib if inference.gpus_per_replica == 0 else None,
+        gpu_memory_utilization=inference.gpu_memory_fraction,
+        tensor_parallel_size=inference.tensor_parallel_size,
+        enforce_eager=inference.enforce_eager,
+        weight_backend=inference.weight_backend,
+        num_replicas=inference.num_replicas,
+        cpus_per_replica=inference.cpus_per_replica,
+        gpus_per_replica=inference.gpus_per_replica,
+        engine_threads=inference.threads,
+        temperature=config.rollouts.temperature,
+        reset_prefix_cache_on_publish=config.algorithm.max_lag == 0,
+        seed=config.run.seed,
+    )
+
+
+def trainer_settings(config: Config, *, model: str, checkpoint_dir: Path) -> TrainerSettings:
+    trainer, algorithm = config.trainer, config.algorithm
+    return TrainerSettings(
+        model=model,
+        checkpoint_dir=checkpoint_dir,
+        num_ranks=trainer.num_ranks,
+        device=Device(trainer.device),
+        param_dtype=ParamDtype(trainer.dtype),
+        learning_rate=trainer.learning_rate,
+        betas=trainer.betas,
+        weight_decay=trainer.weight_decay,
+        warmup_steps=trainer.warmup_steps,
+        max_grad_norm=trainer.max_grad_norm,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        temperature=config.rollouts.temperature,
+        epochs=algorithm.epochs,
+        max_policy_age=algorithm.max_policy_age,
+        seed=config.run.seed,
+        threads_per_rank=trainer.threads,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        weight_transport=WeightTransport(config.inference.weight_backend),
+    )
+
+
+def merge_settings(config: Config) -> StepSettings:
+    algorithm, trainer = config.algorithm, config.trainer
+    return StepSettings(
+        baseline=Baseline(algorithm.baseline),
+        scale=Scale(algorithm.scale),
+        num_ranks=trainer.num_ranks,
+        tokens_per_micro_batch=trainer.tokens_per_micro_batch,
+        num_minibatches=algorithm.minibatches,
+        seed=config.run.seed,
+        policies={config.tasks.environment: outcome_policy(config)},
+    )

@@ -1,0 +1,98 @@
+"""Which of a run's stored rows survive: the newest epoch and, before it, what it went on from.
+
+An epoch that starts from checkpoint c keeps, of c's epoch, the steps up to c and the events up to
+c's; everything that epoch wrote later is superseded. Read by the report and by the proofs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, select
+
+from service.records import EvaluationRecord, StepRecord
+from service.store import tables
+from service.store.run_store import RunStore, StoredEvent, checkpoint_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """What survives of one epoch; None means all of it."""
+
+    epoch: int
+    last_step: int | None
+    last_event_seq: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """A run along its surviving lineage, in order."""
+
+    steps: tuple[StepRecord, ...]
+    evaluations: tuple[EvaluationRecord, ...]
+    events: tuple[StoredEvent, ...]
+    num_epochs: int
+
+
+def read_history(store: RunStore) -> History:
+    with store.reading() as connection:
+        stretches = surviving_stretches(connection)
+        return History(
+            steps=tuple(record for part in stretches for record in _steps(connection, part)),
+            evaluations=tuple(
+                record for part in stretches for record in _evaluations(connection, part)
+            ),
+            events=tuple(item for part in stretches for item in _events(connection, part)),
+            num_epochs=stretches[-1].epoch if stretches else 0,
+        )
+
+
+def surviving_stretches(connection: Connection) -> list[Stretch]:
+    leases = {row.epoch: row for row in connection.execute(select(tables.leases))}
+    if not leases:
+        return []
+    found = [Stretch(epoch=max(leases), last_step=None, last_event_seq=None)]
+    parent = leases[max(leases)].parent_checkpoint
+    while parent is not None:
+        row = connection.execute(
+            select(tables.checkpoints).where(tables.checkpoints.c.id == parent)
+        ).mappings()
+        checkpoint = checkpoint_of(row.one())
+        found.append(
+            Stretch(
+                epoch=checkpoint.epoch,
+                last_step=checkpoint.step,
+                last_event_seq=checkpoint.last_event_seq,
+            )
+        )
+        parent = leases[checkpoint.epoch].parent_checkpoint
+    return found[::-1]
+
+
+def _steps(connection: Connection, part: Stretch) -> list[StepRecord]:
+    table = tables.steps
+    query = select(table.c.record).where(table.c.epoch == part.epoch).order_by(table.c.step)
+    if part.last_step is not None:
+        query = query.where(table.c.step <= part.last_step)
+    return [StepRecord.from_json(row.record) for row in connection.execute(query)]
+
+
+def _evaluations(connection: Connection, part: Stretch) -> list[EvaluationRecord]:
+    table = tables.evaluations
+    query = select(table.c.record).where(table.c.epoch == part.epoch).order_by(table.c.step)
+    if part.last_step is not None:
+        query = query.where(table.c.step <= part.last_step)
+    return [EvaluationRecord.from_json(row.record) for row in connection.execute(query)]
+
+
+def _events(connection: Connection, part: Stretch) -> list[StoredEvent]:
+    table = tables.events
+    query = select(table).where(table.c.epoch == part.epoch).order_by(table.c.seq)
+    if part.last_event_seq is not None:
+        query = query.where(table.c.seq <= part.last_event_seq)
+    return [
+        StoredEvent(
+            seq=row.seq, rollout_id=row.rollout_id, kind=row.kind, reason=row.reason, step=row.step
+        )
+        for row in connection.execute(query)
+    ]

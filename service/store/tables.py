@@ -1,0 +1,61 @@
+"""The tables of a run's durable state: lease, checkpoints, ledger events, step records.
+
+A row of `checkpoints` is the commit point: what it names as trained is trained. Rows of `events`
+and `steps` carry the epoch that wrote them; which of them survive is `lineage.py`'s question.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import JSON, Column, Float, ForeignKey, Integer, MetaData, String, Table
+
+metadata = MetaData()
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("epoch", Integer, primary_key=True, autoincrement=False),
+    Column("holder", String, nullable=False),
+    Column("acquired_at", Float, nullable=False),
+    # The checkpoint that this epoch started from; null for a fresh start.
+    Column("parent_checkpoint", Integer, ForeignKey("checkpoints.id"), nullable=True),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("epoch", Integer, ForeignKey("leases.epoch"), nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("policy_version", Integer, nullable=False),
+    Column("directory", String, nullable=False),
+    Column("queue_snapshot", JSON, nullable=False),
+    Column("last_event_seq", Integer, nullable=False),
+    Column("committed_at", Float, nullable=False),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("epoch", Integer, ForeignKey("leases.epoch"), primary_key=True),
+    Column("seq", Integer, primary_key=True, autoincrement=False),
+    Column("rollout_id", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("reason", String, nullable=True),
+    Column("step", Integer, nullable=True),
+)
+
+steps = Table(
+    "steps",
+    metadata,
+    Column("epoch", Integer, ForeignKey("leases.epoch"), primary_key=True),
+    Column("step", Integer, primary_key=True, autoincrement=False),
+    Column("record", JSON, nullable=False),
+)
+
+evaluations = Table(
+    "evaluations",
+    metadata,
+    Column("epoch", Integer, ForeignKey("leases.epoch"), primary_key=True),
+    Column("step", Integer, primary_key=True, autoincrement=False),
+    Column("record", JSON, nullable=False),
+)

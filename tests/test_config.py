@@ -1,0 +1,124 @@
+"""The configuration tree and what it refuses, with sentences that name the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.config import Config
+from service.config_file import ConfigError, dump_config, load_config, parse_config
+
+VETTED = sorted((Path(__file__).parent.parent / "deploy" / "configs").glob("*.yaml"))
+
+
+def tree(**sections: dict[str, Any]) -> dict[str, Any]:
+    return {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}, **sections}
+
+
+@pytest.mark.parametrize("path", VETTED, ids=lambda path: path.stem)
+def test_every_vetted_configuration_is_accepted(path: Path) -> None:
+    assert load_config(path).run.name == path.stem
+
+
+def test_the_effective_configuration_reads_back_as_itself(tmp_path: Path) -> None:
+    config = parse_config(tree(algorithm={"max_lag": 2}), source="test")
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+
+
+def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(tree()))
+    config = load_config(file, ["run.steps=7", "trainer.betas=[0.8, 0.9]", "model.tiny.seed=3"])
+    assert (config.run.steps, config.trainer.betas) == (7, (0.8, 0.9))
+    assert config.model.tiny is not None and config.model.tiny.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"run": {"stepz": 3}}, ["run.stepz", "unknown key", "'steps'"]),
+        ({"runn": {}}, ["runn", "unknown key", "'run'"]),
+        ({"algorithm": {"group_size": 1}}, ["group_size is 1", "expected at least 2", "baseline"]),
+        ({"algorithm": {"group_size": 4, "min_group_size": 5}}, ["min_group_size is 5", "lower"]),
+        ({"algorithm": {"window_groups": 4}}, ["window_groups is 4", "max_lag"]),
+        ({"algorithm": {"clip_low": 2}}, ["algorithm.clip_low", "got 2"]),
+        ({"model": {}}, ["model.path", "neither", "tiny"]),
+        ({"model": {"tiny": {}, "path": "x"}}, ["model.path", "both"]),
+        ({"rollouts": {"max_tokens_per_turn": 4096}}, ["max_tokens_per_turn is 4096", "2048"]),
+        ({"queue": {"max_items": 3}}, ["queue.max_items is 3", "256"]),
+        ({"inference": {"weight_backend": "nccl"}}, ["weight_backend is nccl", "object_store"]),
+        ({"rollouts": {"outcomes": {"complete": {"disposition": "drop"}}}}, ["outcomes.complete"]),
+        ({"run": {"name": "../x"}}, ["run.name", "'../x'"]),
+        ({"rollouts": {"temperature": 0}}, ["rollouts.temperature", "got 0"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_a_wrong_configuration_is_refused_with_what_got_and_remedy(
+    sections: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_config(tree(**sections), source="test.yaml")
+    for word in ("test.yaml", *words):
+        assert word in str(refusal.value)
+
+
+def test_all_wrong_values_of_a_file_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_config(tree(run={"steps": 0, "seed": -1}), source="test.yaml")
+    assert "run.steps" in str(refusal.value) and "run.seed" in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1,\n", ""], ids=["list", "broken", "empty"])
+def test_a_file_that_is_no_tree_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"expected sections|is not YAML"):
+        load_config(file)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not there"):
+        load_config(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "window_groups", "groups_per_step", "age"),
+    [(1, 3, 3, 2), (3, 9, 8, 4), (0, 1, 5, 0)],
+)
+def test_the_age_bound_is_the_worked_example(
+    max_lag: int, window_groups: int, groups_per_step: int, age: int
+) -> None:
+    config = parse_config(
+        tree(
+            algorithm={
+                "max_lag": max_lag,
+                "window_groups": window_groups,
+                "groups_per_step": groups_per_step,
+            }
+        ),
+        source="test",
+    )
+    assert config.algorithm.max_policy_age == age
+
+
+def test_every_setting_has_a_description() -> None:
+    def undescribed(model: Any, prefix: str = "") -> list[str]:
+        found = []
+        for name, field in model.model_fields.items():
+            nested = [
+                part
+                for part in (field.annotation, *getattr(field.annotation, "__args__", ()))
+                if isinstance(part, type) and hasattr(part, "model_fields")
+            ]
+            if nested:
+                found += undescribed(nested[0], f"{prefix}{name}.")
+            elif not field.description:
+                found.append(f"{prefix}{name}")
+        return found
+
+    assert undescribed(Config) == []
