@@ -27,7 +27,7 @@ class RunRecorder:
     def __init__(self, store: RunStore, metrics: Metrics, *, num_steps: int) -> None:
         self._store = store
         self._metrics = metrics
-        self._epoch = 0
+        self.epoch = 0
         self._num_steps = num_steps
         self._pending: list[StoredEvent] = []
         self.last_step = 0
@@ -41,7 +41,7 @@ class RunRecorder:
 
     def begin_epoch(self, lease: Lease) -> None:
         """From here on write as `lease`; what an older epoch had not stored yet is void."""
-        self._epoch = lease.epoch
+        self.epoch = lease.epoch
         self._pending = []
         self.last_step = lease.parent.step if lease.parent else 0
         if lease.epoch > 1:
@@ -84,14 +84,14 @@ class RunRecorder:
         ]
 
     def step(self, record: StepRecord) -> None:
-        self._store.add_step(record, epoch=self._epoch, new_events=self._take_events())
+        self._store.add_step(record, epoch=self.epoch, new_events=self._take_events())
         self.steps.append(record)
         self.last_step = record.step
         self._observe(record)
         log.info("%s", step_line(record, self._num_steps))
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._store.add_evaluation(record, epoch=self._epoch)
+        self._store.add_evaluation(record, epoch=self.epoch)
         self.evaluations.append(record)
         if record.scaled_reward_mean is not None:
             self._metrics.learning.evaluation_reward.set(record.scaled_reward_mean)
@@ -99,7 +99,7 @@ class RunRecorder:
 
     def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
         self._store.commit_checkpoint(
-            epoch=self._epoch,
+            epoch=self.epoch,
             step=step,
             policy_version=version,
             directory=directory,

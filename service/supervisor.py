@@ -31,8 +31,8 @@ from service.run_dir import RunDir
 from service.settings_of import engine_settings
 from service.status import Phase, RunStatus
 from service.store.lineage import read_history
-from service.store.run_store import LeaseLost, RunStore
-from service.summary import LedgerTotals, RunSummary, summarize_run, write_summary
+from service.store.run_store import RunStore
+from service.summary import LedgerTotals, summarize_run, write_summary
 
 log = logging.getLogger("rayloom.supervisor")
 
@@ -58,6 +58,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._model = model
         self._store = RunStore(run_dir.database_url)
+        self._first_epoch = self._store.newest_epoch() + 1
         self._metrics = Metrics()
         self._recorder = RunRecorder(self._store, self._metrics, num_steps=config.run.steps)
         self._engines = Engines(
@@ -79,27 +80,23 @@ class Supervisor:
         """Run epochs until the run ends; write the report.
 
         Returns: a sentence on how it ended.
-        Raises: PartLost after too many recoveries; LeaseLost; what a bug raises.
+        Raises: PartLost after too many recoveries; LeaseLost; whatever a bug raises.
         """
         observing = asyncio.create_task(self._observe_forever())
         try:
             reason = await self._run_epochs()
-        except LeaseLost as error:
-            self._recorder.phase(Phase.FAILED, str(error))
-            raise
         except Exception as error:
-            self._recorder.phase(Phase.FAILED, f"{type(error).__name__}: {error}")
+            # The outermost frame of a run: whatever it was, it is written down and passed on.
             log.exception("the run failed")
-            await self._write_report(f"failed: {type(error).__name__}: {error}")
+            await self._end(Phase.FAILED, f"{type(error).__name__}: {error}")
             raise
+        else:
+            await self._end(Phase.FINISHED, reason)
+            return reason
         finally:
             observing.cancel()
             await self._engines.stop()
             self._metrics_server.shutdown()
-        await self._write_report(reason)
-        self._recorder.phase(Phase.FINISHED, "")
-        self._exit_reason = reason
-        return reason
 
     async def stop(self) -> None:
         """Finish the step in hand, leave a checkpoint, end."""
@@ -191,13 +188,20 @@ class Supervisor:
                 continue
             self._recorder.queue(self._stats, engines_ready=self._engines_ready)
 
-    async def _write_report(self, reason: str) -> RunSummary:
-        history = read_history(self._store)
+    async def _end(self, phase: Phase, reason: str) -> None:
+        if self._store.newest_epoch() == self._recorder.epoch:
+            # What a newer epoch has taken over is no longer ours to report on.
+            await self._write_report(reason)
+        self._recorder.phase(phase, reason)
+        self._exit_reason = reason
+
+    async def _write_report(self, reason: str) -> None:
+        history = read_history(self._store, own_epochs_from=self._first_epoch)
         ledger = LedgerTotals.of(self._stats.ledger) if self._stats else LedgerTotals()
         summary = summarize_run(
             history,
             ledger=ledger,
-            wall_s=time.time() - self._started_at,
+            wall_s=history.earlier_wall_s + time.time() - self._started_at,
             versions=_versions(),
             name=self._config.run.name,
             planned_steps=self._config.run.steps,
@@ -212,7 +216,6 @@ class Supervisor:
             history=history,
             config_text=self._run_dir.config_file.read_text(),
         )
-        return summary
 
 
 def start_supervisor(config: Config, run_dir: RunDir, *, model: str, app_name: str) -> Any:

@@ -26,19 +26,35 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """A run along its surviving lineage, in order."""
+    """A run along its surviving lineage, in order.
+
+    earlier_wall_s: seconds of the surviving parts of epochs that other processes ran.
+    """
 
     steps: tuple[StepRecord, ...]
     evaluations: tuple[EvaluationRecord, ...]
     events: tuple[StoredEvent, ...]
     num_epochs: int
+    earlier_wall_s: float = 0.0
 
 
-def read_history(store: RunStore) -> History:
+def read_history(store: RunStore, *, own_epochs_from: int = 1) -> History:
+    """Read what survives. own_epochs_from: the first epoch of the process that asks."""
     with store.reading() as connection:
         stretches = surviving_stretches(connection)
+        steps = {part: _steps(connection, part) for part in stretches}
+        earlier = [part for part in stretches if part.epoch < own_epochs_from and steps[part]]
+        acquired = {
+            row.epoch: row.acquired_at
+            for row in connection.execute(
+                select(tables.leases.c.epoch, tables.leases.c.acquired_at)
+            )
+        }
         return History(
-            steps=tuple(record for part in stretches for record in _steps(connection, part)),
+            steps=tuple(record for part in stretches for record in steps[part]),
+            earlier_wall_s=sum(
+                max(steps[part][-1].wall_time - acquired[part.epoch], 0.0) for part in earlier
+            ),
             evaluations=tuple(
                 record for part in stretches for record in _evaluations(connection, part)
             ),
