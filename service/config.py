@@ -132,8 +132,9 @@ class TrainerConfig(Section):
         "float32", description="of forward and backward; weights and optimiser stay float32"
     )
     learning_rate: Rate = Field(1e-3, description="AdamW, after the warm-up")
-    warmup_steps: Natural = Field(5, description="updates of linear warm-up")
+    warmup_updates: Natural = Field(5, description="optimiser updates of linear warm-up")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="AdamW")
+    adam_epsilon: Rate = Field(1e-8, description="AdamW; raise it where gradients fade away")
     weight_decay: float = Field(0.0, ge=0, description="AdamW")
     max_grad_norm: Rate = Field(1.0, description="gradients are clipped to this norm")
     tokens_per_micro_batch: Positive = Field(4096, description="budget of one packed row")

@@ -32,7 +32,7 @@ from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded
 from actors.trajectory import FinishReason, VersionSpan
 from actors.weights.board import Command, CommandKind, ParitySample, Publication
 from actors.weights.buffers import Bytes
-from service.inference.plugin import OWNER_PID_VARIABLE, register
+from service.inference.plugin import OWNER_PID_VARIABLE, check_installed, register
 from service.inference.settings import EngineSettings
 from service.inference.weight_transfer import StagedBuffer, update_payload
 
@@ -58,6 +58,7 @@ class PolicyEngine:
 
     async def start(self) -> None:
         """Start the engine process with the weights that lie in the model's directory."""
+        check_installed()
         register()
         os.environ.update(self.settings.environment)
         os.environ[OWNER_PID_VARIABLE] = str(os.getpid())

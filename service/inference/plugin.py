@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import select
 import threading
+from importlib.metadata import entry_points
 
 BACKEND_NAME = "object_store"
+ENTRY_POINT_NAME = "rayloom"
 OWNER_PID_VARIABLE = "RAYLOOM_ENGINE_OWNER_PID"
 
 _registered = False
@@ -29,6 +31,15 @@ def register() -> None:
         BACKEND_NAME, "service.inference.weight_transfer", "ObjectStoreWeightTransferEngine"
     )
     _die_with_owner()
+
+
+def check_installed() -> None:
+    """Raises: RuntimeError when vLLM's own processes would not find this plugin."""
+    if not entry_points(group="vllm.general_plugins", name=ENTRY_POINT_NAME):
+        raise RuntimeError(
+            f"inference: got no vLLM plugin {ENTRY_POINT_NAME!r} among the installed packages, "
+            "expected this project's; install it (pip install -e .)"
+        )
 
 
 def _die_with_owner() -> None:

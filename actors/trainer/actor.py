@@ -1,0 +1,133 @@
+"""One trainer rank as a Ray actor: it moves values in and out of `TrainerRank`, nothing else.
+
+Methods run one at a time, in the order of their calls, so that the ranks' collectives line up.
+Started, watched and killed by `group.TrainerGroup`; never restarted by Ray, because a rank that
+lost its process group is of no use to the others.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+import torch.distributed as dist
+from ray.actor import ActorHandle
+
+from actors.batch import Float32s, Int32s, RankShard
+from actors.trainer.checkpoint import Progress
+from actors.trainer.memory import keep_freed_memory
+from actors.trainer.process_group import Rendezvous, connect_store, free_port, open_store
+from actors.trainer.rank import TrainerRank
+from actors.trainer.settings import TrainerSettings
+from actors.trainer.statistics import StepStats
+from actors.weights.board import BoardStatus, PublishedGroup
+
+BOARD_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Where a rank runs. node_address: of its node, as the other nodes reach it."""
+
+    node_id: str
+    node_address: str
+    process_id: int
+
+
+class TrainerRankActor:
+    """Holds one `TrainerRank`; `join` makes it, everything else needs it."""
+
+    def __init__(self, settings: TrainerSettings, rank: int) -> None:
+        self._settings = settings
+        self._rank_number = rank
+        self._store: dist.Store | None = None
+        self._rank: TrainerRank | None = None
+        self._publisher: object | None = None
+
+    def place(self) -> RankPlace:
+        return RankPlace(
+            node_id=ray.get_runtime_context().get_node_id(),
+            node_address=ray.util.get_node_ip_address(),
+            process_id=os.getpid(),
+        )
+
+    def open_rendezvous(self, address: str) -> Rendezvous:
+        """Open the store that the ranks meet at; rank 0 alone."""
+        self._store, rendezvous = open_store(
+            address,
+            num_ranks=self._settings.num_ranks,
+            timeout_s=self._settings.collective_timeout_s,
+        )
+        return rendezvous
+
+    def join(self, rendezvous: Rendezvous, is_local: bool) -> None:
+        """Meet the other ranks and load the model. is_local: all ranks share one node."""
+        keep_freed_memory()
+        if self._store is None:
+            self._store = connect_store(
+                rendezvous,
+                num_ranks=self._settings.num_ranks,
+                timeout_s=self._settings.collective_timeout_s,
+            )
+        self._rank = TrainerRank(
+            self._settings, rank=self._rank_number, store=self._store, is_local=is_local
+        )
+
+    def train_step(self, shard: RankShard) -> StepStats:
+        return self._joined.train_step(shard)
+
+    def logprobs(self, token_ids: Int32s, num_prompt: int) -> Float32s:
+        return self._joined.logprobs(token_ids, num_prompt=num_prompt)
+
+    def put_weights(self) -> tuple[PublishedGroup, ...]:
+        """Put the packed weights into the object store; rank 0 returns them, the others nothing."""
+        return tuple(
+            PublishedGroup(
+                manifest=group.manifest, checksum=group.checksum, buffer=ray.put(group.buffer)
+            )
+            for group in self._joined.pack_weights()
+        )
+
+    def transfer_port(self, address: str) -> Rendezvous:
+        """Choose where rank 0 and the engines may meet."""
+        return Rendezvous(address=address, port=free_port(address))
+
+    def send_weights(
+        self, board: ActorHandle, epoch: int, version: int, rendezvous: Rendezvous
+    ) -> None:
+        """Send the weights through vLLM's own transfer; CUDA only."""
+        from actors.trainer.publish_cuda import CudaPublisher
+        from actors.weights.client import BoardClient
+
+        def read_status() -> BoardStatus:
+            return ray.get(board.status.remote(), timeout=BOARD_TIMEOUT_S)
+
+        rank = self._joined
+        if not isinstance(self._publisher, CudaPublisher):
+            self._publisher = CudaPublisher(
+                rank.causal_lm,
+                rank=self._rank_number,
+                transport=self._settings.weight_transport,
+                client=BoardClient(board, epoch),
+                read_status=read_status,
+                dtype=rank.param_dtype,
+            )
+        self._publisher.send(version, rendezvous=rendezvous)
+
+    def save(self, step: int, epoch: int, extra_json: str) -> Path:
+        return self._joined.save(step=step, epoch=epoch, extra_json=extra_json)
+
+    def load(self, path: Path) -> Progress:
+        return self._joined.load(path)
+
+    def close(self) -> None:
+        if self._rank is not None:
+            self._rank.close()
+
+    @property
+    def _joined(self) -> TrainerRank:
+        if self._rank is None:
+            raise RuntimeError("trainer rank: not joined yet; start the group first")
+        return self._rank

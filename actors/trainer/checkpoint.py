@@ -1,0 +1,249 @@
+"""Sharded checkpoints: written aside, renamed, and valid only with their manifest.
+
+A checkpoint is the directory `step-000012-e2`: weights and optimiser as
+`torch.distributed.checkpoint` shards them, and `manifest.json`, written last. Invariants: a
+directory with a manifest is whole, anything else is not a checkpoint and is never loaded; once an
+epoch has claimed the place, an older one writes and deletes nothing there. Saving and loading are
+collective, the rest is not. Called by `TrainerRank` and, to claim and to find, the supervisor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import PreTrainedModel
+
+from actors.trainer.process_group import gather_texts
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_TEMPORARY = ".tmp-"
+_CLAIM = ".epoch"
+
+
+class CheckpointError(Exception):
+    """A checkpoint is missing, incomplete, broken, of another model, or of a run replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a checkpoint says about itself.
+
+    step: training steps done. version: the policy version of the weights. epoch: of the run's
+    lease. num_updates: optimiser updates applied. num_ranks: that wrote it; any number may read.
+    model: the base model, for its configuration and tokenizer. extra_json: the caller's own state.
+    """
+
+    step: int
+    version: int
+    epoch: int
+    num_updates: int
+    num_ranks: int
+    model: str
+    extra_json: str = "{}"
+
+    @property
+    def directory_name(self) -> str:
+        return f"step-{self.step:06d}-e{self.epoch}"
+
+
+def read_manifest(path: Path) -> Progress:
+    """Read a checkpoint's manifest.
+
+    Raises: CheckpointError when there is none or it is not ours.
+    """
+    try:
+        fields = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"checkpoint {path}: got no {MANIFEST}, expected one in a finished checkpoint; it was "
+            "interrupted while being written, use an older one"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: its {MANIFEST} cannot be read ({error}); use another one"
+        ) from error
+    found = fields.pop("format", None) if isinstance(fields, dict) else None
+    if found != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path}: got manifest format {found}, expected {FORMAT}; it was written by "
+            "another version"
+        )
+    try:
+        return Progress(**fields)
+    except TypeError as error:
+        raise CheckpointError(
+            f"checkpoint {path}: its {MANIFEST} lacks or adds fields ({error}); use another one"
+        ) from error
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """List the whole checkpoints under a directory, oldest first: by epoch, then step.
+
+    A newer epoch outranks a later step: it went on from a checkpoint that was committed, and what
+    the older epoch wrote beyond that belongs to no surviving lineage.
+    """
+    found: list[tuple[int, int, Path]] = []
+    for manifest in root.glob(f"step-*/{MANIFEST}"):
+        try:
+            progress = read_manifest(manifest.parent)
+        except CheckpointError:
+            continue
+        found.append((progress.epoch, progress.step, manifest.parent))
+    return [path for _, _, path in sorted(found)]
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """Return the newest whole checkpoint, or None."""
+    found = list_checkpoints(root)
+    return found[-1] if found else None
+
+
+def claim(root: Path, epoch: int) -> None:
+    """Take the checkpoint directory for an epoch; whoever is older can no longer save.
+
+    Raises: CheckpointError when a newer epoch has it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    place = root / _CLAIM
+    newest = int(place.read_text()) if place.exists() else epoch
+    if newest > epoch:
+        raise CheckpointError(
+            f"checkpoint {root}: got epoch {epoch}, expected at least {newest}; this run was "
+            "replaced by a newer one and must stop"
+        )
+    aside = root / f"{_TEMPORARY}{_CLAIM}-{epoch}"
+    aside.write_text(str(epoch))
+    aside.replace(place)
+
+
+def save(
+    root: Path,
+    progress: Progress,
+    *,
+    causal_lm: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    keep: int,
+) -> Path:
+    """Write a checkpoint beside its place, rename it into it, and drop all but the newest `keep`.
+
+    An older checkpoint of the same name (a step done again under the same lease) is replaced.
+
+    Returns: its directory, on every rank.
+    Raises: CheckpointError, on every rank, when a newer epoch has claimed the directory or a rank
+        cannot write its shard.
+    """
+    final = root / progress.directory_name
+    aside = root / f"{_TEMPORARY}{progress.directory_name}"
+    is_writer = dist.get_rank() == 0
+    _together(lambda: _prepare(root, aside, epoch=progress.epoch), does_run=is_writer)
+    try:
+        dcp.save(_state(causal_lm, optimizer), checkpoint_id=aside)
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(
+            f"checkpoint {final}: a rank could not write its shard ({_first_line(error)}); is the "
+            "disk full, and does every rank see the same directory?"
+        ) from error
+    dist.barrier()
+    _together(lambda: _finish(root, aside, progress, keep=keep), does_run=is_writer)
+    return final
+
+
+def load(path: Path, *, causal_lm: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Progress:
+    """Read a checkpoint into model and optimiser, whatever number of ranks wrote it.
+
+    Raises: CheckpointError when it is incomplete, broken or of another model. The weights may then
+        be half read: load another one before going on.
+    """
+    progress = read_manifest(path)
+    state = _state(causal_lm, optimizer)
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: its shards cannot be read ({_first_line(error)}), expected "
+            f"weights of {progress.model}; use an older one"
+        ) from error
+    set_model_state_dict(causal_lm, state["model"])
+    set_optimizer_state_dict(causal_lm, optimizer, optim_state_dict=state["optimizer"])
+    return progress
+
+
+def _together(work: Callable[[], None], *, does_run: bool) -> None:
+    """Run work on one rank while the others wait for its end; its failure is everyone's."""
+    failure = ""
+    if does_run:
+        try:
+            work()
+        except (OSError, CheckpointError) as error:
+            failure = str(error)
+    failures = [text for text in gather_texts(failure) if text]
+    if failures:
+        raise CheckpointError(failures[0])
+
+
+def _prepare(root: Path, aside: Path, *, epoch: int) -> None:
+    claim(root, epoch)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+
+
+def _finish(root: Path, aside: Path, progress: Progress, *, keep: int) -> None:
+    claim(root, progress.epoch)
+    final = root / progress.directory_name
+    _write_manifest(aside, progress)
+    if final.exists():
+        _remove(final)
+    aside.rename(final)
+    _sync_directory(root)
+    for path in list_checkpoints(root)[:-keep]:
+        _remove(path)
+
+
+def _state(causal_lm: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(causal_lm),
+        "optimizer": get_optimizer_state_dict(causal_lm, optimizer),
+    }
+
+
+def _write_manifest(directory: Path, progress: Progress) -> None:
+    with (directory / MANIFEST).open("w") as file:
+        json.dump({"format": FORMAT, **asdict(progress)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(root: Path) -> None:
+    """Make the rename itself survive a power cut."""
+    descriptor = os.open(root, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint, its manifest first, so that a half-deleted one does not count."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -1,0 +1,309 @@
+"""The trainer's ranks as one thing that the supervisor awaits.
+
+Every call goes to all ranks and has a deadline. Invariant: after `TrainerRankLost` no rank of the
+group is alive, so nothing half-done can come later; the supervisor makes a new group and loads the
+newest checkpoint. Errors that all ranks agree on (a refused shard, a broken checkpoint) leave the
+group as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.batch import Float32s, Int32s
+from actors.trainer.actor import RankPlace, TrainerRankActor
+from actors.trainer.checkpoint import CheckpointError, Progress
+from actors.trainer.process_group import LOOPBACK, Rendezvous
+from actors.trainer.settings import Device, TrainerSettings, WeightTransport
+from actors.trainer.shard_check import PolicyTooOld, ShardRefused
+from actors.trainer.statistics import StepStats
+from actors.weights.board import PublishedGroup
+
+_AGREED = (ShardRefused, PolicyTooOld, CheckpointError)
+_GRACE_S = 10.0
+_BLAME_S = 2.0
+_Result = TypeVar("_Result")
+
+
+class TrainerRankLost(Exception):
+    """A rank died, failed or did not answer in time; the whole group has been killed."""
+
+    def __init__(self, rank: int, method: str, reason: str) -> None:
+        super().__init__(rank, method, reason)
+        self.rank, self.method, self.reason = rank, method, reason
+
+    def __str__(self) -> str:
+        return (
+            f"trainer: rank {self.rank} was lost in {self.method} ({self.reason}); the group is "
+            "stopped, start a new one from the newest checkpoint"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds until a call must have ended on every rank."""
+
+    start_s: float = 300.0
+    step_s: float = 600.0
+    publish_s: float = 300.0
+    parity_s: float = 60.0
+    checkpoint_s: float = 300.0
+    stop_s: float = 10.0
+
+
+class TrainerGroup:
+    """N rank actors behind one interface; `start` it, then use it, then `stop` it.
+
+    version: the policy version that the ranks hold; one more after each step.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        *,
+        deadlines: Deadlines | None = None,
+        cpus_per_rank: float = 1.0,
+        gpus_per_rank: float = 1.0,
+    ) -> None:
+        """gpus_per_rank: on CUDA; a fraction leaves room for an engine on the same GPU."""
+        self.settings = settings
+        self.deadlines = deadlines or Deadlines()
+        self.version = 0
+        self.places: tuple[RankPlace, ...] = ()
+        self._cpus_per_rank = cpus_per_rank
+        self._gpus_per_rank = gpus_per_rank
+        self._ranks: list[ActorHandle] = []
+        self._placement: PlacementGroup | None = None
+
+    async def start(self) -> None:
+        """Start the ranks, let them meet, load the model.
+
+        Raises: TrainerRankLost, with the first rank's reason, for a model that is not there, an
+            architecture that cannot be trained, or resources that do not come in time.
+        """
+        timeout_s = self.deadlines.start_s
+        options = await self._actor_options(timeout_s)
+        actor_class = ray.remote(TrainerRankActor)
+        self._ranks = [
+            actor_class.options(**options, **self._bundle(rank)).remote(self.settings, rank)
+            for rank in range(self.settings.num_ranks)
+        ]
+        self.places = tuple(await self._on_all("place", timeout_s=timeout_s))
+        is_local = len({place.node_id for place in self.places}) == 1
+        address = LOOPBACK if is_local else self.places[0].node_address
+        rendezvous = await self._on_first("open_rendezvous", address, timeout_s=timeout_s)
+        await self._on_all("join", rendezvous, is_local, timeout_s=timeout_s)
+
+    async def step(self, shard_refs: Sequence[ObjectRef]) -> StepStats:
+        """Train one step; each rank fetches only its own shard.
+
+        Args: shard_refs: one reference to a `RankShard` for each rank, in the order of ranks.
+        Returns: statistics over all ranks; the seconds are rank 0's.
+        Raises: ShardRefused, PolicyTooOld with the weights unchanged; TrainerRankLost.
+        """
+        if len(shard_refs) != len(self._ranks):
+            raise ValueError(f"trainer: got {len(shard_refs)} shards for {len(self._ranks)} ranks")
+        calls = [
+            rank.train_step.remote(ref) for rank, ref in zip(self._ranks, shard_refs, strict=True)
+        ]
+        stats: StepStats = (await self._join("train_step", calls, self.deadlines.step_s))[0]
+        self.version = stats.trainer_version + 1
+        return stats
+
+    async def publish(
+        self, board: ActorHandle, epoch: int, version: int
+    ) -> tuple[PublishedGroup, ...]:
+        """Make the ranks' weights the board's current publication.
+
+        Returns: what the board was given, once it holds copies of its own; empty when the weights
+            travel through vLLM's own transfer.
+        Raises: ValueError for a version that the ranks do not hold; TrainerRankLost; the board's
+            own errors (`actors.weights.errors`); TimeoutError when the board does not answer.
+        """
+        if version != self.version:
+            raise ValueError(f"trainer: got version {version}, expected {self.version} to publish")
+        timeout_s = self.deadlines.publish_s
+        if self.settings.weight_transport is not WeightTransport.OBJECT_STORE:
+            meeting = await self._transfer_meeting(timeout_s)
+            await self._on_all("send_weights", board, epoch, version, meeting, timeout_s=timeout_s)
+            return ()
+        groups: tuple[PublishedGroup, ...]
+        groups = (await self._on_all("put_weights", timeout_s=timeout_s))[0]
+        await _answer(board.publish.remote(epoch, version, groups), timeout_s)
+        return groups
+
+    async def parity(self, token_ids: Int32s, num_prompt: int, logprobs: Float32s) -> float:
+        """Compare an engine's log-probabilities with the ranks' own.
+
+        Args: token_ids: [P + A] int32, prompt and sampled. num_prompt: P. logprobs: [A] float32,
+            nats, the engine's, at the run's temperature.
+        Returns: max |trainer - engine|, nats; 0 when nothing was sampled.
+        Raises: ValueError when the lengths do not fit; TrainerRankLost.
+        """
+        num_sampled = int(token_ids.shape[0]) - num_prompt
+        if num_prompt < 1 or num_sampled != logprobs.shape[0]:
+            raise ValueError(
+                f"trainer: got {logprobs.shape[0]} log-probabilities for {num_sampled} tokens "
+                f"behind a prompt of {num_prompt}, expected one each and a prompt"
+            )
+        own = (
+            await self._on_all("logprobs", token_ids, num_prompt, timeout_s=self.deadlines.parity_s)
+        )[0]
+        return float(np.max(np.abs(own - logprobs), initial=0.0))
+
+    async def save(self, step: int, *, version: int, epoch: int, extra_json: str = "{}") -> Path:
+        """Write a checkpoint; return its directory once it counts.
+
+        Raises: ValueError for a version that the ranks do not hold; CheckpointError;
+            TrainerRankLost.
+        """
+        if version != self.version:
+            raise ValueError(f"trainer: got version {version}, expected {self.version} to save")
+        paths = await self._on_all(
+            "save", step, epoch, extra_json, timeout_s=self.deadlines.checkpoint_s
+        )
+        return Path(paths[0])
+
+    async def load(self, path: Path) -> Progress:
+        """Take weights, optimiser, version and progress from a checkpoint.
+
+        Raises: CheckpointError (load another one before going on); TrainerRankLost.
+        """
+        found = await self._on_all("load", path, timeout_s=self.deadlines.checkpoint_s)
+        progress: Progress = found[0]
+        self.version = progress.version
+        return progress
+
+    async def stop(self) -> None:
+        """Let the ranks leave in order, then end them whatever they do."""
+        try:
+            if self._ranks:
+                await self._on_all("close", timeout_s=self.deadlines.stop_s)
+        except TrainerRankLost:
+            return
+        finally:
+            self._kill()
+
+    async def _actor_options(self, timeout_s: float) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_cpus": self._cpus_per_rank, "max_restarts": 0}
+        if self.settings.device is Device.CPU:
+            return {**options, "scheduling_strategy": "SPREAD"}
+        bundle = {"CPU": self._cpus_per_rank, "GPU": self._gpus_per_rank}
+        self._placement = placement_group([bundle] * self.settings.num_ranks, strategy="PACK")
+        try:
+            await _answer(self._placement.ready(), timeout_s)
+        except TimeoutError as error:
+            self._kill()
+            raise TrainerRankLost(
+                0, "start", f"no {self.settings.num_ranks} x {bundle} within {timeout_s} s"
+            ) from error
+        return {**options, "num_gpus": self._gpus_per_rank}
+
+    def _bundle(self, rank: int) -> dict[str, Any]:
+        if self._placement is None:
+            return {}
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._placement, placement_group_bundle_index=rank
+        )
+        return {"scheduling_strategy": strategy}
+
+    async def _transfer_meeting(self, timeout_s: float) -> Rendezvous:
+        # Engines can be on other nodes than the trainer, so never loopback.
+        address = self.places[0].node_address
+        meeting: Rendezvous = await self._on_first("transfer_port", address, timeout_s=timeout_s)
+        return meeting
+
+    async def _on_all(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+        calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
+        return await self._join(method, calls, timeout_s)
+
+    async def _on_first(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        call = getattr(self._ranks[0], method).remote(*arguments)
+        return (await self._join(method, [call], timeout_s))[0]
+
+    async def _join(self, method: str, calls: Sequence[ObjectRef], timeout_s: float) -> list[Any]:
+        """Await every rank; the first that fails or is late decides for all."""
+        if not calls:
+            raise RuntimeError(f"trainer: {method} on a group that is not running; start it")
+        answers = [asyncio.wrap_future(call.future()) for call in calls]
+        await asyncio.wait(answers, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        if any(answer.done() and _agreed_error(answer) is not None for answer in answers):
+            # The others are raising the same.
+            await asyncio.wait(answers, timeout=_GRACE_S)
+            errors = [_agreed_error(answer) if answer.done() else None for answer in answers]
+            if errors[0] is not None and all(errors):
+                raise errors[0]
+        if all(answer.done() and answer.exception() is None for answer in answers):
+            return [answer.result() for answer in answers]
+        # A peer's broken connection often shows before the death that broke it.
+        await asyncio.wait(answers, timeout=_BLAME_S)
+        lost = _blame(method, answers, timeout_s)
+        self._kill()
+        for answer in answers:
+            answer.add_done_callback(_ignore_result)
+        raise lost
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            ray.kill(rank, no_restart=True)
+        self._ranks = []
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+            self._placement = None
+
+
+async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
+    """Await a Ray call; an error raised by the callee comes out as itself."""
+    try:
+        return await asyncio.wait_for(call, timeout_s)
+    except RayTaskError as error:
+        raise error.cause from error
+
+
+def _blame(
+    method: str, answers: Sequence[asyncio.Future[Any]], timeout_s: float
+) -> TrainerRankLost:
+    """Name the rank to blame: one that died, else one that failed, else one that is late."""
+    failed = [
+        (rank, error)
+        for rank, answer in enumerate(answers)
+        if answer.done() and (error := answer.exception()) is not None
+    ]
+    if not failed:
+        late = next(rank for rank, answer in enumerate(answers) if not answer.done())
+        return TrainerRankLost(late, method, f"no answer within {timeout_s:g} s")
+    rank, error = min(failed, key=lambda item: not isinstance(item[1], ActorDiedError))
+    lost = TrainerRankLost(rank, method, _reason(error))
+    lost.__cause__ = error
+    return lost
+
+
+def _agreed_error(answer: asyncio.Future[Any]) -> Exception | None:
+    error = None if answer.cancelled() else answer.exception()
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, _AGREED) else None
+
+
+def _ignore_result(answer: asyncio.Future[Any]) -> None:
+    """Read the error of a killed rank's call, which nobody awaits any more."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+def _reason(error: BaseException) -> str:
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    kind = "the process died" if isinstance(cause, RayError) else type(cause).__name__
+    text = str(cause).strip().splitlines()
+    return f"{kind}: {text[0][:300]}" if text else kind

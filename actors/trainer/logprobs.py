@@ -1,0 +1,67 @@
+"""Log-probabilities and entropies of chosen tokens, in float32, with bounded memory.
+
+The output head is applied only at the loss positions and in chunks; of a chunk beyond the first,
+only the hidden states are kept for the backward pass, so at most one chunk of logits is alive.
+Called by `PolicyModel.forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+OutputHead = Callable[[Tensor], Tensor]
+
+
+def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Score the targets under softmax(logits / temperature).
+
+    log p = z_target - logsumexp(z), H = logsumexp(z) - sum(softmax(z) z), z = logits/temperature.
+
+    Args: logits: [M, V], any float type. targets: [M] int64.
+    Returns: log-probabilities [M] float32, nats, with gradient; entropies [M] float32, nats,
+        without.
+    Example: logits [[0, 0]], target 0 -> ([-0.6931], [0.6931])
+    """
+    scaled = logits.float()
+    if temperature != 1.0:
+        scaled = scaled / temperature
+    normalizer = torch.logsumexp(scaled, dim=-1)
+    logprobs = scaled.gather(-1, targets[:, None])[:, 0] - normalizer
+    with torch.no_grad():
+        probabilities = torch.exp(scaled - normalizer[:, None])
+        # exp(-inf) * -inf would be NaN; a token of probability 0 adds no entropy.
+        surprise = torch.where(probabilities > 0, probabilities * scaled, 0.0)
+        entropies = normalizer - surprise.sum(-1)
+    return logprobs, entropies
+
+
+def chunked_token_logprobs(
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    output_head: OutputHead,
+    temperature: float,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Apply the head and score the targets, `chunk_tokens` positions at a time.
+
+    Args: hidden: [M, D] at the loss positions. targets: [M] int64. chunk_tokens: at least 1.
+    Returns: as `token_logprobs`.
+    """
+
+    def score(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(output_head(states), wanted, temperature=temperature)
+
+    if hidden.shape[0] <= chunk_tokens:
+        return score(hidden, targets)
+    logprobs: list[Tensor] = []
+    entropies: list[Tensor] = []
+    for states, wanted in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+        chunk = checkpoint(score, states, wanted, use_reentrant=False, preserve_rng_state=False)
+        logprobs.append(chunk[0])
+        entropies.append(chunk[1])
+    return torch.cat(logprobs), torch.cat(entropies)

@@ -1,0 +1,112 @@
+"""How the ranks find each other: a TCP store on rank 0, on a port that the system chose.
+
+Rank 0 opens the store before anyone else is told of it, so no port is ever guessed or taken twice.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where rank 0's store listens."""
+
+    address: str
+    port: int
+
+
+def open_store(address: str, *, num_ranks: int, timeout_s: float) -> tuple[dist.Store, Rendezvous]:
+    """Open the store on rank 0. The port is the system's choice."""
+    store = dist.TCPStore(
+        address,
+        0,
+        num_ranks,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+    return store, Rendezvous(address=address, port=store.port)
+
+
+def connect_store(rendezvous: Rendezvous, *, num_ranks: int, timeout_s: float) -> dist.Store:
+    """Connect any other rank to rank 0's store."""
+    return dist.TCPStore(
+        rendezvous.address,
+        rendezvous.port,
+        num_ranks,
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+
+
+def join_group(
+    store: dist.Store,
+    *,
+    rank: int,
+    num_ranks: int,
+    device: torch.device,
+    timeout_s: float,
+    is_local: bool,
+) -> DeviceMesh:
+    """Initialise this process's group and return its one-dimensional mesh.
+
+    is_local: all ranks are on this machine, so gloo speaks over loopback; without it gloo binds to
+    the host name's interface, which a container need not be able to reach.
+    """
+    if is_local and device.type == "cpu":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return init_device_mesh(device.type, (num_ranks,))
+
+
+def free_port(address: str) -> int:
+    """Ask the system for a port that is free now; for peers that cannot choose their own."""
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        return int(listener.getsockname()[1])
+
+
+def gather_rows(row: Tensor) -> Tensor:
+    """Gather one vector of every rank: [S] -> [ranks, S], the same on all of them."""
+    num_ranks = dist.get_world_size()
+    if num_ranks == 1:
+        return row[None]
+    flat = row.new_empty(num_ranks * row.shape[0])
+    dist.all_gather_single(flat, row)
+    return flat.view(num_ranks, -1)
+
+
+def gather_texts(text: str) -> list[str]:
+    """Gather one text of every rank, in the order of ranks."""
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts
+
+
+def broadcast_integers(values: list[int], *, device: torch.device | None = None) -> list[int]:
+    """Give every rank rank 0's integers."""
+    sent = torch.tensor(values, dtype=torch.int64, device=device)
+    if dist.get_world_size() > 1:
+        dist.broadcast(sent, src=0)
+    return [int(value) for value in sent.tolist()]

@@ -1,0 +1,87 @@
+"""A packed row as tensors on the rank's device, with its attention layout.
+
+Pure; called by `TrainerRank` for training rows and for the parity check's single sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from actors.batch import Float32s, Int32s, MicroBatch
+from actors.trainer.attention import PackedLayout, build_layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTensors:
+    """token_ids, position_ids: [T] int64. loss_positions, targets: [M] int64.
+
+    behaviour_logprobs (nats), advantages: [M] float32. sampled_versions: [M] int64.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    layout: PackedLayout
+    loss_positions: Tensor
+    targets: Tensor
+    behaviour_logprobs: Tensor
+    advantages: Tensor
+    sampled_versions: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layout.num_tokens
+
+
+def row_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
+    """Copy a micro-batch to the device. A row without tokens becomes one untrained token."""
+    if not row.num_tokens:
+        row = scoring_row(np.zeros(1, dtype=np.int32), num_prompt=1)
+
+    def ints(values: NDArray[np.int32]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    def floats(values: NDArray[np.float32]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    return RowTensors(
+        token_ids=ints(row.token_ids),
+        position_ids=ints(row.position_ids),
+        layout=build_layout(row.sample_lengths.tolist(), device=device),
+        loss_positions=ints(row.loss_positions),
+        targets=ints(row.targets),
+        behaviour_logprobs=floats(row.behaviour_logprobs),
+        advantages=floats(row.advantages),
+        sampled_versions=ints(row.sampled_versions),
+    )
+
+
+def scoring_row(token_ids: Int32s, *, num_prompt: int) -> MicroBatch:
+    """Make a row of one sample whose tokens after the prompt are scored.
+
+    Args: token_ids: [P + A] int32. num_prompt: P, at least 1.
+    Returns: a row with M = A.
+    Raises: ValueError for a prompt that is empty or longer than the sample.
+    """
+    num_tokens = int(token_ids.shape[0])
+    if not 1 <= num_prompt <= num_tokens:
+        raise ValueError(
+            f"trainer: got a prompt of {num_prompt} of {num_tokens} tokens, expected at least 1 "
+            "and at most all; a token can only be scored behind another"
+        )
+    num_scored = num_tokens - num_prompt
+    zeros: Float32s = np.zeros(num_scored, dtype=np.float32)
+    return MicroBatch(
+        token_ids=token_ids,
+        position_ids=np.arange(num_tokens, dtype=np.int32),
+        sample_lengths=np.array([num_tokens], dtype=np.int32),
+        loss_positions=np.arange(num_prompt - 1, num_tokens - 1, dtype=np.int32),
+        targets=token_ids[num_prompt:],
+        behaviour_logprobs=zeros,
+        advantages=zeros,
+        sampled_versions=np.zeros(num_scored, dtype=np.int32),
+    )

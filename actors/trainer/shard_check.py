@@ -1,0 +1,108 @@
+"""What a rank demands of its shard before it joins a collective, and how a shard is told apart.
+
+Pure; called by `TrainerRank` at the border. A shard that one rank refuses is refused by all.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from actors.batch import MicroBatch, RankShard
+
+
+class ShardRefused(ValueError):
+    """A shard breaks its invariants; nothing was trained and the weights are unchanged."""
+
+
+class PolicyTooOld(ValueError):
+    """A token is older than the age bound allows; nothing was trained."""
+
+
+def _micro_batch_fault(row: MicroBatch, *, vocab_size: int) -> str | None:
+    lengths = {
+        name: int(values.shape[0])
+        for name, values in (
+            ("loss_positions", row.loss_positions),
+            ("behaviour_logprobs", row.behaviour_logprobs),
+            ("advantages", row.advantages),
+            ("sampled_versions", row.sampled_versions),
+        )
+    }
+    if any(length != row.num_trained for length in lengths.values()):
+        return f"{lengths} beside {row.num_trained} targets, expected equal lengths"
+    if row.position_ids.shape[0] != row.num_tokens:
+        return f"{row.position_ids.shape[0]} positions for {row.num_tokens} tokens"
+    if int(row.sample_lengths.sum()) != row.num_tokens or (row.sample_lengths < 1).any():
+        return f"sample lengths that sum to {int(row.sample_lengths.sum())} of {row.num_tokens}"
+    if (
+        row.num_tokens
+        and not 0 <= int(row.token_ids.min()) <= int(row.token_ids.max()) < vocab_size
+    ):
+        return f"token ids up to {int(row.token_ids.max())}, expected 0 to {vocab_size - 1}"
+    if not row.num_trained:
+        return None
+    first, last = int(row.loss_positions.min()), int(row.loss_positions.max())
+    if first < 0 or last >= row.num_tokens - 1:
+        return f"loss positions {first} to {last}, expected 0 to {row.num_tokens - 2}"
+    if (row.position_ids[row.loss_positions + 1] == 0).any():
+        return "a loss position that is the last of its sample"
+    if (row.token_ids[row.loss_positions + 1] != row.targets).any():
+        return "targets that are not the tokens behind their loss positions"
+    return None
+
+
+def check_shard(
+    shard: RankShard, *, trainer_version: int, vocab_size: int, max_policy_age: int | None
+) -> None:
+    """Raise when the shard must not be trained on.
+
+    Args: trainer_version: what this rank holds. max_policy_age: versions; None: not asserted.
+    Raises: ShardRefused for a broken invariant; PolicyTooOld for a token beyond the age bound.
+    """
+    if shard.trainer_version != trainer_version:
+        raise ShardRefused(
+            f"trainer: got a batch made for version {shard.trainer_version}, expected version "
+            f"{trainer_version}, which the trainer holds; make the batch again"
+        )
+    for number, minibatch in enumerate(shard.minibatches):
+        if minibatch.denominator < 1:
+            raise ShardRefused(
+                f"trainer: minibatch {number} has denominator {minibatch.denominator}, expected "
+                "the trained tokens of all ranks, at least 1"
+            )
+        for row in minibatch.micro_batches:
+            fault = _micro_batch_fault(row, vocab_size=vocab_size)
+            if fault is not None:
+                raise ShardRefused(f"trainer: minibatch {number} of step {shard.step} has {fault}")
+    _check_versions(shard, max_policy_age=max_policy_age)
+
+
+def _check_versions(shard: RankShard, *, max_policy_age: int | None) -> None:
+    versions = [
+        row.sampled_versions
+        for minibatch in shard.minibatches
+        for row in minibatch.micro_batches
+        if row.num_trained
+    ]
+    if not versions:
+        return
+    seen = np.concatenate(versions)
+    oldest, newest = int(seen.min()), int(seen.max())
+    if newest > shard.trainer_version:
+        raise ShardRefused(
+            f"trainer: a token was sampled by version {newest}, expected at most "
+            f"{shard.trainer_version}, which the trainer holds; engine and trainer disagree"
+        )
+    if max_policy_age is not None and shard.trainer_version - oldest > max_policy_age:
+        raise PolicyTooOld(
+            f"trainer: the oldest token is {shard.trainer_version - oldest} versions old, expected "
+            f"at most {max_policy_age}; admission let a group in too early"
+        )
+
+
+def shard_outline(shard: RankShard) -> int:
+    """Hash what all ranks must agree on: step, version, denominators, numbers of micro-batches."""
+    minibatches = [(len(item.micro_batches), item.denominator) for item in shard.minibatches]
+    return zlib.crc32(repr((shard.step, shard.trainer_version, minibatches)).encode())
