@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -126,6 +127,9 @@ def tasks_generate(
 
 def main() -> None:
     """Run the command line; a refused configuration exits with 2 and its sentence."""
+    # Read when these packages are first imported, which the commands do.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app()
     except ConfigError as error:

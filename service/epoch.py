@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from actors.merge.actor import MergeActor
+from actors.trainer.checkpoint import claim
 from actors.trainer.group import Deadlines, TrainerGroup, TrainerRankLost
 from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
@@ -130,6 +131,7 @@ class Epoch:
     async def _start(self) -> EngineParts:
         config, version = self._config, self.first_step - 1
         self._recorder.phase(Phase.STARTING, "engines and trainer")
+        claim(self._places.checkpoints, self._lease.epoch)
         await self._engines.open_epoch(self._lease.epoch)
         try:
             await self._group.start()
@@ -141,13 +143,10 @@ class Epoch:
             self._group,
             self._engines.board,
             epoch=self._lease.epoch,
-            num_replicas=config.inference.num_replicas,
             deadline_s=config.inference.publish_deadline_s,
         )
         await engine_parts.offer(version)
-        self._recorder.phase(Phase.STARTING, "waiting for the engines")
-        await self._engines.wait_ready(deadline_s=config.inference.start_deadline_s)
-        await engine_parts.wait(version, deadline_s=config.inference.publish_deadline_s)
+        # Its actors import while the engines start; they play from `watch` on.
         self._pool = EnvironmentPool(
             PoolSettings(
                 num_actors=config.rollouts.num_actors,
@@ -160,6 +159,9 @@ class Epoch:
             queue=self.queue,
             on_replaced=self._recorder.replaced,
         )
+        self._recorder.phase(Phase.STARTING, "waiting for the engines")
+        await self._engines.wait_ready(deadline_s=config.inference.start_deadline_s)
+        await engine_parts.wait(version, deadline_s=config.inference.publish_deadline_s)
         return engine_parts
 
     def _parts(self, engines: EngineParts, pool: EnvironmentPool) -> Parts:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transformers.utils import logging as transformers_logging
+
 from actors.trainer.tiny_model import WARMUP_STEPS, build_tiny_model
 from service.config import TinyModel
 from service.config_file import ConfigError
@@ -11,6 +13,7 @@ from service.config_file import ConfigError
 
 def build_tiny(directory: Path, *, seed: int, tied: bool, warmup_steps: int | None) -> str:
     """Build the tiny model; returns a sentence on it. Raises: ConfigError."""
+    transformers_logging.disable_progress_bar()
     try:
         report = build_tiny_model(
             directory,

@@ -152,13 +152,11 @@ class EngineParts:
         board: ActorHandle,
         *,
         epoch: int,
-        num_replicas: int,
         deadline_s: float,
     ) -> None:
         self._group = group
         self._board = board
         self._epoch = epoch
-        self._num_replicas = num_replicas
         self._deadline_s = deadline_s
 
     async def offer(self, version: int) -> None:
@@ -175,7 +173,8 @@ class EngineParts:
 
     async def wait(self, version: int, *, deadline_s: float) -> PublishedVersion:
         """Wait until every engine holds `version`, and compare each with the trainer."""
-        call = self._board.wait_published.remote(version, self._num_replicas, deadline_s)
+        # One is enough: an engine that is being replaced loads the version before it is ready.
+        call = self._board.wait_published.remote(version, 1, deadline_s)
         try:
             report: PublishReport = await answer(
                 call, part="weight board", deadline_s=deadline_s + RPC_DEADLINE_S

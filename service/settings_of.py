@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from actors.environment.settings import EnvironmentActorSettings, EnvironmentSettings
@@ -16,6 +17,8 @@ from service.config import Config
 from service.inference.settings import EngineSettings
 
 MIB = 1 << 20
+# The run's store knows which checkpoints are committed; the trainer alone could drop one of them.
+_UNPRUNED = 1_000_000
 
 
 def outcome_policy(config: Config) -> OutcomePolicy:
@@ -65,7 +68,7 @@ def environment_settings(config: Config, actor_id: str) -> EnvironmentActorSetti
     )
 
 
-def engine_settings(config: Config, *, model: str) -> EngineSettings:
+def engine_settings(config: Config, *, model: str, stop_token_ids: Sequence[int]) -> EngineSettings:
     inference = config.inference
     return EngineSettings(
         model=model,
@@ -73,9 +76,11 @@ def engine_settings(config: Config, *, model: str) -> EngineSettings:
         max_model_len=config.model.max_context_tokens,
         max_num_seqs=inference.max_num_seqs,
         kv_cache_gib=inference.kv_cache_gib if inference.gpus_per_replica == 0 else None,
+        block_size=inference.block_tokens,
         gpu_memory_utilization=inference.gpu_memory_fraction,
         tensor_parallel_size=inference.tensor_parallel_size,
         enforce_eager=inference.enforce_eager,
+        stop_token_ids=tuple(stop_token_ids),
         weight_backend=inference.weight_backend,
         num_replicas=inference.num_replicas,
         cpus_per_replica=inference.cpus_per_replica,
@@ -106,6 +111,7 @@ def trainer_settings(config: Config, *, model: str, checkpoint_dir: Path) -> Tra
         temperature=config.rollouts.temperature,
         epochs=algorithm.epochs,
         max_policy_age=algorithm.max_policy_age,
+        keep_checkpoints=_UNPRUNED,
         seed=config.run.seed,
         threads_per_rank=trainer.threads,
         gradient_checkpointing=trainer.gradient_checkpointing,

@@ -30,6 +30,7 @@ from service.report.page import write_report
 from service.run_dir import RunDir
 from service.settings_of import engine_settings
 from service.status import Phase, RunStatus
+from service.stop_tokens import stop_token_ids
 from service.store.lineage import read_history
 from service.store.run_store import RunStore
 from service.summary import LedgerTotals, summarize_run, write_summary
@@ -62,7 +63,7 @@ class Supervisor:
         self._metrics = Metrics()
         self._recorder = RunRecorder(self._store, self._metrics, num_steps=config.run.steps)
         self._engines = Engines(
-            engine_settings(config, model=model),
+            engine_settings(config, model=model, stop_token_ids=stop_token_ids(model)),
             app_name=app_name,
             apply_limit_s=config.inference.publish_deadline_s,
         )
@@ -75,6 +76,7 @@ class Supervisor:
         self._exit_reason: str | None = None
         self._stats: QueueStats | None = None
         self._engines_ready = 0
+        log.info("run directory %s, metrics at %s", run_dir.path, self.metrics_address())
 
     async def run(self) -> str:
         """Run epochs until the run ends; write the report.

@@ -73,7 +73,7 @@ def _assignments(count: int, environment: str = "guessing") -> list[RolloutAssig
 
 
 def _start(queue: Any, tokenizer_path: Path, *, delay_s: float = 0.0, **changes: Any) -> Any:
-    ids = build_tokenizer().encode("4<|im_end|>")
+    ids = build_tokenizer().encode("4<|end|>")
     fields: dict[str, Any] = {
         "actor_id": "e0",
         "slots": 16,

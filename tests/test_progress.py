@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from record_builders import evaluation_record, step_record, unmeasured_step
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -18,7 +19,6 @@ from service.progress_view import STAGE_STYLES, picture, sparkline
 from service.records import StageSeconds
 from service.status import Phase, RunStatus
 from service.summary import LedgerTotals
-from tests.record_builders import evaluation_record, step_record, unmeasured_step
 
 START = 1_795_000_000.0
 

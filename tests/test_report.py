@@ -12,6 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from record_builders import (
+    Run,
+    evaluation_record,
+    learning_run,
+    step_record,
+    summary_of,
+    unmeasured_step,
+)
 
 from actors.trajectory import Outcome
 from service.records import StageSeconds
@@ -23,14 +31,6 @@ from service.report.stacks import OUTCOMES, STAGES
 from service.report.style import PALETTE
 from service.report.verdict import balance_equation, checks, ending, verdict
 from service.summary import LedgerTotals
-from tests.record_builders import (
-    Run,
-    evaluation_record,
-    learning_run,
-    step_record,
-    summary_of,
-    unmeasured_step,
-)
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 

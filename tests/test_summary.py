@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-
-from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
-from service.records import StageSeconds
-from service.summary import LedgerTotals, write_summary
-from tests.record_builders import (
+from record_builders import (
     Run,
     evaluation_record,
     step_record,
     summary_of,
     unmeasured_step,
 )
+
+from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
+from service.records import StageSeconds
+from service.summary import LedgerTotals, write_summary
 
 
 def test_rewards_are_means_of_the_first_and_last_five_steps() -> None:

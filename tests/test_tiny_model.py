@@ -82,26 +82,24 @@ def test_a_chat_renders_as_written() -> None:
         add_generation_prompt=True,
     )
     assert text == (
-        "<|im_start|>system\nBe short.<|im_end|>\n"
-        "<|im_start|>user\nWhat is 3+4?<|im_end|>\n"
-        '<|im_start|>assistant\n<tool_call>{"name": "calculator", "arguments": '
-        '{"expression": "3+4"}}</tool_call><|im_end|>\n'
-        "<|im_start|>user\n<tool_response>7</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
+        "<|system|>Be short.<|end|><|user|>What is 3+4?<|end|>"
+        '<|assistant|><tool_call>{"name": "calculator", "arguments": '
+        '{"expression": "3+4"}}</tool_call><|end|>'
+        "<|tool|>7<|end|><|assistant|>"
     )
 
 
 def test_tools_are_listed_in_the_system_turn() -> None:
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
     text = render(messages, tools=[CALCULATOR.for_template()])
-    assert text.startswith('<|im_start|>system\nBe short.\nTools:\n{"type": "function"')
+    assert text.startswith('<|system|>Be short.\nTools:\n{"type": "function"')
     assert text.count("Be short.") == 1
-    assert text.endswith("<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n")
+    assert text.endswith("<|end|><|user|>Hi<|end|>")
 
 
 def test_written_calls_can_be_parsed() -> None:
     text = render([{"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}])
-    reply = text.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
+    reply = text.removeprefix("<|assistant|>").removesuffix("<|end|>")
     calls = parse_tool_calls(reply, [CALCULATOR])
     assert [call.arguments for call in calls] == [{"expression": "3+4"}] * 2  # type: ignore[union-attr]
 
@@ -137,7 +135,7 @@ def test_the_renderer_always_appends() -> None:
             tools=(),
         )
         assert extension.break_reason is None
-        assert extension.num_inserted == 1, "only the line break behind <|im_end|>"
+        assert extension.num_inserted == 0
 
 
 def test_only_assistant_tokens_are_warm_up_targets() -> None:
@@ -192,7 +190,7 @@ def test_transformers_loads_what_was_built(directory: Path) -> None:
     assert 500_000 < model.num_parameters() < 1_500_000
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.chat_template == TOKENIZER.chat_template
-    text = "What is 12+345?<|im_end|>\n"
+    text = "What is 12+345?<|end|>\n"
     assert tokenizer.encode(text) == TOKENIZER.encode(text)
     assert model(input_ids=torch.tensor([tokenizer.encode(text)])).logits.shape[-1] == VOCAB_SIZE
 

@@ -23,7 +23,7 @@ from actors.trainer.warmup import MALFORMED_SHARE, WarmupConfig, warm_up
 
 WARMUP_STEPS = 60
 MARKER = "tiny_model.json"
-_BUILD_VERSION = 1
+_BUILD_VERSION = 2
 """Counted up when the warm-up's texts change, so that an older directory is built anew."""
 
 
@@ -150,6 +150,9 @@ def _write_model(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(directory)
+    for weights in directory.glob("*.safetensors"):
+        # Written for its owner alone, but an engine may run as another user.
+        weights.chmod(0o644)
     tokenizer.save_pretrained(directory, save_jinja_files=False)
     return {
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
 END_OF_TEXT = "<|endoftext|>"
-TURN_START = "<|im_start|>"
-TURN_END = "<|im_end|>"
-TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+TURN_END = "<|end|>"
+ROLE_TOKENS = {role: f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}
+TOOL_TOKENS = ("<tool_call>", "</tool_call>")
 
-# Every message is rendered alone (a tool's result is a user turn of its own, where Qwen joins
-# neighbours), because a rendering that looks at its neighbours cannot be appended to.
+# One token opens a message and one ends it: on two cores each token of a turn is felt. Every
+# message is rendered alone, because a rendering that looks at its neighbours cannot be appended to.
 CHAT_TEMPLATE = """
 {%- macro text(content) -%}
 {%- if content is string -%}{{- content -}}
@@ -24,20 +24,20 @@ CHAT_TEMPLATE = """
 {%- endif -%}
 {%- endmacro -%}
 {%- if tools -%}
-{{- '<|im_start|>system\\n' -}}
+{{- '<|system|>' -}}
 {%- if messages and messages[0].role == 'system' -%}
 {{- text(messages[0].content) + '\\n' -}}
 {%- endif -%}
 {{- 'Tools:' -}}
 {%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
-{{- '<|im_end|>\\n' -}}
+{{- '<|end|>' -}}
 {%- endif -%}
 {%- for message in messages -%}
 {%- if message.role == 'system' and tools and loop.first -%}
-{%- elif message.role in ['system', 'user'] -%}
-{{- '<|im_start|>' + message.role + '\\n' + text(message.content) + '<|im_end|>\\n' -}}
+{%- elif message.role in ['system', 'user', 'tool'] -%}
+{{- '<|' + message.role + '|>' + text(message.content) + '<|end|>' -}}
 {%- elif message.role == 'assistant' -%}
-{{- '<|im_start|>assistant\\n' + text(message.content) -}}
+{{- '<|assistant|>' + text(message.content) -}}
 {%- for call in message.tool_calls or [] -%}
 {%- set function = call.function if call.function else call -%}
 {{- '<tool_call>{"name": ' + (function.name | tojson) + ', "arguments": ' -}}
@@ -46,15 +46,12 @@ CHAT_TEMPLATE = """
 {%- endif -%}
 {{- '}</tool_call>' -}}
 {%- endfor -%}
-{{- '<|im_end|>\\n' -}}
-{%- elif message.role == 'tool' -%}
-{{- '<|im_start|>user\\n<tool_response>' + text(message.content) -}}
-{{- '</tool_response><|im_end|>\\n' -}}
+{{- '<|end|>' -}}
 {%- else -%}
 {{- raise_exception('chat template: unknown role ' + message.role) -}}
 {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
 # Repetition is weight: a merge is learnt in the order of how often its pair occurs.
@@ -96,7 +93,7 @@ def corpus() -> list[str]:
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Train the tokenizer; the same call always gives the same vocabulary.
 
-    Returns: a tokenizer with `VOCAB_SIZE` ids, the chat template, `<|im_end|>` as end of sequence
+    Returns: a tokenizer with `VOCAB_SIZE` ids, the chat template, `<|end|>` as end of sequence
     and `<|endoftext|>` as padding.
     """
     bpe = Tokenizer(models.BPE())
@@ -107,7 +104,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         ]
     )
     bpe.decoder = decoders.ByteLevel()
-    special = [AddedToken(text, special=True) for text in (END_OF_TEXT, TURN_START, TURN_END)]
+    control = (END_OF_TEXT, TURN_END, *ROLE_TOKENS.values())
+    special = [AddedToken(text, special=True) for text in control]
     # Not special, so that decoding with skip_special_tokens keeps the markup of a tool call.
     markup = [AddedToken(text, special=False, normalized=False) for text in TOOL_TOKENS]
     trainer = trainers.BpeTrainer(

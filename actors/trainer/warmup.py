@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.environment.calculator import CALCULATOR, ERROR, QUESTION
 from actors.environment.guessing import HIGHER, INVITATION, LOWER, REMINDER
-from actors.trainer.tiny_tokenizer import TURN_END, TURN_START
+from actors.trainer.tiny_tokenizer import ROLE_TOKENS, TURN_END
 
 IGNORED = -100
 MALFORMED_SHARE = 0.3
@@ -145,15 +145,16 @@ def encode(
         tokenize=False,
     )
     ids = tokenizer.encode(text, add_special_tokens=False)
-    start_id, end_id = tokenizer.convert_tokens_to_ids([TURN_START, TURN_END])
+    end_id = tokenizer.convert_tokens_to_ids(TURN_END)
+    role_ids = set(tokenizer.convert_tokens_to_ids(list(ROLE_TOKENS.values())))
     labels = [IGNORED] * len(ids)
-    starts = [position for position, token in enumerate(ids) if token == start_id]
+    starts = [position for position, token in enumerate(ids) if token in role_ids]
     # A tool list puts a system turn, which is no message, before the first.
     for message, start in enumerate(starts[-len(conversation.messages) :]):
         is_answer = conversation.messages[message][0] == "assistant"
         if is_answer and message not in conversation.untrained:
-            # <|im_start|>, assistant and the line break are the prompt's.
-            first, end = start + 3, ids.index(end_id, start) + 1
+            # The role's token belongs to the prompt.
+            first, end = start + 1, ids.index(end_id, start) + 1
             labels[first:end] = ids[first:end]
     return ids, labels
 

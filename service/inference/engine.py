@@ -275,6 +275,7 @@ def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         tensor_parallel_size=settings.tensor_parallel_size,
         enforce_eager=settings.enforce_eager,
+        block_size=settings.block_size,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=settings.weight_backend),

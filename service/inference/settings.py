@@ -20,6 +20,7 @@ class EngineSettings:
 
     model: directory or hub name, Hugging Face format. dtype: torch name.
     max_model_len: tokens, prompt and sampled. max_num_seqs: requests that run at the same time.
+    block_size: tokens of a KV block, the unit in which prefixes are shared; None: the engine's own.
     kv_cache_gib: memory of the KV cache; None lets the engine take gpu_memory_utilization.
     gpu_memory_utilization: ratio of the device's memory; without effect where kv_cache_gib is set.
     tensor_parallel_size: devices that one engine spans.
@@ -39,6 +40,7 @@ class EngineSettings:
     max_model_len: int = 2048
     max_num_seqs: int = 128
     kv_cache_gib: float | None = 1.0
+    block_size: int | None = None
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enforce_eager: bool = True

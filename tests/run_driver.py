@@ -1,0 +1,134 @@
+"""Drives `rayloom train` as a user does: a process of its own, watched through what it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from service.run_dir import RunDir
+from service.store.lineage import History, read_history
+from service.store.run_store import RunStore
+
+ROOT = Path(__file__).parent.parent
+
+# Four groups of four short games a step: seconds each, and every part is the real one.
+SMALL: dict[str, Any] = {
+    "run": {"name": "small", "steps": 4, "checkpoint_every": 2, "evaluate_every": 2},
+    "model": {"tiny": {"warmup_steps": 20}, "max_context_tokens": 256},
+    "tasks": {"environment": "guessing", "evaluation_tasks": 4},
+    "rollouts": {"slots_per_actor": 16, "max_turns": 4, "max_tokens_per_turn": 8},
+    "algorithm": {"groups_per_step": 4, "group_size": 4},
+    "inference": {"enforce_eager": True, "max_num_seqs": 32, "kv_cache_gib": 0.25},
+    "trainer": {"num_ranks": 2, "learning_rate": 4e-4},
+    "queue": {"max_mib": 64},
+}
+
+
+def small_config(directory: Path, **sections: dict[str, Any]) -> Path:
+    """Write SMALL with some sections' keys replaced; returns the file."""
+    tree = {name: dict(keys) for name, keys in SMALL.items()}
+    for name, keys in sections.items():
+        tree.setdefault(name, {}).update(keys)
+    file = directory / "config.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+@dataclass
+class Run:
+    """A started `rayloom train` and the directory it writes to."""
+
+    process: subprocess.Popen[str]
+    place: RunDir
+
+    def wait(self, *, limit_s: float) -> int:
+        return self.process.wait(timeout=limit_s)
+
+    def wait_for_step(self, step: int, *, limit_s: float) -> None:
+        """Wait until `step` is stored; fails when the run ends before, or at the limit."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            if self.place.database_file.exists() and self._newest_step() >= step:
+                return
+            assert self.process.poll() is None, f"the run ended early: {self.log()}"
+            time.sleep(0.2)
+        raise AssertionError(f"step {step} did not come within {limit_s} s: {self.log()}")
+
+    def processes(self, title: str) -> list[psutil.Process]:
+        """This run's own descendants whose title begins so, such as ray::EnvironmentActor."""
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if " ".join(child.cmdline()).startswith(title):
+                    found.append(child)
+        return found
+
+    def kill_part(self, title: str) -> None:
+        """kill -9 one process of a part."""
+        [*_, victim] = self.processes(title)
+        victim.send_signal(signal.SIGKILL)
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def log(self) -> str:
+        text = self.place.log_file.read_text() if self.place.log_file.exists() else ""
+        return text[-4000:]
+
+    def summary(self) -> dict[str, Any]:
+        tree: dict[str, Any] = json.loads(self.place.summary_file.read_text())
+        return tree
+
+    def history(self) -> History:
+        store = RunStore(self.place.database_url)
+        try:
+            return read_history(store)
+        finally:
+            store.close()
+
+    def _newest_step(self) -> int:
+        steps = self.history().steps
+        return steps[-1].step if steps else 0
+
+
+@contextlib.contextmanager
+def running(config: Path, run_dir: Path, arguments: Sequence[str] = ()) -> Iterator[Run]:
+    """Start a run; whatever happens, nothing of it is left alive at the end."""
+    where = ["--resume", str(run_dir)] if "--resume" in arguments else ["--run-dir", str(run_dir)]
+    rest = [argument for argument in arguments if argument != "--resume"]
+    command = [sys.executable, "-m", "service.cli", "train", str(config), *where, *rest]
+    output = run_dir.parent / f"{run_dir.name}.out"
+    with output.open("a") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    run = Run(process=process, place=RunDir(path=run_dir))
+    try:
+        yield run
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """kill -9 a run and every process that it started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=20)
+    process.kill()
+    process.wait(timeout=20)

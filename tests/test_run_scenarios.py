@@ -1,0 +1,120 @@
+"""Whole runs through the command line: real Ray, Serve, vLLM and FSDP, a tiny model, tiny steps."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from run_driver import Run, running, small_config
+
+from service.config_file import load_config
+from service.store.lineage import History
+
+pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
+
+START_S = 300.0
+STEP_S = 120.0
+
+
+def check_lineage(history: History) -> None:
+    """Along the surviving lineage each rollout is admitted once and leaves at most once."""
+    admitted = Counter(item.rollout_id for item in history.events if item.kind == "admitted")
+    left = Counter(item.rollout_id for item in history.events if item.kind != "admitted")
+    assert set(admitted.values()) == {1}
+    assert set(left.values()) <= {1}
+    assert set(left) <= set(admitted)
+    assert [item.seq for item in history.events] == list(range(len(history.events)))
+
+
+def check_finished(run: Run, *, steps: int) -> None:
+    """A run that came to its end: every version published, every rollout settled."""
+    summary, history = run.summary(), run.history()
+    ledger = summary["ledger"]
+    assert summary["steps"] == summary["policy_version"] == steps
+    assert [record.policy_version for record in history.steps] == list(range(1, steps + 1))
+    assert ledger["in_flight"] == 0
+    assert ledger["admitted"] == ledger["trained"] + sum(ledger["evicted"].values())
+    kinds = Counter(item.kind for item in history.events)
+    assert kinds["admitted"] == ledger["admitted"] and kinds["trained"] == ledger["trained"]
+    check_lineage(history)
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_at_lag_0_the_engines_hold_what_the_trainer_holds_at_every_step(
+    tmp_path: Path, is_tied: bool
+) -> None:
+    config = small_config(
+        tmp_path, model={"tiny": {"warmup_steps": 20, "tie_word_embeddings": is_tied}}
+    )
+    with running(config, tmp_path / "run") as run:
+        assert run.wait(limit_s=START_S + 8 * STEP_S) == 0, run.log()
+        check_finished(run, steps=4)
+        records = run.history().steps
+        assert all(record.mismatch_k3 is not None for record in records)
+        assert max(record.mismatch_k3 or 0.0 for record in records) < 1e-6
+        assert max(record.mismatch_max or 0.0 for record in records) < 1e-3
+        assert max(record.parity_max or 0.0 for record in records) < 1e-3
+        assert {record.policy_age_max for record in records} == {0}
+        assert len({record.loss for record in records}) == len(records)
+        assert run.place.report_file.read_text().startswith("<!doctype html>")
+        assert [item.step for item in run.history().evaluations] == [0, 2, 4]
+        assert load_config(run.place.config_file).run.steps == 4
+
+
+def test_a_run_survives_the_death_of_each_part_and_of_itself(tmp_path: Path) -> None:
+    """kill -9 of an environment actor, an engine, a trainer rank; then of the driver; resume."""
+    steps = 14
+    config = small_config(
+        tmp_path,
+        run={"steps": steps, "evaluate_every": 50},
+        algorithm={"max_lag": 1},
+        rollouts={"num_actors": 2, "turn_deadline_s": 90},
+    )
+    with running(config, tmp_path / "run") as run:
+        run.wait_for_step(2, limit_s=START_S)
+        run.kill_part("ray::EnvironmentActor")
+        run.wait_for_step(4, limit_s=STEP_S)
+        run.kill_part("ray::ServeReplica")
+        run.wait_for_step(6, limit_s=START_S)
+        run.kill_part("ray::TrainerRankActor")
+        run.wait_for_step(8, limit_s=START_S)
+        assert "environment actor" in run.log() and "going back" in run.log()
+        run.process.kill()
+    with running(config, tmp_path / "run", ["--resume"]) as run:
+        assert run.wait(limit_s=START_S + steps * STEP_S) == 0, run.log()
+        check_finished(run, steps=steps)
+        assert run.history().num_epochs >= 3
+        bound = load_config(run.place.config_file).algorithm.max_policy_age
+        assert max(record.policy_age_max for record in run.history().steps) <= bound
+
+
+def test_an_interrupt_ends_in_order_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path, run={"steps": 6, "checkpoint_every": 100}, trainer={"num_ranks": 1}
+    )
+    with running(config, tmp_path / "run") as run:
+        run.wait_for_step(2, limit_s=START_S)
+        address = metrics_address(run)
+        assert "rayloom_train_steps_total" in fetch(address)
+        run.interrupt()
+        assert run.wait(limit_s=STEP_S) == 130, run.log()
+        stopped_at = run.summary()["steps"]
+        assert 2 <= stopped_at < 6
+        assert [path.name for path in run.place.checkpoints.glob("step-*")] == [
+            f"step-{stopped_at:06d}-e1"
+        ]
+    with running(config, tmp_path / "run", ["--resume"]) as run:
+        assert run.wait(limit_s=START_S + 6 * STEP_S) == 0, run.log()
+        check_finished(run, steps=6)
+
+
+def metrics_address(run: Run) -> str:
+    [line] = [line for line in run.log().splitlines() if "metrics at http" in line]
+    return line.split("metrics at ")[1]
+
+
+def fetch(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=10) as answer:
+        return str(answer.read().decode())
