@@ -6,7 +6,6 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-RUN ?= runs/demo
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test proof lint lock clean
@@ -27,7 +26,7 @@ $(STAMP): locks/cpu.txt pyproject.toml
 	@touch $@
 
 demo: setup ## train the guessing game on two CPU cores and write a report
-	$(BIN)/rayloom train deploy/configs/guessing-cpu.yaml --run-dir $(RUN)
+	$(BIN)/rayloom train deploy/configs/guessing-cpu.yaml
 
 test: setup ## all the tests
 	$(BIN)/python -m pytest -m 'not proof'

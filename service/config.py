@@ -116,7 +116,8 @@ class InferenceConfig(Section):
     max_num_seqs: Positive = Field(128, description="sequences that an engine runs at once")
     kv_cache_gib: Rate = Field(1.0, description="key-value cache of an engine on CPU, GiB")
     block_tokens: Positive | None = Field(
-        None, description="of a cache block, the unit in which prompts share; null: the engine's own"
+        None,
+        description="of a cache block, the unit of sharing; null: the engine's own",
     )
     gpu_memory_fraction: Fraction = Field(0.9, description="of a GPU, for one engine")
     tensor_parallel_size: Positive = Field(1, description="GPUs of one engine")

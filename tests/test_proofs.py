@@ -1,0 +1,78 @@
+"""The long proofs, minutes each: `make proof`. Each trains for real and looks at what came out."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+import yaml
+from run_driver import ROOT, Run, running
+
+from service.tasks_command import write_reasoning_gym
+
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
+
+CONFIGS = ROOT / "deploy" / "configs"
+RUN_S = 1500.0
+
+
+def vetted(name: str, directory: Path, **sections: dict[str, object]) -> Path:
+    """A vetted configuration with some keys replaced, in `directory`."""
+    tree = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    for section, keys in sections.items():
+        tree[section] = {**tree.get(section, {}), **keys}
+    file = directory / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def finished(run: Run) -> dict[str, object]:
+    assert run.wait(limit_s=RUN_S) == 0, run.log()
+    summary = run.summary()
+    assert summary["ledger"]["is_balanced"] and summary["ledger"]["in_flight"] == 0
+    assert summary["max_policy_age"] <= summary["policy_age_bound"]
+    return summary
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_demo_learns_to_win_on_every_seed(tmp_path: Path, seed: int) -> None:
+    config = vetted("guessing-cpu", tmp_path, run={"seed": seed}, model={"tiny": {"seed": seed}})
+    with running(config, tmp_path / "run") as run:
+        summary = finished(run)
+    assert summary["reward_first"] <= 0.45
+    assert summary["reward_last"] >= 0.8
+    assert summary["wall_s"] <= 8 * 60
+
+
+def test_reasoning_gym_sums_are_learnt_from_a_task_file(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    options = ["min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"]
+    write_reasoning_gym("chain_sum", tasks, count=4000, seed=0, options=options)
+    config = vetted("reasoning-gym-cpu", tmp_path, tasks={"file": str(tasks)})
+    with running(config, tmp_path / "run") as run:
+        finished(run)
+        rewards = [record.reward_mean or 0.0 for record in run.history().steps]
+    first, last = rewards[:20], rewards[-20:]
+    noise = statistics.stdev(first)
+    assert statistics.mean(last) > statistics.mean(first) + 5 * noise
+
+
+def test_the_calculator_is_called_with_fewer_malformed_calls(tmp_path: Path) -> None:
+    config = vetted("calculator-cpu", tmp_path)
+    with running(config, tmp_path / "run") as run:
+        summary = finished(run)
+    share = summary["malformed_share"]
+    assert share["last"] < 0.5 * share["first"]
+    assert summary["reward_last"] > summary["reward_first"]
+
+
+def test_a_run_killed_in_the_middle_ends_where_an_unbroken_one_ends(tmp_path: Path) -> None:
+    config = vetted("guessing-cpu", tmp_path)
+    with running(config, tmp_path / "run") as run:
+        run.wait_for_step(50, limit_s=RUN_S)
+        run.process.kill()
+    with running(config, tmp_path / "run", ["--resume"]) as run:
+        summary = finished(run)
+        assert run.history().num_epochs == 2
+    assert summary["reward_last"] >= 0.8
