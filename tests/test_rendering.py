@@ -5,6 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from chatml import chatml_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -12,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from actors.environment.calculator import CALCULATOR
 from actors.environment.protocol import Message, Role, ToolSchema
 from actors.environment.rendering import BreakReason, ChatRenderer, RenderError
-from actors.trainer.tiny_tokenizer import build_tokenizer
 from actors.trajectory import TokenIds
 
 PLAIN = (
@@ -55,7 +55,7 @@ REPEATS_REPLY = PLAIN.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}
 @cache
 def _tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     if template is None:
-        return build_tokenizer()
+        return chatml_tokenizer()
     tokenizer = copy.copy(_tokenizer())
     tokenizer.chat_template = template
     return tokenizer

@@ -8,6 +8,7 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
+from chatml import chatml_tokenizer
 
 from actors.environment.bounded import num_abandoned
 from actors.environment.calculator import CalculatorEnvironment
@@ -30,7 +31,6 @@ from actors.policy import (
     PolicyDeadlineExceeded,
     PolicyUnavailable,
 )
-from actors.trainer.tiny_tokenizer import build_tokenizer
 from actors.trajectory import (
     FinishReason,
     Outcome,
@@ -60,7 +60,7 @@ ON = StepResult(messages=(Message(role=Role.USER, content="lower"),), reward=0.2
 DONE = StepResult(reward=1.0, reward_components={"hit": 1.0}, terminated=True)
 
 
-_tokenizer = cache(build_tokenizer)
+_tokenizer = cache(chatml_tokenizer)
 
 
 @cache
@@ -505,14 +505,14 @@ async def test_cancelling_the_task_gives_a_trajectory_all_the_same(where: str) -
 
 
 async def test_a_template_that_refuses_is_an_agent_error() -> None:
-    tokenizer = build_tokenizer()
+    tokenizer = chatml_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('never') }}"
     trajectory = await _play(FakeEnvironment(DONE), renderer=ChatRenderer(tokenizer))
     assert trajectory.outcome is Outcome.AGENT_ERROR
 
 
 async def test_a_template_that_looks_back_breaks_the_prompt_and_is_counted() -> None:
-    tokenizer = build_tokenizer()
+    tokenizer = chatml_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ loop.index }} {{ m.content }}<|im_end|>{% endfor %}"
     )
