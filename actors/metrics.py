@@ -13,6 +13,20 @@ SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 RETURN_BUCKETS = (-1, -0.5, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 
+class LateGauge:
+    """A gauge that is absent until its value is known; the library's own begin at 0."""
+
+    def __init__(self, name: str, documentation: str, *, registry: CollectorRegistry) -> None:
+        self._gauge = Gauge(name, documentation, registry=None)
+        self._registry: CollectorRegistry | None = registry
+
+    def set(self, value: float) -> None:
+        self._gauge.set(value)
+        if self._registry is not None:
+            self._registry.register(self._gauge)
+            self._registry = None
+
+
 class RolloutMetrics:
     """Trajectories as they end."""
 
@@ -91,7 +105,7 @@ class StepMetrics:
         self.trained_tokens = Counter(
             "rayloom_trained_tokens", "Tokens in the loss.", registry=registry
         )
-        self.policy_version = Gauge(
+        self.policy_version = LateGauge(
             "rayloom_policy_version", "Version that every ready engine holds.", registry=registry
         )
         self.policy_age = Histogram(
@@ -106,37 +120,37 @@ class LearningMetrics:
     """Reward and the health of the policy."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.reward_mean = Gauge(
+        self.reward_mean = LateGauge(
             "rayloom_reward_mean", "Mean return of the last step's trajectories.", registry=registry
         )
-        self.scaled_reward_mean = Gauge(
+        self.scaled_reward_mean = LateGauge(
             "rayloom_scaled_reward_mean_ratio",
             "The same over the best possible return, where the environment knows it.",
             registry=registry,
         )
-        self.evaluation_reward = Gauge(
+        self.evaluation_reward = LateGauge(
             "rayloom_evaluation_scaled_reward_mean_ratio",
             "Mean scaled return on held-out tasks at temperature 0.",
             registry=registry,
         )
-        self.loss = Gauge("rayloom_loss", "Policy loss of the last step.", registry=registry)
-        self.grad_norm = Gauge(
+        self.loss = LateGauge("rayloom_loss", "Policy loss of the last step.", registry=registry)
+        self.grad_norm = LateGauge(
             "rayloom_gradient_norm", "Gradient norm before clipping.", registry=registry
         )
-        self.entropy = Gauge(
+        self.entropy = LateGauge(
             "rayloom_entropy_nats", "Mean entropy of the policy per token.", registry=registry
         )
-        self.mismatch_k3 = Gauge(
+        self.mismatch_k3 = LateGauge(
             "rayloom_mismatch_k3_nats",
             "Mean k3 between trainer and engine on tokens of the trainer's version.",
             registry=registry,
         )
-        self.mismatch_max = Gauge(
+        self.mismatch_max = LateGauge(
             "rayloom_mismatch_max_nats",
             "Largest |trainer - engine| log-probability on those tokens.",
             registry=registry,
         )
-        self.parity_max = Gauge(
+        self.parity_max = LateGauge(
             "rayloom_parity_max_nats",
             "Largest |trainer - engine| on the fixed prompt after the last publish.",
             registry=registry,

@@ -14,7 +14,12 @@ from ray.actor import ActorHandle
 from actors.weights.actor import start_board
 from actors.weights.board import BoardStatus
 from service.inference.client import ServePolicyClient
-from service.inference.deployment import delete_inference, deploy_inference, wait_ready
+from service.inference.deployment import (
+    delete_inference,
+    delete_leftovers,
+    deploy_inference,
+    wait_ready,
+)
 from service.inference.settings import EngineSettings
 from service.parts import answer
 from service.ports import PartLost
@@ -25,9 +30,13 @@ CHECK_DEADLINE_S = 10.0
 class Engines:
     """Start with `open_epoch`; the deployment is ready once a version has been offered."""
 
-    def __init__(self, settings: EngineSettings, *, app_name: str, apply_limit_s: float) -> None:
+    def __init__(
+        self, settings: EngineSettings, *, run_id: str, first_epoch: int, apply_limit_s: float
+    ) -> None:
+        """run_id: the same for every process that ever holds this run. first_epoch: this one's."""
         self.settings = settings
-        self.app_name = app_name
+        self.app_name = f"{run_id}-e{first_epoch}"
+        self._run_id = run_id
         self._apply_limit_s = apply_limit_s
         self._board: ActorHandle | None = None
 
@@ -48,8 +57,7 @@ class Engines:
                 deadline_s=CHECK_DEADLINE_S,
             )
             return
-        if self._board is not None:
-            await asyncio.to_thread(delete_inference, self.app_name)
+        await asyncio.to_thread(delete_leftovers, self._run_id)
         self._board = start_board(apply_limit_s=self._apply_limit_s)
         await asyncio.to_thread(
             deploy_inference, self.settings, name=self.app_name, board=self._board

@@ -53,7 +53,7 @@ class Cursor:
 class Supervisor:
     """An asynchronous Ray actor. `run` returns once; `status` and `stop` may come at any time."""
 
-    def __init__(self, config: Config, run_dir: RunDir, *, model: str, app_name: str) -> None:
+    def __init__(self, config: Config, run_dir: RunDir, *, model: str, run_id: str) -> None:
         configure_logging(str(run_dir.log_file))
         self._config = config
         self._run_dir = run_dir
@@ -64,7 +64,8 @@ class Supervisor:
         self._recorder = RunRecorder(self._store, self._metrics, num_steps=config.run.steps)
         self._engines = Engines(
             engine_settings(config, model=model, stop_token_ids=stop_token_ids(model)),
-            app_name=app_name,
+            run_id=run_id,
+            first_epoch=self._first_epoch,
             apply_limit_s=config.inference.publish_deadline_s,
         )
         self._metrics_server, _ = start_http_server(
@@ -220,11 +221,11 @@ class Supervisor:
         )
 
 
-def start_supervisor(config: Config, run_dir: RunDir, *, model: str, app_name: str) -> Any:
+def start_supervisor(config: Config, run_dir: RunDir, *, model: str, run_id: str) -> Any:
     """Start the supervisor as an actor of this job; it ends with the job."""
     actor_class = ray.remote(Supervisor)
     return actor_class.options(num_cpus=0, max_restarts=0).remote(
-        config, run_dir, model=model, app_name=app_name
+        config, run_dir, model=model, run_id=run_id
     )
 
 

@@ -55,9 +55,7 @@ def run_training(request: TrainRequest) -> int:
     check_before_start(config, model_path=model)
     write_config(run_dir, config)
     with joined(config, address=request.address), _stop_signals() as interrupted:
-        supervisor = start_supervisor(
-            config, run_dir, model=model, app_name=_app_name(config, run_dir)
-        )
+        supervisor = start_supervisor(config, run_dir, model=model, run_id=_run_id(config, run_dir))
         return _show_until_done(supervisor, run_dir, interrupted)
 
 
@@ -88,7 +86,7 @@ def _model_path(config: Config, run_dir: RunDir) -> str:
     return str(path.absolute()) if path.is_dir() else config.model.path
 
 
-def _app_name(config: Config, run_dir: RunDir) -> str:
+def _run_id(config: Config, run_dir: RunDir) -> str:
     """One name for a run, whoever runs it, so that what a dead run left can be found and ended."""
     digest = blake2b(str(run_dir.path).encode(), digest_size=4).hexdigest()
     return f"rayloom-{config.run.name}-{digest}"

@@ -274,6 +274,14 @@ def wait_ready(name: str, *, timeout_s: float) -> None:
         time.sleep(STATUS_POLL_S)
 
 
+def delete_leftovers(run_id: str) -> None:
+    """End the deployments that an earlier holder of a run left on the cluster, if any."""
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    for name in serve.status().applications:
+        if name.rpartition("-e")[0] == run_id:
+            delete_inference(name)
+
+
 def delete_inference(name: str) -> None:
     """Drain and end the replicas; bounded by the settings' graceful_shutdown_s."""
     serve.delete(name)

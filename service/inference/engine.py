@@ -37,7 +37,8 @@ from service.inference.settings import EngineSettings
 from service.inference.weight_transfer import StagedBuffer, update_payload
 
 PARITY_PROMPT_TOKENS = 16
-PARITY_SAMPLED_TOKENS = 8
+# Each costs one engine step, and training waits for it after every publish.
+PARITY_SAMPLED_TOKENS = 2
 PARITY_DEADLINE_S = 60.0
 
 
