@@ -111,7 +111,7 @@ class Loop:
 
     async def _admit(self) -> None:
         parts = self._parts
-        while True:
+        while not self._is_stopping.is_set() and self._step <= self._settings.steps:
             vacancies = await parts.queue.admissible(timeout_s=POLL_S)
             groups = [
                 GroupRequest(

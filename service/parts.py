@@ -34,7 +34,9 @@ async def answer(call: Awaitable[Answer], *, part: str, deadline_s: float) -> An
     Raises: PartLost when the actor has died or does not answer in time.
     """
     try:
-        return await asyncio.wait_for(call, deadline_s)
+        # Not wait_for: in Python 3.11 it swallows a cancellation that meets the answer.
+        async with asyncio.timeout(deadline_s):
+            return await call
     except RayTaskError as error:
         raise error.cause from error
     except TimeoutError as error:
