@@ -127,6 +127,8 @@ def tasks_generate(
 
 def main() -> None:
     """Run the command line; a refused configuration exits with 2 and its sentence."""
+    # A user's own environment lies where the command is started, which a console script leaves out.
+    sys.path.insert(0, os.getcwd())
     # Read when these packages are first imported, which the commands do.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
