@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from service.config_file import ConfigError
+from service.stop_signals import EXIT_INTERRUPTED, stop_signals
 
 app = typer.Typer(
     help="Train language-model agents by reinforcement learning, on a laptop or a Ray cluster.",
@@ -46,11 +47,12 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train by CONFIG until its last step, and write a report."""
-    from service.train_command import TrainRequest, run_training
+    with stop_signals() as signals:
+        try:
+            # Seconds of imports, which a Ctrl-C may meet too.
+            from service.train_command import TrainRequest, run_training
 
-    raise typer.Exit(
-        run_training(
-            TrainRequest(
+            request = TrainRequest(
                 config_path=config,
                 overrides=tuple(overrides or ()),
                 model=model,
@@ -58,8 +60,11 @@ def train(
                 run_dir=run_dir,
                 resume=resume,
             )
-        )
-    )
+            code = run_training(request, signals)
+        except KeyboardInterrupt:
+            typer.echo("rayloom: interrupted before the run began", err=True)
+            code = EXIT_INTERRUPTED
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -47,15 +47,16 @@ def joined(config: Config, *, address: str | None) -> Iterator[None]:
     Raises: ConfigError when the cluster cannot be reached or lacks what the run asks for.
     """
     prepare_environment(config)
-    if address is None:
-        _start_local(config)
-    else:
-        _join(address)
     try:
+        if address is None:
+            _start_local(config)
+        else:
+            _join(address)
         _check_resources(config)
         yield
     finally:
-        ray.shutdown()
+        # Also after half a start. Of an existing cluster only this driver's part ends.
+        ray.shutdown(wait_for_processes=True)
 
 
 def _start_local(config: Config) -> None:

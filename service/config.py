@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from actors.outcomes import Disposition
 from actors.trajectory import Outcome
@@ -38,7 +38,7 @@ class ModelConfig(Section):
     path: str | None = Field(None, description="directory or hub name in Hugging Face format")
     tiny: TinyModel | None = Field(None, description="build the tiny model instead of a path")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine")
-    max_context_tokens: Positive = Field(2048, description="prompt and answer of one trajectory")
+    max_context_tokens: int = Field(2048, ge=32, description="prompt and answer of one trajectory")
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> ModelConfig:
@@ -74,6 +74,26 @@ class RolloutConfig(Section):
     outcomes: dict[Outcome, OutcomeRuleConfig] = Field(
         default_factory=dict, description="rows of the outcome table that differ here"
     )
+    max_failed_groups: Positive = Field(
+        32, description="groups in a row without enough usable rollouts that end the run"
+    )
+    failed_groups_grace_s: float = Field(
+        30, ge=0, description="such a row is borne for as long, whatever its length"
+    )
+    template_options: dict[str, Any] = Field(
+        default_factory=dict, description="for the chat template, such as enable_thinking: false"
+    )
+
+    @field_validator("template_options")
+    @classmethod
+    def _plain_values(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for name, value in options.items():
+            if not isinstance(value, bool | int | float | str | None):
+                raise ValueError(
+                    f"rollouts.template_options.{name}: got a {type(value).__name__}, expected "
+                    "true, false, a number, a text or null; chat templates are given plain values"
+                )
+        return options
 
 
 class AlgorithmConfig(Section):

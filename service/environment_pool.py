@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from actors.environment.settings import EnvironmentActorSettings
 from actors.trajectory import Task, TrajectorySummary
 from service.parts import QueueParts, answer
 from service.ports import PartLost
+
+log = logging.getLogger("rayloom.environments")
 
 EVALUATION_DEADLINE_S = 900.0
 STOP_DEADLINE_S = 40.0
@@ -118,7 +121,9 @@ class EnvironmentPool:
             answer(member.actor.stop.remote(), part="environment actor", deadline_s=STOP_DEADLINE_S)
             for member in self._members
         ]
-        await asyncio.gather(*stops, return_exceptions=True)
+        for result in await asyncio.gather(*stops, return_exceptions=True):
+            if isinstance(result, BaseException):
+                log.warning("not stopped in order, ended at once: %s", result)
         self.kill()
 
     def kill(self) -> None:

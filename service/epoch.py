@@ -28,6 +28,7 @@ from service.ports import PartLost
 from service.recorder import RunRecorder
 from service.settings_of import (
     environment_settings,
+    failure_limits,
     merge_settings,
     queue_settings,
     trainer_settings,
@@ -76,24 +77,31 @@ class Epoch:
         )
         self._pool: EnvironmentPool | None = None
         self._loop: Loop | None = None
-        self._is_stopping = False
+        self._stop_asked = asyncio.Event()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the start is over, so that there is a step in hand."""
+        return self._loop is not None
 
     @property
     def first_step(self) -> int:
         return self._lease.parent.step + 1 if self._lease.parent else 1
 
     def request_stop(self) -> None:
-        self._is_stopping = True
+        """Give up a start that is under way, or end after the step in hand."""
+        self._stop_asked.set()
         if self._loop is not None:
             self._loop.stop()
 
     async def run(self) -> None:
-        """Start the parts and train.
+        """Start the parts and train, until the end or a stop.
 
-        Raises: PartLost; LeaseLost; CheckpointError for a checkpoint that cannot be read.
+        Raises: PartLost; NoUsableGroups; LeaseLost; CheckpointError for a checkpoint that cannot
+            be read.
         """
-        engine_parts = await self._start()
-        if self._is_stopping:
+        engine_parts = await self._start_unless_stopped()
+        if engine_parts is None:
             return
         self._recorder.phase(Phase.TRAINING, "")
         assert self._pool is not None
@@ -111,13 +119,18 @@ class Epoch:
             await asyncio.gather(training, watching, return_exceptions=True)
 
     async def stop(self, *, is_orderly: bool) -> None:
-        """End this epoch's actors; the engines stay."""
-        if self._pool is not None:
-            if is_orderly:
-                await self._pool.stop()
-            else:
+        """End this epoch's actors; the engines stay.
+
+        Only parts that are sound, and that began to train, have something to hand over.
+        """
+        if is_orderly and self.is_training:
+            assert self._pool is not None
+            await self._pool.stop()
+            await self._group.stop()
+        else:
+            if self._pool is not None:
                 self._pool.kill()
-        await self._group.stop()
+            self._group.kill()
         for actor in (self._merge_actor, self._queue_actor):
             ray.kill(actor)
 
@@ -127,6 +140,20 @@ class Epoch:
     def _snapshot(self) -> QueueSnapshot | None:
         parent = self._lease.parent
         return None if parent is None else QueueSnapshot.from_json(parent.queue_snapshot)
+
+    async def _start_unless_stopped(self) -> EngineParts | None:
+        """Start; None when a stop was asked for before the start was over."""
+        if self._stop_asked.is_set():
+            return None
+        starting = asyncio.create_task(self._start())
+        stopped = asyncio.create_task(self._stop_asked.wait())
+        try:
+            await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+            return None if stopped.done() else starting.result()
+        finally:
+            for task in (starting, stopped):
+                task.cancel()
+            await asyncio.gather(starting, stopped, return_exceptions=True)
 
     async def _start(self) -> EngineParts:
         config, version = self._config, self.first_step - 1
@@ -152,7 +179,7 @@ class Epoch:
                 num_actors=config.rollouts.num_actors,
                 settings_of=partial(environment_settings, config),
                 tokenizer_path=self._places.model,
-                make_policy=self._engines.policy,
+                make_policy=self._engines.make_policy,
                 epoch=self._lease.epoch,
             ),
             queue_actor=self._queue_actor,
@@ -161,7 +188,7 @@ class Epoch:
         )
         self._recorder.phase(Phase.STARTING, "waiting for the engines")
         await self._engines.wait_ready(deadline_s=config.inference.start_deadline_s)
-        await engine_parts.wait(version, deadline_s=config.inference.publish_deadline_s)
+        await engine_parts.wait(version)
         return engine_parts
 
     def _parts(self, engines: EngineParts, pool: EnvironmentPool) -> Parts:
@@ -192,5 +219,7 @@ class Epoch:
             min_usable_samples=self._config.algorithm.min_usable_samples,
             checkpoint_every=run.checkpoint_every,
             evaluate_every=run.evaluate_every,
+            overlaps_publish=self._config.algorithm.max_lag > 0,
+            failures=failure_limits(self._config),
             checkpoint=parent.directory if parent else "",
         )

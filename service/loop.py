@@ -3,7 +3,9 @@
 Synchronous and asynchronous training are this same code: how far rollouts run ahead is decided by
 the queue's admission window alone. Two short loops over ports run side by side: `_admit` gives
 admitted group numbers their tasks, `_train` takes closed groups to the optimiser and the weights
-back to the engines. Run by the supervisor, once an epoch.
+back to the engines. With a lag, the engines take a version while the next step is collected and
+trained; a version is never offered before all of them hold the one before it. Run by the
+supervisor, once an epoch.
 """
 
 from __future__ import annotations
@@ -15,14 +17,19 @@ from dataclasses import dataclass, replace
 
 from actors.environment.tasks import TaskSource
 from actors.merge.payloads import PayloadsLost
+from actors.merge.report import StepReport
+from actors.trainer.statistics import StepStats
 from actors.trajectory import Task
+from actors.trajectory_queue.failures import FailedGroups
 from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.messages import StepInput, Vacancy
+from actors.trajectory_queue.messages import Drained, StepInput, Vacancy
+from service.failing import FailureLimits, FailureWatch, NoUsableGroups
 from service.ports import (
     BuiltStep,
     EnginesPort,
     EnvironmentsPort,
     MergePort,
+    PublishedVersion,
     QueuePort,
     Recorder,
     TrainerPort,
@@ -39,7 +46,9 @@ _REPLACEMENT_STRIDE = 2**32
 class LoopSettings:
     """steps: the last step; first_step: the checkpoint's step + 1, or 1.
 
-    checkpoint: the directory that this epoch goes on from; empty for a fresh start.
+    overlaps_publish: go on while the engines load; pointless at lag 0, where nothing can be
+    sampled meanwhile. checkpoint: the directory that this epoch goes on from; empty for a fresh
+    start.
     """
 
     first_step: int
@@ -48,6 +57,8 @@ class LoopSettings:
     min_usable_samples: int | None
     checkpoint_every: int
     evaluate_every: int
+    overlaps_publish: bool
+    failures: FailureLimits
     checkpoint: str = ""
 
 
@@ -66,6 +77,19 @@ class Parts:
 def task_index(vacancy: Vacancy) -> int:
     """The task of a vacancy, the same after every restart."""
     return vacancy.group_number + vacancy.replacement * _REPLACEMENT_STRIDE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A step behind its update, before every engine holds its version.
+
+    stages: how long the loop stood at each; what overlaps the next step is not in it.
+    """
+
+    step: int
+    report: StepReport
+    stats: StepStats
+    stages: StageSeconds
 
 
 class Stopwatch:
@@ -88,6 +112,8 @@ class Loop:
         self._settings = settings
         self._step = settings.first_step
         self._committed: tuple[int, str] = (settings.first_step - 1, settings.checkpoint)
+        self._failures = FailureWatch(settings.failures)
+        self._concluding: asyncio.Task[None] | None = None
         self._is_stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -95,7 +121,11 @@ class Loop:
         self._is_stopping.set()
 
     async def run(self) -> None:
-        """Train until the last step or `stop`; ends with nothing in flight and a checkpoint."""
+        """Train until the last step or `stop`; ends with nothing in flight and a checkpoint.
+
+        Raises: NoUsableGroups, after the same checkpoint as a stop leaves; PartLost.
+        """
+        gave_up: NoUsableGroups | None = None
         admitting = asyncio.create_task(self._admit(), name="admit")
         training = asyncio.create_task(self._train(), name="train")
         try:
@@ -103,11 +133,17 @@ class Loop:
             if admitting.done():
                 admitting.result()
             await training
+        except NoUsableGroups as error:
+            gave_up = error
+            await self._concluded()
         finally:
-            for task in (admitting, training):
+            tasks = [task for task in (admitting, training, self._concluding) if task]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(admitting, training, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         await self._finish()
+        if gave_up is not None:
+            raise gave_up
 
     async def _admit(self) -> None:
         parts = self._parts
@@ -132,7 +168,7 @@ class Loop:
             watch = Stopwatch()
             step_input = await self._collect()
             if step_input is None:
-                return
+                break
             collect_s = watch.lap()
             try:
                 built = await self._parts.merge.build(step_input, version=self._step - 1)
@@ -142,34 +178,82 @@ class Loop:
                 continue
             await self._train_step(built, StageSeconds(collect=collect_s, merge=watch.lap()))
             self._step += 1
+        await self._concluded()
 
     async def _collect(self) -> StepInput | None:
         """Wait for a step's closed groups; None when asked to stop meanwhile."""
         while not self._is_stopping.is_set():
             step_input = await self._parts.queue.take_step(timeout_s=POLL_S)
-            await self._drain()
+            drained = await self._drain()
             if step_input is not None:
                 return step_input
+            if self._concluding is not None and self._concluding.done():
+                await self._concluded()
+            await self._check_failures(drained.failed_groups)
         return None
+
+    async def _check_failures(self, failed: FailedGroups | None) -> None:
+        """Raises: NoUsableGroups when the run gets nowhere."""
+        # Without a failure the engines need not be asked.
+        num_ready = 0 if failed is None else await self._parts.engines.num_ready()
+        self._failures.look(failed, num_engines_ready=num_ready, now=time.monotonic())
 
     async def _train_step(self, built: BuiltStep, stages: StageSeconds) -> None:
         parts, step, watch = self._parts, self._step, Stopwatch()
         stats = await parts.trainer.step(built.shards)
         stages = replace(stages, train=watch.lap())
-        published = await parts.engines.publish(step)
+        await self._concluded()
+        await parts.engines.offer(step)
         await parts.queue.settle(built.step, built.settlements_after(stats))
-        await parts.queue.published(step)
         stages = replace(stages, publish=watch.lap())
-        if step % self._settings.evaluate_every == 0 or step == self._settings.steps:
+        trained = Trained(step=step, report=built.report, stats=stats, stages=stages)
+        if self._settings.overlaps_publish and not self._is_any_due(step):
+            self._concluding = asyncio.create_task(self._conclude(trained), name="conclude")
+        else:
+            await self._conclude_here(trained)
+
+    def _is_any_due(self, step: int) -> bool:
+        """Whether an evaluation or a checkpoint must see exactly this step's version."""
+        return self._is_evaluation_due(step) or step % self._settings.checkpoint_every == 0
+
+    def _is_evaluation_due(self, step: int) -> bool:
+        return step % self._settings.evaluate_every == 0 or step == self._settings.steps
+
+    async def _concluded(self) -> None:
+        """Wait until the engines hold the version last offered, and its step is recorded."""
+        concluding, self._concluding = self._concluding, None
+        if concluding is not None:
+            await concluding
+
+    async def _conclude(self, trained: Trained) -> None:
+        published = await self._spread(trained.step)
+        await self._record(trained, published)
+
+    async def _conclude_here(self, trained: Trained) -> None:
+        step, stages, watch = trained.step, trained.stages, Stopwatch()
+        published = await self._spread(step)
+        stages = replace(stages, publish=stages.publish + watch.lap())
+        if self._is_evaluation_due(step):
             await self._evaluate(step=step)
         stages = replace(stages, evaluate=watch.lap())
         is_due = step % self._settings.checkpoint_every == 0
-        directory = await parts.trainer.save(step=step, version=step) if is_due else None
+        directory = await self._parts.trainer.save(step=step, version=step) if is_due else None
         stages = replace(stages, checkpoint=watch.lap())
-        await self._drain()
-        parts.recorder.step(step_record(step, built.report, stats, published, stages))
+        await self._record(replace(trained, stages=stages), published)
         if directory is not None:
             await self._commit(directory, step=step)
+
+    async def _spread(self, version: int) -> PublishedVersion:
+        """Wait until every engine holds the version; only then may groups count on it."""
+        published = await self._parts.engines.wait(version)
+        await self._parts.queue.published(version)
+        return published
+
+    async def _record(self, trained: Trained, published: PublishedVersion) -> None:
+        await self._drain()
+        self._parts.recorder.step(
+            step_record(trained.step, trained.report, trained.stats, published, trained.stages)
+        )
 
     async def _evaluate(self, *, step: int) -> None:
         tasks = self._parts.evaluation_tasks
@@ -186,10 +270,11 @@ class Loop:
         self._committed = (step, directory)
         await self._parts.trainer.prune()
 
-    async def _drain(self) -> None:
+    async def _drain(self) -> Drained:
         drained = await self._parts.queue.drain()
         self._parts.recorder.events(drained.events)
         self._parts.recorder.rollouts(drained.summaries)
+        return drained
 
     async def _finish(self) -> None:
         """Commit the last step done. At the run's end nothing stays in flight; after a stop, what

@@ -11,6 +11,8 @@ import numpy as np
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
+from actors.batch import Float32s
+from actors.deadline import within
 from actors.merge.actor import MergeReply
 from actors.trainer.checkpoint import list_checkpoints
 from actors.trainer.group import TrainerGroup, TrainerRankLost
@@ -18,13 +20,15 @@ from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.ledger import Settlement
 from actors.trajectory_queue.messages import Drained, QueueCut, QueueStats, StepInput, Vacancy
-from actors.weights.board import BoardStatus, ParitySample, PublishReport
+from actors.weights.board import BoardStatus, PublishReport
 from actors.weights.errors import WeightError
+from actors.weights.parity import parity_difference
 from service.ports import BuiltStep, PartLost, PublishedVersion
 from service.store.run_store import RunStore
 
 RPC_DEADLINE_S = 60.0
 MERGE_DEADLINE_S = 300.0
+BOARD_DEADLINE_S = 10.0
 Answer = TypeVar("Answer")
 
 
@@ -34,9 +38,7 @@ async def answer(call: Awaitable[Answer], *, part: str, deadline_s: float) -> An
     Raises: PartLost when the actor has died or does not answer in time.
     """
     try:
-        # Not wait_for: in Python 3.11 it swallows a cancellation that meets the answer.
-        async with asyncio.timeout(deadline_s):
-            return await call
+        return await within(deadline_s, call)
     except RayTaskError as error:
         raise error.cause from error
     except TimeoutError as error:
@@ -145,6 +147,15 @@ class _rank_loss:
             raise PartLost(str(error)) from error
 
 
+async def num_current(board: ActorHandle) -> int:
+    """Engines that hold what the board calls current. Raises: PartLost."""
+    status: BoardStatus = await answer(
+        board.status.remote(), part="weight board", deadline_s=BOARD_DEADLINE_S
+    )
+    current = (status.epoch, status.version)
+    return sum((replica.epoch, replica.version) == current for replica in status.replicas)
+
+
 class EngineParts:
     """EnginesPort: the trainer puts, the board tells, the engines load, the trainer compares."""
 
@@ -160,6 +171,7 @@ class EngineParts:
         self._board = board
         self._epoch = epoch
         self._deadline_s = deadline_s
+        self._own_parity: Float32s = np.empty(0, np.float32)
 
     async def offer(self, version: int) -> None:
         """Make `version` what the engines load next; do not wait for them."""
@@ -168,37 +180,25 @@ class EngineParts:
                 await self._group.publish(self._board, self._epoch, version)
             except (TimeoutError, RayError) as error:
                 raise PartLost(f"the weight board is lost: {error}") from error
+            self._own_parity = await self._group.parity_logprobs()
 
-    async def publish(self, version: int) -> PublishedVersion:
-        await self.offer(version)
-        return await self.wait(version, deadline_s=self._deadline_s)
-
-    async def wait(self, version: int, *, deadline_s: float) -> PublishedVersion:
-        """Wait until every engine holds `version`, and compare each with the trainer."""
+    async def wait(self, version: int) -> PublishedVersion:
+        """Wait until every engine holds the version last offered, and compare each with it."""
         # One is enough: an engine that is being replaced loads the version before it is ready.
-        call = self._board.wait_published.remote(version, 1, deadline_s)
+        call = self._board.wait_published.remote(version, 1, self._deadline_s)
         try:
             report: PublishReport = await answer(
-                call, part="weight board", deadline_s=deadline_s + RPC_DEADLINE_S
+                call, part="weight board", deadline_s=self._deadline_s + RPC_DEADLINE_S
             )
         except WeightError as error:
             raise PartLost(str(error)) from error
-        differences = [
-            await self._parity(replica.parity) for replica in report.replicas if replica.parity
-        ]
+        found = [replica.parity for replica in report.replicas if replica.parity is not None]
         return PublishedVersion(
             version=version,
             num_engines=len(report.replicas),
-            parity_max=max(differences, default=None),
+            parity_max=parity_difference(self._own_parity, found),
             wall_s=report.wall_s,
         )
 
-    async def status(self) -> BoardStatus:
-        call = self._board.status.remote()
-        return await answer(call, part="weight board", deadline_s=RPC_DEADLINE_S)
-
-    async def _parity(self, sample: ParitySample) -> float:
-        token_ids = np.array([*sample.prompt_token_ids, *sample.token_ids], np.int32)
-        logprobs = np.array(sample.logprobs, np.float32)
-        with _rank_loss():
-            return await self._group.parity(token_ids, len(sample.prompt_token_ids), logprobs)
+    async def num_ready(self) -> int:
+        return await num_current(self._board)

@@ -87,8 +87,16 @@ class TrainerPort(Protocol):
 
 
 class EnginesPort(Protocol):
-    async def publish(self, version: int) -> PublishedVersion:
-        """Carry the trainer's weights to every engine as `version`, and compare them."""
+    async def offer(self, version: int) -> None:
+        """Make the trainer's weights, as `version`, what the engines load next."""
+        ...
+
+    async def wait(self, version: int) -> PublishedVersion:
+        """Wait until every engine holds the version last offered, and compare them with it."""
+        ...
+
+    async def num_ready(self) -> int:
+        """Engines that hold the current version."""
         ...
 
 

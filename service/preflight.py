@@ -1,12 +1,11 @@
 """Check a configuration against the machine, before anything starts.
 
 Every check raises ConfigError with what was wrong, got, expected and the remedy. Reads files and
-the tokenizer, plays no game, starts no process.
+the tokenizer, begins one task, starts no process.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
@@ -14,17 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from actors.environment.registry import (
-    BadEnvironmentOptions,
-    UnknownEnvironment,
-    resolve,
-)
 from service.config import Config
 from service.config_file import ConfigError
-from service.task_source import open_tasks
+from service.prompt_check import check_prompt
 
 GIB = 1 << 30
-RESET_LIMIT_S = 60.0
 
 
 def check_before_start(config: Config, *, model_path: str) -> None:
@@ -86,56 +79,6 @@ def check_model(config: Config, model_path: str) -> None:
         raise ConfigError(
             f"model.max_context_tokens is {config.model.max_context_tokens}, expected at most the "
             f"model's own {longest} positions; lower it or choose another model"
-        )
-
-
-def check_prompt(config: Config, model_path: str) -> None:
-    """The environment begins an episode, and its first prompt leaves room for an answer."""
-    from transformers import AutoTokenizer
-
-    from actors.environment.rendering import ChatRenderer, RenderError
-
-    try:
-        make_environment = resolve(config.tasks.environment, config.tasks.options)
-    except (UnknownEnvironment, BadEnvironmentOptions, ImportError) as error:
-        raise ConfigError(f"tasks.environment: {error}") from error
-    task = open_tasks(config).task(0)
-
-    async def first_observation() -> object:
-        environment = make_environment()
-        try:
-            return await asyncio.wait_for(environment.reset(task), RESET_LIMIT_S)
-        finally:
-            await environment.close()
-
-    try:
-        observation = asyncio.run(first_observation())
-    except TimeoutError:
-        raise ConfigError(
-            f"tasks.environment: {config.tasks.environment!r} did not begin task {task.task_id!r} "
-            f"within {RESET_LIMIT_S:.0f} s; look at its reset"
-        ) from None
-    except Exception as error:  # the environment is the user's own code: any type can come
-        raise ConfigError(
-            f"tasks.environment: {config.tasks.environment!r} could not begin task "
-            f"{task.task_id!r}: {type(error).__name__}: {error}; mend the task or the environment"
-        ) from error
-    try:
-        renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_path))
-        prompt = renderer.first_prompt(observation.messages, observation.tools)  # type: ignore[attr-defined]
-    except (RenderError, OSError, ValueError) as error:
-        raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error
-    _check_room(config, len(prompt))
-
-
-def _check_room(config: Config, num_prompt: int) -> None:
-    room = config.model.max_context_tokens - num_prompt
-    if room < config.rollouts.max_tokens_per_turn:
-        raise ConfigError(
-            f"the first prompt has {num_prompt} tokens and an answer may take "
-            f"{config.rollouts.max_tokens_per_turn} (rollouts.max_tokens_per_turn); expected both "
-            f"within model.max_context_tokens ({config.model.max_context_tokens}); raise that, "
-            "or shorten the prompt or the answer"
         )
 
 

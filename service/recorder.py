@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from actors.metrics import Metrics
-from actors.trajectory import TrajectorySummary
+from actors.trajectory import Outcome, TrajectorySummary
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import QueueCut, QueueStats
 from service.records import EvaluationRecord, StepRecord
@@ -16,6 +16,18 @@ from service.step_line import evaluation_line, step_line
 from service.store.run_store import Lease, RunStore, StoredEvent
 
 log = logging.getLogger("rayloom.run")
+
+# A user should see the first of each with its text; the counts are in the metrics and the report.
+FAULTS = frozenset(
+    {
+        Outcome.AGENT_ERROR,
+        Outcome.ENVIRONMENT_ERROR,
+        Outcome.INFRASTRUCTURE_ERROR,
+        Outcome.REWARD_ERROR,
+        Outcome.TOKEN_MISALIGNED,
+        Outcome.WALL_TIMEOUT,
+    }
+)
 
 
 class RunRecorder:
@@ -38,6 +50,7 @@ class RunRecorder:
         self.phase_detail = ""
         self.num_rollouts = 0
         self.num_sampled = 0
+        self._faults_told: set[Outcome] = set()
 
     def begin_epoch(self, lease: Lease) -> None:
         """From here on write as `lease`; what an older epoch had not stored yet is void."""
@@ -69,7 +82,17 @@ class RunRecorder:
             metrics.returns.labels(environment=environment).observe(summary.episode_return)
             metrics.seconds.labels(environment=environment).observe(summary.timings.wall_s)
             self.num_sampled += summary.num_sampled
+            self._tell_first(summary)
         self.num_rollouts += len(summaries)
+
+    def _tell_first(self, summary: TrajectorySummary) -> None:
+        outcome = summary.outcome
+        if outcome in FAULTS and outcome not in self._faults_told:
+            self._faults_told.add(outcome)
+            self.notice(
+                f"first {outcome.value}, on task {summary.task_id!r}: {summary.detail}; "
+                "further ones are only counted"
+            )
 
     def events(self, events: Sequence[LedgerEvent]) -> None:
         self._pending += [

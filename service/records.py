@@ -13,7 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """Wall seconds of one step by stage; `collect` is the wait for closed groups."""
+    """Wall seconds that the loop stood at each stage of a step; they add up to the step's time.
+
+    collect: the wait for closed groups. publish: gathering the weights and the wait for the
+    engines; with a lag the loop goes on, and waits only for engines that still hold the version
+    before.
+    """
 
     collect: float = 0.0
     merge: float = 0.0

@@ -14,6 +14,7 @@ from actors.trainer.settings import Device, ParamDtype, TrainerSettings, WeightT
 from actors.trajectory_queue.messages import QueueSettings
 from actors.trajectory_queue.window import WindowSettings
 from service.config import Config
+from service.failing import FailureLimits
 from service.inference.settings import EngineSettings
 
 MIB = 1 << 20
@@ -46,6 +47,16 @@ def queue_settings(config: Config) -> QueueSettings:
     )
 
 
+def failure_limits(config: Config) -> FailureLimits:
+    return FailureLimits(
+        max_groups=config.rollouts.max_failed_groups,
+        grace_s=config.rollouts.failed_groups_grace_s,
+        min_group_size=config.algorithm.min_group_size,
+        group_size=config.algorithm.group_size,
+        engines_limit_s=config.inference.start_deadline_s,
+    )
+
+
 def environment_settings(config: Config, actor_id: str) -> EnvironmentActorSettings:
     rollouts = config.rollouts
     return EnvironmentActorSettings(
@@ -65,6 +76,7 @@ def environment_settings(config: Config, actor_id: str) -> EnvironmentActorSetti
             ),
         ),
         slots=rollouts.slots_per_actor,
+        template_options=rollouts.template_options,
     )
 
 
@@ -86,7 +98,6 @@ def engine_settings(config: Config, *, model: str, stop_token_ids: Sequence[int]
         cpus_per_replica=inference.cpus_per_replica,
         gpus_per_replica=inference.gpus_per_replica,
         engine_threads=inference.threads,
-        temperature=config.rollouts.temperature,
         reset_prefix_cache_on_publish=config.algorithm.max_lag == 0,
         seed=config.run.seed,
     )

@@ -24,6 +24,7 @@ from actors.trajectory_queue.messages import QueueStats
 from service.config import Config
 from service.engines import Engines
 from service.epoch import Epoch, RunPlaces
+from service.failing import NoUsableGroups
 from service.ports import PartLost
 from service.recorder import RunRecorder, configure_logging
 from service.report.page import write_report
@@ -83,11 +84,16 @@ class Supervisor:
         """Run epochs until the run ends; write the report.
 
         Returns: a sentence on how it ended.
-        Raises: PartLost after too many recoveries; LeaseLost; whatever a bug raises.
+        Raises: NoUsableGroups for a run that gets nowhere; PartLost after too many recoveries;
+            LeaseLost; whatever a bug raises.
         """
         observing = asyncio.create_task(self._observe_forever())
         try:
             reason = await self._run_epochs()
+        except NoUsableGroups as error:
+            log.error("given up: %s", error)
+            await self._end(Phase.FAILED, str(error))
+            raise
         except Exception as error:
             # The outermost frame of a run: whatever it was, it is written down and passed on.
             log.exception("the run failed")
@@ -102,9 +108,12 @@ class Supervisor:
             self._metrics_server.shutdown()
 
     async def stop(self) -> None:
-        """Finish the step in hand, leave a checkpoint, end."""
+        """Finish the step in hand, leave a checkpoint, end; or give the start up."""
         self._is_stopping = True
-        self._recorder.phase(Phase.STOPPING, "after the step in hand")
+        has_step = self._epoch is not None and self._epoch.is_training
+        self._recorder.phase(
+            Phase.STOPPING, "after the step in hand" if has_step else "the start is given up"
+        )
         if self._epoch is not None:
             self._epoch.request_stop()
 
@@ -147,6 +156,8 @@ class Supervisor:
                 num_recoveries += 1
                 if num_recoveries > self._config.run.max_recoveries:
                     raise
+                if self._is_stopping:
+                    return f"{loss}; stopped there, the newest checkpoint counts"
                 self._recorder.replaced("epoch", f"{loss}; going back to the newest checkpoint")
                 self._recorder.phase(Phase.RECOVERING, str(loss))
 
@@ -164,14 +175,19 @@ class Supervisor:
         )
         if self._is_stopping:
             epoch.request_stop()
-        is_orderly = False
+        is_orderly, gave_up = False, None
         try:
-            await epoch.run()
+            try:
+                await epoch.run()
+            except NoUsableGroups as error:
+                gave_up = error
             is_orderly = True
             self._stats = await epoch.stats()
         finally:
             self._epoch = None
             await epoch.stop(is_orderly=is_orderly)
+        if gave_up is not None:
+            raise gave_up
         done = self._recorder.last_step
         if done >= self._config.run.steps:
             return f"all {done} steps are done"

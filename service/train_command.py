@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -22,14 +17,15 @@ from service.config import Config
 from service.config_file import load_config
 from service.model_command import build_tiny_for
 from service.preflight import check_before_start, check_model_source
-from service.progress import open_display
+from service.progress import Display, open_display
 from service.run_dir import RunDir, check_resumable, create, default_run_dir, write_config
 from service.status import RunStatus
+from service.stop_signals import EXIT_INTERRUPTED, StopSignals
 from service.supervisor import Cursor, start_supervisor
 
 POLL_S = 0.5
 STATUS_DEADLINE_S = 60.0
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_OK, EXIT_FAILED = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +40,34 @@ class TrainRequest:
     resume: Path | None = None
 
 
-def run_training(request: TrainRequest) -> int:
+def run_training(request: TrainRequest, signals: StopSignals) -> int:
     """Train until the end, or until a signal; returns the exit code.
 
-    Raises: ConfigError before anything starts.
+    Raises: ConfigError before anything starts; KeyboardInterrupt for a signal until then.
     """
+    signals.check()
     config = load_config(request.config_path, _overrides(request))
     run_dir = _open_run_dir(request, config)
     model = _model_path(config, run_dir)
+    signals.check()
     check_before_start(config, model_path=model)
     write_config(run_dir, config)
-    with joined(config, address=request.address), _stop_signals() as interrupted:
+    # A cluster that is half up is let up and then ended.
+    signals.hold()
+    with joined(config, address=request.address):
+        return _run(config, run_dir, model, signals=signals)
+
+
+def _run(config: Config, run_dir: RunDir, model: str, *, signals: StopSignals) -> int:
+    """Run and show it within a Ray that has been joined; returns the exit code."""
+    signals.install()
+    try:
+        signals.check()
         supervisor = start_supervisor(config, run_dir, model=model, run_id=_run_id(config, run_dir))
-        return _show_until_done(supervisor, run_dir, interrupted)
+        return _show_until_done(supervisor, run_dir, signals)
+    finally:
+        # What is left is to end Ray, which a further signal would only leave half done.
+        signals.ignore()
 
 
 def _overrides(request: TrainRequest) -> tuple[str, ...]:
@@ -92,40 +103,59 @@ def _run_id(config: Config, run_dir: RunDir) -> str:
     return f"rayloom-{config.run.name}-{digest}"
 
 
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """The first Ctrl-C or SIGTERM asks for an orderly end; the second one raises."""
-    interrupted = threading.Event()
+class _Watcher:
+    """Asks the supervisor how the run stands, shows it, and passes a stop on."""
 
-    def handle(_number: int, _frame: Any) -> None:
-        if interrupted.is_set():
-            raise KeyboardInterrupt
-        interrupted.set()
+    def __init__(self, supervisor: Any, display: Display) -> None:
+        self._supervisor = supervisor
+        self._display = display
+        self._cursor = Cursor()
+        self._asked: Any = None
+        self._has_heard = False
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield interrupted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def follow(self, running: Any, signals: StopSignals) -> None:
+        """Return when `running` has ended.
+
+        Raises: KeyboardInterrupt when asked to stop before the supervisor was there to be told.
+        """
+        is_stop_sent = False
+        while True:
+            self._ask()
+            finished, _ = ray.wait([running], timeout=POLL_S)
+            self._hear(limit_s=STATUS_DEADLINE_S if finished else 0.0)
+            if finished:
+                return
+            if signals.is_asked and not is_stop_sent:
+                if not self._has_heard:
+                    raise KeyboardInterrupt
+                self._supervisor.stop.remote()
+                is_stop_sent = True
+
+    def _ask(self) -> None:
+        # One question at a time: an answer says from where the next one goes on.
+        if self._asked is None:
+            self._asked = self._supervisor.status.remote(self._cursor)
+
+    def _hear(self, *, limit_s: float) -> None:
+        answered, _ = ray.wait([self._asked], timeout=limit_s)
+        if not answered:
+            return
+        asked, self._asked = self._asked, None
+        try:
+            status: RunStatus = ray.get(asked)
+        except RayError:
+            # What `run` raises says what happened.
+            return
+        self._has_heard = True
+        self._display.update(status)
+        self._cursor = _advance(self._cursor, status)
 
 
-def _show_until_done(supervisor: Any, run_dir: RunDir, interrupted: threading.Event) -> int:
+def _show_until_done(supervisor: Any, run_dir: RunDir, signals: StopSignals) -> int:
     running = supervisor.run.remote()
     display = open_display(environ=os.environ)
-    cursor, is_stop_sent = Cursor(), False
     try:
-        while True:
-            finished, _ = ray.wait([running], timeout=POLL_S)
-            if interrupted.is_set() and not is_stop_sent:
-                supervisor.stop.remote()
-                is_stop_sent = True
-            status = _status(supervisor, cursor)
-            if status is not None:
-                display.update(status)
-                cursor = _advance(cursor, status)
-            if finished:
-                break
+        _Watcher(supervisor, display).follow(running, signals)
         reason = ray.get(running)
     except RayTaskError as error:
         display.close()
@@ -135,26 +165,19 @@ def _show_until_done(supervisor: Any, run_dir: RunDir, interrupted: threading.Ev
         return _report_failure(f"the supervisor is gone: {error}", run_dir)
     except KeyboardInterrupt:
         display.close()
-        typer.echo(
-            f"interrupted twice: ended at once; go on with --resume {run_dir.path}", err=True
-        )
+        how = f"; go on with {_resume(run_dir)}" if run_dir.database_file.exists() else ""
+        typer.echo(f"interrupted: ended at once{how}", err=True)
         return EXIT_INTERRUPTED
     display.close()
     typer.echo(f"{reason}; report: {os.path.relpath(run_dir.report_file)}")
-    if is_stop_sent:
-        typer.echo(f"go on with --resume {os.path.relpath(run_dir.path)}")
+    if signals.is_asked:
+        typer.echo(f"go on with {_resume(run_dir)}")
         return EXIT_INTERRUPTED
     return EXIT_OK
 
 
-def _status(supervisor: Any, cursor: Cursor) -> RunStatus | None:
-    try:
-        status: RunStatus = ray.get(supervisor.status.remote(cursor), timeout=STATUS_DEADLINE_S)
-    except RayError:
-        # `run` says what happened.
-        time.sleep(POLL_S)
-        return None
-    return status
+def _resume(run_dir: RunDir) -> str:
+    return f"--resume {os.path.relpath(run_dir.path)}"
 
 
 def _advance(cursor: Cursor, status: RunStatus) -> Cursor:
@@ -169,7 +192,7 @@ def _report_failure(reason: str, run_dir: RunDir) -> int:
     typer.echo(
         f"rayloom: the run failed: {reason}\n"
         f"  log: {os.path.relpath(run_dir.log_file)}; worker logs: the newest session of Ray's "
-        f"temporary directory\n  go on with --resume {os.path.relpath(run_dir.path)}",
+        f"temporary directory\n  go on with {_resume(run_dir)}",
         err=True,
     )
     return EXIT_FAILED

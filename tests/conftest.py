@@ -1,8 +1,56 @@
-"""What all tests share: Hypothesis asserts on no time, machines that run tests are busy."""
+"""What all tests share: Hypothesis's profile, a local Ray, worlds of ranks with their models.
+
+The fixtures import torch and Ray when they are asked for: most tests need neither.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
 from hypothesis import HealthCheck, settings
 
+if TYPE_CHECKING:
+    from trainer_world import World
+
+# No deadline: machines that run tests are busy.
 settings.register_profile("rayloom", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rayloom")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray cluster of this test file; its workers import the fakes and builders by name."""
+    import ray
+
+    here = Path(__file__).parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{here.parent}:{here}")
+        ray.init(address="local", num_cpus=8, include_dashboard=False)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
+    """Two models' directories, by whether input and output embeddings are tied."""
+    from trainer_world import tiny_model
+
+    root = tmp_path_factory.mktemp("models")
+    return {tied: tiny_model(root / f"tied-{tied}", tied=tied) for tied in (True, False)}
+
+
+@pytest.fixture
+def one_rank() -> World:
+    from trainer_world import shared_world
+
+    return shared_world(1)
+
+
+@pytest.fixture
+def two_ranks() -> World:
+    from trainer_world import shared_world
+
+    return shared_world(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 
@@ -51,6 +52,24 @@ class Endless:
     async def step(self, action: Action) -> StepResult:
         await asyncio.sleep(3600)
         return StepResult()
+
+    async def close(self) -> None:
+        return None
+
+
+class SometimesHanging:
+    """Ends after one turn; while the file `hangs` is there, it hangs in reset."""
+
+    def __init__(self, *, hangs: str) -> None:
+        self.hangs = Path(hangs)
+
+    async def reset(self, task: Task) -> Observation:
+        if self.hangs.exists():
+            await asyncio.sleep(3600)
+        return Observation(messages=(Message(role=Role.USER, content="Say one number."),))
+
+    async def step(self, action: Action) -> StepResult:
+        return StepResult(reward=float(len(action.text) % 2), terminated=True)
 
     async def close(self) -> None:
         return None

@@ -52,6 +52,7 @@ class Run:
 
     process: subprocess.Popen[str]
     place: RunDir
+    output: Path
 
     def wait(self, *, limit_s: float) -> int:
         return self.process.wait(timeout=limit_s)
@@ -65,6 +66,32 @@ class Run:
             assert self.process.poll() is None, f"the run ended early: {self.log()}"
             time.sleep(0.2)
         raise AssertionError(f"step {step} did not come within {limit_s} s: {self.log()}")
+
+    def wait_for_log(self, words: str, *, limit_s: float) -> None:
+        """Wait until the run has written `words`; fails when it ends before, or at the limit."""
+        deadline = time.monotonic() + limit_s
+        while words not in self.log():
+            assert self.process.poll() is None, f"the run ended early: {self.log()}"
+            assert time.monotonic() < deadline, f"no {words!r} within {limit_s} s: {self.log()}"
+            time.sleep(0.1)
+
+    def alive(self) -> list[psutil.Process]:
+        """Every process that this run has started and that lives, whoever its parent is now."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                # The run leads a session of its own, and nothing that it starts leaves it.
+                is_ours = os.getsid(process.pid) == self.process.pid
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def wait_until_gone(self, *, limit_s: float) -> list[psutil.Process]:
+        """Wait until nothing of the run is alive; returns what still is at the limit."""
+        deadline = time.monotonic() + limit_s
+        while (left := self.alive()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return left
 
     def processes(self, title: str) -> list[psutil.Process]:
         """This run's own descendants whose title begins so, such as ray::EnvironmentActor."""
@@ -81,7 +108,8 @@ class Run:
         victim.send_signal(signal.SIGKILL)
 
     def interrupt(self) -> None:
-        self.process.send_signal(signal.SIGINT)
+        """Ctrl-C in a terminal: it reaches the whole process group."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def log(self) -> str:
         text = self.place.log_file.read_text() if self.place.log_file.exists() else ""
@@ -113,22 +141,21 @@ def running(config: Path, run_dir: Path, arguments: Sequence[str] = ()) -> Itera
     with output.open("a") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
         )  # fmt: skip
-    run = Run(process=process, place=RunDir(path=run_dir))
+    run = Run(process=process, place=RunDir(path=run_dir), output=output)
     try:
         yield run
     finally:
-        end(process)
+        end(run)
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(run: Run) -> None:
     """kill -9 a run and every process that it started."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = psutil.Process(process.pid).children(recursive=True)
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-        psutil.wait_procs(family, timeout=20)
-    process.kill()
-    process.wait(timeout=20)
+    family = run.alive()
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, timeout=20)
+    run.process.kill()
+    run.process.wait(timeout=20)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from run_driver import ROOT, small_config
 
+CALCULATOR = {"environment": "calculator", "options": {}}
+
 
 def rayloom(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -25,9 +27,10 @@ def rayloom(*arguments: str) -> subprocess.CompletedProcess[str]:
         ({"algorithm": {"group_size": 1}}, "expected at least 2"),
         ({"model": {"tiny": None, "path": "/no/such/model"}}, "is not there"),
         ({"inference": {"gpus_per_replica": 64.0}}, "64 GPUs"),
-        ({"model": {"tiny": {"warmup_steps": 0}, "max_context_tokens": 12}}, "first prompt has"),
+        ({"model": {"max_context_tokens": 12}}, "greater than or equal to 32"),
+        ({"model": {"max_context_tokens": 32}, "tasks": CALCULATOR}, "first prompt has"),
     ],
-    ids=["unknown-key", "group-of-one", "no-model", "no-gpus", "long-prompt"],
+    ids=["unknown-key", "group-of-one", "no-model", "no-gpus", "no-room", "long-prompt"],
 )
 def test_a_wrong_configuration_is_refused_before_anything_starts(
     tmp_path: Path, sections: dict[str, dict[str, object]], words: str

@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,11 @@ from actors.trajectory_queue.ledger import Settlement
 from actors.trajectory_queue.messages import QueueSettings
 from actors.trajectory_queue.window import WindowSettings
 
-pytestmark = [pytest.mark.scenario, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.scenario,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("cluster"),
+]
 
 LIMITS = EpisodeSettings(
     max_turns=4,
@@ -44,17 +47,6 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
     build_tokenizer().save_pretrained(str(path))
     return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
-    # The workers import the fakes by name.
-    here = Path(__file__).parent
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{here}:{here.parent}")
-        ray.init(address="local", num_cpus=8, include_dashboard=False)
-        yield
-        ray.shutdown()
 
 
 def _assignments(count: int, environment: str = "guessing") -> list[RolloutAssignment]:

@@ -19,6 +19,7 @@ import ray
 import torch
 from ray import serve
 from ray.actor import ActorHandle
+from trainer_world import obvious_logprobs
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded, PolicyUnavailable
@@ -27,6 +28,7 @@ from actors.weights.actor import start_board
 from actors.weights.board import BoardStatus, PublishedGroup, PublishReport
 from actors.weights.buffers import layer_groups, pack_group
 from actors.weights.errors import StaleEpoch
+from actors.weights.parity import parity_tokens
 from service.inference.client import ServePolicyClient
 from service.inference.deployment import (
     ReplicaDescription,
@@ -42,6 +44,8 @@ pytestmark = pytest.mark.scenario
 TEMPERATURE = 0.8
 MAX_MODEL_LEN = 512
 TOLERANCE_NATS = 1e-3
+# An engine starts in seconds on an idle machine, in minutes on one that is shared.
+REPLACED_S = 400.0
 
 
 @dataclass(kw_only=True)
@@ -85,12 +89,13 @@ class Deployed:
     def status(self) -> BoardStatus:
         return ray.get(self.board.status.remote(), timeout=30)
 
+    @property
+    def parity_text(self) -> list[int]:
+        return parity_tokens(self.model.config.vocab_size).tolist()
+
     def logprobs(self, prompt: list[int], sampled: list[int]) -> np.ndarray:
-        ids = torch.tensor([prompt + sampled])
-        with torch.no_grad():
-            logits = self.model(ids).logits[0, len(prompt) - 1 : -1].float() / TEMPERATURE
-        rows = torch.log_softmax(logits, dim=-1)
-        return rows[torch.arange(len(sampled)), torch.tensor(sampled)].numpy()
+        logprobs = obvious_logprobs(self.model, prompt + sampled, temperature=TEMPERATURE)
+        return logprobs[len(prompt) - 1 :].detach().numpy()
 
 
 def deploy(directory: Path, *, tied: bool, num_replicas: int) -> Deployed:
@@ -102,7 +107,6 @@ def deploy(directory: Path, *, tied: bool, num_replicas: int) -> Deployed:
         max_num_seqs=64,
         kv_cache_gib=0.1,
         num_replicas=num_replicas,
-        temperature=TEMPERATURE,
         health_check_period_s=1.0,
         graceful_shutdown_s=2.0,
     )
@@ -176,10 +180,9 @@ async def test_engine_samples_from_exactly_the_published_weights(
         report = await asyncio.to_thread(deployed.publish_random, seed=seed)
         assert len(report.replicas) == deployed.num_replicas
         for replica in report.replicas:
-            parity = replica.parity
-            assert parity is not None
-            expected = deployed.logprobs(list(parity.prompt_token_ids), list(parity.token_ids))
-            np.testing.assert_allclose(parity.logprobs, expected, atol=TOLERANCE_NATS)
+            assert replica.parity is not None
+            expected = obvious_logprobs(deployed.model, deployed.parity_text).detach().numpy()
+            np.testing.assert_allclose(replica.parity, expected, atol=TOLERANCE_NATS)
         assert await largest_difference(deployed) < TOLERANCE_NATS
 
 
@@ -247,16 +250,16 @@ def test_older_epoch_cannot_publish(tied: Deployed) -> None:
 async def test_killed_replica_and_killed_engine_are_replaced_with_the_current_version(
     deployments: dict[str, Deployed],
 ) -> None:
-    two, one = deployments["tied"], deployments["untied"]
-    victim = await describe(two)
+    pair, single = deployments["tied"], deployments["untied"]
+    victim = await describe(pair)
     os.kill(victim.pid, signal.SIGKILL)
-    other = await describe(one)
+    other = await describe(single)
     for pid in other.engine_pids:
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 150
-    for deployed, lost in ((two, victim), (one, other)):
+    deadline = time.monotonic() + REPLACED_S
+    for deployed, lost in ((pair, victim), (single, other)):
         while not is_whole_again(deployed, without=lost.name):
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, f"{lost.name} was not replaced"
             await asyncio.sleep(0.5)
         assert await largest_difference(deployed) < TOLERANCE_NATS
     assert not any(psutil.pid_exists(pid) for pid in victim.engine_pids)

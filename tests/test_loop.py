@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,17 +13,27 @@ from actors.environment.tasks import GeneratedTasks
 from actors.merge.payloads import PayloadsLost
 from actors.merge.report import MergeReport, StepReport
 from actors.trainer.statistics import PhaseSeconds, StepStats
-from actors.trajectory import Task, TrajectorySummary
+from actors.trajectory import Outcome, Task, TrajectorySummary
+from actors.trajectory_queue.failures import FailedGroups
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, Settlement
 from actors.trajectory_queue.messages import Drained, QueueCut, QueueSettings, StepInput, Vacancy
 from actors.trajectory_queue.queue_state import QueueState
 from actors.trajectory_queue.window import WindowSettings
+from service.failing import FailureLimits, NoUsableGroups
 from service.loop import Loop, LoopSettings, Parts, task_index
 from service.ports import BuiltStep, PartLost, PublishedVersion
 from service.records import EvaluationRecord, StepRecord
 
 NO_TIME = PhaseSeconds(total_s=0.0, prepare_s=0.0, forward_s=0.0, backward_s=0.0, optimizer_s=0.0)
+
+LIMITS = FailureLimits(
+    max_groups=4, grace_s=0.0, min_group_size=2, group_size=2, engines_limit_s=60.0
+)
+FAILED = FailedGroups(
+    num_before=0, num_groups=4, outcomes={Outcome.ENVIRONMENT_ERROR: 8}, task_id="t",
+    last_outcome=Outcome.ENVIRONMENT_ERROR, last_detail="reset: boom", environment="guessing",
+)  # fmt: skip
 
 
 def stats(step: int, *, num_skipped: int = 0) -> StepStats:
@@ -50,6 +60,10 @@ def report(step: int) -> StepReport:
     )  # fmt: skip
 
 
+async def at_once(version: int) -> None:
+    return None
+
+
 @dataclass
 class World:
     """Every part at once, writing down what is asked of it."""
@@ -60,10 +74,17 @@ class World:
     lose_payloads_at: int | None = None
     lose_trainer_at: int | None = None
     skip_at: int | None = None
+    fail_from: int | None = None
+    starve_from: int | None = None
+    engines_load: Callable[[int], Awaitable[None]] = at_once
+    on_publish: Callable[[int], None] = lambda version: None
     settled: dict[int, list[Settlement]] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
     checkpoints: list[tuple[int, str]] = field(default_factory=list)
     published_versions: list[int] = field(default_factory=list)
+
+    def calls_of(self, *kinds: str) -> list[str]:
+        return [call for call in self.calls if call.startswith(kinds)]
 
     async def admissible(self, *, timeout_s: float) -> Sequence[Vacancy]:
         await asyncio.sleep(0)
@@ -76,6 +97,8 @@ class World:
 
     async def take_step(self, *, timeout_s: float) -> StepInput | None:
         await asyncio.sleep(0)
+        if self.num_taken in (self.fail_from, self.starve_from):
+            return None
         step, self.num_taken = self.num_taken, self.num_taken + 1
         return StepInput(step=step, groups=(), blocks=())
 
@@ -91,7 +114,8 @@ class World:
         self.calls.append(f"published {version}")
 
     async def drain(self) -> Drained:
-        return Drained(events=(), summaries=())
+        failed = FAILED if self.fail_from == self.num_taken else None
+        return Drained(events=(), summaries=(), failed_groups=failed)
 
     async def cut(self) -> QueueCut:
         window = WindowSettings(groups_per_step=1, max_lag=0, window_groups=1)
@@ -129,10 +153,17 @@ class World:
     async def prune(self) -> None:
         self.calls.append("prune")
 
-    async def publish(self, version: int) -> PublishedVersion:
+    async def offer(self, version: int) -> None:
+        self.calls.append(f"offer {version}")
+
+    async def wait(self, version: int) -> PublishedVersion:
+        await self.engines_load(version)
+        self.on_publish(version)
         self.published_versions.append(version)
-        self.calls.append(f"publish {version}")
         return PublishedVersion(version=version, num_engines=1, parity_max=0.0, wall_s=0.0)
+
+    async def num_ready(self) -> int:
+        return 1
 
     async def evaluate(self, tasks: Sequence[Task]) -> list[TrajectorySummary]:
         self.calls.append(f"evaluate {len(tasks)}")
@@ -165,7 +196,14 @@ class Notebook:
         self.world.checkpoints.append((step, directory))
 
 
-def make_loop(world: World, *, steps: int = 3, first_step: int = 1, checkpoint: str = "") -> Loop:
+def make_loop(
+    world: World,
+    *,
+    steps: int = 3,
+    first_step: int = 1,
+    checkpoint: str = "",
+    overlaps_publish: bool = False,
+) -> Loop:
     tasks = GeneratedTasks("guessing", run_seed=0)
     world.num_taken = first_step - 1
     parts = Parts(
@@ -174,7 +212,8 @@ def make_loop(world: World, *, steps: int = 3, first_step: int = 1, checkpoint: 
     )  # fmt: skip
     settings = LoopSettings(
         first_step=first_step, steps=steps, group_size=2, min_usable_samples=None,
-        checkpoint_every=2, evaluate_every=2, checkpoint=checkpoint,
+        checkpoint_every=2, evaluate_every=2, failures=LIMITS, checkpoint=checkpoint,
+        overlaps_publish=overlaps_publish,
     )  # fmt: skip
     return Loop(parts, settings)
 
@@ -185,9 +224,35 @@ async def test_each_step_is_trained_published_and_settled_before_its_version_cou
     assert world.published_versions == [1, 2, 3]
     first = world.calls.index("train 0")
     assert world.calls[first : first + 5] == [
-        "train 0", "publish 1", "settle 0", "published 1", "record 1",
+        "train 0", "offer 1", "settle 0", "published 1", "record 1",
     ]  # fmt: skip
     assert [record.policy_version for record in world.records] == [1, 2, 3]
+
+
+async def test_with_a_lag_the_next_step_is_trained_while_the_engines_load_this_version() -> None:
+    world = World()
+
+    async def load(version: int) -> None:
+        while version == 1 and "train 1" not in world.calls:
+            await asyncio.sleep(0)
+
+    world.engines_load = load
+    await make_loop(world, overlaps_publish=True).run()
+    assert world.calls_of("train", "offer", "published")[:6] == [
+        "train 0", "offer 1", "train 1", "published 1", "offer 2", "published 2",
+    ]  # fmt: skip
+    assert [record.step for record in world.records] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("overlaps_publish", [False, True])
+async def test_engines_that_never_load_end_the_loop(overlaps_publish: bool) -> None:
+    async def fail(version: int) -> None:
+        raise PartLost(f"no engine took version {version}")
+
+    world = World(engines_load=fail, starve_from=1)
+    with pytest.raises(PartLost, match="no engine took version 1"):
+        await make_loop(world, overlaps_publish=overlaps_publish).run()
+    assert world.records == []
 
 
 async def test_a_checkpoint_is_committed_after_its_files_and_its_step_are_written() -> None:
@@ -209,7 +274,7 @@ async def test_nothing_stays_in_flight_at_the_end_and_the_last_commit_says_so() 
 async def test_evaluations_come_before_the_first_step_when_due_and_at_the_end() -> None:
     world = World()
     await make_loop(world).run()
-    assert [call for call in world.calls if call.startswith(("evaluate", "train"))] == [
+    assert world.calls_of("evaluate", "train") == [
         "evaluate 2", "train 0", "train 1", "evaluate 2", "train 2", "evaluate 2",
     ]  # fmt: skip
 
@@ -217,10 +282,7 @@ async def test_evaluations_come_before_the_first_step_when_due_and_at_the_end() 
 async def test_lost_payloads_give_the_step_back_and_it_is_taken_again() -> None:
     world = World(lose_payloads_at=1)
     await make_loop(world).run()
-    assert "lost r1" in world.calls
-    assert [call for call in world.calls if call.startswith("train")] == [
-        "train 0", "train 1", "train 2",
-    ]  # fmt: skip
+    assert world.calls_of("lost", "train") == ["train 0", "lost r1", "train 1", "train 2"]
 
 
 async def test_a_skipped_update_trains_nothing_and_still_moves_the_version_on() -> None:
@@ -241,17 +303,27 @@ async def test_a_lost_part_ends_the_loop_with_its_name_and_commits_nothing_more(
     assert "cancel_all" not in world.calls
 
 
+async def test_a_run_that_gets_nowhere_leaves_its_last_step_durable_and_says_why() -> None:
+    world = World(fail_from=1)
+    with pytest.raises(NoUsableGroups, match="reset: boom"):
+        await make_loop(world, steps=100).run()
+    assert world.published_versions == [1]
+    assert world.checkpoints == [(1, "dir-1")]
+    # What is in flight stays so, to be played when the run is resumed.
+    assert "cancel_all" not in world.calls
+
+
 async def test_a_stop_leaves_a_checkpoint_and_what_is_in_flight_in_flight() -> None:
     world = World()
     loop = make_loop(world, steps=100)
 
-    async def publish(version: int) -> PublishedVersion:
+    def stop_at_3(version: int) -> None:
         if version == 3:
             loop.stop()
-        return PublishedVersion(version=version, num_engines=1, parity_max=None, wall_s=0.0)
 
-    world.publish = publish  # type: ignore[method-assign]
+    world.on_publish = stop_at_3
     await loop.run()
+    assert world.published_versions == [1, 2, 3]
     assert world.checkpoints[-1] == (3, "dir-3")
     assert "cancel_all" not in world.calls
 
@@ -260,7 +332,7 @@ async def test_a_resumed_loop_goes_on_behind_its_checkpoint() -> None:
     world = World()
     await make_loop(world, steps=3, first_step=3, checkpoint="dir-2").run()
     assert world.published_versions == [3]
-    assert not any(call == "evaluate 2" for call in world.calls[:1])
+    assert world.calls_of("evaluate", "train") == ["train 2", "evaluate 2"]
     assert world.checkpoints == [(3, "dir-3")]
 
 

@@ -51,7 +51,9 @@ def test_a_context_beyond_the_model_is_refused(model: str) -> None:
 def test_a_prompt_longer_than_the_context_is_refused(model: str) -> None:
     config = config_with(
         model,
-        model={"path": model, "max_context_tokens": 16},
+        model={"path": model, "max_context_tokens": 32},
+        # The tool's schema stands in the prompt.
+        tasks={"environment": "calculator"},
         rollouts={"max_tokens_per_turn": 8},
     )
     with pytest.raises(ConfigError, match=r"first prompt has \d+ tokens.*raise that"):

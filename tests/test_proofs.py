@@ -45,10 +45,10 @@ def test_the_demo_learns_to_win_on_every_seed(tmp_path: Path, seed: int) -> None
     assert summary["wall_s"] <= 8 * 60
 
 
-def test_reasoning_gym_sums_are_learnt_from_a_task_file(tmp_path: Path) -> None:
+def test_common_divisors_are_learnt_from_a_task_file_of_reasoning_gym(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
-    options = ["min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"]
-    write_reasoning_gym("chain_sum", tasks, count=4000, seed=0, options=options)
+    options = ["min_numbers=2", "max_numbers=2", "min_value=1", "max_value=9"]
+    write_reasoning_gym("gcd", tasks, count=4000, seed=0, options=options)
     config = vetted("reasoning-gym-cpu", tmp_path, tasks={"file": str(tasks)})
     with running(config, tmp_path / "run") as run:
         finished(run)

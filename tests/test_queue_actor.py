@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,19 +25,8 @@ from actors.trajectory_queue.messages import QueueSettings, QueueSnapshot
 from actors.trajectory_queue.queue_state import ActorReleased
 from actors.trajectory_queue.window import WindowSettings
 
-pytestmark = pytest.mark.scenario
+pytestmark = [pytest.mark.scenario, pytest.mark.usefixtures("cluster")]
 LIMIT_S = 60.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
-    here = Path(__file__).parent
-    with pytest.MonkeyPatch.context() as patch:
-        # The workers import this file's player and the builders by name.
-        patch.setenv("PYTHONPATH", f"{here.parent}:{here}")
-        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-        yield
-        ray.shutdown()
 
 
 def play(assignment: RolloutAssignment, *, sampled: int) -> Trajectory:

@@ -2,83 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from queue_builders import end, evicted, fill, make_settings, restart, settle_all, take_all
 from trajectory_builders import make_summary, make_task
 
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
-from actors.trajectory import Outcome, RolloutAssignment
+from actors.trajectory import Outcome
 from actors.trajectory_queue.groups import BlockRow, GroupRequest
-from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind, Settlement
-from actors.trajectory_queue.messages import QueueSettings, QueueSnapshot, Vacancy
-from actors.trajectory_queue.queue_state import ActorReleased, QueueState
-from actors.trajectory_queue.window import WindowSettings
-
-
-def make_settings(
-    *, step: int = 2, lag: int = 1, window: int = 2, max_items: int = 100, **fields: object
-) -> QueueSettings:
-    shape = WindowSettings(groups_per_step=step, max_lag=lag, window_groups=window)
-    return QueueSettings(window=shape, max_items=max_items, **fields)  # type: ignore[arg-type]
-
-
-def fill(queue: QueueState, *, num_samples: int = 2, enough: int | None = None) -> list[int]:
-    numbers = [vacancy.group_number for vacancy in queue.admissible()]
-    queue.admit(
-        [
-            GroupRequest(
-                group_number=number,
-                task=make_task(number),
-                num_samples=num_samples,
-                min_usable_samples=enough,
-            )
-            for number in numbers
-        ]
-    )
-    return numbers
-
-
-def end(
-    queue: QueueState,
-    assignment: RolloutAssignment,
-    *,
-    outcome: Outcome = Outcome.COMPLETED,
-    actor: str = "a",
-    num_bytes: int = 100,
-    version: int = 0,
-) -> bool:
-    summary = make_summary(
-        assignment.rollout_id,
-        attempt=assignment.attempt,
-        outcome=outcome,
-        num_bytes=num_bytes,
-        version=version,
-    )
-    return queue.put(actor, summary, BlockRow(block=object(), row=0, num_bytes=num_bytes))
-
-
-def take_all(queue: QueueState, *, actor: str = "a") -> list[RolloutAssignment]:
-    return queue.take_rollouts(actor, max_count=1000)
-
-
-def settle_all(queue: QueueState, step: int, groups: list) -> list[str]:
-    rollouts = [r.rollout_id for group in groups for r in group.finished()]
-    queue.settle(step, [Settlement(rollout_id=each) for each in rollouts])
-    return rollouts
-
-
-def restart(queue: QueueState) -> QueueState:
-    stored = json.loads(json.dumps(queue.snapshot().to_json()))
-    return QueueState(queue.settings, snapshot=QueueSnapshot.from_json(stored))
-
-
-def evicted(queue: QueueState) -> dict[str, int]:
-    return {str(reason): count for reason, count in queue.stats().ledger.evicted.items()}
+from actors.trajectory_queue.ledger import LedgerEventKind, Settlement
+from actors.trajectory_queue.messages import Vacancy
+from actors.trajectory_queue.queue_state import QueueState
 
 
 def test_rollouts_are_handed_out_oldest_group_first_and_retries_before_all() -> None:
@@ -296,97 +232,3 @@ def test_a_restart_plays_again_what_was_not_settled_with_its_budget_and_fresh_at
     doomed = next(x for x in again if x.rollout_id == "g000001.0-0")
     end(later, doomed, outcome=Outcome.AGENT_ERROR)
     assert evicted(later) == {"agent_error": 1}
-
-
-outcomes = st.sampled_from(
-    [Outcome.COMPLETED] * 6
-    + [Outcome.TRUNCATED_TOKENS, Outcome.WALL_TIMEOUT, Outcome.AGENT_ERROR, Outcome.EMPTY]
-)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    st.integers(1, 3),
-    st.integers(0, 2),
-    st.integers(1, 5),
-    st.integers(1, 12),
-    st.data(),
-)
-def test_whatever_happens_the_ledger_balances_and_every_rollout_leaves_once(
-    step: int, lag: int, window: int, max_items: int, data: st.DataObject
-) -> None:
-    queue = QueueState(make_settings(step=step, lag=lag, window=window, max_items=max_items))
-    left: Counter[str] = Counter()
-    held: list[tuple[str, RolloutAssignment]] = []
-    taken: list = []
-    version_of: dict[str, int] = {}
-    actor_number = 0
-    max_age = queue.settings.window.max_policy_age
-
-    def drain() -> None:
-        for event in queue.drain().events:
-            left[event.rollout_id] += event.kind is not LedgerEventKind.ADMITTED
-
-    for _ in range(60):
-        fill(queue, num_samples=data.draw(st.integers(2, 3)))
-        match data.draw(
-            st.sampled_from("take take put put put step settle die lose restart".split())
-        ):
-            case "take":
-                actor = data.draw(st.sampled_from([f"a{actor_number}", "b"]))
-                for x in queue.take_rollouts(actor, max_count=data.draw(st.integers(1, 9))):
-                    held.append((actor, x))
-                    version_of[x.trajectory_id] = queue.stats().published
-            case "put" if held:
-                actor, x = held.pop(data.draw(st.integers(0, len(held) - 1)))
-                assert end(queue, x, actor=actor, outcome=data.draw(outcomes))
-            case "step":
-                if (result := queue.take_step()) is not None:
-                    taken.append(result)
-            case "settle" if taken:
-                number, groups = taken.pop(0)
-                for group in groups:
-                    for rollout in group.finished():
-                        name = f"{rollout.rollout_id}.a{rollout.attempt}"
-                        assert number - version_of[name] <= max_age
-                settle_all(queue, number, groups)
-                queue.publish(number + 1)
-            case "die":
-                actor = f"a{actor_number}"
-                queue.release_actor(actor)
-                with pytest.raises(ActorReleased, match=actor):
-                    take_all(queue, actor=actor)
-                held = [each for each in held if each[0] != actor]
-                actor_number += 1
-            case "lose":
-                known = sorted(
-                    r.rollout_id for _, groups in taken for g in groups for r in g.finished()
-                )
-                if known:
-                    steps = queue.lost([data.draw(st.sampled_from(known))])
-                    taken = [each for each in taken if each[0] not in steps]
-            case "restart":
-                drain()
-                queue, held, taken = restart(queue), [], []
-        counts = queue.stats().ledger
-        assert counts.is_balanced
-        drain()
-        assert max(left.values(), default=0) <= 1
-    # No deadlock: with willing actors, and whatever the bounds, the next step can be completed.
-    for number, groups in taken:
-        settle_all(queue, number, groups)
-        queue.publish(number + 1)
-    while (result := queue.take_step()) is None:
-        fill(queue)
-        fresh = queue.take_rollouts("last", max_count=100)
-        assert held or fresh
-        for actor, x in [*held, *(("last", x) for x in fresh)]:
-            end(queue, x, actor=actor)
-        held = []
-    settle_all(queue, *result)
-    queue.cancel_all()
-    drain()
-    counts = queue.stats().ledger
-    assert counts.in_flight == 0 and counts.is_balanced
-    assert counts.evicted.get(EvictionReason.CANCELLED, 0) >= 0
-    assert len(left) == counts.admitted and set(left.values()) <= {1}

@@ -100,3 +100,17 @@ def test_phases_are_shown_with_their_detail(tmp_path: Path) -> None:
     assert (recorder.current_phase, recorder.phase_detail) == (
         Phase.STARTING, "engines and trainer",
     )  # fmt: skip
+
+
+def test_the_first_fault_of_each_kind_is_told_with_its_text(tmp_path: Path) -> None:
+    recorder, _, _ = make_recorder(tmp_path)
+    broken = replace(
+        make_summary("g000000.0-0", outcome=Outcome.ENVIRONMENT_ERROR), detail="reset: no server"
+    )
+    slow = replace(broken, outcome=Outcome.WALL_TIMEOUT, detail="environment step: no answer")
+    fine = make_summary("g000000.0-1", outcome=Outcome.COMPLETED)
+    recorder.rollouts([broken, broken, fine, slow, broken])
+    assert [notice.partition(",")[0] for notice in recorder.notices] == [
+        "first environment_error", "first wall_timeout",
+    ]  # fmt: skip
+    assert "reset: no server" in recorder.notices[0]

@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from record_builders import evaluation_record, step_record
 
-from service.records import EvaluationRecord, StageSeconds, StepRecord
 from service.store.lineage import read_history
 from service.store.run_store import LeaseLost, RunStore, StoredEvent
 
 
 def open_store(directory: Path) -> RunStore:
     return RunStore(f"sqlite:///{directory / 'run.db'}")
-
-
-def record(step: int, *, reward: float = 0.5) -> StepRecord:
-    return StepRecord(
-        step=step,
-        policy_version=step,
-        wall_time=float(step),
-        reward_mean=reward,
-        scaled_reward_mean=reward,
-        num_trajectories=4,
-        outcomes={"completed": 4},
-        malformed_turns=0,
-        turns=8,
-        sampled_tokens=16,
-        trained_tokens=16,
-        packed_tokens=64,
-        samples_before=8,
-        samples_after=4,
-        mismatches={},
-        inserted_tokens=0,
-        zero_variance_groups=0,
-        malformed_rewarded=0,
-        policy_age_max=0,
-        policy_age_mean=0.0,
-        loss=0.1,
-        grad_norm=1.0,
-        learning_rate=1e-3,
-        entropy=1.0,
-        clip_fraction=0.0,
-        ratio_max=1.0,
-        effective_sample_size=1.0,
-        mismatch_k3=float("nan"),
-        mismatch_max=1e-6,
-        parity_max=1e-6,
-        is_skipped=False,
-        stages=StageSeconds(collect=1.0),
-    )
 
 
 def event(
@@ -78,52 +43,44 @@ def test_the_first_lease_has_no_checkpoint_to_go_on_from(tmp_path: Path) -> None
 def test_an_older_epoch_can_write_nothing(tmp_path: Path) -> None:
     old, new = open_store(tmp_path), open_store(tmp_path)
     first = old.acquire_lease(holder="old")
-    old.add_step(record(1), epoch=first.epoch, new_events=[event(0, "a")])
+    old.add_step(step_record(1), epoch=first.epoch, new_events=[event(0, "a")])
     new.acquire_lease(holder="new")
     with pytest.raises(LeaseLost, match=r"epoch 1 .* epoch 2"):
-        old.add_step(record(2), epoch=first.epoch, new_events=[event(1, "b")])
+        old.add_step(step_record(2), epoch=first.epoch, new_events=[event(1, "b")])
     with pytest.raises(LeaseLost):
         commit(old, epoch=first.epoch, step=2, last_event_seq=1)
     with pytest.raises(LeaseLost):
-        old.add_evaluation(evaluation(1), epoch=first.epoch)
+        old.add_evaluation(evaluation_record(1), epoch=first.epoch)
     assert new.newest_checkpoint() is None
-
-
-def evaluation(step: int) -> EvaluationRecord:
-    return EvaluationRecord(
-        step=step,
-        policy_version=step,
-        num_tasks=2,
-        reward_mean=0.5,
-        scaled_reward_mean=None,
-        outcomes={"completed": 2},
-    )
 
 
 def test_records_come_back_as_they_were_and_nan_as_unknown(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     epoch = store.acquire_lease(holder="a").epoch
-    store.add_step(record(1), epoch=epoch, new_events=[])
-    store.add_evaluation(evaluation(1), epoch=epoch)
+    evaluation = replace(evaluation_record(1), scaled_reward_mean=None)
+    store.add_step(step_record(1, mismatch_k3=math.nan), epoch=epoch, new_events=[])
+    store.add_evaluation(evaluation, epoch=epoch)
     history = read_history(store)
-    assert history.steps[0].mismatch_k3 is None
-    assert history.steps[0].stages == StageSeconds(collect=1.0)
-    assert history.steps[0].outcomes == {"completed": 4}
-    assert history.evaluations == (evaluation(1),)
+    assert history.steps == (step_record(1, mismatch_k3=None),)
+    assert history.evaluations == (evaluation,)
 
 
 def test_what_came_after_the_checkpoint_of_a_dead_epoch_is_superseded(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     first = store.acquire_lease(holder="a").epoch
-    store.add_step(record(1), epoch=first, new_events=[event(0, "r0"), event(1, "r1")])
-    store.add_step(record(2), epoch=first, new_events=[event(2, "r0", "trained", 2)])
+    store.add_step(step_record(1), epoch=first, new_events=[event(0, "r0"), event(1, "r1")])
+    store.add_step(step_record(2), epoch=first, new_events=[event(2, "r0", "trained", 2)])
     commit(store, epoch=first, step=2, last_event_seq=2)
-    store.add_step(record(3, reward=0.1), epoch=first, new_events=[event(3, "r1", "trained", 3)])
+    store.add_step(
+        step_record(3, reward_mean=0.1), epoch=first, new_events=[event(3, "r1", "trained", 3)]
+    )
 
     second = store.acquire_lease(holder="b")
     assert second.parent is not None and second.parent.step == 2
     store.add_step(
-        record(3, reward=0.9), epoch=second.epoch, new_events=[event(3, "r1", "trained", 3)]
+        step_record(3, reward_mean=0.9),
+        epoch=second.epoch,
+        new_events=[event(3, "r1", "trained", 3)],
     )
     history = read_history(store)
     assert [(step.step, step.reward_mean) for step in history.steps] == [
@@ -142,7 +99,7 @@ def test_lineage_runs_through_several_epochs(tmp_path: Path) -> None:
         lease = store.acquire_lease(holder="x")
         start = lease.parent.step if lease.parent else 0
         for step in (start + 1, start + 2):
-            store.add_step(record(step), epoch=epoch, new_events=[])
+            store.add_step(step_record(step), epoch=epoch, new_events=[])
         commit(store, epoch=epoch, step=start + 1, last_event_seq=-1)
     assert [step.step for step in read_history(store).steps] == [1, 2, 3, 4]
     assert read_history(store).num_epochs == 3
@@ -151,7 +108,7 @@ def test_lineage_runs_through_several_epochs(tmp_path: Path) -> None:
 def test_an_epoch_that_died_before_its_first_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     first = store.acquire_lease(holder="a").epoch
-    store.add_step(record(1), epoch=first, new_events=[event(0, "r0")])
+    store.add_step(step_record(1), epoch=first, new_events=[event(0, "r0")])
     assert store.acquire_lease(holder="b").parent is None
     assert read_history(store).steps == ()
 

@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
 import torch
-from trainer_world import random_samples, shards, tiny_model
+from ray.actor import ActorHandle
+from trainer_world import random_samples, shards
 
 from actors.trainer.checkpoint import CheckpointError, newest_checkpoint
 from actors.trainer.group import Deadlines, TrainerGroup, TrainerRankLost
@@ -20,24 +22,18 @@ from actors.trainer.shard_check import ShardRefused
 from actors.weights.actor import start_board
 from actors.weights.board import CommandKind, Publication
 from actors.weights.buffers import buffer_checksum, unpack_group
+from actors.weights.parity import NUM_PARITY_TOKENS
 
-pytestmark = pytest.mark.scenario
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init(address="local", num_cpus=8, include_dashboard=False)
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.scenario, pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture
-def settings(tmp_path):
-    return TrainerSettings(model=tiny_model(tmp_path / "model"), checkpoint_dir=tmp_path / "run")
+def settings(tiny_models: dict[bool, str], tmp_path: Path) -> TrainerSettings:
+    return TrainerSettings(model=tiny_models[True], checkpoint_dir=tmp_path)
 
 
-def put_shards(step: int, seed: int | None = None):
-    samples = random_samples(step if seed is None else seed, 6)
+def put_shards(step: int) -> list[ray.ObjectRef]:
+    samples = random_samples(step, 6)
     own = shards([samples], num_ranks=2, num_micro=2, step=step, version=step)
     return [ray.put(shard) for shard in own]
 
@@ -65,7 +61,7 @@ async def start_group(settings: TrainerSettings, **deadlines: float) -> TrainerG
     return group
 
 
-async def fetch_weights(board) -> tuple[Publication, dict[str, torch.Tensor]]:
+async def fetch_weights(board: ActorHandle) -> tuple[Publication, dict[str, torch.Tensor]]:
     """Poll the board as a replica does, and check what it was given."""
     publication = await board.poll.remote("replica", None, None, 5.0)
     assert not isinstance(publication, CommandKind)
@@ -77,7 +73,9 @@ async def fetch_weights(board) -> tuple[Publication, dict[str, torch.Tensor]]:
     return publication, named
 
 
-async def test_a_group_trains_publishes_and_survives_the_death_of_a_rank(cluster, settings):
+async def test_a_group_trains_publishes_and_survives_the_death_of_a_rank(
+    settings: TrainerSettings,
+) -> None:
     board = start_board()
     group = await start_group(settings)
     await group.publish(board, 0, 0)
@@ -93,10 +91,8 @@ async def test_a_group_trains_publishes_and_survives_the_death_of_a_rank(cluster
     assert publication.version == 1
     assert "lm_head.weight" not in weights
     assert max(float((weights[name] - first[name]).abs().max()) for name in weights) > 0
-    ids = random_samples(7, 1)[0].token_ids
-    num_prompt = len(ids) - 3
-    own = await group.parity(ids, num_prompt, np.zeros(3, np.float32))
-    assert own > 1.0
+    own = await group.parity_logprobs()
+    assert own.shape == (NUM_PARITY_TOKENS - 1,) and own.max() < 0
     expected = (await group.step(put_shards(1))).loss
 
     process_ids = [place.process_id for place in group.places]
@@ -111,15 +107,15 @@ async def test_a_group_trains_publishes_and_survives_the_death_of_a_rank(cluster
     heir = await start_group(settings)
     progress = await heir.load(path)
     assert (progress.step, progress.extra_json, heir.version) == (1, '{"rollouts": 6}', 1)
-    assert await heir.parity(ids, num_prompt, np.zeros(3, np.float32)) == own
+    np.testing.assert_array_equal(await heir.parity_logprobs(), own)
     assert (await heir.step(put_shards(1))).loss == expected
     await heir.stop()
     await wait_until_dead([place.process_id for place in heir.places])
 
 
 async def test_refusals_leave_the_group_at_work_and_a_rank_that_hangs_is_lost_at_the_deadline(
-    cluster, settings, tmp_path
-):
+    settings: TrainerSettings, tmp_path: Path
+) -> None:
     group = await start_group(settings, step_s=15.0)
     wrong = shards([random_samples(1, 4)], num_ranks=2, num_micro=1, version=5)
     with pytest.raises(ShardRefused, match="made for version 5"):
@@ -143,7 +139,9 @@ async def test_refusals_leave_the_group_at_work_and_a_rank_that_hangs_is_lost_at
     await wait_until_dead(process_ids)
 
 
-async def test_a_model_that_is_not_there_is_reported_with_its_reason(cluster, settings, tmp_path):
+async def test_a_model_that_is_not_there_is_reported_with_its_reason(
+    settings: TrainerSettings, tmp_path: Path
+) -> None:
     missing = replace(settings, model=str(tmp_path / "missing"), num_ranks=1)
     with pytest.raises(TrainerRankLost, match=r"rank 0 was lost in join .*missing"):
         await start_group(missing)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -254,34 +253,30 @@ def send_like_vllm(client: BoardClient) -> None:
 
 
 @pytest.mark.scenario
-async def test_board_client_drives_every_replica_through_vllms_handshake() -> None:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        board = start_board()
-        replicas = [FakeReplica(name=name, board=board) for name in ("a", "b")]
-        running = [asyncio.create_task(replica.run()) for replica in replicas]
-        while len((await board.status.remote()).replicas) < 2:
-            await asyncio.sleep(0.01)
-        client = BoardClient(board, 1, command_timeout_s=20.0, init_timeout_s=20.0)
-        with pytest.raises(ValueError, match=r"set client\.version"):
-            await asyncio.to_thread(send_like_vllm, client)
-        client.version = 5
-        await asyncio.to_thread(client.finish_weight_update)
-        published = await board.wait_published.remote(5, 2, 10.0)
-        assert (published.epoch, published.version, len(published.replicas)) == (1, 5, 2)
-        kinds = [CommandKind.INIT, CommandKind.START, CommandKind.UPDATE, CommandKind.FINISH]
-        assert all(replica.executed == kinds for replica in replicas)
-        replicas[0].fails_on = CommandKind.START
-        with pytest.raises(WeightCommandFailed, match="refused"):
-            await asyncio.to_thread(client.start_weight_update)
-        for task in running:
-            task.cancel()
-        with pytest.raises(WeightCommandFailed, match=r"not answered by \['a', 'b'\]"):
-            await board.command.remote(1, CommandKind.START, None, None, 0.1)
-        await board.publish.remote(2, 6, [])
-        with pytest.raises(ReplicasLagging, match="version 6"):
-            await board.wait_published.remote(6, 1, 0.1)
-        with pytest.raises(NotPublished, match="the current one is 6"):
-            await board.wait_published.remote(5, 1, 0.1)
-    finally:
-        ray.shutdown()
+async def test_board_client_drives_every_replica_through_vllms_handshake(cluster: None) -> None:
+    board = start_board()
+    replicas = [FakeReplica(name=name, board=board) for name in ("a", "b")]
+    running = [asyncio.create_task(replica.run()) for replica in replicas]
+    while len((await board.status.remote()).replicas) < 2:
+        await asyncio.sleep(0.01)
+    client = BoardClient(board, 1, command_timeout_s=20.0, init_timeout_s=20.0)
+    with pytest.raises(ValueError, match=r"set client\.version"):
+        await asyncio.to_thread(send_like_vllm, client)
+    client.version = 5
+    await asyncio.to_thread(client.finish_weight_update)
+    published = await board.wait_published.remote(5, 2, 10.0)
+    assert (published.epoch, published.version, len(published.replicas)) == (1, 5, 2)
+    kinds = [CommandKind.INIT, CommandKind.START, CommandKind.UPDATE, CommandKind.FINISH]
+    assert all(replica.executed == kinds for replica in replicas)
+    replicas[0].fails_on = CommandKind.START
+    with pytest.raises(WeightCommandFailed, match="refused"):
+        await asyncio.to_thread(client.start_weight_update)
+    for task in running:
+        task.cancel()
+    with pytest.raises(WeightCommandFailed, match=r"not answered by \['a', 'b'\]"):
+        await board.command.remote(1, CommandKind.START, None, None, 0.1)
+    await board.publish.remote(2, 6, [])
+    with pytest.raises(ReplicasLagging, match="version 6"):
+        await board.wait_published.remote(6, 1, 0.1)
+    with pytest.raises(NotPublished, match="the current one is 6"):
+        await board.wait_published.remote(5, 1, 0.1)

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.batch import MicroBatch, Minibatch, RankShard
 from actors.trainer.process_group import LOOPBACK, connect_store, open_store
 from actors.trainer.rank import TrainerRank
 from actors.trainer.settings import TrainerSettings
+from actors.trainer.statistics import StepStats
 from actors.trainer.tiny_model import build_tiny_model
 
 # Generous: a machine that does other work must not fail a test.
@@ -65,6 +66,18 @@ def random_samples(seed: int, num_samples: int, *, version: int = 0) -> list[Sam
             )
         )
     return samples
+
+
+def obvious_logprobs(
+    causal_lm: PreTrainedModel, token_ids: Sequence[int] | np.ndarray, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """What every faster way is compared with: transformers on one sequence, alone.
+
+    Args: token_ids: [T]. Returns: [T - 1] float32, nats: each token's given all before it.
+    """
+    ids = torch.tensor(token_ids, dtype=torch.int64)
+    logits = causal_lm(ids[None]).logits[0, :-1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
 
 
 def pack(samples: Sequence[Sample]) -> MicroBatch:
@@ -175,7 +188,7 @@ def _serve(pipe: Connection) -> None:
         message = pipe.recv()
         try:
             pipe.send((True, host.do(*message)))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # raised again where the test called
             pipe.send((False, (error, traceback.format_exc())))
 
 
@@ -219,9 +232,19 @@ class World:
             raise error
         return [value for _, value in answers]
 
-    def step(self, minibatches: Sequence[Sequence[Sample]], *, num_micro: int = 1, **names: int):
-        own = shards(minibatches, num_ranks=self.num_ranks, num_micro=num_micro, **names)
-        return self.call_each("train_step", [{"shard": shard} for shard in own])[0]
+    def step(
+        self,
+        minibatches: Sequence[Sequence[Sample]],
+        *,
+        num_micro: int = 1,
+        step: int = 0,
+        version: int = 0,
+    ) -> StepStats:
+        own = shards(
+            minibatches, num_ranks=self.num_ranks, num_micro=num_micro, step=step, version=version
+        )
+        stats: StepStats = self.call_each("train_step", [{"shard": shard} for shard in own])[0]
+        return stats
 
     def weights(self) -> dict[str, np.ndarray]:
         return self.call("weights")[0]

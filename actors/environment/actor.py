@@ -23,6 +23,7 @@ from typing import Any
 import transformers
 from ray.exceptions import RayError
 
+from actors.deadline import is_set_within, within
 from actors.environment.bounded import describe, num_abandoned
 from actors.environment.protocol import Environment
 from actors.environment.registry import UnknownEnvironment, resolve
@@ -203,7 +204,7 @@ class EnvironmentActor:
         call = self._queue.take_rollouts.remote(settings.actor_id, max_count, settings.poll_s)
         limit_s = settings.poll_s + settings.queue_deadline_s
         try:
-            assignments: list[RolloutAssignment] = await asyncio.wait_for(call, limit_s)
+            assignments: list[RolloutAssignment] = await within(limit_s, call)
         except (RayError, TimeoutError) as error:
             raise QueueUnreachable(f"take_rollouts: {describe(error)}") from error
         return assignments
@@ -303,7 +304,7 @@ class EnvironmentActor:
             try:
                 # By value: the queue stores it as its own, so that it outlives this actor.
                 call = self._queue.put.remote(settings.actor_id, columns, summaries)
-                taken: list[bool] = await asyncio.wait_for(call, settings.queue_deadline_s)
+                taken: list[bool] = await within(settings.queue_deadline_s, call)
                 return taken
             except (RayError, TimeoutError) as error:
                 logger.warning("put, attempt %d: %s", attempt, describe(error))
@@ -314,10 +315,7 @@ class EnvironmentActor:
 
     async def _wait_for(self, event: asyncio.Event) -> None:
         event.clear()
-        try:
-            await asyncio.wait_for(event.wait(), self._settings.poll_s)
-        except TimeoutError:
-            return
+        await is_set_within(self._settings.poll_s, event)
 
 
 def _load_tokenizer(path: str) -> ChatTokenizer:

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
+from actors.environment.bounded import describe
 from actors.environment.protocol import (
     Action,
     Message,
@@ -34,6 +36,8 @@ from actors.trajectory import Task
 TRY_AGAIN = "Not correct. Try again."
 _ANSWER_OPEN = "<answer>"
 _ANSWER_CLOSE = "</answer>"
+
+logger = logging.getLogger(__name__)
 
 Item = Mapping[str, Any]
 
@@ -139,22 +143,38 @@ class ReasoningGymEnvironment:
         )
 
 
+class _ScorerFailed(Exception):
+    """A family's scorer raised; `__cause__` is what."""
+
+
 def _score(scorer: Any, answer: str, item: Item) -> float:
-    # The families' scorers document no exceptions and raise many kinds on odd answers.
     try:
-        return float(scorer.score_answer(answer, entry=item))
-    except Exception as error:
-        if _scores_truth(scorer, item):
-            return 0.0
-        raise RewardError(f"score_answer raised {type(error).__name__}") from error
+        return _ask_scorer(scorer, answer, item)
+    except _ScorerFailed as failure:
+        if not _scores_truth(scorer, item):
+            raise RewardError(f"score_answer: {failure}") from failure
+        logger.debug("an answer that its scorer cannot read scores 0", exc_info=failure)
+        return 0.0
 
 
 def _scores_truth(scorer: Any, item: Item) -> bool:
     """Whether the scorer works on this item's own answer."""
-    try:
-        return item["answer"] is not None and scorer.score_answer(item["answer"], entry=item) > 0
-    except Exception:
+    if item["answer"] is None:
         return False
+    try:
+        return _ask_scorer(scorer, item["answer"], item) > 0
+    except _ScorerFailed:
+        # `_score` tells of the failure that made it ask; this one only says whose fault it was.
+        return False
+
+
+def _ask_scorer(scorer: Any, answer: str, item: Item) -> float:
+    """Call a family's own code, in this one place. Raises: _ScorerFailed."""
+    try:
+        return float(scorer.score_answer(answer, entry=item))
+    except Exception as error:
+        # A stranger's code: the scorers document no exceptions and raise many on odd answers.
+        raise _ScorerFailed(describe(error)) from error
 
 
 def _load(task: Task) -> tuple[Any, Item]:

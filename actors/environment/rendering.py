@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import jinja2
+import jinja2.meta
 import numpy as np
 
 from actors.environment.protocol import Message, Role, ToolSchema
@@ -233,6 +234,22 @@ class ChatRenderer:
         while end and token_ids[end - 1] in self._end_ids:
             end -= 1
         return self._tokenizer.decode(list(token_ids[:end]), skip_special_tokens=False)
+
+
+def template_variables(template: object) -> frozenset[str] | None:
+    """The variables that a chat template is given from outside; None where they cannot be told.
+
+    Args: template: Jinja's text. Several templates by name, or none, cannot be told.
+    Example: template_variables("{% if enable_thinking %}…{% endif %}") -> {"enable_thinking"}
+    """
+    if not isinstance(template, str):
+        return None
+    language = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return frozenset(jinja2.meta.find_undeclared_variables(language.parse(template)))
+    except jinja2.TemplateError:
+        # Tags that only the tokenizer's own library knows.
+        return None
 
 
 def _for_template(message: Message) -> dict[str, Any]:

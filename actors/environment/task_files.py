@@ -80,9 +80,9 @@ def write_tasks(path: str | Path, tasks: Sequence[Task]) -> None:
             os.fsync(file.fileno())
         os.chmod(aside, 0o644)
         os.replace(aside, path)
-    except BaseException:
+    finally:
+        # Still there only where the writing failed.
         Path(aside).unlink(missing_ok=True)
-        raise
 
 
 def generate_reasoning_gym_tasks(

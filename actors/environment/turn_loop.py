@@ -8,6 +8,7 @@ were sent and that came back. Called by the environment actor for each assignmen
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from actors.environment.bounded import CallFailed, CallTimedOut, bounded, describe
+from actors.environment.fault_log import FaultLog
 from actors.environment.protocol import (
     Action,
     Environment,
@@ -49,6 +51,8 @@ from actors.trajectory import (
 _POLICY_GRACE_S = 2.0
 _CLOSE_LIMIT_S = 5.0
 _RESCORE_DELAYS_S = (0.1, 0.5)
+# One for the process: its episodes share an environment, and so its faults.
+_faults = FaultLog(logging.getLogger(__name__))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,8 @@ async def play_episode(
         end = _Ended(Outcome.MAX_TURNS, f"no end after {settings.max_turns} turns")
     except _Ended as ended:
         end = ended
+        if isinstance(ended.__cause__, CallFailed | RenderError):
+            _faults.tell(f"{assignment.trajectory_id}: {ended.outcome}: {ended}", ended.__cause__)
     except asyncio.CancelledError:
         end = _Ended(Outcome.CANCELLED, "the episode's task was cancelled")
     trajectory = episode.trajectory(end)

@@ -15,7 +15,7 @@ import ray
 import torch.distributed as dist
 from ray.actor import ActorHandle
 
-from actors.batch import Float32s, Int32s, RankShard
+from actors.batch import Float32s, RankShard
 from actors.trainer.checkpoint import Progress
 from actors.trainer.memory import keep_freed_memory
 from actors.trainer.process_group import Rendezvous, connect_store, free_port, open_store
@@ -78,8 +78,8 @@ class TrainerRankActor:
     def train_step(self, shard: RankShard) -> StepStats:
         return self._joined.train_step(shard)
 
-    def logprobs(self, token_ids: Int32s, num_prompt: int) -> Float32s:
-        return self._joined.logprobs(token_ids, num_prompt=num_prompt)
+    def parity_logprobs(self) -> Float32s:
+        return self._joined.parity_logprobs()
 
     def put_weights(self) -> tuple[PublishedGroup, ...]:
         """Put the packed weights into the object store; rank 0 returns them, the others nothing."""

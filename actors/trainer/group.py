@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
@@ -22,7 +21,8 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.batch import Float32s, Int32s
+from actors.batch import Float32s
+from actors.deadline import within
 from actors.trainer.actor import RankPlace, TrainerRankActor
 from actors.trainer.checkpoint import CheckpointError, Progress
 from actors.trainer.process_group import LOOPBACK, Rendezvous
@@ -144,24 +144,14 @@ class TrainerGroup:
         await _answer(board.publish.remote(epoch, version, groups), timeout_s)
         return groups
 
-    async def parity(self, token_ids: Int32s, num_prompt: int, logprobs: Float32s) -> float:
-        """Compare an engine's log-probabilities with the ranks' own.
+    async def parity_logprobs(self) -> Float32s:
+        """Score `weights.parity.parity_tokens` with the weights as they are: [16] float32, nats.
 
-        Args: token_ids: [P + A] int32, prompt and sampled. num_prompt: P. logprobs: [A] float32,
-            nats, the engine's, at the run's temperature.
-        Returns: max |trainer - engine|, nats; 0 when nothing was sampled.
-        Raises: ValueError when the lengths do not fit; TrainerRankLost.
+        Raises: TrainerRankLost.
         """
-        num_sampled = int(token_ids.shape[0]) - num_prompt
-        if num_prompt < 1 or num_sampled != logprobs.shape[0]:
-            raise ValueError(
-                f"trainer: got {logprobs.shape[0]} log-probabilities for {num_sampled} tokens "
-                f"behind a prompt of {num_prompt}, expected one each and a prompt"
-            )
-        own = (
-            await self._on_all("logprobs", token_ids, num_prompt, timeout_s=self.deadlines.parity_s)
-        )[0]
-        return float(np.max(np.abs(own - logprobs), initial=0.0))
+        found = await self._on_all("parity_logprobs", timeout_s=self.deadlines.parity_s)
+        logprobs: Float32s = found[0]
+        return logprobs
 
     async def save(self, step: int, *, version: int, epoch: int, extra_json: str = "{}") -> Path:
         """Write a checkpoint; return its directory once it counts.
@@ -194,7 +184,16 @@ class TrainerGroup:
         except TrainerRankLost:
             return
         finally:
-            self._kill()
+            self.kill()
+
+    def kill(self) -> None:
+        """End the ranks at once, whatever they do."""
+        for rank in self._ranks:
+            ray.kill(rank, no_restart=True)
+        self._ranks = []
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+            self._placement = None
 
     async def _actor_options(self, timeout_s: float) -> dict[str, Any]:
         options: dict[str, Any] = {"num_cpus": self._cpus_per_rank, "max_restarts": 0}
@@ -205,7 +204,7 @@ class TrainerGroup:
         try:
             await _answer(self._placement.ready(), timeout_s)
         except TimeoutError as error:
-            self._kill()
+            self.kill()
             raise TrainerRankLost(
                 0, "start", f"no {self.settings.num_ranks} x {bundle} within {timeout_s} s"
             ) from error
@@ -238,7 +237,11 @@ class TrainerGroup:
         if not calls:
             raise RuntimeError(f"trainer: {method} on a group that is not running; start it")
         answers = [asyncio.wrap_future(call.future()) for call in calls]
-        await asyncio.wait(answers, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        try:
+            await asyncio.wait(answers, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            _abandon(answers)
+            raise
         if any(answer.done() and _agreed_error(answer) is not None for answer in answers):
             # The others are raising the same.
             await asyncio.wait(answers, timeout=_GRACE_S)
@@ -250,24 +253,15 @@ class TrainerGroup:
         # A peer's broken connection often shows before the death that broke it.
         await asyncio.wait(answers, timeout=_BLAME_S)
         lost = _blame(method, answers, timeout_s)
-        self._kill()
-        for answer in answers:
-            answer.add_done_callback(_ignore_result)
+        self.kill()
+        _abandon(answers)
         raise lost
-
-    def _kill(self) -> None:
-        for rank in self._ranks:
-            ray.kill(rank, no_restart=True)
-        self._ranks = []
-        if self._placement is not None:
-            remove_placement_group(self._placement)
-            self._placement = None
 
 
 async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
     """Await a Ray call; an error raised by the callee comes out as itself."""
     try:
-        return await asyncio.wait_for(call, timeout_s)
+        return await within(timeout_s, call)
     except RayTaskError as error:
         raise error.cause from error
 
@@ -296,8 +290,13 @@ def _agreed_error(answer: asyncio.Future[Any]) -> Exception | None:
     return cause if isinstance(cause, _AGREED) else None
 
 
+def _abandon(answers: Sequence[asyncio.Future[Any]]) -> None:
+    for answer in answers:
+        answer.add_done_callback(_ignore_result)
+
+
 def _ignore_result(answer: asyncio.Future[Any]) -> None:
-    """Read the error of a killed rank's call, which nobody awaits any more."""
+    """Read the error of a rank's call, which nobody awaits any more."""
     if not answer.cancelled():
         answer.exception()
 

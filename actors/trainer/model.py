@@ -24,10 +24,9 @@ _HEAD_TOLERANCE = 1e-4
 class PolicyModel(nn.Module):
     """A causal model whose forward returns what the loss needs, and no logits."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, temperature: float, logprob_chunk: int):
+    def __init__(self, causal_lm: PreTrainedModel, *, logprob_chunk: int):
         super().__init__()
         self.causal_lm = causal_lm
-        self.temperature = temperature
         self.logprob_chunk = logprob_chunk
 
     def forward(
@@ -37,6 +36,8 @@ class PolicyModel(nn.Module):
         layout: PackedLayout,
         loss_positions: Tensor,
         targets: Tensor,
+        *,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         """Score the targets of one packed row.
 
@@ -53,14 +54,12 @@ class PolicyModel(nn.Module):
             body.last_hidden_state[0].index_select(0, loss_positions),
             targets,
             output_head=self.causal_lm.get_output_embeddings(),
-            temperature=self.temperature,
+            temperature=temperature,
             chunk_tokens=self.logprob_chunk,
         )
 
 
-def load_policy(
-    model: str, *, temperature: float, logprob_chunk: int, gradient_checkpointing: bool
-) -> PolicyModel:
+def load_policy(model: str, *, logprob_chunk: int, gradient_checkpointing: bool) -> PolicyModel:
     """Load a Hugging Face causal model in float32 on the CPU, with packed attention.
 
     Args: model: directory or hub name.
@@ -78,7 +77,7 @@ def load_policy(
     check_output_head(causal_lm)
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = PolicyModel(causal_lm, temperature=temperature, logprob_chunk=logprob_chunk)
+    policy = PolicyModel(causal_lm, logprob_chunk=logprob_chunk)
     # transformers checkpoints a layer only in training mode; without dropout the mode is else idle.
     policy.train(gradient_checkpointing)
     return policy

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.batch import Float32s, Int32s, Minibatch, RankShard
+from actors.batch import Float32s, Minibatch, RankShard
 from actors.trainer import checkpoint
 from actors.trainer.loss import (
     MAX_NAMES,
@@ -43,6 +43,7 @@ from actors.trainer.shard_check import PolicyTooOld, ShardRefused, check_shard, 
 from actors.trainer.skipped import save_skipped
 from actors.trainer.statistics import PhaseSeconds, StepStats, UpdateSums, summarize_step
 from actors.weights.buffers import WeightGroup
+from actors.weights.parity import parity_tokens
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = {ParamDtype.FLOAT32: torch.float32, ParamDtype.BFLOAT16: torch.bfloat16}
@@ -101,7 +102,6 @@ class TrainerRank:
         )
         self.policy = load_policy(
             settings.model,
-            temperature=settings.temperature,
             logprob_chunk=settings.logprob_chunk,
             gradient_checkpointing=settings.gradient_checkpointing,
         )
@@ -147,16 +147,11 @@ class TrainerRank:
             seconds=clock.read(),
         )
 
-    def logprobs(self, token_ids: Int32s, *, num_prompt: int) -> Float32s:
-        """Score the sampled tokens of one sample under the current weights.
-
-        Args: token_ids: [P + A] int32, prompt and sampled. num_prompt: P.
-        Returns: [A] float32, nats, at the run's temperature.
-        Raises: ValueError for an empty prompt.
-        """
-        row = row_tensors(scoring_row(token_ids, num_prompt=num_prompt), device=self.device)
+    def parity_logprobs(self) -> Float32s:
+        """Score `weights.parity.parity_tokens` at temperature 1: [16] float32, nats."""
+        row = row_tensors(scoring_row(parity_tokens(self.vocab_size)), device=self.device)
         with torch.no_grad():
-            logprobs, _ = self._forward(row)
+            logprobs, _ = self._forward(row, temperature=1.0)
         for module in self._sharded:
             # Without a backward pass the gathered weights would stay, and the next forward after
             # an update would still read them.
@@ -234,9 +229,14 @@ class TrainerRank:
                 "denominators or numbers of micro-batches, expected the same on every rank"
             )
 
-    def _forward(self, row: RowTensors) -> tuple[Tensor, Tensor]:
+    def _forward(self, row: RowTensors, *, temperature: float) -> tuple[Tensor, Tensor]:
         current, entropies = self.policy(
-            row.token_ids, row.position_ids, row.layout, row.loss_positions, row.targets
+            row.token_ids,
+            row.position_ids,
+            row.layout,
+            row.loss_positions,
+            row.targets,
+            temperature=temperature,
         )
         return current, entropies
 
@@ -282,7 +282,7 @@ class TrainerRank:
             row = row_tensors(micro_batch, device=self.device)
             self._sync_gradients(is_last=number == len(minibatch.micro_batches) - 1)
             clock.charge("prepare")
-            current, entropies = self._forward(row)
+            current, entropies = self._forward(row, temperature=self.settings.temperature)
             terms = MicroBatchTerms(
                 current_logprobs=current,
                 behaviour_logprobs=row.behaviour_logprobs,

@@ -1,6 +1,6 @@
 """A packed row as tensors on the rank's device, with its attention layout.
 
-Pure; called by `TrainerRank` for training rows and for the parity check's single sample.
+Pure; called by `TrainerRank` for training rows and for the text of the parity check.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RowTensors:
 def row_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
     """Copy a micro-batch to the device. A row without tokens becomes one untrained token."""
     if not row.num_tokens:
-        row = scoring_row(np.zeros(1, dtype=np.int32), num_prompt=1)
+        row = scoring_row(np.zeros(1, dtype=np.int32))
 
     def ints(values: NDArray[np.int32]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -60,27 +60,20 @@ def row_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
     )
 
 
-def scoring_row(token_ids: Int32s, *, num_prompt: int) -> MicroBatch:
-    """Make a row of one sample whose tokens after the prompt are scored.
+def scoring_row(token_ids: Int32s) -> MicroBatch:
+    """Make a row of one sample, every token but the first scored behind its predecessors.
 
-    Args: token_ids: [P + A] int32. num_prompt: P, at least 1.
-    Returns: a row with M = A.
-    Raises: ValueError for a prompt that is empty or longer than the sample.
+    Args: token_ids: [T] int32, T at least 1. Returns: a row with M = T - 1.
     """
     num_tokens = int(token_ids.shape[0])
-    if not 1 <= num_prompt <= num_tokens:
-        raise ValueError(
-            f"trainer: got a prompt of {num_prompt} of {num_tokens} tokens, expected at least 1 "
-            "and at most all; a token can only be scored behind another"
-        )
-    num_scored = num_tokens - num_prompt
+    num_scored = num_tokens - 1
     zeros: Float32s = np.zeros(num_scored, dtype=np.float32)
     return MicroBatch(
         token_ids=token_ids,
         position_ids=np.arange(num_tokens, dtype=np.int32),
         sample_lengths=np.array([num_tokens], dtype=np.int32),
-        loss_positions=np.arange(num_prompt - 1, num_tokens - 1, dtype=np.int32),
-        targets=token_ids[num_prompt:],
+        loss_positions=np.arange(num_scored, dtype=np.int32),
+        targets=token_ids[1:],
         behaviour_logprobs=zeros,
         advantages=zeros,
         sampled_versions=np.zeros(num_scored, dtype=np.int32),

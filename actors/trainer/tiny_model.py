@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def build_tiny_model(
         scratch = Path(scratch_name)
         made = scratch / "new"
         # A generator of its own: building must not move the caller's random numbers.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _one_thread():
             torch.manual_seed(seed)
             report = _write_model(
                 made,
@@ -161,6 +162,17 @@ def _write_model(
         "first_loss": _mean(losses[:5]),
         "last_loss": _mean(losses[-5:]),
     }
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices this small gain nothing by threads, and on busy cores they wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _mean(values: tuple[float, ...]) -> float | None:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import ray
 
+from actors.deadline import is_set_within
 from actors.trajectory import RolloutAssignment, TrajectorySummary
 from actors.trajectory_queue.columns import TrajectoryColumns
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
@@ -161,9 +162,7 @@ class TrajectoryQueue:
             left = deadline - loop.time()
             if found or left <= 0:
                 return found
-            try:
-                await asyncio.wait_for(self._changed.wait(), left)
-            except TimeoutError:
+            if not await is_set_within(left, self._changed):
                 return find()
 
 

@@ -159,7 +159,7 @@ class Group:
     @property
     def num_usable(self) -> int:
         """Finished rollouts whose return may stand in the baseline."""
-        return sum(self._is_usable(rollout) for rollout in self.rollouts.values())
+        return sum(self.is_usable(rollout) for rollout in self.rollouts.values())
 
     def finished(self) -> list[Rollout]:
         return [r for r in self.rollouts.values() if r.state is RolloutState.FINISHED]
@@ -206,7 +206,8 @@ class Group:
             rollouts=rollouts,
         )
 
-    def _is_usable(self, rollout: Rollout) -> bool:
+    def is_usable(self, rollout: Rollout) -> bool:
+        """Whether a rollout has finished with a return that may stand in the baseline."""
         if rollout.summary is None:
             return False
         is_masked = self.policy.disposition(rollout.summary.outcome) is Disposition.MASK

@@ -8,6 +8,7 @@ from typing import Any
 
 from actors.outcomes import OutcomePolicy
 from actors.trajectory import TrajectorySummary
+from actors.trajectory_queue.failures import FailedGroups
 from actors.trajectory_queue.groups import GroupSnapshot
 from actors.trajectory_queue.ledger import LedgerCounts, LedgerEvent, LedgerSnapshot
 from actors.trajectory_queue.window import WindowSettings, WindowSnapshot
@@ -102,10 +103,14 @@ class QueueStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
-    """What happened since the last drain, in order. summaries: of every accepted attempt."""
+    """What happened since the last drain, in order. summaries: of every accepted attempt.
+
+    failed_groups: as things stand now, not since the last drain; None: the last group was usable.
+    """
 
     events: tuple[LedgerEvent, ...]
     summaries: tuple[TrajectorySummary, ...]
+    failed_groups: FailedGroups | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from actors.outcomes import OutcomePolicy
 from actors.trajectory import Outcome, RolloutAssignment, TrajectorySummary
+from actors.trajectory_queue.failures import FailureRow
 from actors.trajectory_queue.groups import (
     AttemptEnd,
     BlockRow,
@@ -62,6 +63,7 @@ class QueueState:
         self._waiting_bytes = 0
         self._summaries: list[TrajectorySummary] = []
         self._num_refused = self._num_retries = self._num_replaced_groups = 0
+        self._failures = FailureRow()
         self._released: set[str] = set()
         self._is_ended = False
         self._news = 0
@@ -148,6 +150,8 @@ class QueueState:
         del self._handed_out[rollout.rollout_id]
         self._summaries.append(summary)
         self._after_attempt(rollout, summary.outcome, group.end_attempt(rollout, summary, payload))
+        if not group.is_usable(rollout):
+            self._failures.add_attempt(summary.outcome, detail=summary.detail, task=group.task)
         self._close_if_done(group)
         return True
 
@@ -161,7 +165,7 @@ class QueueState:
         held = [r for r in map(self._find, list(self._handed_out)) if r and r.actor_id == actor_id]
         for rollout in held:
             del self._handed_out[rollout.rollout_id]
-        self._fail(held)
+        self._fail(held, detail="its environment actor died")
         return len(held)
 
     def take_step(self) -> tuple[int, list[Group]] | None:
@@ -217,7 +221,7 @@ class QueueState:
         given_back = () if first is None else self._give_back(first)
         for rollout in rollouts:
             self._waiting_bytes -= self._waiting.pop(rollout.rollout_id)
-        self._fail(rollouts)
+        self._fail(rollouts, detail="its payload was lost")
         return given_back
 
     def publish(self, version: int) -> None:
@@ -238,7 +242,11 @@ class QueueState:
 
     def drain(self) -> Drained:
         summaries, self._summaries = self._summaries, []
-        return Drained(events=tuple(self._ledger.drain()), summaries=tuple(summaries))
+        return Drained(
+            events=tuple(self._ledger.drain()),
+            summaries=tuple(summaries),
+            failed_groups=self._failures.look(),
+        )
 
     def stats(self) -> QueueStats:
         taken = [g for g in self._groups.values() if self._window.is_taken(g.number)]
@@ -327,14 +335,15 @@ class QueueState:
             self._wait(rollout)
         return self._window.roll_back(first)
 
-    def _fail(self, rollouts: Iterable[Rollout]) -> None:
+    def _fail(self, rollouts: Iterable[Rollout], *, detail: str) -> None:
         for rollout in rollouts:
             # The rollout before it may have closed their group, and then this one has left too.
             if self._find(rollout.rollout_id) is None or rollout.state is RolloutState.GONE:
                 continue
             group = self._group_of(rollout)
-            end = rollout.fail(Outcome.INFRASTRUCTURE_ERROR, group.policy)
-            self._after_attempt(rollout, Outcome.INFRASTRUCTURE_ERROR, end)
+            outcome = Outcome.INFRASTRUCTURE_ERROR
+            self._after_attempt(rollout, outcome, rollout.fail(outcome, group.policy))
+            self._failures.add_attempt(outcome, detail=detail, task=group.task)
             self._close_if_done(group)
 
     def _after_attempt(self, rollout: Rollout, outcome: Outcome, end: AttemptEnd) -> None:
@@ -357,7 +366,9 @@ class QueueState:
             return
         self._closed.add(group.number)
         self._news += 1
-        if group.num_usable < self.settings.min_group_size:
+        is_usable = group.num_usable >= self.settings.min_group_size
+        self._failures.add_group(is_usable=is_usable)
+        if not is_usable:
             self._num_replaced_groups += 1
             self._evict_group(group, EvictionReason.GROUP_TOO_SMALL)
 

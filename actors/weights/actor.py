@@ -17,12 +17,13 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 
+from actors.batch import Float32s
+from actors.deadline import is_set_within, within
 from actors.weights.board import (
     Board,
     BoardStatus,
     Command,
     CommandKind,
-    ParitySample,
     Publication,
     PublishedGroup,
     PublishReport,
@@ -169,7 +170,7 @@ class WeightBoard:
         epoch: int,
         version: int,
         load_s: float,
-        parity: ParitySample | None,
+        parity: Float32s | None,
     ) -> None:
         """A replica has loaded (epoch, version)."""
         self._board.report(
@@ -198,7 +199,7 @@ class WeightBoard:
             if (actor := self._actors.get(replica_id)) is None:
                 continue
             try:
-                await asyncio.wait_for(actor.__ray_ready__.remote(), PROBE_TIMEOUT_S)
+                await within(PROBE_TIMEOUT_S, actor.__ray_ready__.remote())
             except ActorDiedError:
                 await self.leave(replica_id)
             except (TimeoutError, RayError):
@@ -206,7 +207,7 @@ class WeightBoard:
                 continue
 
     async def _adopt(self, group: PublishedGroup) -> PublishedGroup:
-        buffer = await asyncio.wait_for(group.buffer, ADOPT_TIMEOUT_S)
+        buffer = await within(ADOPT_TIMEOUT_S, group.buffer)
         # In a thread: copying gigabytes would hold up every heartbeat.
         own = await asyncio.to_thread(ray.put, buffer)
         return PublishedGroup(manifest=group.manifest, checksum=group.checksum, buffer=own)
@@ -216,10 +217,7 @@ class WeightBoard:
         self._changed = asyncio.Event()
 
     async def _wait_for_change(self, timeout_s: float) -> None:
-        try:
-            await asyncio.wait_for(self._changed.wait(), max(timeout_s, 0.0))
-        except TimeoutError:
-            return
+        await is_set_within(timeout_s, self._changed)
 
 
 def start_board(*, name: str | None = None, apply_limit_s: float = 120.0) -> ActorHandle:

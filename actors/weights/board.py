@@ -13,25 +13,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from actors.batch import Float32s
 from actors.weights.errors import RendezvousNeeded, StaleEpoch, StaleVersion
 from actors.weights.manifest import WeightManifest
 
 # How long a replica is believed after the poll that it promised to end; more than one poll, since
 # a replica counts its lease from the last poll that was answered.
 POLL_GRACE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParitySample:
-    """Tokens that an engine sampled from a fixed prompt right after loading a version.
-
-    The trainer recomputes `logprobs` ([A] nats, processed at `temperature`) from its own weights.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    temperature: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +71,7 @@ class Command:
 class ReplicaReport:
     """A replica as the board sees it. load_s: seconds that its last load took.
 
-    silent_s: seconds since it was last heard.
+    parity: how it scores `parity.parity_tokens` since then. silent_s: seconds since it was heard.
     """
 
     replica_id: str
@@ -91,7 +79,7 @@ class ReplicaReport:
     version: int | None
     num_workers: int
     load_s: float
-    parity: ParitySample | None
+    parity: Float32s | None
     silent_s: float
 
 
@@ -130,7 +118,7 @@ class _Replica:
     epoch: int | None = None
     version: int | None = None
     load_s: float = 0.0
-    parity: ParitySample | None = None
+    parity: Float32s | None = None
 
 
 class Board:
@@ -223,7 +211,7 @@ class Board:
         *,
         version: int,
         load_s: float,
-        parity: ParitySample | None,
+        parity: Float32s | None,
         now: float,
     ) -> None:
         """A replica holds (epoch, version). Of a replica that was forgotten: ignored."""

@@ -24,6 +24,7 @@ from ray.serve.config import ProxyLocation, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
+from actors.deadline import within
 from actors.policy import (
     GenerateReply,
     GenerateRequest,
@@ -74,7 +75,7 @@ class InferenceReplica:
         self._is_applying = False
         await self._engine.start()
         this_actor = ray.get_runtime_context().current_actor
-        await asyncio.wait_for(board.join.remote(self._name, this_actor), RPC_TIMEOUT_S)
+        await within(RPC_TIMEOUT_S, board.join.remote(self._name, this_actor))
         while self._engine.version is None:
             await self._pull()
         self._pulling = asyncio.create_task(self._pull_forever())
@@ -191,15 +192,14 @@ class InferenceReplica:
             self._name, engine.epoch, engine.version, POLL_S, engine.num_workers
         )
         sent_at = time.monotonic()
-        work = await asyncio.wait_for(reference, POLL_S + RPC_TIMEOUT_S)
+        work = await within(POLL_S + RPC_TIMEOUT_S, reference)
         self._heard_at = sent_at
         return work
 
     async def _load(self, publication: Publication) -> None:
         started = time.monotonic()
-        buffers = await asyncio.wait_for(
-            asyncio.gather(*(group.buffer for group in publication.groups)), FETCH_TIMEOUT_S
-        )
+        fetching = asyncio.gather(*(group.buffer for group in publication.groups))
+        buffers = await within(FETCH_TIMEOUT_S, fetching)
         await self._engine.apply(publication, buffers)
         await self._report(publication.epoch, publication.version, started=started)
 
@@ -211,16 +211,18 @@ class InferenceReplica:
             if command.kind is CommandKind.FINISH and command.version is not None:
                 await self._report(command.epoch, command.version, started=started)
         except PolicyUnavailable as failure:
+            # The board gets the sentence, the replica's log the traceback.
+            logger.exception("inference: command %s failed", command.kind.value)
             error = str(failure)
         reference = self._board.acknowledge.remote(self._name, command.sequence, error)
-        await asyncio.wait_for(reference, RPC_TIMEOUT_S)
+        await within(RPC_TIMEOUT_S, reference)
 
     async def _report(self, epoch: int, version: int, *, started: float) -> None:
         load_s = time.monotonic() - started
-        parity = await self._engine.parity_sample()
+        parity = await self._engine.parity_logprobs()
         self._heard_at = time.monotonic()
         reference = self._board.report.remote(self._name, epoch, version, load_s, parity)
-        await asyncio.wait_for(reference, RPC_TIMEOUT_S)
+        await within(RPC_TIMEOUT_S, reference)
 
 
 def deploy_inference(

@@ -23,22 +23,22 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from actors.batch import Float32s
 from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded, PolicyUnavailable
 from actors.trajectory import FinishReason, VersionSpan
-from actors.weights.board import Command, CommandKind, ParitySample, Publication
+from actors.weights.board import Command, CommandKind, Publication
 from actors.weights.buffers import Bytes
+from actors.weights.parity import parity_tokens
 from service.inference.plugin import OWNER_PID_VARIABLE, check_installed, register
 from service.inference.settings import EngineSettings
 from service.inference.weight_transfer import StagedBuffer, update_payload
 
-PARITY_PROMPT_TOKENS = 16
-# Each costs one engine step, and training waits for it after every publish.
-PARITY_SAMPLED_TOKENS = 2
 PARITY_DEADLINE_S = 60.0
 
 
@@ -120,31 +120,22 @@ class PolicyEngine:
             ) from error
         return _reply(output, salt=salt)
 
-    async def parity_sample(self) -> ParitySample:
-        """Sample a few tokens from a fixed prompt, for the trainer to recompute.
+    async def parity_logprobs(self) -> Float32s:
+        """Score `weights.parity.parity_tokens`: [16] float32, nats, at temperature 1.
 
         Raises: PolicyUnavailable.
         """
-        prompt = [(7 * i + 3) % self._vocabulary_size for i in range(PARITY_PROMPT_TOKENS)]
-        prompt = prompt[: self.settings.max_model_len - 1]
-        request = GenerateRequest(
-            trajectory_id="parity",
-            prompt_token_ids=np.asarray(prompt, dtype=np.int32),
-            max_tokens=PARITY_SAMPLED_TOKENS,
-            temperature=self.settings.temperature,
-            deadline_s=PARITY_DEADLINE_S,
-            cache_salt=f"parity:{self.epoch}:{self.version}:{next(self._request_ids)}",
-        )
+        prompt = parity_tokens(self._vocabulary_size).tolist()
+        salt = f"parity:{self.epoch}:{self.version}:{next(self._request_ids)}"
         try:
-            reply = await self.generate(request)
-        except PolicyDeadlineExceeded as error:
-            raise PolicyUnavailable("inference: no parity sample in time") from error
-        return ParitySample(
-            prompt_token_ids=tuple(prompt),
-            token_ids=tuple(reply.token_ids.tolist()),
-            logprobs=tuple(reply.logprobs.tolist()),
-            temperature=self.settings.temperature,
-        )
+            async with asyncio.timeout(PARITY_DEADLINE_S):
+                output = await self._sample(prompt, _scoring_params(), salt=salt)
+        except TimeoutError as error:
+            raise PolicyUnavailable("inference: no answer to the parity check in time") from error
+        scores = output.prompt_logprobs
+        assert isinstance(scores, FlatLogprobs)
+        # The first token has nothing before it, and no score.
+        return np.asarray(scores.logprobs, dtype=np.float32)
 
     async def _sample(
         self, prompt: list[int], params: SamplingParams, *, salt: str
@@ -245,8 +236,9 @@ class PolicyEngine:
     async def _failure_ends_engine(self) -> AsyncIterator[None]:
         try:
             yield
-        # vLLM raises a bare Exception for whatever went wrong in its worker.
         except Exception as error:
+            # vLLM's own boundary: its client raises a bare Exception with the worker's text,
+            # whatever went wrong there, and any of it leaves the engine half loaded.
             self._broken = f"a weight update failed: {type(error).__name__}: {error}"
             # Those that wait for admission learn it at once, those in flight when it is gone.
             self._admission.set()
@@ -294,6 +286,18 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
         max_tokens=request.max_tokens,
         stop_token_ids=list(settings.stop_token_ids),
         logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _scoring_params() -> SamplingParams:
+    """One token must be sampled; the prompt's own scores are what is asked for."""
+    return SamplingParams(
+        temperature=1.0,
+        max_tokens=1,
+        prompt_logprobs=0,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,

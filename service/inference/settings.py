@@ -29,7 +29,6 @@ class EngineSettings:
     weight_backend: object_store works everywhere; nccl and ipc are vLLM's own for CUDA.
     max_ongoing_requests: streams that Serve lets into one replica; each carries many requests.
     engine_threads: CPU threads of one engine process.
-    temperature: the training temperature, at which the parity sample is drawn.
     reset_prefix_cache_on_publish: for lag 0, where no cached block outlives its version.
     max_staleness_s: a replica that lacks the current version for longer is unhealthy.
     seed: of the engine's sampler.
@@ -51,7 +50,6 @@ class EngineSettings:
     gpus_per_replica: float = 0.0
     max_ongoing_requests: int = 4096
     engine_threads: int = 1
-    temperature: float = 1.0
     reset_prefix_cache_on_publish: bool = False
     max_staleness_s: float = 300.0
     graceful_shutdown_s: float = 10.0
@@ -69,11 +67,6 @@ class EngineSettings:
             raise ValueError(
                 f"inference: gpu_memory_utilization is {self.gpu_memory_utilization}, "
                 "expected a ratio above 0 and at most 1"
-            )
-        if self.temperature <= 0:
-            raise ValueError(
-                f"inference: temperature is {self.temperature}, expected above 0; "
-                "training needs log-probabilities of a distribution"
             )
         if self.weight_backend != "object_store" and self.gpus_per_replica == 0:
             raise ValueError(

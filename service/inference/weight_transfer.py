@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +37,13 @@ class StagedBuffer:
     def __init__(self, buffer: Bytes) -> None:
         self.num_bytes = int(buffer.nbytes)
         self._fd = os.memfd_create("rayloom-weights")
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
             view = buffer.data
             written = 0
             while written < self.num_bytes:
                 written += os.write(self._fd, view[written:])
-        except BaseException:
-            self.close()
-            raise
+            on_failure.pop_all()
 
     @property
     def path(self) -> str:

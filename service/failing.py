@@ -1,0 +1,102 @@
+"""When a run gets nowhere: the rule that ends it, and the sentence that says why. Pure.
+
+A run is given up when the last `max_groups` groups in a row could not be trained and this has
+lasted for `grace_s`, so that a server's short absence is borne. What fails while no engine is ready
+is no fault of the environment and does not count; engines that stay away are a lost part.
+Asked by the loop after each drain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.trajectory import Outcome
+from actors.trajectory_queue.failures import FailedGroups
+from service.ports import PartLost
+
+REMEDIES = {
+    Outcome.TRUNCATED_TOKENS: "raise rollouts.max_tokens_per_turn, or ask for shorter answers",
+    Outcome.TRUNCATED_CONTEXT: "raise model.max_context_tokens, or shorten the prompts",
+    Outcome.WALL_TIMEOUT: "look at what it waits for, or raise rollouts.turn_deadline_s",
+    Outcome.STALE: "lower algorithm.max_lag",
+    Outcome.AGENT_ERROR: "look at the model's chat template and rollouts.template_options",
+    Outcome.ENVIRONMENT_ERROR: "mend the environment, or the tasks that it is given",
+    Outcome.REWARD_ERROR: "mend what scores the answers",
+    Outcome.INFRASTRUCTURE_ERROR: "look at the logs of the engines and environment actors",
+    Outcome.EMPTY: "look at the model: it ends its answers before the first token",
+    Outcome.TOKEN_MISALIGNED: "look at the engines: their log-probabilities cannot be used",
+}
+OTHER_REMEDY = "look at the rules of rollouts.outcomes and at algorithm.min_group_size"
+
+
+class NoUsableGroups(Exception):
+    """The run was given up; the text says what failed, how often, and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureLimits:
+    """max_groups: in a row. grace_s: seconds that the row must have lasted.
+
+    min_group_size: usable rollouts that a group of group_size needs. engines_limit_s: seconds that
+    a row of failures may last without any engine ready.
+    """
+
+    max_groups: int
+    grace_s: float
+    min_group_size: int
+    group_size: int
+    engines_limit_s: float
+
+
+class FailureWatch:
+    """Looks at the row of failed groups from time to time. One for an epoch."""
+
+    def __init__(self, limits: FailureLimits) -> None:
+        self._limits = limits
+        self._row: int | None = None
+        self._row_since = 0.0
+        self._num_excused = 0
+        self._away_since: float | None = None
+
+    def look(self, failed: FailedGroups | None, *, num_engines_ready: int, now: float) -> None:
+        """now: seconds of a clock that never goes back.
+
+        Raises: NoUsableGroups; PartLost when it is the engines that stay away.
+        """
+        if failed is None:
+            self._row = self._away_since = None
+            return
+        if failed.num_before != self._row:
+            self._row, self._row_since, self._num_excused = failed.num_before, now, 0
+        if num_engines_ready == 0:
+            self._excuse(failed, now)
+            return
+        self._away_since = None
+        num_counted = failed.num_groups - self._num_excused
+        lasted_s = now - self._row_since
+        if num_counted >= self._limits.max_groups and lasted_s >= self._limits.grace_s:
+            raise NoUsableGroups(_sentence(failed, num_counted, lasted_s, self._limits))
+
+    def _excuse(self, failed: FailedGroups, now: float) -> None:
+        self._away_since = now if self._away_since is None else self._away_since
+        if now - self._away_since > self._limits.engines_limit_s:
+            raise PartLost(
+                f"no engine has been ready for {now - self._away_since:.0f} s, expected one within "
+                f"{self._limits.engines_limit_s:g} s (inference.start_deadline_s)"
+            )
+        # The row begins anew when an engine is back.
+        self._row_since, self._num_excused = now, failed.num_groups
+
+
+def _sentence(failed: FailedGroups, num_groups: int, lasted_s: float, limits: FailureLimits) -> str:
+    ordered = sorted(failed.outcomes.items(), key=lambda item: -item[1])
+    counts = ", ".join(f"{count} {outcome.value}" for outcome, count in ordered)
+    detail = f": {failed.last_detail}" if failed.last_detail else ""
+    return (
+        f"the last {num_groups} groups in a row could not be trained (within {lasted_s:.0f} s): "
+        f"each had fewer usable rollouts than algorithm.min_group_size ({limits.min_group_size} "
+        f"of {limits.group_size}); of their attempts ended {counts}; the last, on task "
+        f"{failed.task_id!r} of {failed.environment!r}, as {failed.last_outcome.value}{detail}; "
+        f"{REMEDIES.get(failed.main_outcome, OTHER_REMEDY)}; "
+        "to bear more, raise rollouts.max_failed_groups"
+    )

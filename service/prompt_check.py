@@ -1,0 +1,111 @@
+"""Whether a run's first prompt can be had: the environment begins a task, the chat template renders
+it, and an answer fits behind it. Plays no turn. Called by `service.preflight`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+from typing import Any
+
+from actors.deadline import within
+from actors.environment.fault_log import origin, place
+from actors.environment.protocol import Environment, Observation
+from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
+from actors.trajectory import Task
+from service.config import Config
+from service.config_file import ConfigError
+from service.task_source import open_tasks
+
+RESET_LIMIT_S = 60.0
+
+
+def check_prompt(config: Config, model_path: str) -> None:
+    """The environment begins an episode, and its first prompt leaves room for an answer.
+
+    Raises: ConfigError.
+    """
+    observation = _first_observation(config)
+    num_prompt = _num_prompt_tokens(config, model_path, observation)
+    room = config.model.max_context_tokens - num_prompt
+    if room < config.rollouts.max_tokens_per_turn:
+        raise ConfigError(
+            f"the first prompt has {num_prompt} tokens and an answer may take "
+            f"{config.rollouts.max_tokens_per_turn} (rollouts.max_tokens_per_turn); expected both "
+            f"within model.max_context_tokens ({config.model.max_context_tokens}); raise that, "
+            "or shorten the prompt or the answer"
+        )
+
+
+def _first_observation(config: Config) -> Observation:
+    name = config.tasks.environment
+    try:
+        make_environment = resolve(name, config.tasks.options)
+    except (UnknownEnvironment, BadEnvironmentOptions, ImportError) as error:
+        raise ConfigError(f"tasks.environment: {error}") from error
+    task = open_tasks(config).task(0)
+    try:
+        found = asyncio.run(_begin(make_environment(), task))
+    except TimeoutError as error:
+        raise ConfigError(
+            f"tasks.environment: {name!r} did not begin task {task.task_id!r} within "
+            f"{RESET_LIMIT_S:.0f} s; look at its reset"
+        ) from error
+    except Exception as error:
+        # The user's own code runs here, in this one place before the start: any type can come.
+        at = place(origin(error))
+        raise ConfigError(
+            f"tasks.environment: {name!r} could not begin task {task.task_id!r}: "
+            f"{type(error).__name__}: {error}{f' ({at})' if at else ''}; mend the task or the "
+            "environment"
+        ) from error
+    if not isinstance(found, Observation):
+        raise ConfigError(
+            f"tasks.environment: reset of {name!r} returned a {type(found).__name__}, expected an "
+            "Observation of actors.environment.protocol"
+        )
+    return found
+
+
+async def _begin(environment: Environment, task: Task) -> object:
+    try:
+        return await within(RESET_LIMIT_S, environment.reset(task))
+    finally:
+        await environment.close()
+
+
+def _num_prompt_tokens(config: Config, model_path: str, observation: Observation) -> int:
+    from transformers import AutoTokenizer
+
+    from actors.environment.rendering import ChatRenderer, RenderError
+
+    options = config.rollouts.template_options
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        _check_template_options(tokenizer, options)
+        renderer = ChatRenderer(tokenizer, template_options=options)
+        return int(renderer.first_prompt(observation.messages, observation.tools).shape[0])
+    except (RenderError, OSError, ValueError) as error:
+        raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error
+
+
+def _check_template_options(tokenizer: Any, options: dict[str, Any]) -> None:
+    """Each option is a variable of the template, which ignores a misspelt one in silence."""
+    from actors.environment.rendering import template_variables
+
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    known = template_variables(tokenizer.chat_template)
+    for name in options:
+        if name in taken:
+            raise ConfigError(
+                f"rollouts.template_options: {name} is the renderer's own; expected variables of "
+                "the model's chat template, such as enable_thinking; remove it"
+            )
+        if known is not None and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else "remove it"
+            raise ConfigError(
+                f"rollouts.template_options: the model's chat template does not look at {name!r}; "
+                f"expected one of {', '.join(sorted(known - taken.keys())) or 'none'}; {remedy}"
+            )

@@ -1,0 +1,80 @@
+"""Ctrl-C and SIGTERM: what the first one does, and what the second one does.
+
+While nothing is running that must be ended in order, the first signal raises KeyboardInterrupt.
+Once something is (`hold`), it only asks, and the second one raises. While everything is being ended
+already (`ignore`), none does. Used by `rayloom train`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+# 128 + SIGINT, as shells have it; what a run that was stopped by a signal exits with.
+EXIT_INTERRUPTED = 130
+
+
+class _Mode(Enum):
+    RAISE = "raise"
+    HOLD = "hold"
+    IGNORE = "ignore"
+
+
+class StopSignals:
+    """Belongs to the main thread, which alone runs signal handlers."""
+
+    def __init__(self) -> None:
+        self._mode = _Mode.RAISE
+        self._num_seen = 0
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a signal came."""
+        return self._num_seen > 0
+
+    def check(self) -> None:
+        """Raises: KeyboardInterrupt when a signal came, also where its own was swallowed.
+
+        Python drops what a handler raises within a finaliser or a callback from C, of which the
+        imports of large packages are full.
+        """
+        if self.is_asked:
+            raise KeyboardInterrupt
+
+    def hold(self) -> None:
+        """From here on the first signal only asks. Raises: KeyboardInterrupt when one came."""
+        self._mode = _Mode.HOLD
+        self.check()
+
+    def ignore(self) -> None:
+        """From here on everything is being ended."""
+        self._mode = _Mode.IGNORE
+
+    def install(self) -> None:
+        """Take the signals; again after something else took them (Ray takes SIGTERM)."""
+        for number in NUMBERS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, _number: int, _frame: Any) -> None:
+        self._num_seen += 1
+        is_first = self._num_seen == 1
+        if self._mode is _Mode.IGNORE or (self._mode is _Mode.HOLD and is_first):
+            return
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopSignals]:
+    """Take the signals, and give them back at the end."""
+    signals = StopSignals()
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    signals.install()
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
