@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from service.config_file import ConfigError
+from service.config.file import ConfigError
 from service.stop_signals import EXIT_INTERRUPTED, stop_signals
 
 app = typer.Typer(
@@ -50,7 +50,7 @@ def train(
     with stop_signals() as signals:
         try:
             # Seconds of imports, which a Ctrl-C may meet too.
-            from service.train_command import TrainRequest, run_training
+            from service.commands.train import TrainRequest, run_training
 
             request = TrainRequest(
                 config_path=config,
@@ -70,7 +70,7 @@ def train(
 @app.command()
 def check(config: ConfigPath, overrides: Overrides = None) -> None:
     """Read CONFIG, check it, and print it with every default filled in."""
-    from service.config_file import dump_config, load_config
+    from service.config.file import dump_config, load_config
 
     typer.echo(dump_config(load_config(config, overrides or ())), nl=False)
 
@@ -81,7 +81,7 @@ def export(
     directory: Annotated[Path, typer.Argument(help="where to write; must not exist")],
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory."""
-    from service.export_command import export_checkpoint
+    from service.commands.export import export_checkpoint
 
     typer.echo(export_checkpoint(source, directory))
 
@@ -96,7 +96,7 @@ def model_tiny(
     ] = None,
 ) -> None:
     """Build a Qwen3-architecture model of about a million parameters with its own tokenizer."""
-    from service.model_command import build_tiny
+    from service.commands.model import build_tiny
 
     typer.echo(build_tiny(directory, seed=seed, tied=not untied, warmup_steps=warmup_steps))
 
@@ -112,7 +112,7 @@ def tasks_reasoning_gym(
     ] = None,
 ) -> None:
     """Write COUNT tasks of a reasoning-gym family."""
-    from service.tasks_command import write_reasoning_gym
+    from service.commands.tasks import write_reasoning_gym
 
     typer.echo(write_reasoning_gym(family, out, count=count, seed=seed, options=options or []))
 
@@ -125,7 +125,7 @@ def tasks_generate(
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Write COUNT tasks of an environment that makes a game from a seed alone."""
-    from service.tasks_command import write_generated
+    from service.commands.tasks import write_generated
 
     typer.echo(write_generated(environment, out, count=count, seed=seed))
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import ray
 
-from service.config import Config
-from service.config_file import ConfigError
-from service.preflight import gpus_wanted
+from service.config.file import ConfigError
+from service.config.preflight import gpus_wanted
+from service.config.tree import Config
 
 MIB = 1 << 20
 NAMESPACE = "rayloom"

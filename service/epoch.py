@@ -19,20 +19,20 @@ from actors.trainer.checkpoint import claim
 from actors.trainer.group import Deadlines, TrainerGroup, TrainerRankLost
 from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
-from service.config import Config
-from service.engines import Engines
-from service.environment_pool import EnvironmentPool, PoolSettings
-from service.loop import Loop, LoopSettings, Parts
-from service.parts import EngineParts, MergeParts, QueueParts, TrainerParts
-from service.ports import PartLost
-from service.recorder import RunRecorder
-from service.settings_of import (
+from service.config.settings_of import (
     environment_settings,
     failure_limits,
     merge_settings,
     queue_settings,
     trainer_settings,
 )
+from service.config.tree import Config
+from service.engines import Engines
+from service.environment_pool import EnvironmentPool, PoolSettings
+from service.loop import Loop, LoopSettings, Parts
+from service.parts import EngineParts, MergeParts, QueueParts, TrainerParts
+from service.ports import PartLost
+from service.recorder import RunRecorder
 from service.status import Phase
 from service.store.run_store import Lease, RunStore
 from service.task_source import open_tasks

@@ -10,9 +10,9 @@ from actors.metrics import Metrics
 from actors.trajectory import Outcome, TrajectorySummary
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import QueueCut, QueueStats
+from service.display.step_line import evaluation_line, step_line
 from service.records import EvaluationRecord, StepRecord
 from service.status import Phase
-from service.step_line import evaluation_line, step_line
 from service.store.run_store import Lease, RunStore, StoredEvent
 
 log = logging.getLogger("rayloom.run")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from service.config import Config
-from service.config_file import ConfigError, dump_config, parse_config
+from service.config.file import ConfigError, dump_config, parse_config
+from service.config.tree import Config
 
 # What must not change between a run and its resumption, because the checkpoint depends on it.
 FIXED_SECTIONS = ("model", "tasks")

@@ -21,7 +21,9 @@ from prometheus_client import start_http_server
 
 from actors.metrics import Metrics
 from actors.trajectory_queue.messages import QueueStats
-from service.config import Config
+from service.config.settings_of import engine_settings
+from service.config.stop_tokens import stop_token_ids
+from service.config.tree import Config
 from service.engines import Engines
 from service.epoch import Epoch, RunPlaces
 from service.failing import NoUsableGroups
@@ -29,9 +31,7 @@ from service.ports import PartLost
 from service.recorder import RunRecorder, configure_logging
 from service.report.page import write_report
 from service.run_dir import RunDir
-from service.settings_of import engine_settings
 from service.status import Phase, RunStatus
-from service.stop_tokens import stop_token_ids
 from service.store.lineage import read_history
 from service.store.run_store import RunStore
 from service.summary import LedgerTotals, summarize_run, write_summary

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from actors.environment.task_files import BadTaskFile, read_tasks
 from actors.environment.tasks import FileTasks, GeneratedTasks, TaskSource
-from service.config import Config
-from service.config_file import ConfigError
+from service.config.file import ConfigError
+from service.config.tree import Config
 
 
 def open_tasks(config: Config) -> TaskSource:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from service.config import Config
-from service.config_file import ConfigError, dump_config, load_config, parse_config
+from service.config.file import ConfigError, dump_config, load_config, parse_config
+from service.config.tree import Config
 
 VETTED = sorted((Path(__file__).parent.parent / "deploy" / "configs").glob("*.yaml"))
 

@@ -13,10 +13,10 @@ from actors.trajectory import Outcome, RolloutAssignment
 from actors.trajectory_queue.failures import FailedGroups
 from actors.trajectory_queue.groups import BlockRow
 from actors.trajectory_queue.queue_state import QueueState
-from service.config_file import parse_config
+from service.config.file import parse_config
+from service.config.settings_of import failure_limits
 from service.failing import FailureLimits, FailureWatch, NoUsableGroups
 from service.ports import PartLost
-from service.settings_of import failure_limits
 
 LIMITS = FailureLimits(
     max_groups=4, grace_s=30.0, min_group_size=2, group_size=8, engines_limit_s=600.0

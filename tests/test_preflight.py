@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from actors.trainer.tiny_model import build_tiny_model
-from service import preflight, run_dir
-from service.config import Config
-from service.config_file import ConfigError, parse_config
+from service import run_dir
+from service.config import preflight
+from service.config.file import ConfigError, parse_config
+from service.config.tree import Config
 
 
 @pytest.fixture(scope="module")

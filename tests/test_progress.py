@@ -13,9 +13,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from service import units
-from service.progress import LineDisplay, LiveDisplay, open_display, step_line
-from service.progress_state import ProgressState
-from service.progress_view import STAGE_STYLES, picture, sparkline
+from service.display.progress import LineDisplay, LiveDisplay, open_display, step_line
+from service.display.progress_state import ProgressState
+from service.display.progress_view import STAGE_STYLES, picture, sparkline
 from service.records import StageSeconds
 from service.status import Phase, RunStatus
 from service.summary import LedgerTotals

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from run_driver import ROOT, Run, running
 
-from service.tasks_command import write_reasoning_gym
+from service.commands.tasks import write_reasoning_gym
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 

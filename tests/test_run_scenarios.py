@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_driver import Run, running, small_config
 
-from service.config_file import load_config
+from service.config.file import load_config
 from service.store.lineage import History
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]

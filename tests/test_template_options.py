@@ -15,10 +15,10 @@ from actors.environment.rendering import template_variables
 from actors.policy import GenerateReply, GenerateRequest
 from actors.trainer.tiny_tokenizer import build_tokenizer
 from actors.trajectory import Task
-from service.config import Config
-from service.config_file import ConfigError, dump_config, parse_config
-from service.prompt_check import check_prompt
-from service.settings_of import environment_settings
+from service.config.file import ConfigError, dump_config, parse_config
+from service.config.prompt_check import check_prompt
+from service.config.settings_of import environment_settings
+from service.config.tree import Config
 
 # As Qwen3's: an answer without thinking begins behind an empty thought.
 THINKING = TEMPLATE.replace(

@@ -55,7 +55,7 @@ def write_reward_png(path: Path, *, history: HistoryLike) -> None:
 def render_report(*, summary: RunSummary, history: HistoryLike, config_text: str) -> str:
     page = _page(summary, history, config_text=config_text)
     environment = Environment(
-        loader=PackageLoader("service", "templates"),
+        loader=PackageLoader("service.report", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -1,8 +1,8 @@
 """The one configuration tree: every setting, its default and its meaning.
 
 Unknown keys are refused, values are frozen, derived values are properties. Nothing heavy is
-imported here. `service.config_file` reads a tree from YAML; `service.preflight` checks it against
-the machine. Pure functions never see the tree: each room has small settings of its own.
+imported here. `file.py` reads a tree from YAML, `preflight.py` checks it against the machine, and
+`settings_of.py` makes of it the small settings of each room: pure functions never see the tree.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 
-from service.progress_state import Line, ProgressState
-from service.progress_view import picture
+from service.display.progress_state import Line, ProgressState
+from service.display.progress_view import picture
+from service.display.step_line import step_line
 from service.status import RunStatus
-from service.step_line import step_line
 
 __all__ = ["Display", "LineDisplay", "LiveDisplay", "open_display", "step_line"]
 

@@ -13,11 +13,11 @@ import typer
 from ray.exceptions import RayError, RayTaskError
 
 from service.cluster import joined
-from service.config import Config
-from service.config_file import load_config
-from service.model_command import build_tiny_for
-from service.preflight import check_before_start, check_model_source
-from service.progress import Display, open_display
+from service.commands.model import build_tiny_for
+from service.config.file import load_config
+from service.config.preflight import check_before_start, check_model_source
+from service.config.tree import Config
+from service.display.progress import Display, open_display
 from service.run_dir import RunDir, check_resumable, create, default_run_dir, write_config
 from service.status import RunStatus
 from service.stop_signals import EXIT_INTERRUPTED, StopSignals

@@ -10,7 +10,7 @@ import yaml
 from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.task_files import BadTaskFile, generate_reasoning_gym_tasks, write_tasks
 from actors.environment.tasks import GeneratedTasks
-from service.config_file import ConfigError
+from service.config.file import ConfigError
 
 
 def write_reasoning_gym(

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from service import units
-from service.progress_state import Line, ProgressState
+from service.display.progress_state import Line, ProgressState
 from service.records import StageSeconds
 from service.status import Phase, RunStatus
 from service.summary import evaluation_reward

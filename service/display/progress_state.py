@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service import units
+from service.display.step_line import evaluation_line, step_line
 from service.records import EvaluationRecord, StageSeconds, StepRecord
 from service.status import Phase, RunStatus
-from service.step_line import evaluation_line, step_line
 
 RATE_WINDOW_S = 15.0
 RECENT_STEPS = 20

@@ -1,5 +1,5 @@
 """Whether a run's first prompt can be had: the environment begins a task, the chat template renders
-it, and an answer fits behind it. Plays no turn. Called by `service.preflight`.
+it, and an answer fits behind it. Plays no turn. Called by `service.config.preflight`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from actors.environment.fault_log import origin, place
 from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
 from actors.trajectory import Task
-from service.config import Config
-from service.config_file import ConfigError
+from service.config.file import ConfigError
+from service.config.tree import Config
 from service.task_source import open_tasks
 
 RESET_LIMIT_S = 60.0

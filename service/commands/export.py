@@ -6,7 +6,7 @@ from pathlib import Path
 
 from actors.trainer import export
 from actors.trainer.checkpoint import CheckpointError, read_manifest
-from service.config_file import ConfigError
+from service.config.file import ConfigError
 from service.run_dir import RunDir
 from service.store.run_store import RunStore
 

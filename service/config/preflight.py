@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from service.config import Config
-from service.config_file import ConfigError
-from service.prompt_check import check_prompt
+from service.config.file import ConfigError
+from service.config.prompt_check import check_prompt
+from service.config.tree import Config
 
 GIB = 1 << 30
 

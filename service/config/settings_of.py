@@ -13,7 +13,7 @@ from actors.outcomes import OutcomePolicy, OutcomeRule
 from actors.trainer.settings import Device, ParamDtype, TrainerSettings, WeightTransport
 from actors.trajectory_queue.messages import QueueSettings
 from actors.trajectory_queue.window import WindowSettings
-from service.config import Config
+from service.config.tree import Config
 from service.failing import FailureLimits
 from service.inference.settings import EngineSettings
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from service.config import Config
+from service.config.tree import Config
 
 
 class ConfigError(Exception):

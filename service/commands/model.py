@@ -7,8 +7,8 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from actors.trainer.tiny_model import WARMUP_STEPS, build_tiny_model
-from service.config import TinyModel
-from service.config_file import ConfigError
+from service.config.file import ConfigError
+from service.config.tree import TinyModel
 
 
 def build_tiny(directory: Path, *, seed: int, tied: bool, warmup_steps: int | None) -> str:
