@@ -1,4 +1,4 @@
-"""The environment actors of one epoch: started, watched, replaced when they die.
+"""The environment actors of one epoch: started, watched, replaced when they die or freeze.
 
 Invariant: a dead actor's rollouts are given back to the queue before its successor starts, so that
 none is lost and none is counted twice.
@@ -18,6 +18,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from actors.deadline import within
 from actors.environment.actor import EnvironmentActor, PolicyFactory
 from actors.environment.settings import EnvironmentActorSettings
 from actors.trajectory import Task, TrajectorySummary
@@ -31,6 +32,8 @@ STOP_DEADLINE_S = 40.0
 # An actor that dies at once, again and again, has a cause that a further start does not mend.
 MAX_EARLY_DEATHS = 5
 SETTLED_AFTER_S = 30.0
+START_DEADLINE_S = 300.0
+PING_EVERY_S = 5.0
 
 
 class OnReplaced(Protocol):
@@ -41,13 +44,17 @@ class OnReplaced(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """settings_of: an actor's settings by its id. epoch: ids never repeat over epochs."""
+    """settings_of: an actor's settings by its id. epoch: ids never repeat over epochs.
+
+    frozen_after_s: an actor that answers nothing for as long is replaced.
+    """
 
     num_actors: int
     settings_of: Callable[[str], EnvironmentActorSettings]
     tokenizer_path: str
     make_policy: PolicyFactory
     epoch: int
+    frozen_after_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +160,39 @@ class EnvironmentPool:
             )
 
     async def _run_to_death(self, member: _Member) -> str:
+        """Return why the actor is of no more use."""
+        ends = [
+            asyncio.create_task(self._until_stopped(member)),
+            asyncio.create_task(self._until_frozen(member)),
+        ]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return next(end for end in ends if end.done()).result()
+        finally:
+            for end in ends:
+                end.cancel()
+
+    async def _until_stopped(self, member: _Member) -> str:
         try:
             await member.actor.run.remote()
         except RayError as error:
-            lines = str(error).strip().splitlines()
-            return lines[-1] if lines else type(error).__name__
+            return _last_line(error)
         return "it stopped by itself"
+
+    async def _until_frozen(self, member: _Member) -> str:
+        limit_s = self._settings.frozen_after_s
+        try:
+            await within(START_DEADLINE_S, member.actor.ping.remote())
+            while True:
+                await within(limit_s, member.actor.ping.remote())
+                await asyncio.sleep(PING_EVERY_S)
+        except TimeoutError:
+            return (
+                f"it answered nothing for {limit_s:g} s; either its process is frozen, or an "
+                "environment blocks the event loop, where it should await"
+            )
+        except RayError as error:
+            return _last_line(error)
 
     def _new_member(self) -> _Member:
         actor_id = f"environment-{self._settings.epoch}-{next(self._numbers)}"
@@ -170,3 +204,8 @@ class EnvironmentPool:
             queue=self._queue_actor,
         )
         return _Member(actor_id=actor_id, actor=actor)
+
+
+def _last_line(error: RayError) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__

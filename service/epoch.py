@@ -181,6 +181,7 @@ class Epoch:
                 tokenizer_path=self._places.model,
                 make_policy=self._engines.make_policy,
                 epoch=self._lease.epoch,
+                frozen_after_s=config.rollouts.frozen_after_s,
             ),
             queue_actor=self._queue_actor,
             queue=self.queue,

@@ -104,8 +104,14 @@ class Run:
 
     def kill_part(self, title: str) -> None:
         """kill -9 one process of a part."""
-        [*_, victim] = self.processes(title)
-        victim.send_signal(signal.SIGKILL)
+        self._newest(title).send_signal(signal.SIGKILL)
+
+    def freeze_part(self, title: str) -> None:
+        """Stop one process of a part without ending it."""
+        self._newest(title).send_signal(signal.SIGSTOP)
+
+    def _newest(self, title: str) -> psutil.Process:
+        return max(self.processes(title), key=psutil.Process.create_time)
 
     def interrupt(self) -> None:
         """Ctrl-C in a terminal: it reaches the whole process group."""

@@ -64,18 +64,20 @@ def test_at_lag_0_the_engines_hold_what_the_trainer_holds_at_every_step(
 
 
 def test_a_run_survives_the_death_of_each_part_and_of_itself(tmp_path: Path) -> None:
-    """kill -9 of an environment actor, an engine, a trainer rank; then of the driver; resume."""
+    """One environment actor is killed, one freezes; kill -9 of an engine, a rank, the driver."""
     steps = 14
     config = small_config(
         tmp_path,
         run={"steps": steps, "evaluate_every": 50},
         algorithm={"max_lag": 1},
-        rollouts={"num_actors": 2, "turn_deadline_s": 90},
+        rollouts={"num_actors": 2, "turn_deadline_s": 90, "frozen_after_s": 10},
     )
     with running(config, tmp_path / "run") as run:
         run.wait_for_step(2, limit_s=START_S)
         run.kill_part("ray::EnvironmentActor")
         run.wait_for_step(4, limit_s=STEP_S)
+        run.freeze_part("ray::EnvironmentActor")
+        run.wait_for_log("answered nothing for 10 s", limit_s=START_S)
         run.kill_part("ray::ServeReplica")
         run.wait_for_step(6, limit_s=START_S)
         run.kill_part("ray::TrainerRankActor")

@@ -109,6 +109,9 @@ class EnvironmentActor:
                 task.cancel()
             self._is_running = False
 
+    async def ping(self) -> None:
+        """Answer; an actor whose event loop stands still does not."""
+
     async def stop(self, *, drain_s: float = 0.0, limit_s: float = 30.0) -> None:
         """Take nothing more; give episodes drain_s to end, cancel the rest, hand all of it over.
 

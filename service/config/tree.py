@@ -71,6 +71,9 @@ class RolloutConfig(Section):
     temperature: Rate = Field(1.0, description="of training rollouts; evaluation uses 0")
     turn_deadline_s: Seconds = Field(60, description="one model call or one environment step")
     episode_deadline_s: Seconds = Field(600, description="one trajectory, from reset to the end")
+    frozen_after_s: Seconds = Field(
+        60, description="an environment actor that answers nothing for as long is replaced"
+    )
     outcomes: dict[Outcome, OutcomeRuleConfig] = Field(
         default_factory=dict, description="rows of the outcome table that differ here"
     )
