@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Annotated
 
 import typer
 
-from service.config.file import ConfigError
+from service.config.file import ConfigError, dump_config, load_config
+from service.config.tree import MAX_SEED
+from service.display.outlet import say
 from service.stop_signals import EXIT_INTERRUPTED, stop_signals
 
 app = typer.Typer(
@@ -40,38 +43,50 @@ def train(
     address: Annotated[
         str | None, typer.Option(help="join this Ray cluster instead of starting a local one")
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="default: runs/NAME-TIME")] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(metavar="DIRECTORY", help="default: runs/NAME-TIME")
+    ] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="go on from its newest checkpoint")
+        str | None, typer.Option(metavar="RUN_DIR", help="go on from its newest checkpoint")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Train by CONFIG until its last step, and write a report."""
     with stop_signals() as signals:
         try:
+            settings = load_config(config, _with_model(overrides or [], model))
+            places = (_place("--run-dir", run_dir), _place("--resume", resume))
             # Seconds of imports, which a Ctrl-C may meet too.
             from service.commands.train import TrainRequest, run_training
 
             request = TrainRequest(
-                config_path=config,
-                overrides=tuple(overrides or ()),
-                model=model,
-                address=address,
-                run_dir=run_dir,
-                resume=resume,
+                config=settings, address=address, run_dir=places[0], resume=places[1]
             )
             code = run_training(request, signals)
         except KeyboardInterrupt:
-            typer.echo("rayloom: interrupted before the run began", err=True)
+            say("rayloom: interrupted before the run began", err=True)
             code = EXIT_INTERRUPTED
     raise typer.Exit(code)
+
+
+def _with_model(overrides: list[str], model: str | None) -> list[str]:
+    """Lay --model over the configuration; quoted, because a name may look like a number."""
+    if model is None:
+        return overrides
+    return [*overrides, f"model.path={json.dumps(model)}", "model.tiny=null"]
+
+
+def _place(option: str, directory: str | None) -> Path | None:
+    if directory is None:
+        return None
+    if not directory.strip():
+        raise ConfigError(f"{option}: got an empty text, expected a directory; name one")
+    return Path(directory)
 
 
 @app.command()
 def check(config: ConfigPath, overrides: Overrides = None) -> None:
     """Read CONFIG, check it, and print it with every default filled in."""
-    from service.config.file import dump_config, load_config
-
     typer.echo(dump_config(load_config(config, overrides or ())), nl=False)
 
 
@@ -89,7 +104,7 @@ def export(
 @model_app.command("tiny")
 def model_tiny(
     directory: Annotated[Path, typer.Argument(help="where to write")],
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED)] = 0,
     untied: Annotated[bool, typer.Option(help="an output head of its own")] = False,
     warmup_steps: Annotated[
         int | None, typer.Option(min=0, help="format warm-up; 0: random weights")
@@ -106,7 +121,7 @@ def tasks_reasoning_gym(
     family: Annotated[str, typer.Argument(help="such as chain_sum")],
     out: Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")],
     count: Annotated[int, typer.Option(min=1)] = 1000,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED)] = 0,
     options: Annotated[
         list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="of the family")
     ] = None,
@@ -122,7 +137,7 @@ def tasks_generate(
     environment: Annotated[str, typer.Argument(help="such as guessing")],
     out: Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")],
     count: Annotated[int, typer.Option(min=1)] = 1000,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED)] = 0,
 ) -> None:
     """Write COUNT tasks of an environment that makes a game from a seed alone."""
     from service.commands.tasks import write_generated

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +15,15 @@ import ray
 from service.config.file import ConfigError
 from service.config.preflight import gpus_wanted
 from service.config.tree import Config
+from service.stop_signals import kept_from_children
 
 MIB = 1 << 20
 NAMESPACE = "rayloom"
+# Of an AF_UNIX socket's path, without its closing zero.
+MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
+_FALLBACK_TEMP_DIR = "/tmp"
+# The longest of Ray's sockets, as its own sessions are named.
+_SESSION = "session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
 
 def cpus_wanted(config: Config) -> float:
@@ -59,7 +67,48 @@ def joined(config: Config, *, address: str | None) -> Iterator[None]:
         ray.shutdown(wait_for_processes=True)
 
 
+def short_temp_dir(asked: str) -> str | None:
+    """Where Ray puts its session; None for its own choice. asked: what it would take.
+
+    Raises: ConfigError when neither that nor /tmp will do.
+    """
+    longest = len(os.fsencode(os.path.join(asked, "ray", _SESSION)))
+    if longest <= MAX_SOCKET_PATH:
+        return None
+    if os.access(_FALLBACK_TEMP_DIR, os.W_OK | os.X_OK):
+        return os.path.join(_FALLBACK_TEMP_DIR, "ray")
+    raise ConfigError(
+        f"the temporary directory {asked} is too long for Ray's sockets ({longest} bytes, expected "
+        f"at most {MAX_SOCKET_PATH}) and {_FALLBACK_TEMP_DIR} cannot be written; set RAY_TMPDIR to "
+        "a shorter path"
+    )
+
+
+def _temp_dir() -> str | None:
+    asked = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or _FALLBACK_TEMP_DIR
+    chosen = short_temp_dir(asked)
+    if chosen is not None:
+        # What the run starts makes sockets of its own, each named after its temporary directory.
+        os.environ["TMPDIR"] = tempfile.tempdir = _FALLBACK_TEMP_DIR
+    return chosen
+
+
 def _start_local(config: Config) -> None:
+    try:
+        with kept_from_children():
+            _init_local(config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        # Ray raises bare ones, for a full disk as for a port that is taken.
+        raise ConfigError(
+            f"a local Ray did not start ({_first_line(error)}); expected it to come up here; look "
+            "into the newest session of its temporary directory, free memory and disk, or "
+            "join a cluster with --address"
+        ) from error
+
+
+def _init_local(config: Config) -> None:
     # Processes share the cores by their thread counts; Ray's own count must only admit them all.
     logical_cpus = max(psutil.cpu_count() or 1, int(cpus_wanted(config)) + 1)
     memory = psutil.virtual_memory().total
@@ -72,6 +121,7 @@ def _start_local(config: Config) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="warning",
+        _temp_dir=_temp_dir(),
         runtime_env={"env_vars": {"PYTHONPATH": _import_path()}},
     )
 
@@ -79,12 +129,15 @@ def _start_local(config: Config) -> None:
 def _join(address: str) -> None:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except Exception as error:
         raise ConfigError(
-            f"--address {address}: no Ray cluster answers there ({first_line}); expected the "
-            "address of a running head node, such as auto or HOST:6379"
+            f"--address {address}: no Ray cluster answers there ({_first_line(error)}); expected "
+            "the address of a running head node, such as auto or HOST:6379"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _check_resources(config: Config) -> None:

@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 
 from actors.environment.actor import PolicyFactory
 from actors.weights.actor import start_board
+from actors.weights.board import BoardStatus
 from service.inference.client import ServePolicyClient
 from service.inference.deployment import (
     delete_inference,
@@ -25,7 +26,7 @@ from service.inference.deployment import (
     wait_ready,
 )
 from service.inference.settings import EngineSettings
-from service.parts import BOARD_DEADLINE_S, answer, num_current
+from service.parts import BOARD_DEADLINE_S, answer, board_status
 from service.ports import PartLost
 
 log = logging.getLogger("rayloom.engines")
@@ -81,11 +82,9 @@ class Engines:
         await _in_thread(wait_ready, self.app_name, timeout_s=deadline_s)
         self._were_ready = True
 
-    async def num_ready(self) -> int:
-        """Engines that hold the current version; 0 before the start. Raises: PartLost."""
-        if self._board is None:
-            return 0
-        return await num_current(self._board)
+    async def status(self) -> BoardStatus | None:
+        """What the weight board knows of the engines; None before it is there. Raises: PartLost."""
+        return None if self._board is None else await board_status(self._board)
 
     async def stop(self) -> None:
         """End the deployment and the board; bounded, also in the middle of the start."""
@@ -101,7 +100,7 @@ class Engines:
 
     async def _is_alive(self, board: ActorHandle) -> bool:
         try:
-            await answer(board.status.remote(), part="weight board", deadline_s=BOARD_DEADLINE_S)
+            await board_status(board)
         except PartLost:
             return False
         return True

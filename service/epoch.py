@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from actors.merge.actor import MergeActor
-from actors.trainer.checkpoint import claim
+from actors.trainer.checkpoint import CheckpointError, claim
 from actors.trainer.group import Deadlines, TrainerGroup, TrainerRankLost
 from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
@@ -44,6 +44,17 @@ class RunPlaces:
 
     model: str
     checkpoints: Path
+
+
+class ParentUnusable(Exception):
+    """The checkpoint that the epoch was to go on from cannot be loaded. directory: its name."""
+
+    def __init__(self, directory: str, reason: str) -> None:
+        super().__init__(directory, reason)
+        self.directory, self.reason = directory, reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class Epoch:
@@ -97,8 +108,8 @@ class Epoch:
     async def run(self) -> None:
         """Start the parts and train, until the end or a stop.
 
-        Raises: PartLost; NoUsableGroups; LeaseLost; CheckpointError for a checkpoint that cannot
-            be read.
+        Raises: PartLost; NoUsableGroups; LeaseLost; TrainerStartFailed for a rank that cannot start
+            however often; ParentUnusable; CheckpointError for one that cannot be written.
         """
         engine_parts = await self._start_unless_stopped()
         if engine_parts is None:
@@ -162,8 +173,7 @@ class Epoch:
         await self._engines.open_epoch(self._lease.epoch)
         try:
             await self._group.start()
-            if self._lease.parent is not None:
-                await self._group.load(Path(self._lease.parent.directory))
+            await self._load_parent()
         except TrainerRankLost as error:
             raise PartLost(str(error)) from error
         engine_parts = EngineParts(
@@ -191,6 +201,15 @@ class Epoch:
         await self._engines.wait_ready(deadline_s=config.inference.start_deadline_s)
         await engine_parts.wait(version)
         return engine_parts
+
+    async def _load_parent(self) -> None:
+        parent = self._lease.parent
+        if parent is None:
+            return
+        try:
+            await self._group.load(self._places.checkpoints / parent.directory)
+        except CheckpointError as error:
+            raise ParentUnusable(parent.directory, str(error)) from error
 
     def _parts(self, engines: EngineParts, pool: EnvironmentPool) -> Parts:
         config = self._config

@@ -47,8 +47,8 @@ class LoopSettings:
     """steps: the last step; first_step: the checkpoint's step + 1, or 1.
 
     overlaps_publish: go on while the engines load; pointless at lag 0, where nothing can be
-    sampled meanwhile. checkpoint: the directory that this epoch goes on from; empty for a fresh
-    start.
+    sampled meanwhile. checkpoint: the name of the one that this epoch goes on from; empty for a
+    fresh start.
     """
 
     first_step: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,7 +25,7 @@ from actors.weights.board import BoardStatus, PublishReport
 from actors.weights.errors import WeightError
 from actors.weights.parity import parity_difference
 from service.ports import BuiltStep, PartLost, PublishedVersion
-from service.store.run_store import RunStore
+from service.store.run_store import Commit, RunStore
 
 RPC_DEADLINE_S = 60.0
 MERGE_DEADLINE_S = 300.0
@@ -126,14 +127,32 @@ class TrainerParts:
 
     async def save(self, *, step: int, version: int) -> str:
         with _rank_loss():
-            return str(await self._group.save(step, version=version, epoch=self._epoch))
+            return (await self._group.save(step, version=version, epoch=self._epoch)).name
 
     async def prune(self) -> None:
-        """Keep the newest committed checkpoints; what no commit names was cut short by a fault."""
-        kept = set(self._store.newest_directories(self._keep))
-        for directory in list_checkpoints(self._group.settings.checkpoint_dir):
-            if str(directory) not in kept:
-                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        for directory in prunable(
+            list_checkpoints(self._group.settings.checkpoint_dir),
+            self._store.commits(),
+            epoch=self._epoch,
+            keep=self._keep,
+        ):
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+
+def prunable(
+    directories: Sequence[Path], commits: Sequence[Commit], *, epoch: int, keep: int
+) -> list[Path]:
+    """Which checkpoints go: all but the newest `keep` commits, newest first, of the lineage.
+
+    What no commit names was cut short by a fault. Nothing goes unless this epoch has committed
+    and a kept one is really there.
+    """
+    if not commits or commits[0].epoch != epoch:
+        return []
+    kept = {commit.directory for commit in commits[:keep]}
+    if not any(directory.name in kept for directory in directories):
+        return []
+    return [directory for directory in directories if directory.name not in kept]
 
 
 class _rank_loss:
@@ -147,11 +166,13 @@ class _rank_loss:
             raise PartLost(str(error)) from error
 
 
-async def num_current(board: ActorHandle) -> int:
-    """Engines that hold what the board calls current. Raises: PartLost."""
-    status: BoardStatus = await answer(
-        board.status.remote(), part="weight board", deadline_s=BOARD_DEADLINE_S
-    )
+async def board_status(board: ActorHandle) -> BoardStatus:
+    """Raises: PartLost."""
+    return await answer(board.status.remote(), part="weight board", deadline_s=BOARD_DEADLINE_S)
+
+
+def num_current(status: BoardStatus) -> int:
+    """Engines that hold what the board calls current."""
     current = (status.epoch, status.version)
     return sum((replica.epoch, replica.version) == current for replica in status.replicas)
 
@@ -201,4 +222,4 @@ class EngineParts:
         )
 
     async def num_ready(self) -> int:
-        return await num_current(self._board)
+        return num_current(await board_status(self._board))

@@ -78,7 +78,7 @@ class TrainerPort(Protocol):
     async def step(self, shards: Sequence[Any]) -> StepStats: ...
 
     async def save(self, *, step: int, version: int) -> str:
-        """Write a checkpoint durably; returns its directory."""
+        """Write a checkpoint durably; returns its directory's name."""
         ...
 
     async def prune(self) -> None:

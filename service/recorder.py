@@ -70,8 +70,8 @@ class RunRecorder:
         log.warning("%s", text)
         self.notices.append(text)
 
-    def replaced(self, part: str, text: str) -> None:
-        self._metrics.parts.replacements.labels(part=part).inc()
+    def replaced(self, part: str, text: str, *, count: int = 1) -> None:
+        self._metrics.parts.replacements.labels(part=part).inc(count)
         self.notice(text)
 
     def rollouts(self, summaries: Sequence[TrajectorySummary]) -> None:

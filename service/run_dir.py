@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
-from service.config.file import ConfigError, dump_config, parse_config
+from actors.trainer.tiny_model import MARKER
+from service.config.file import ConfigError, dump_config, load_config
 from service.config.tree import Config
+from service.store.run_store import RunStore, StoreError
 
 # What must not change between a run and its resumption, because the checkpoint depends on it.
 FIXED_SECTIONS = ("model", "tasks")
@@ -17,9 +21,12 @@ FIXED_SECTIONS = ("model", "tasks")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
-    """Paths only; nothing is created by naming them."""
+    """Paths only; nothing is created by naming them. However it is spelt, a run has one path."""
 
     path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", self.path.resolve())
 
     @property
     def config_file(self) -> Path:
@@ -59,18 +66,85 @@ def default_run_dir(config: Config) -> RunDir:
     return RunDir(path=Path("runs") / f"{config.run.name}-{stamp}")
 
 
-def create(run_dir: RunDir) -> None:
-    """Make the directory of a new run. Raises: ConfigError where another run lies there."""
-    if run_dir.path.exists() and (not run_dir.path.is_dir() or any(run_dir.path.iterdir())):
-        raise ConfigError(
-            f"run directory {run_dir.path} is not empty; expected a new one: choose another "
-            f"--run-dir, or go on with that run by --resume {run_dir.path}"
+def check_new(run_dir: RunDir) -> None:
+    """A new run may lie there: there is nothing yet, or only what a start left that was cut short.
+
+    Raises: ConfigError.
+    """
+    with _refusing(run_dir):
+        if not run_dir.path.exists():
+            return
+        if not run_dir.path.is_dir():
+            raise ConfigError(
+                f"run directory {run_dir.path} is a file; expected a new directory: choose another "
+                "--run-dir"
+            )
+        if run_dir.database_file.exists():
+            raise ConfigError(
+                f"run directory {run_dir.path} holds a run and is not empty; expected a new one: "
+                f"choose another --run-dir, or go on with that run by --resume {run_dir.path}"
+            )
+        strangers = sorted(
+            path.name for path in run_dir.path.iterdir() if not _is_of_a_start(path, run_dir)
         )
-    run_dir.path.mkdir(parents=True, exist_ok=True)
+    if strangers:
+        raise ConfigError(
+            f"run directory {run_dir.path} is not empty (it holds {', '.join(strangers[:3])}); "
+            "expected a new one: choose another --run-dir"
+        )
+
+
+@contextmanager
+def prepared(run_dir: RunDir) -> Iterator[None]:
+    """Make the directory of a new run; take away what was made where no run comes of it.
+
+    Raises: ConfigError.
+    """
+    # os.path, because a path that cannot be made raises from Path.exists.
+    made = [path for path in (run_dir.path, *run_dir.path.parents) if not os.path.exists(path)]
+    had_model = os.path.exists(run_dir.tiny_model)
+    try:
+        with _refusing(run_dir):
+            run_dir.path.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        if not os.path.exists(run_dir.database_file):
+            if not had_model:
+                shutil.rmtree(run_dir.tiny_model, ignore_errors=True)
+            with suppress(OSError):
+                run_dir.config_file.unlink()
+            with suppress(OSError):
+                for directory in made:
+                    directory.rmdir()
 
 
 def write_config(run_dir: RunDir, config: Config) -> None:
-    run_dir.config_file.write_text(dump_config(config))
+    """Write the run's own configuration. Raises: ConfigError where it cannot be written."""
+    with _refusing(run_dir):
+        run_dir.config_file.write_text(dump_config(config))
+
+
+@contextmanager
+def _refusing(run_dir: RunDir) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"run directory {run_dir.path} cannot be used ({error.strerror or error}); expected "
+            "one that can be made and written: choose another --run-dir"
+        ) from error
+
+
+def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
+    """The tiny model, or a configuration as we write it; a user's own is never written over."""
+    if path == run_dir.tiny_model:
+        return (path / MARKER).is_file()
+    if path != run_dir.config_file:
+        return False
+    try:
+        return path.read_text() == dump_config(load_config(path))
+    except (ConfigError, UnicodeDecodeError):
+        return False
 
 
 def check_resumable(run_dir: RunDir, config: Config) -> None:
@@ -80,9 +154,14 @@ def check_resumable(run_dir: RunDir, config: Config) -> None:
             f"--resume {run_dir.path}: no run lies there; expected a directory with rayloom.db "
             "and config.yaml, as `rayloom train` makes it"
         )
-    before = parse_config(
-        yaml.safe_load(run_dir.config_file.read_text()), source=str(run_dir.config_file)
-    )
+    try:
+        before = load_config(run_dir.config_file)
+    except (ConfigError, OSError) as error:
+        raise ConfigError(
+            f"--resume {run_dir.path}: the run's own configuration cannot be used "
+            f"({' '.join(str(error).split())}); restore it, or start a new run"
+        ) from error
+    _check_database(run_dir)
     for section in FIXED_SECTIONS:
         if getattr(before, section) != getattr(config, section):
             raise ConfigError(
@@ -94,4 +173,22 @@ def check_resumable(run_dir: RunDir, config: Config) -> None:
         raise ConfigError(
             f"--resume {run_dir.path}: run.seed is {config.run.seed}, the run began with "
             f"{before.run.seed}; expected the same, because the tasks derive from it"
+        )
+
+
+def _check_database(run_dir: RunDir) -> None:
+    """Raises: ConfigError for a database that is damaged, or that knows nothing of the run."""
+    try:
+        store = RunStore(run_dir.database_url)
+        try:
+            store.check()
+            is_blank = store.newest_epoch() == 0
+        finally:
+            store.close()
+    except StoreError as error:
+        raise ConfigError(f"--resume {run_dir.path}: {error}") from error
+    if is_blank and any(run_dir.checkpoints.glob("step-*")):
+        raise ConfigError(
+            f"--resume {run_dir.path}: the database {run_dir.database_file} is empty, but there "
+            f"are checkpoints in {run_dir.checkpoints}; restore a copy of it, or start a new run"
         )

@@ -1,8 +1,9 @@
-"""Ctrl-C and SIGTERM: what the first one does, and what the second one does.
+"""Ctrl-C, SIGTERM and a closed terminal: what the first signal does, and what the second one does.
 
 While nothing is running that must be ended in order, the first signal raises KeyboardInterrupt.
 Once something is (`hold`), it only asks, and the second one raises. While everything is being ended
-already (`ignore`), none does. Used by `rayloom train`.
+already (`ignore`), none does. A closed terminal's SIGHUP counts unless it was ignored from the
+start, as under nohup. Used by `rayloom train`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM)
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # 128 + SIGINT, as shells have it; what a run that was stopped by a signal exits with.
 EXIT_INTERRUPTED = 130
 
@@ -28,6 +29,10 @@ class StopSignals:
     """Belongs to the main thread, which alone runs signal handlers."""
 
     def __init__(self) -> None:
+        is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._taken = tuple(
+            number for number in NUMBERS if not (is_detached and number == signal.SIGHUP)
+        )
         self._mode = _Mode.RAISE
         self._num_seen = 0
 
@@ -56,7 +61,7 @@ class StopSignals:
 
     def install(self) -> None:
         """Take the signals; again after something else took them (Ray takes SIGTERM)."""
-        for number in NUMBERS:
+        for number in self._taken:
             signal.signal(number, self._handle)
 
     def _handle(self, _number: int, _frame: Any) -> None:
@@ -65,6 +70,20 @@ class StopSignals:
         if self._mode is _Mode.IGNORE or (self._mode is _Mode.HOLD and is_first):
             return
         raise KeyboardInterrupt
+
+
+@contextmanager
+def kept_from_children() -> Iterator[None]:
+    """Children that are started within, and theirs, never get a closed terminal's SIGHUP.
+
+    It goes to all processes of the terminal at once, and without them no orderly end is left. Here
+    one that comes within is told at the end.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

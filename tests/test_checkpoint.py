@@ -129,6 +129,17 @@ def test_a_run_that_was_replaced_can_no_longer_save(
     assert save(two_ranks, 2, 4).name == "step-000002-e4"
 
 
+def test_who_claims_the_place_removes_what_a_cut_short_save_left(tmp_path: Path) -> None:
+    for name in (".tmp-step-000003-e1", ".tmp-step-000004-e2", "step-000002-e1"):
+        (tmp_path / name).mkdir()
+    claim(tmp_path, 3)
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-000002-e1"]
+    (tmp_path / ".tmp-step-000005-e3").mkdir()
+    with pytest.raises(CheckpointError, match="this run was replaced"):
+        claim(tmp_path, 2)
+    assert (tmp_path / ".tmp-step-000005-e3").is_dir()
+
+
 def test_a_half_written_checkpoint_does_not_count_and_is_not_loaded(
     one_rank: World, settings: TrainerSettings
 ) -> None:

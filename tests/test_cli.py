@@ -27,10 +27,11 @@ def rayloom(*arguments: str) -> subprocess.CompletedProcess[str]:
         ({"algorithm": {"group_size": 1}}, "expected at least 2"),
         ({"model": {"tiny": None, "path": "/no/such/model"}}, "is not there"),
         ({"inference": {"gpus_per_replica": 64.0}}, "64 GPUs"),
+        ({"metrics": {"host": "no.such.host.invalid"}}, "metrics.host"),
         ({"model": {"max_context_tokens": 12}}, "greater than or equal to 32"),
         ({"model": {"max_context_tokens": 32}, "tasks": CALCULATOR}, "first prompt has"),
     ],
-    ids=["unknown-key", "group-of-one", "no-model", "no-gpus", "no-room", "long-prompt"],
+    ids=["unknown-key", "group-of-one", "no-model", "no-gpus", "no-host", "no-room", "long-prompt"],
 )
 def test_a_wrong_configuration_is_refused_before_anything_starts(
     tmp_path: Path, sections: dict[str, dict[str, object]], words: str
@@ -40,7 +41,35 @@ def test_a_wrong_configuration_is_refused_before_anything_starts(
     assert answer.returncode == 2
     assert words in answer.stderr
     assert "Traceback" not in answer.stderr
-    assert not (tmp_path / "run" / "rayloom.db").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_configuration_that_is_not_there_is_refused_before_the_heavy_imports() -> None:
+    code = (
+        "import sys; from service.cli import main\n"
+        "sys.argv = ['rayloom', 'train', 'nofile.yaml']\n"
+        "try: main()\n"
+        "finally: assert not {'torch', 'ray', 'transformers', 'vllm'} & sys.modules.keys()"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert answer.returncode == 2 and "nofile.yaml is not there" in answer.stderr
+
+
+@pytest.mark.parametrize("run_dir", ["", "/proc/foo", "/dev/null/run"])
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, run_dir: str) -> None:
+    answer = rayloom("train", str(small_config(tmp_path)), "--run-dir", run_dir)
+    assert answer.returncode == 2 and "Traceback" not in answer.stderr
+    assert "expected" in answer.stderr and len(answer.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [("/proc/x",), ("model", "--seed", "99999999999999999999999")]
+)
+def test_a_tiny_model_that_cannot_be_built_is_refused(arguments: tuple[str, ...]) -> None:
+    answer = rayloom("model", "tiny", *arguments, "--warmup-steps", "0")
+    assert answer.returncode == 2 and "Traceback" not in answer.stderr
 
 
 def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:

@@ -55,6 +55,29 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
         ({"rollouts": {"outcomes": {"complete": {"disposition": "drop"}}}}, ["outcomes.complete"]),
         ({"run": {"name": "../x"}}, ["run.name", "'../x'"]),
         ({"rollouts": {"temperature": 0}}, ["rollouts.temperature", "got 0"]),
+        ({"rollouts": {"temperature": 1e-30}}, ["rollouts.temperature", "got 1e-30"]),
+        ({"rollouts": {"turn_deadline_s": 0.001}}, ["rollouts.turn_deadline_s", "0.1"]),
+        ({"run": {"steps": True}}, ["run.steps", "got True", "expected a number"]),
+        ({"run": {"steps": 10**26}}, ["run.steps", "2147483647"]),
+        ({"run": {"seed": 2**32}}, ["run.seed", "4294967295"]),
+        ({"model": {"tiny": {"seed": 2**63}}}, ["model.tiny.seed", "4294967295"]),
+        ({"trainer": {"learning_rate": True}}, ["trainer.learning_rate", "expected a number"]),
+        ({"trainer": {"betas": [0.9, 1.0]}}, ["trainer.betas.1", "got 1.0"]),
+        ({"trainer": {"weight_decay": float("inf")}}, ["trainer.weight_decay", "got inf"]),
+        ({"trainer": {"device": "cuda"}}, ["device is cuda", "gpus_per_rank 0", "expected more"]),
+        ({"trainer": {"gpus_per_rank": 1}}, ["device is cpu", "gpus_per_rank 1"]),
+        (
+            {"inference": {"tensor_parallel_size": 2, "gpus_per_replica": 1}},
+            ["tensor_parallel_size is 2", "gpus_per_replica 1"],
+        ),
+        ({"inference": {"gpus_per_replica": 1.5}}, ["gpus_per_replica is 1.5", "whole number"]),
+        (
+            {
+                "inference": {"weight_backend": "nccl"},
+                "trainer": {"device": "cuda", "gpus_per_rank": 1},
+            },
+            ["weight_backend is nccl", "gpus_per_replica 0"],
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -79,6 +102,37 @@ def test_a_file_that_is_no_tree_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"expected sections|is not YAML"):
         load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run:\n  steps: 1\n  steps: 2\n", r"'steps' stands a second time, in line 3"),
+        ("run: {}\nmodel: {}\nrun: {}\n", r"'run' stands a second time, in line 3"),
+        ("tasks: {options: {a: 1, a: 2}}", r"'a' stands a second time"),
+    ],
+)
+def test_a_key_that_stands_there_twice_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_config(file)
+
+
+def test_merged_keys_may_be_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model: {tiny: {}}\ntasks: {environment: guessing}\n"
+        "rollouts: {outcomes: {completed: &rule {disposition: drop, max_retries: 1}, "
+        "agent_error: {<<: *rule, max_retries: 2}}}\n"
+    )
+    rules = load_config(file).rollouts.outcomes
+    assert sorted(rule.max_retries for rule in rules.values()) == [1, 2]
+
+
+def test_a_directory_is_refused_as_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a directory; give the path of a YAML file"):
+        load_config(tmp_path)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -256,6 +256,11 @@ async def test_killed_replica_and_killed_engine_are_replaced_with_the_current_ve
     other = await describe(single)
     for pid in other.engine_pids:
         os.kill(pid, signal.SIGKILL)
+    # Asked while its only engine is dead, and answered by the next one.
+    client = ServePolicyClient(single.app)
+    late = [request(f"late{number}", deadline_s=REPLACED_S) for number in range(32)]
+    replies = await asyncio.gather(*(client.generate(one) for one in late))
+    assert {split_salt(reply.cache_salt)[1] for reply in replies}.isdisjoint({other.name})
     deadline = time.monotonic() + REPLACED_S
     for deployed, lost in ((pair, victim), (single, other)):
         while not is_whole_again(deployed, without=lost.name):
@@ -281,5 +286,5 @@ def is_whole_again(deployed: Deployed, *, without: str) -> bool:
 async def test_client_without_a_deployment_says_so(deployments: dict[str, Deployed]) -> None:
     reply: GenerateReply | None = None
     with pytest.raises(PolicyUnavailable, match="deploy it first"):
-        reply = await ServePolicyClient("nowhere").generate(request("lost"))
+        reply = await ServePolicyClient("nowhere").generate(request("lost", deadline_s=1.0))
     assert reply is None

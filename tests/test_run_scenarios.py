@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_at_lag_0_the_engines_hold_what_the_trainer_holds_at_every_step(
 
 
 def test_a_run_survives_the_death_of_each_part_and_of_itself(tmp_path: Path) -> None:
-    """One environment actor is killed, one freezes; kill -9 of an engine, a rank, the driver."""
+    """An environment actor killed, one frozen; kill -9 of engine, replica, rank and driver."""
     steps = 14
     config = small_config(
         tmp_path,
@@ -78,6 +79,9 @@ def test_a_run_survives_the_death_of_each_part_and_of_itself(tmp_path: Path) -> 
         run.wait_for_step(4, limit_s=STEP_S)
         run.freeze_part("ray::EnvironmentActor")
         run.wait_for_log("answered nothing for 10 s", limit_s=START_S)
+        run.kill_part("VLLM::EngineCore")
+        run.wait_for_log("an engine was lost; 0 of 1 ready", limit_s=START_S)
+        run.wait_for_log("an engine is back; 1 of 1 ready", limit_s=START_S)
         run.kill_part("ray::ServeReplica")
         run.wait_for_step(6, limit_s=START_S)
         run.kill_part("ray::TrainerRankActor")
@@ -92,7 +96,10 @@ def test_a_run_survives_the_death_of_each_part_and_of_itself(tmp_path: Path) -> 
         assert max(record.policy_age_max for record in run.history().steps) <= bound
 
 
-def test_an_interrupt_ends_in_order_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda one: one.name)
+def test_an_interrupt_ends_in_order_and_the_run_goes_on_from_there(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     config = small_config(
         tmp_path, run={"steps": 6, "checkpoint_every": 100}, trainer={"num_ranks": 1}
     )
@@ -100,7 +107,7 @@ def test_an_interrupt_ends_in_order_and_the_run_goes_on_from_there(tmp_path: Pat
         run.wait_for_step(2, limit_s=START_S)
         address = metrics_address(run)
         assert "rayloom_train_steps_total" in fetch(address)
-        run.interrupt()
+        run.interrupt(number)
         assert run.wait(limit_s=STEP_S) == 130, run.log()
         stopped_at = run.summary()["steps"]
         assert 2 <= stopped_at < 6

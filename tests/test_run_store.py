@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from record_builders import evaluation_record, step_record
 
+from service.store import tables
 from service.store.lineage import read_history
-from service.store.run_store import LeaseLost, RunStore, StoredEvent
+from service.store.run_store import LeaseLost, RunStore, StoredEvent, StoreError
 
 
 def open_store(directory: Path) -> RunStore:
@@ -51,7 +52,9 @@ def test_an_older_epoch_can_write_nothing(tmp_path: Path) -> None:
         commit(old, epoch=first.epoch, step=2, last_event_seq=1)
     with pytest.raises(LeaseLost):
         old.add_evaluation(evaluation_record(1), epoch=first.epoch)
-    assert new.newest_checkpoint() is None
+    with pytest.raises(LeaseLost):
+        old.check_lease(first.epoch)
+    assert new.commits() == []
 
 
 def test_records_come_back_as_they_were_and_nan_as_unknown(tmp_path: Path) -> None:
@@ -113,9 +116,57 @@ def test_an_epoch_that_died_before_its_first_checkpoint_leaves_nothing(tmp_path:
     assert read_history(store).steps == ()
 
 
-def test_the_newest_directories_come_newest_first_and_once(tmp_path: Path) -> None:
+def test_commits_come_newest_first_and_once_by_name_whatever_path_was_stored(
+    tmp_path: Path,
+) -> None:
     store = open_store(tmp_path)
     epoch = store.acquire_lease(holder="a").epoch
     for step in (1, 2, 3, 3):
         commit(store, epoch=epoch, step=step, last_event_seq=-1)
-    assert store.newest_directories(2) == ["/checkpoints/1-3", "/checkpoints/1-2"]
+    with store._engine.begin() as connection:
+        # As an older layout of the database had it.
+        connection.execute(
+            tables.checkpoints.update()
+            .where(tables.checkpoints.c.id == 2)
+            .values(directory="/of/another/machine/checkpoints/1-2")
+        )
+    assert [commit.directory for commit in store.commits()] == ["1-3", "1-2", "1-1"]
+    lease = store.acquire_lease(holder="b", passed_over={"1-3"})
+    assert lease.parent is not None and lease.parent.directory == "1-2"
+
+
+def test_what_was_committed_after_the_checkpoint_returned_to_leaves_the_lineage(
+    tmp_path: Path,
+) -> None:
+    store = open_store(tmp_path)
+    first = store.acquire_lease(holder="a").epoch
+    for step in (1, 2, 3):
+        trained = event(step, f"r{step}", "trained", step)
+        store.add_step(step_record(step, reward_mean=0.1), epoch=first, new_events=[trained])
+        commit(store, epoch=first, step=step, last_event_seq=step)
+    second = store.acquire_lease(holder="b", passed_over={"1-3", "1-2"})
+    assert second.parent is not None and second.parent.queue_snapshot == {"step": 1}
+    history = read_history(store)
+    assert [step.step for step in history.steps] == [1]
+    assert [item.rollout_id for item in history.events] == ["r1"]
+    assert [item.directory for item in store.commits()] == ["1-3", "1-2", "1-1"]
+    again = step_record(2, reward_mean=0.9)
+    store.add_step(again, epoch=second.epoch, new_events=[event(2, "r2", "trained", 2)])
+    commit(store, epoch=second.epoch, step=2, last_event_seq=2)
+    assert [item.directory for item in store.commits()] == ["2-2", "1-1"]
+    assert [step.reward_mean for step in read_history(store).steps] == [0.1, 0.9]
+    assert [item.rollout_id for item in read_history(store).events] == ["r1", "r2"]
+
+
+def test_a_run_whose_every_checkpoint_is_unusable_does_not_start_afresh(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    commit(store, epoch=store.acquire_lease(holder="a").epoch, step=1, last_event_seq=-1)
+    with pytest.raises(StoreError, match="none of the run's 1 checkpoints can be used"):
+        store.acquire_lease(holder="b", passed_over={"1-1"})
+    assert store.newest_epoch() == 1
+
+
+def test_what_is_no_database_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run.db").write_bytes(b"SQLite format 3\0" + b"\1" * 5000)
+    with pytest.raises(StoreError, match=r"run\.db cannot be opened \("):
+        open_store(tmp_path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 
 import pytest
 
-from service.stop_signals import NUMBERS, stop_signals
+from service.stop_signals import NUMBERS, kept_from_children, stop_signals
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
@@ -55,3 +57,26 @@ def test_what_another_package_took_is_taken_back_and_all_is_returned_at_the_end(
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_closed_terminal_changes_nothing_where_it_was_ignored_from_the_start() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert not signals.is_asked
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_is_told_here_and_to_no_child() -> None:
+    show = "import signal; print(signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    with stop_signals() as signals:
+        signals.hold()
+        with kept_from_children():
+            told = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True)
+            signal.raise_signal(signal.SIGHUP)
+            assert not signals.is_asked
+        assert signals.is_asked
+    assert told.stdout == "True\n"

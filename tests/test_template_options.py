@@ -16,7 +16,7 @@ from actors.policy import GenerateReply, GenerateRequest
 from actors.trainer.tiny_tokenizer import build_tokenizer
 from actors.trajectory import Task
 from service.config.file import ConfigError, dump_config, parse_config
-from service.config.prompt_check import check_prompt
+from service.config.prompt_check import check_prompt, first_observation
 from service.config.settings_of import environment_settings
 from service.config.tree import Config
 
@@ -85,9 +85,13 @@ async def test_an_option_reaches_every_prompt_of_an_episode(thinker: str) -> Non
     assert np.array_equal(without[1][: len(without[0])], without[0])
 
 
+def check(config: Config, model: str) -> None:
+    check_prompt(config, model, first_observation(config))
+
+
 def test_options_that_the_template_looks_at_pass_and_are_written_down(thinker: str) -> None:
     config = config_with(thinker, {"enable_thinking": False})
-    check_prompt(config, thinker)
+    check(config, thinker)
     assert "enable_thinking: false" in dump_config(config)
 
 
@@ -104,7 +108,7 @@ def test_options_without_effect_are_refused(
     thinker: str, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_prompt(config_with(thinker, options), thinker)
+        check(config_with(thinker, options), thinker)
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 1}])
@@ -148,4 +152,4 @@ def test_an_environment_that_cannot_begin_is_refused_with_the_place(
     monkeypatch.syspath_prepend(directory)
     tree = {"model": {"path": thinker}, "tasks": {"environment": f"{directory.name}:Broken"}}
     with pytest.raises(ConfigError, match=words):
-        check_prompt(parse_config(tree, source="test"), thinker)
+        first_observation(parse_config(tree, source="test"))

@@ -25,7 +25,15 @@ from episode_builders import (
 )
 
 from actors.environment.bounded import num_abandoned
-from actors.environment.protocol import Action, Environment, RewardError, StepResult
+from actors.environment.protocol import (
+    Action,
+    Environment,
+    Message,
+    Observation,
+    RewardError,
+    Role,
+    StepResult,
+)
 from actors.environment.turn_loop import play_episode
 from actors.trajectory import Outcome
 
@@ -48,6 +56,30 @@ async def test_whatever_a_step_raises_is_an_environment_error(error: BaseExcepti
     trajectory = await play(FakeEnvironment(GO_ON, raising(error)))
     assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
     assert len(trajectory.turns) == 2 and trajectory.turns[1].reward == 0.0
+
+
+async def test_an_error_that_cannot_be_written_is_an_environment_error_too() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    trajectory = await play(FakeEnvironment(raising(Silent())))
+    assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+    assert trajectory.detail == "step: Silent: its text cannot be had"
+    halves = await play(FakeEnvironment(raising(ValueError("\ud800"))))
+    assert halves.detail == "step: ValueError: ?"
+
+
+@pytest.mark.parametrize("is_at_reset", [True, False])
+async def test_half_a_character_is_an_environment_error(is_at_reset: bool) -> None:
+    async def answer() -> object:
+        kind = Observation if is_at_reset else StepResult
+        return kind(messages=(Message(role=Role.USER, content="a\ud800"),))
+
+    environment = FakeEnvironment(DONE, on_reset=answer) if is_at_reset else FakeEnvironment(answer)
+    trajectory = await play(environment)
+    assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+    assert "lone surrogate '\\ud800' at character 1" in trajectory.detail
 
 
 async def test_an_environment_that_exits_the_process_does_not() -> None:

@@ -51,6 +51,15 @@ def test_significant_is_plain_where_it_can_be(value: float | None, expected: str
     assert units.significant(value) == expected
 
 
+def test_no_number_is_longer_than_a_line() -> None:
+    assert units.reward(0.3712) == "0.37"
+    assert units.reward(-1e300) == "-1e300"
+    assert units.fixed(0.012, decimals=4, sign="+") == "+0.0120"
+    assert units.fixed(1e300, decimals=4, sign="+") == "+1e300"
+    assert units.fixed(float("nan"), decimals=2) == units.UNKNOWN
+    assert len(units.short_count(1e300)) < 10
+
+
 def test_small_shares_are_not_written_as_none() -> None:
     assert units.percent(0.0002) == "<\u00a00.1\u00a0%"
     assert units.percent(0.0) == "0\u00a0%"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 # What a cancelled call gets to let go of its things before its environment is closed.
@@ -36,7 +37,10 @@ class _CallExited(Exception):
 
 def describe(error: BaseException) -> str:
     """One line on an error: its type and the beginning of its text."""
-    text = " ".join(str(error).split())[:200]
+    text = "its text cannot be had"
+    # A stranger's error, whose own text may raise anything, or hold what no log can.
+    with suppress(Exception, SystemExit):
+        text = " ".join(str(error).split())[:200].encode(errors="replace").decode()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -37,6 +37,20 @@ class Message:
     def __post_init__(self) -> None:
         if not isinstance(self.content, str):
             raise TypeError(f"message: content: got a {type(self.content).__name__}, expected text")
+        _check_text(self.content)
+        if self.name is not None:
+            _check_text(self.name)
+
+
+def _check_text(text: str) -> None:
+    # Neither a tokenizer nor the run's database takes half a character.
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"message: got a lone surrogate {text[error.start]!r} at character {error.start}, "
+            "expected text that UTF-8 can hold; decode it with errors='replace'"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,10 @@ def read_manifest(path: Path) -> Progress:
     try:
         fields = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError as error:
+        if not path.is_dir():
+            raise CheckpointError(
+                f"checkpoint {path} is not there; restore it, or use an older one"
+            ) from error
         raise CheckpointError(
             f"checkpoint {path}: got no {MANIFEST}, expected one in a finished checkpoint; it was "
             "interrupted while being written, use an older one"
@@ -118,8 +122,15 @@ def newest_checkpoint(root: Path) -> Path | None:
 def claim(root: Path, epoch: int) -> None:
     """Take the checkpoint directory for an epoch; whoever is older can no longer save.
 
+    What a save that was cut short left there is removed.
     Raises: CheckpointError when a newer epoch has it.
     """
+    _hold(root, epoch)
+    for leftover in root.glob(f"{_TEMPORARY}step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _hold(root: Path, epoch: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     place = root / _CLAIM
     newest = int(place.read_text()) if place.exists() else epoch
@@ -156,6 +167,9 @@ def save(
     try:
         dcp.save(_state(causal_lm, optimizer), checkpoint_id=aside)
     except (CheckpointException, OSError) as error:
+        if is_writer:
+            # On a full disk it would stand in the way of everything else.
+            shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
             f"checkpoint {final}: a rank could not write its shard ({_first_line(error)}); is the "
             "disk full, and does every rank see the same directory?"
@@ -200,12 +214,11 @@ def _together(work: Callable[[], None], *, does_run: bool) -> None:
 
 def _prepare(root: Path, aside: Path, *, epoch: int) -> None:
     claim(root, epoch)
-    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
 
 
 def _finish(root: Path, aside: Path, progress: Progress, *, keep: int) -> None:
-    claim(root, progress.epoch)
+    _hold(root, progress.epoch)
     final = root / progress.directory_name
     _write_manifest(aside, progress)
     if final.exists():

@@ -3,7 +3,7 @@
 Every call goes to all ranks and has a deadline. Invariant: after `TrainerRankLost` no rank of the
 group is alive, so nothing half-done can come later; the supervisor makes a new group and loads the
 newest checkpoint. Errors that all ranks agree on (a refused shard, a broken checkpoint) leave the
-group as it was.
+group as it was. `TrainerStartFailed` ends it too, and a new one would fail alike.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+import torch
+import torch.distributed as dist
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
@@ -32,6 +34,17 @@ from actors.trainer.statistics import StepStats
 from actors.weights.board import PublishedGroup
 
 _AGREED = (ShardRefused, PolicyTooOld, CheckpointError)
+# What a rank raises of its own on the way there, a next one would raise again.
+_START_METHODS = ("place", "open_rendezvous", "join", "load")
+# These come of another's end or of what it still holds, and may be gone the next time.
+_OF_OTHERS = (
+    RayError,
+    dist.DistError,
+    ConnectionError,
+    TimeoutError,
+    MemoryError,
+    torch.OutOfMemoryError,
+)
 _GRACE_S = 10.0
 _BLAME_S = 2.0
 _Result = TypeVar("_Result")
@@ -48,6 +61,20 @@ class TrainerRankLost(Exception):
         return (
             f"trainer: rank {self.rank} was lost in {self.method} ({self.reason}); the group is "
             "stopped, start a new one from the newest checkpoint"
+        )
+
+
+class TrainerStartFailed(Exception):
+    """A rank's own code raised during the start; the whole group has been killed."""
+
+    def __init__(self, rank: int, method: str, reason: str) -> None:
+        super().__init__(rank, method, reason)
+        self.rank, self.method, self.reason = rank, method, reason
+
+    def __str__(self) -> str:
+        return (
+            f"trainer: rank {self.rank} cannot start ({self.method}: {self.reason}); a new group "
+            "would fail alike: correct the model or the trainer's settings"
         )
 
 
@@ -90,8 +117,9 @@ class TrainerGroup:
     async def start(self) -> None:
         """Start the ranks, let them meet, load the model.
 
-        Raises: TrainerRankLost, with the first rank's reason, for a model that is not there, an
-            architecture that cannot be trained, or resources that do not come in time.
+        Raises: TrainerStartFailed, with the first rank's reason, for a model that is not there or
+            an architecture that cannot be trained; TrainerRankLost for a rank that died, or
+            resources that do not come in time.
         """
         timeout_s = self.deadlines.start_s
         options = await self._actor_options(timeout_s)
@@ -169,7 +197,8 @@ class TrainerGroup:
     async def load(self, path: Path) -> Progress:
         """Take weights, optimiser, version and progress from a checkpoint.
 
-        Raises: CheckpointError (load another one before going on); TrainerRankLost.
+        Raises: CheckpointError (load another one before going on); TrainerStartFailed;
+            TrainerRankLost.
         """
         found = await self._on_all("load", path, timeout_s=self.deadlines.checkpoint_s)
         progress: Progress = found[0]
@@ -253,9 +282,10 @@ class TrainerGroup:
         # A peer's broken connection often shows before the death that broke it.
         await asyncio.wait(answers, timeout=_BLAME_S)
         lost = _blame(method, answers, timeout_s)
+        failure = _own_failure(method, answers) if method in _START_METHODS else None
         self.kill()
         _abandon(answers)
-        raise lost
+        raise failure or lost
 
 
 async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
@@ -282,6 +312,24 @@ def _blame(
     lost = TrainerRankLost(rank, method, _reason(error))
     lost.__cause__ = error
     return lost
+
+
+def _own_failure(method: str, answers: Sequence[asyncio.Future[Any]]) -> TrainerStartFailed | None:
+    """The first error that a rank raised of its own, where no rank died."""
+    errors = [answer.exception() if answer.done() else None for answer in answers]
+    if any(isinstance(error, ActorDiedError) for error in errors):
+        return None
+    for rank, error in enumerate(errors):
+        if isinstance(error, RayTaskError) and not _is_of_others(error.cause):
+            failure = TrainerStartFailed(rank, method, _reason(error))
+            failure.__cause__ = error
+            return failure
+    return None
+
+
+def _is_of_others(cause: BaseException) -> bool:
+    # Gloo has no type of its own for a peer that is gone.
+    return isinstance(cause, _OF_OTHERS) or "gloo" in str(cause).lower()
 
 
 def _agreed_error(answer: asyncio.Future[Any]) -> Exception | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from actors.trainer.tiny_model import WARMUP_STEPS, build_tiny_model
@@ -23,6 +24,11 @@ def build_tiny(directory: Path, *, seed: int, tied: bool, warmup_steps: int | No
         )
     except FileExistsError as error:
         raise ConfigError(f"model tiny: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"model tiny: {directory} cannot be written ({error}); expected a directory that can "
+            "be made; choose another"
+        ) from error
     verb = "is already" if report.was_reused else "built"
     return (
         f"{verb} in {report.directory}: {report.num_parameters / 1e6:.2f} M parameters, "

@@ -9,19 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import typer
 from ray.exceptions import RayError, RayTaskError
 
 from service.cluster import joined
 from service.commands.model import build_tiny_for
-from service.config.file import load_config
-from service.config.preflight import check_before_start, check_model_source
+from service.config.preflight import check_model_source, check_with_model, check_without_model
 from service.config.tree import Config
+from service.display.outlet import say
 from service.display.progress import Display, open_display
-from service.run_dir import RunDir, check_resumable, create, default_run_dir, write_config
-from service.status import RunStatus
+from service.inference.places import session_directory
+from service.resuming import finished_step
+from service.run_dir import (
+    RunDir,
+    check_new,
+    check_resumable,
+    default_run_dir,
+    prepared,
+    write_config,
+)
+from service.status import Phase, RunStatus
 from service.stop_signals import EXIT_INTERRUPTED, StopSignals
-from service.supervisor import Cursor, start_supervisor
+from service.store.run_store import LeaseLost, StoreError
+from service.supervisor import Cursor, Ending, start_supervisor
 
 POLL_S = 0.5
 STATUS_DEADLINE_S = 60.0
@@ -32,9 +41,7 @@ EXIT_OK, EXIT_FAILED = 0, 1
 class TrainRequest:
     """What the user asked for."""
 
-    config_path: Path
-    overrides: tuple[str, ...] = ()
-    model: str | None = None
+    config: Config
     address: str | None = None
     run_dir: Path | None = None
     resume: Path | None = None
@@ -46,16 +53,22 @@ def run_training(request: TrainRequest, signals: StopSignals) -> int:
     Raises: ConfigError before anything starts; KeyboardInterrupt for a signal until then.
     """
     signals.check()
-    config = load_config(request.config_path, _overrides(request))
+    config = request.config
     run_dir = _open_run_dir(request, config)
-    model = _model_path(config, run_dir)
-    signals.check()
-    check_before_start(config, model_path=model)
-    write_config(run_dir, config)
-    # A cluster that is half up is let up and then ended.
-    signals.hold()
-    with joined(config, address=request.address):
-        return _run(config, run_dir, model, signals=signals)
+    if request.resume is not None:
+        code = _look_before_resuming(run_dir, config)
+        if code is not None:
+            return code
+    observation = check_without_model(config, is_local=request.address is None)
+    with prepared(run_dir):
+        model = _model_path(config, run_dir)
+        signals.check()
+        check_with_model(config, observation, model_path=model)
+        write_config(run_dir, config)
+        # A cluster that is half up is let up and then ended.
+        signals.hold()
+        with joined(config, address=request.address):
+            return _run(config, run_dir, model, signals=signals)
 
 
 def _run(config: Config, run_dir: RunDir, model: str, *, signals: StopSignals) -> int:
@@ -70,22 +83,31 @@ def _run(config: Config, run_dir: RunDir, model: str, *, signals: StopSignals) -
         signals.ignore()
 
 
-def _overrides(request: TrainRequest) -> tuple[str, ...]:
-    if request.model is None:
-        return request.overrides
-    return (*request.overrides, f"model.path={request.model}", "model.tiny=null")
+def _look_before_resuming(run_dir: RunDir, config: Config) -> int | None:
+    """Return the exit code where there is nothing to do, or nothing to go on from; else None."""
+    try:
+        step = finished_step(run_dir, steps=config.run.steps)
+    except StoreError as error:
+        say(f"rayloom: --resume {run_dir.path}: {error}", err=True)
+        return EXIT_FAILED
+    if step is None:
+        return None
+    say(
+        f"all {step} steps are done already; raise run.steps to go on; "
+        f"report: {os.path.relpath(run_dir.report_file)}"
+    )
+    return EXIT_OK
 
 
 def _open_run_dir(request: TrainRequest, config: Config) -> RunDir:
     if request.resume is not None:
-        run_dir = RunDir(path=request.resume.absolute())
+        run_dir = RunDir(path=request.resume)
         check_resumable(run_dir, config)
         return run_dir
     if config.model.path is not None:
         check_model_source(config.model.path)
-    chosen = RunDir(path=request.run_dir) if request.run_dir else default_run_dir(config)
-    run_dir = RunDir(path=chosen.path.absolute())
-    create(run_dir)
+    run_dir = RunDir(path=request.run_dir) if request.run_dir else default_run_dir(config)
+    check_new(run_dir)
     return run_dir
 
 
@@ -111,7 +133,7 @@ class _Watcher:
         self._display = display
         self._cursor = Cursor()
         self._asked: Any = None
-        self._has_heard = False
+        self.last: RunStatus | None = None
 
     def follow(self, running: Any, signals: StopSignals) -> None:
         """Return when `running` has ended.
@@ -126,7 +148,7 @@ class _Watcher:
             if finished:
                 return
             if signals.is_asked and not is_stop_sent:
-                if not self._has_heard:
+                if self.last is None:
                     raise KeyboardInterrupt
                 self._supervisor.stop.remote()
                 is_stop_sent = True
@@ -146,32 +168,59 @@ class _Watcher:
         except RayError:
             # What `run` raises says what happened.
             return
-        self._has_heard = True
+        self.last = status
         self._display.update(status)
         self._cursor = _advance(self._cursor, status)
 
 
 def _show_until_done(supervisor: Any, run_dir: RunDir, signals: StopSignals) -> int:
+    worker_logs = session_directory() / "logs"
     running = supervisor.run.remote()
     display = open_display(environ=os.environ)
+    watcher = _Watcher(supervisor, display)
     try:
-        _Watcher(supervisor, display).follow(running, signals)
-        reason = ray.get(running)
+        watcher.follow(running, signals)
+        # It has ended: what is left to say is how.
+        signals.ignore()
+        ending: Ending = ray.get(running)
     except RayTaskError as error:
         display.close()
-        return _report_failure(str(error.cause), run_dir)
+        if isinstance(error.cause, LeaseLost):
+            return _report_loss(error.cause, run_dir)
+        return _report_failure(str(error.cause), run_dir, worker_logs=worker_logs)
     except RayError as error:
         display.close()
-        return _report_failure(f"the supervisor is gone: {error}", run_dir)
+        reason = f"the supervisor is gone: {error}"
+        return _report_failure(reason, run_dir, worker_logs=worker_logs)
     except KeyboardInterrupt:
         display.close()
-        how = f"; go on with {_resume(run_dir)}" if run_dir.database_file.exists() else ""
-        typer.echo(f"interrupted: ended at once{how}", err=True)
-        return EXIT_INTERRUPTED
+        return report_interrupt(watcher.last, run_dir, worker_logs=worker_logs)
     display.close()
-    typer.echo(f"{reason}; report: {os.path.relpath(run_dir.report_file)}")
-    if signals.is_asked:
-        typer.echo(f"go on with {_resume(run_dir)}")
+    return _report_ending(ending, run_dir, is_stopped=signals.is_asked, last=watcher.last)
+
+
+def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Path) -> int:
+    """Say what a second signal cut short, by the last status; returns the exit code."""
+    if last is None or not last.is_done:
+        how = f"; go on with {_resume(run_dir)}" if run_dir.database_file.exists() else ""
+        say(f"interrupted: ended at once{how}", err=True)
+        return EXIT_INTERRUPTED
+    # The run had ended; only its parts were still being ended.
+    reason = last.exit_reason or ""
+    if last.phase is Phase.FAILED:
+        return _report_failure(reason, run_dir, worker_logs=worker_logs)
+    ending = Ending(reason=reason, has_report=run_dir.report_file.exists())
+    return _report_ending(ending, run_dir, is_stopped=True, last=last)
+
+
+def _report_ending(
+    ending: Ending, run_dir: RunDir, *, is_stopped: bool, last: RunStatus | None
+) -> int:
+    report = os.path.relpath(run_dir.report_file) if ending.has_report else "not written"
+    say(f"{ending.reason}; report: {report}")
+    has_all_steps = last is not None and last.step >= last.steps
+    if is_stopped and not has_all_steps:
+        say(f"go on with {_resume(run_dir)}")
         return EXIT_INTERRUPTED
     return EXIT_OK
 
@@ -188,11 +237,21 @@ def _advance(cursor: Cursor, status: RunStatus) -> Cursor:
     )
 
 
-def _report_failure(reason: str, run_dir: RunDir) -> int:
-    typer.echo(
+def _report_loss(loss: LeaseLost, run_dir: RunDir) -> int:
+    say(
+        f"rayloom: another process holds the run now: {loss}\n"
+        f"  log: {os.path.relpath(run_dir.log_file)}; nothing is to be done here, the run goes on "
+        "there",
+        err=True,
+    )
+    return EXIT_FAILED
+
+
+def _report_failure(reason: str, run_dir: RunDir, *, worker_logs: Path) -> int:
+    say(
         f"rayloom: the run failed: {reason}\n"
-        f"  log: {os.path.relpath(run_dir.log_file)}; worker logs: the newest session of Ray's "
-        f"temporary directory\n  go on with {_resume(run_dir)}",
+        f"  log: {os.path.relpath(run_dir.log_file)}; worker logs: {worker_logs}\n"
+        f"  go on with {_resume(run_dir)}",
         err=True,
     )
     return EXIT_FAILED

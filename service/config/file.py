@@ -40,13 +40,41 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain values, and no key twice: YAML's own loader takes the last one in silence."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if (key.tag, key.value) in seen:
+                raise yaml.YAMLError(
+                    f"the key {key.value!r} stands a second time, in line "
+                    f"{key.start_mark.line + 1}; expected each key once; remove one of them"
+                )
+            seen.add((key.tag, key.value))
+        return node
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"configuration {path} is not there; give the path of a YAML file")
     try:
-        tree = yaml.safe_load(path.read_text())
+        if path.is_dir():
+            raise ConfigError(f"configuration {path} is a directory; give the path of a YAML file")
+        if not path.exists():
+            raise ConfigError(f"configuration {path} is not there; give the path of a YAML file")
+        tree = _load_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration {path} is not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"configuration {path} is nested too deep; expected sections") from None
     if not isinstance(tree, dict):
         raise ConfigError(
             f"configuration {path} holds {type(tree).__name__}, expected sections such as "
@@ -68,7 +96,7 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
                 child = node[section] = {}
             node = child
         try:
-            node[leaf] = yaml.safe_load(text)
+            node[leaf] = _load_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from None
     return tree

@@ -6,30 +6,44 @@ the tokenizer, begins one task, starts no process.
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import socket
 from pathlib import Path
 
 import psutil
 
+from actors.environment.protocol import Observation
 from service.config.file import ConfigError
-from service.config.prompt_check import check_prompt
+from service.config.model_files import check_model_files, read_object
+from service.config.prompt_check import check_prompt, first_observation
 from service.config.tree import Config
 
 GIB = 1 << 30
+MAX_PROCESSES_PER_CPU = 64
 
 
-def check_before_start(config: Config, *, model_path: str) -> None:
-    """Run every check. model_path: where the model's files are (the tiny model is built).
+def check_without_model(config: Config, *, is_local: bool = True) -> Observation:
+    """Run every check that needs no model, before one is built.
+
+    Args: is_local: the run starts a Ray of its own here; else a cluster's size counts.
+    Returns: how the first task begins. Raises: ConfigError.
+    """
+    if is_local:
+        check_processes(config)
+        check_gpus(config)
+    check_memory(config)
+    check_metrics_address(config)
+    return first_observation(config)
+
+
+def check_with_model(config: Config, observation: Observation, *, model_path: str) -> None:
+    """Run the others. model_path: where the model's files are (the tiny model is built).
 
     Raises: ConfigError.
     """
     check_model(config, model_path)
-    check_prompt(config, model_path)
-    check_memory(config)
-    check_gpus(config)
-    check_metrics_port(config)
+    check_prompt(config, model_path, observation)
 
 
 def check_model_source(path: str) -> None:
@@ -70,11 +84,12 @@ def _check_hub_name(name: str) -> None:
 
 
 def check_model(config: Config, model_path: str) -> None:
-    """The model can hold the context that the run asks for."""
+    """A local model's files are sound, and it can hold the context that the run asks for."""
     file = Path(model_path) / "config.json"
     if not file.is_file():
         return
-    longest = json.loads(file.read_text()).get("max_position_embeddings")
+    check_model_files(file.parent)
+    longest = read_object(file).get("max_position_embeddings")
     if isinstance(longest, int) and config.model.max_context_tokens > longest:
         raise ConfigError(
             f"model.max_context_tokens is {config.model.max_context_tokens}, expected at most the "
@@ -97,6 +112,21 @@ def check_memory(config: Config) -> None:
             f"({config.queue.max_mib}) ask for {wanted_gib:.1f} GiB, expected at most 80% of this "
             f"machine's {total_gib:.1f} GiB; lower them"
         )
+
+
+def check_processes(config: Config) -> None:
+    """A local run starts no more ranks and environment actors than the machine could ever hold."""
+    most = MAX_PROCESSES_PER_CPU * (os.cpu_count() or 1)
+    for key, count in (
+        ("trainer.num_ranks", config.trainer.num_ranks),
+        ("rollouts.num_actors", config.rollouts.num_actors),
+        ("inference.num_replicas", config.inference.num_replicas),
+    ):
+        if count > most:
+            raise ConfigError(
+                f"{key} is {count}, one process each; expected at most {most} on this machine's "
+                f"{os.cpu_count()} CPUs; lower it, or join a cluster with --address"
+            )
 
 
 def check_gpus(config: Config) -> None:
@@ -123,17 +153,27 @@ def gpus_wanted(config: Config) -> float:
     )
 
 
-def check_metrics_port(config: Config) -> None:
-    """The metrics port is free, where a fixed one is asked for."""
-    if config.metrics.port == 0:
-        return
-    with socket.socket() as probe:
+def check_metrics_address(config: Config) -> None:
+    """The metrics can be served: the host is this machine's, and a fixed port is free."""
+    host, port = config.metrics.host, config.metrics.port
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"metrics.host: {host!r} is no address that can be found ({reason}); expected one of "
+            "this machine's, such as 127.0.0.1, or 0.0.0.0 for all of them"
+        ) from error
+    with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((config.metrics.host, config.metrics.port))
+            probe.bind(address)
         except OSError as error:
+            is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
             raise ConfigError(
-                f"metrics.port: {config.metrics.host}:{config.metrics.port} cannot be opened "
-                f"({os.strerror(error.errno or 0)}); expected a free port; set another, or 0 for "
-                "any free one"
-            ) from None
+                f"metrics.{'port' if is_taken else 'host'}: {host}:{port} cannot be opened "
+                f"({error.strerror}); expected an address of this machine and a free port; set "
+                "another port, or 0 for any free one"
+            ) from error

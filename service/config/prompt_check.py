@@ -7,9 +7,11 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from actors.deadline import within
+from actors.environment.bounded import describe
 from actors.environment.fault_log import origin, place
 from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
@@ -21,12 +23,12 @@ from service.task_source import open_tasks
 RESET_LIMIT_S = 60.0
 
 
-def check_prompt(config: Config, model_path: str) -> None:
-    """The environment begins an episode, and its first prompt leaves room for an answer.
+class _Exited(Exception):
+    """The environment tried to end the process."""
 
-    Raises: ConfigError.
-    """
-    observation = _first_observation(config)
+
+def check_prompt(config: Config, model_path: str, observation: Observation) -> None:
+    """The first prompt can be rendered, and leaves room for an answer. Raises: ConfigError."""
     num_prompt = _num_prompt_tokens(config, model_path, observation)
     room = config.model.max_context_tokens - num_prompt
     if room < config.rollouts.max_tokens_per_turn:
@@ -38,27 +40,25 @@ def check_prompt(config: Config, model_path: str) -> None:
         )
 
 
-def _first_observation(config: Config) -> Observation:
+def first_observation(config: Config) -> Observation:
+    """Begin the first task in an environment, as an episode does. Raises: ConfigError."""
     name = config.tasks.environment
-    try:
-        make_environment = resolve(name, config.tasks.options)
-    except (UnknownEnvironment, BadEnvironmentOptions, ImportError) as error:
-        raise ConfigError(f"tasks.environment: {error}") from error
+    make_environment = _maker(config)
     task = open_tasks(config).task(0)
     try:
-        found = asyncio.run(_begin(make_environment(), task))
+        found = asyncio.run(_begin(make_environment, task))
+    except KeyboardInterrupt:
+        raise
     except TimeoutError as error:
         raise ConfigError(
             f"tasks.environment: {name!r} did not begin task {task.task_id!r} within "
             f"{RESET_LIMIT_S:.0f} s; look at its reset"
         ) from error
-    except Exception as error:
+    except BaseException as error:
         # The user's own code runs here, in this one place before the start: any type can come.
-        at = place(origin(error))
         raise ConfigError(
             f"tasks.environment: {name!r} could not begin task {task.task_id!r}: "
-            f"{type(error).__name__}: {error}{f' ({at})' if at else ''}; mend the task or the "
-            "environment"
+            f"{_told(error)}; mend the task or the environment"
         ) from error
     if not isinstance(found, Observation):
         raise ConfigError(
@@ -68,11 +68,37 @@ def _first_observation(config: Config) -> Observation:
     return found
 
 
-async def _begin(environment: Environment, task: Task) -> object:
+def _maker(config: Config) -> Callable[[], Environment]:
+    name = config.tasks.environment
     try:
-        return await within(RESET_LIMIT_S, environment.reset(task))
-    finally:
-        await environment.close()
+        return resolve(name, config.tasks.options)
+    except (UnknownEnvironment, BadEnvironmentOptions, ImportError) as error:
+        raise ConfigError(f"tasks.environment: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # Its module is imported and an environment made: the user's own code again.
+        raise ConfigError(
+            f"tasks.environment: {name!r} cannot be made: {_told(error)}; mend the environment"
+        ) from error
+
+
+def _told(error: BaseException) -> str:
+    root = origin(error)
+    at = place(root)
+    return f"{describe(root)}{f' ({at})' if at else ''}"
+
+
+async def _begin(make_environment: Callable[[], Environment], task: Task) -> object:
+    try:
+        environment = make_environment()
+        try:
+            return await within(RESET_LIMIT_S, environment.reset(task))
+        finally:
+            await within(RESET_LIMIT_S, environment.close())
+    except SystemExit as error:
+        # In a task it would end the event loop, and then the command with the code it chose.
+        raise _Exited from error
 
 
 def _num_prompt_tokens(config: Config, model_path: str, observation: Observation) -> int:
@@ -86,7 +112,7 @@ def _num_prompt_tokens(config: Config, model_path: str, observation: Observation
         _check_template_options(tokenizer, options)
         renderer = ChatRenderer(tokenizer, template_options=options)
         return int(renderer.first_prompt(observation.messages, observation.tools).shape[0])
-    except (RenderError, OSError, ValueError) as error:
+    except (RenderError, OSError, ValueError, TypeError) as error:
         raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error
 
 

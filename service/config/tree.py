@@ -10,16 +10,42 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from actors.outcomes import Disposition
 from actors.trajectory import Outcome
 
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+
+def _refuse_truth(value: object) -> object:
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_type", "expected a number")
+    return value
+
+
+_Number = BeforeValidator(_refuse_truth)
+# Counts that the run's database, and the libraries' own 32-bit counters, can hold.
+_MAX_COUNT = 2**31 - 1
+Positive = Annotated[int, Field(ge=1, le=_MAX_COUNT), _Number]
+Natural = Annotated[int, Field(ge=0, le=_MAX_COUNT), _Number]
+# NumPy takes no greater one.
+MAX_SEED = 2**32 - 1
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED), _Number]
+# Below a tenth of a second, deadlines pass before an answer can be on its way.
+Seconds = Annotated[float, Field(ge=0.1, allow_inf_nan=False), _Number]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), _Number]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), _Number]
+# The engine raises what is lower to this; the trainer would not.
+Temperature = Annotated[float, Field(ge=0.01, allow_inf_nan=False), _Number]
+Fraction = Annotated[float, Field(ge=0, le=1), _Number]
+Decay = Annotated[float, Field(ge=0, lt=1), _Number]
 
 
 class Section(BaseModel):
@@ -29,7 +55,7 @@ class Section(BaseModel):
 class TinyModel(Section):
     """A model that Rayloom builds by itself, for a machine without a model hub."""
 
-    seed: Natural = Field(0, description="initial weights and warm-up")
+    seed: Seed = Field(0, description="initial weights and warm-up")
     tie_word_embeddings: bool = Field(True, description="share embedding and output head")
     warmup_steps: Natural | None = Field(None, description="format warm-up; null: the default")
 
@@ -68,7 +94,7 @@ class RolloutConfig(Section):
     slots_per_actor: Positive = Field(256, description="episodes that one actor holds at once")
     max_turns: Positive = Field(8, description="model calls in one trajectory")
     max_tokens_per_turn: Positive = Field(64, description="sampled tokens in one turn")
-    temperature: Rate = Field(1.0, description="of training rollouts; evaluation uses 0")
+    temperature: Temperature = Field(1.0, description="of training rollouts; evaluation uses 0")
     turn_deadline_s: Seconds = Field(60, description="one model call or one environment step")
     episode_deadline_s: Seconds = Field(600, description="one trajectory, from reset to the end")
     frozen_after_s: Seconds = Field(
@@ -80,8 +106,8 @@ class RolloutConfig(Section):
     max_failed_groups: Positive = Field(
         32, description="groups in a row without enough usable rollouts that end the run"
     )
-    failed_groups_grace_s: float = Field(
-        30, ge=0, description="such a row is borne for as long, whatever its length"
+    failed_groups_grace_s: NotNegative = Field(
+        30, description="such a row is borne for as long, whatever its length"
     )
     template_options: dict[str, Any] = Field(
         default_factory=dict, description="for the chat template, such as enable_thinking: false"
@@ -145,8 +171,8 @@ class InferenceConfig(Section):
     gpu_memory_fraction: Fraction = Field(0.9, description="of a GPU, for one engine")
     tensor_parallel_size: Positive = Field(1, description="GPUs of one engine")
     enforce_eager: bool = Field(False, description="no compilation: starts sooner, runs slower")
-    gpus_per_replica: float = Field(0.0, ge=0, description="0: CPU")
-    cpus_per_replica: float = Field(1.0, ge=0, description="what Ray reserves")
+    gpus_per_replica: NotNegative = Field(0.0, description="0: CPU")
+    cpus_per_replica: NotNegative = Field(1.0, description="what Ray reserves")
     threads: Positive = Field(1, description="of an engine on CPU")
     publish_deadline_s: Seconds = Field(120, description="until every engine holds a version")
     start_deadline_s: Seconds = Field(600, description="until every engine is ready")
@@ -160,14 +186,14 @@ class TrainerConfig(Section):
     )
     learning_rate: Rate = Field(1e-3, description="AdamW, after the warm-up")
     warmup_updates: Natural = Field(5, description="optimiser updates of linear warm-up")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="AdamW")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="AdamW")
     adam_epsilon: Rate = Field(1e-8, description="AdamW; raise it where gradients fade away")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW")
+    weight_decay: NotNegative = Field(0.0, description="AdamW")
     max_grad_norm: Rate = Field(1.0, description="gradients are clipped to this norm")
     tokens_per_micro_batch: Positive = Field(4096, description="budget of one packed row")
     gradient_checkpointing: bool = Field(False, description="less memory, a third more compute")
     threads: Positive = Field(1, description="of a rank on CPU")
-    gpus_per_rank: float = Field(0.0, ge=0, description="a fraction where engines share the GPU")
+    gpus_per_rank: NotNegative = Field(0.0, description="a fraction where engines share the GPU")
     step_deadline_s: Seconds = Field(600, description="one training step, or the ranks are lost")
 
 
@@ -181,7 +207,7 @@ class QueueConfig(Section):
 class RunConfig(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="of the run")
     steps: Positive = Field(100, description="training steps, which is also the last version")
-    seed: Natural = Field(0, description="tasks, packing and initial sampling derive from it")
+    seed: Seed = Field(0, description="tasks, packing and initial sampling derive from it")
     checkpoint_every: Positive = Field(20, description="steps between checkpoints")
     keep_checkpoints: Positive = Field(2, description="the newest so many are kept")
     evaluate_every: Positive = Field(20, description="steps between evaluations")
@@ -257,4 +283,39 @@ def _disagreements(config: Config) -> list[str]:
             f"inference.weight_backend is {config.inference.weight_backend} with a trainer on "
             "cpu; expected object_store; nccl and ipc move weights between GPUs"
         )
+    return found + _gpu_disagreements(config)
+
+
+def _gpu_disagreements(config: Config) -> list[str]:
+    """Who is to compute on GPUs and is given none, or the other way round."""
+    inference, trainer = config.inference, config.trainer
+    found = []
+    if (trainer.device == "cuda") != (trainer.gpus_per_rank > 0):
+        found.append(
+            f"trainer.device is {trainer.device} with trainer.gpus_per_rank "
+            f"{trainer.gpus_per_rank:g}; expected more than 0 with cuda and 0 with cpu; a rank "
+            "sees only the GPUs that are reserved for it: set gpus_per_rank to 1, or to 0 on cpu"
+        )
+    if inference.weight_backend != "object_store" and inference.gpus_per_replica == 0:
+        found.append(
+            f"inference.weight_backend is {inference.weight_backend} with "
+            "inference.gpus_per_replica 0; expected object_store for engines on CPU; nccl and ipc "
+            "move weights between GPUs"
+        )
+    num_gpus = inference.tensor_parallel_size
+    if num_gpus > 1 and inference.gpus_per_replica < num_gpus:
+        found.append(
+            f"inference.tensor_parallel_size is {num_gpus} with inference.gpus_per_replica "
+            f"{inference.gpus_per_replica:g}; expected at least as many GPUs; raise "
+            "gpus_per_replica or set tensor_parallel_size to 1"
+        )
+    for key, share in (
+        ("inference.gpus_per_replica", inference.gpus_per_replica),
+        ("trainer.gpus_per_rank", trainer.gpus_per_rank),
+    ):
+        if share > 1 and not share.is_integer():
+            found.append(
+                f"{key} is {share:g}, expected a fraction below 1 or a whole number, as Ray "
+                "reserves GPUs; round it"
+            )
     return found

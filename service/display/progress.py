@@ -1,7 +1,8 @@
 """What a user sees during a run: a live display on a terminal, plain lines everywhere else.
 
 The command line opens a display, gives it every RunStatus, and closes it. Neither display reads a
-clock of its own but the one it is given, and neither asks anything of the run.
+clock of its own but the one it is given, and neither asks anything of the run. One whose terminal
+or pipe is gone shows nothing from then on, and raises nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 
+from service.display.outlet import OutletConsole, outlet
 from service.display.progress_state import Line, ProgressState
 from service.display.progress_view import picture
 from service.display.step_line import step_line
@@ -41,7 +43,7 @@ class Display(Protocol):
 
 def open_display(*, environ: Mapping[str, str], console: Console | None = None) -> Display:
     """Live where a person looks at a terminal; lines in a pipe, in CI, or with NO_COLOR set."""
-    shown_on = console or Console()
+    shown_on = console or OutletConsole()
     is_plain = bool(environ.get("NO_COLOR") or environ.get("CI")) or not shown_on.is_terminal
     if is_plain or shown_on.is_dumb_terminal:
         return LineDisplay(shown_on)
@@ -57,13 +59,16 @@ class LineDisplay:
         self._state = ProgressState()
 
     def update(self, status: RunStatus) -> None:
-        for line in self._state.absorb(status, now=self._clock()):
-            text = f"warning: {line.text}" if line.is_notice else line.text
-            self._console.out(text, highlight=False)
-            self._console.file.flush()
+        lines = self._state.absorb(status, now=self._clock())
+        with outlet(self._console.file):
+            for line in lines:
+                text = f"warning: {line.text}" if line.is_notice else line.text
+                self._console.out(text, highlight=False)
+                self._console.file.flush()
 
     def close(self) -> None:
-        self._console.file.flush()
+        with outlet(self._console.file):
+            self._console.file.flush()
 
 
 class LiveDisplay:
@@ -75,10 +80,18 @@ class LiveDisplay:
         self._state = ProgressState()
         self._lines: deque[Line] = deque(maxlen=MAX_LINES)
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-        self._live.start()
+        self._has_started = False
+        with outlet(console.file):
+            self._live.start()
+            self._has_started = True
 
     def update(self, status: RunStatus) -> None:
-        for line in self._state.absorb(status, now=self._clock()):
+        lines = self._state.absorb(status, now=self._clock())
+        with outlet(self._console.file):
+            self._show(lines)
+
+    def _show(self, lines: list[Line]) -> None:
+        for line in lines:
             if line.is_notice:
                 self._console.print(f"! {line.text}", style="yellow", markup=False, highlight=False)
             else:
@@ -93,4 +106,6 @@ class LiveDisplay:
         self._live.update(frame, refresh=True)
 
     def close(self) -> None:
-        self._live.stop()
+        if self._has_started:
+            with outlet(self._console.file):
+                self._live.stop()

@@ -27,7 +27,7 @@ def step_line(record: StepRecord, steps: int) -> str:
         f"age {record.policy_age_max}",
     ]
     if units.is_known(record.loss):
-        parts.append(f"loss {record.loss:+.4f}")
+        parts.append(f"loss {units.fixed(record.loss, decimals=4, sign='+')}")
     if units.is_known(record.mismatch_k3):
         parts.append(f"k3 {units.significant(record.mismatch_k3, digits=1):>5}")
     seconds = record.stages.total

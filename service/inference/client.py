@@ -20,9 +20,9 @@ from ray.serve.handle import DeploymentHandle
 from actors.policy import (
     GenerateReply,
     GenerateRequest,
-    PolicyDeadlineExceeded,
     PolicyUnavailable,
 )
+from service.inference.patience import until_available
 from service.inference.wire import Answer, GenerateFailure, split_salt
 
 # Beyond the request's own deadline, for the replica's answer that it has passed.
@@ -59,27 +59,26 @@ class ServePolicyClient:
         return ServePolicyClient, (self.app_name,)
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Sample one turn.
+        """Sample one turn; while no engine is there, ask again until the deadline.
 
         Raises: PolicyDeadlineExceeded, PolicyUnavailable; ValueError for a request that can never
             be served.
         """
-        loop = asyncio.get_running_loop()
-        call = _Call(
-            request=request,
-            answer=loop.create_future(),
-            deadline_at=loop.time() + request.deadline_s,
+        deadline_at = asyncio.get_running_loop().time() + request.deadline_s
+        return await until_available(
+            lambda: self._ask(request, deadline_at),
+            deadline_s=request.deadline_s,
+            margin_s=DEADLINE_MARGIN_S,
         )
+
+    async def _ask(self, request: GenerateRequest, deadline_at: float) -> GenerateReply:
+        loop = asyncio.get_running_loop()
+        call = _Call(request=request, answer=loop.create_future(), deadline_at=deadline_at)
         try:
-            async with asyncio.timeout(request.deadline_s + DEADLINE_MARGIN_S):
-                if self._handle is None:
-                    await self._connect()
-                self._enqueue(call, loop)
-                answer = await call.answer
-        except TimeoutError as error:
-            raise PolicyDeadlineExceeded(
-                f"inference: no answer within {request.deadline_s:.3g} s"
-            ) from error
+            if self._handle is None:
+                await self._connect()
+            self._enqueue(call, loop)
+            answer = await call.answer
         finally:
             call.answer.cancel()
         if isinstance(answer, GenerateFailure):

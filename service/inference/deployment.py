@@ -1,8 +1,9 @@
 """The inference deployment: one vLLM engine in each Serve replica, fed by the weight board.
 
 A replica is ready only with the current policy version: its constructor waits for it. From then on
-a background task pulls new versions; a replica whose engine or whose pulling has died, or that
-lacks the current version for too long, fails its health check and Serve replaces it.
+a background task pulls new versions. A replica whose engine or whose pulling has died ends its own
+process, which Serve sees sooner than failed health checks; one that lacks the current version for
+too long fails its health check. Either way Serve replaces it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from actors.policy import (
     PolicyUnavailable,
 )
 from actors.weights.board import POLL_GRACE_S, Command, CommandKind, Publication
+from service.inference.places import make_engine_directory, session_directory
 from service.inference.router import ReplicaAffinityRouter
 from service.inference.settings import EngineSettings
 from service.inference.wire import Answer, AnswerChunk, GenerateFailure, mark_salt, split_salt
@@ -42,6 +44,8 @@ RETRY_S = 0.5
 FETCH_TIMEOUT_S = 300.0
 DEPLOYMENT_NAME = "InferenceReplica"
 STATUS_POLL_S = 0.2
+# For the answers, and the word to the board, that are on their way out of a replica that ends.
+LAST_WORDS_S = 0.2
 MAX_SEED = 1 << 31
 
 logger = logging.getLogger(__name__)
@@ -70,15 +74,17 @@ class InferenceReplica:
         self._name = serve.get_replica_context().replica_id.unique_id
         # Replicas with one seed would sample the same tokens for members of a group.
         seed = (settings.seed + zlib.crc32(self._name.encode())) % MAX_SEED
-        self._engine = PolicyEngine(replace(settings, seed=seed))
+        directory = make_engine_directory(session_directory(), self._name)
+        self._engine = PolicyEngine(replace(settings, seed=seed), directory)
         self._current_at = self._heard_at = time.monotonic()
-        self._is_applying = False
+        self._is_applying = self._is_ending = False
         await self._engine.start()
         this_actor = ray.get_runtime_context().current_actor
         await within(RPC_TIMEOUT_S, board.join.remote(self._name, this_actor))
         while self._engine.version is None:
             await self._pull()
         self._pulling = asyncio.create_task(self._pull_forever())
+        self._pulling.add_done_callback(self._end_without_weights)
 
     # Serving
 
@@ -124,7 +130,10 @@ class InferenceReplica:
     async def _answer(self, request: GenerateRequest) -> Answer:
         try:
             return await self.generate(request)
-        except (PolicyUnavailable, PolicyDeadlineExceeded, ValueError) as error:
+        except (PolicyDeadlineExceeded, ValueError) as error:
+            return GenerateFailure.of(error)
+        except PolicyUnavailable as error:
+            await self._end_if_dead()
             return GenerateFailure.of(error)
 
     async def describe(self) -> ReplicaDescription:
@@ -152,6 +161,29 @@ class InferenceReplica:
                 f"limit {limit_s} s"
             )
 
+    async def _end_if_dead(self) -> None:
+        """End this process when its engine is dead. Until then Serve would send it requests."""
+        try:
+            await self._engine.check_health()
+        except PolicyUnavailable as error:
+            self._end(str(error))
+
+    def _end_without_weights(self, pulling: asyncio.Task[None]) -> None:
+        if not pulling.cancelled():
+            self._end(f"pulling weights has ended: {pulling.exception()}")
+
+    def _end(self, why: str) -> None:
+        if self._is_ending:
+            return
+        self._is_ending = True
+        logger.error("inference: this replica ends: %s", why)
+        self._board.leave.remote(self._name)
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, self._exit)
+
+    def _exit(self) -> None:
+        self._engine.remove_files()
+        os._exit(1)
+
     def __del__(self) -> None:
         """Serve calls this at the end of a graceful shutdown, when the requests have drained."""
         if (pulling := getattr(self, "_pulling", None)) is not None:
@@ -165,6 +197,8 @@ class InferenceReplica:
     async def _pull_forever(self) -> None:
         while True:
             await self._pull()
+            # Also where nobody samples.
+            await self._engine.check_health()
 
     async def _pull(self) -> None:
         """Ask the board once and apply what it has. A board that is slow is asked again."""

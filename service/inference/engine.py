@@ -11,9 +11,11 @@ import asyncio
 import gc
 import itertools
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,13 +42,16 @@ from service.inference.settings import EngineSettings
 from service.inference.weight_transfer import StagedBuffer, update_payload
 
 PARITY_DEADLINE_S = 60.0
+DIRECTORY_VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 
 
 class PolicyEngine:
     """Owns one `AsyncLLM`; every method belongs to one event loop."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, directory: Path) -> None:
+        """directory: of this engine alone, for its sockets; gone when it is shut down."""
         self.settings = settings
+        self._directory = directory
         self.epoch: int | None = None
         self.version: int | None = None
         self._llm: AsyncLLM | None = None
@@ -63,6 +68,8 @@ class PolicyEngine:
         register()
         os.environ.update(self.settings.environment)
         os.environ[OWNER_PID_VARIABLE] = str(os.getpid())
+        # Without these vLLM's processes leave their files in the machine's temporary directory.
+        os.environ.update(dict.fromkeys(DIRECTORY_VARIABLES, str(self._directory)))
         self._llm = AsyncLLM.from_engine_args(_engine_args(self.settings))
         self._vocabulary_size = self._llm.model_config.get_vocab_size()
         # A million objects of the imported libraries never die; collections need not visit them.
@@ -78,6 +85,11 @@ class PolicyEngine:
         if self._llm is not None:
             llm, self._llm = self._llm, None
             llm.shutdown()
+        self.remove_files()
+
+    def remove_files(self) -> None:
+        """Remove the engine's directory; it is dead, or about to die with this process."""
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     async def check_health(self) -> None:
         """Raises: PolicyUnavailable when the engine is dead, or half loaded by a failed update."""

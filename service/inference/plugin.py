@@ -11,6 +11,8 @@ import select
 import threading
 from importlib.metadata import entry_points
 
+from tqdm import tqdm
+
 BACKEND_NAME = "object_store"
 ENTRY_POINT_NAME = "rayloom"
 OWNER_PID_VARIABLE = "RAYLOOM_ENGINE_OWNER_PID"
@@ -30,6 +32,8 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(
         BACKEND_NAME, "service.inference.weight_transfer", "ObjectStoreWeightTransferEngine"
     )
+    # Its default makes a named semaphore, which outlives a process that is killed.
+    tqdm.set_lock(threading.RLock())
     _die_with_owner()
 
 

@@ -53,7 +53,7 @@ class EngineSettings:
     reset_prefix_cache_on_publish: bool = False
     max_staleness_s: float = 300.0
     graceful_shutdown_s: float = 10.0
-    health_check_period_s: float = 5.0
+    health_check_period_s: float = 2.0
     health_check_timeout_s: float = 30.0
     seed: int = 0
 

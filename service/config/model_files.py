@@ -1,0 +1,97 @@
+"""Whether a model directory's own files are sound: its settings, and the headers of its weights.
+
+What is broken here would else show in every rank and engine at once, minutes later. Reads headers
+only, never the weights. Called by `service.config.preflight`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from service.config.file import ConfigError
+
+INDEX = "model.safetensors.index.json"
+# Read by transformers, tokenizers and vLLM, each with an error of its own where they are broken.
+_SETTINGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_REMEDY = "copy or download the model again, or export it anew with `rayloom export`"
+
+
+def check_model_files(directory: Path) -> None:
+    """Every settings file is a JSON object, the architecture is known, every weight file is whole.
+
+    Raises: ConfigError naming the file.
+    """
+    for name in _SETTINGS:
+        if (directory / name).is_file():
+            read_object(directory / name)
+    _check_architecture(directory)
+    for file in _weight_files(directory):
+        _check_header(file)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A model's settings file. Raises: ConfigError where it holds no JSON object."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"model.path: {file} is not JSON ({error}); expected a JSON object; {_REMEDY}"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"model.path: {file} holds a {type(found).__name__}, expected a JSON object; {_REMEDY}"
+        )
+    return found
+
+
+def _check_architecture(directory: Path) -> None:
+    from transformers import AutoConfig  # two seconds of import
+
+    try:
+        AutoConfig.from_pretrained(directory)
+    except Exception as error:
+        # Each architecture's settings check themselves, in types of their own.
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"model.path: {directory / 'config.json'} is no model that can be loaded "
+            f"({first_line}); expected the settings of an architecture that transformers knows; "
+            "correct model_type there, or choose another model"
+        ) from error
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The safetensors that are loaded. Raises: ConfigError where one of the index's is missing."""
+    index = directory / INDEX
+    files = sorted(directory.glob("*.safetensors"))
+    if not index.is_file():
+        return files
+    named = read_object(index).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise ConfigError(f"model.path: {index} has no weight_map, expected one; {_REMEDY}")
+    expected = {directory / str(name) for name in named.values()}
+    missing = sorted(file.name for file in expected if not file.is_file())
+    if missing:
+        raise ConfigError(
+            f"model.path: {directory} lacks {', '.join(missing[:3])}"
+            f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}, which {INDEX} names; "
+            f"expected every file of the model; {_REMEDY}"
+        )
+    # Beside the indexed files, the one that transformers would take before them.
+    return sorted(expected | ({directory / "model.safetensors"} & set(files)))
+
+
+def _check_header(file: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            num_tensors = len(list(opened.keys()))
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"model.path: {file} is broken or cut short ({error}); expected a whole safetensors "
+            f"file; {_REMEDY}"
+        ) from error
+    if num_tensors == 0:
+        raise ConfigError(f"model.path: {file} holds no weights, expected some; {_REMEDY}")

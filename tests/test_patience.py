@@ -1,0 +1,77 @@
+"""Requests during an engine's absence: they wait within their deadline, and come to one end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from actors.policy import PolicyDeadlineExceeded, PolicyUnavailable
+from service.inference.patience import until_available
+
+
+class Engine:
+    """Is away for the first `num_away` attempts, then answers or does what `then` says."""
+
+    def __init__(self, num_away: int, then: Exception | None = None) -> None:
+        self.num_away = num_away
+        self.then = then
+        self.num_attempts = 0
+
+    async def answer(self) -> str:
+        self.num_attempts += 1
+        if self.num_attempts <= self.num_away:
+            raise PolicyUnavailable(f"gone {self.num_attempts}")
+        if self.then is not None:
+            raise self.then
+        return "reply"
+
+
+async def test_a_request_is_asked_again_until_an_engine_is_back() -> None:
+    engine = Engine(num_away=3)
+    assert await until_available(engine.answer, deadline_s=60.0) == "reply"
+    assert engine.num_attempts == 4
+
+
+async def test_engines_that_stay_away_are_asked_a_few_times_and_named_at_the_deadline() -> None:
+    engine = Engine(num_away=1_000_000)
+    with pytest.raises(PolicyUnavailable, match=r"within 0.5 s; at last: gone \d"):
+        await until_available(engine.answer, deadline_s=0.5)
+    assert 2 <= engine.num_attempts <= 6
+
+
+async def test_a_deadline_that_passes_after_a_loss_is_the_engines_fault() -> None:
+    engine = Engine(num_away=1, then=PolicyDeadlineExceeded("late"))
+    with pytest.raises(PolicyUnavailable, match="at last: gone 1"):
+        await until_available(engine.answer, deadline_s=60.0)
+
+
+async def test_a_deadline_that_passes_without_a_loss_is_no_fault_of_the_engines() -> None:
+    engine = Engine(num_away=0, then=PolicyDeadlineExceeded("aborted"))
+    with pytest.raises(PolicyDeadlineExceeded, match="aborted"):
+        await until_available(engine.answer, deadline_s=60.0)
+
+    async def never() -> str:
+        await asyncio.Event().wait()
+        return "never"
+
+    with pytest.raises(PolicyDeadlineExceeded, match=r"no answer within 0.05 s"):
+        await until_available(never, deadline_s=0.05)
+
+
+async def test_a_request_that_can_never_be_served_is_refused_at_once() -> None:
+    engine = Engine(num_away=0, then=ValueError("too long"))
+    with pytest.raises(ValueError, match="too long"):
+        await until_available(engine.answer, deadline_s=60.0)
+    assert engine.num_attempts == 1
+
+
+async def test_nobody_asks_again_for_a_request_that_was_given_up() -> None:
+    engine = Engine(num_away=1_000_000)
+    asking = asyncio.create_task(until_available(engine.answer, deadline_s=60.0))
+    while engine.num_attempts == 0:
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert engine.num_attempts == 1

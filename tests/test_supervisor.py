@@ -1,0 +1,75 @@
+"""How a run ends for its reader: the first error counts, and who lost the lease lets go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from run_driver import small_config
+
+from service.commands.train import EXIT_FAILED, _report_loss
+from service.config.file import load_config
+from service.run_dir import RunDir
+from service.status import Phase
+from service.store.run_store import LeaseLost, RunStore, StoreError
+from service.supervisor import Cursor, Supervisor
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> RunDir:
+    """A run directory without a configuration."""
+    (tmp_path / "run").mkdir()
+    return RunDir(path=tmp_path / "run")
+
+
+@pytest.fixture
+def supervisor(place: RunDir, tiny_models: dict[bool, str]) -> Iterator[Supervisor]:
+    """One that has started nothing yet."""
+    log = logging.getLogger("rayloom")
+    config = load_config(small_config(place.path.parent))
+    yield Supervisor(config, place, model=tiny_models[True], run_id="rayloom-test")
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    log.propagate = True
+
+
+async def test_a_report_that_cannot_be_written_does_not_hide_how_the_run_ended(
+    supervisor: Supervisor,
+) -> None:
+    # The report reads the configuration, which is not there.
+    assert await supervisor._end(Phase.FAILED, "is the disk full?") is False
+    status = await supervisor.status(Cursor())
+    assert status.exit_reason == "is the disk full?"
+    assert "no report was written to" in status.notices[-1]
+    supervisor._metrics_server.shutdown()
+    supervisor._metrics_server.server_close()
+
+
+async def test_a_run_without_a_usable_checkpoint_ends_with_that_sentence(
+    supervisor: Supervisor, place: RunDir
+) -> None:
+    store = RunStore(place.database_url)
+    store.commit_checkpoint(
+        epoch=store.acquire_lease(holder="a").epoch,
+        step=3,
+        policy_version=3,
+        directory="step-000003-e1",
+        queue_snapshot={},
+        new_events=(),
+        last_event_seq=-1,
+    )
+    store.close()
+    with pytest.raises(StoreError, match="none of the run's 1 checkpoints can be used"):
+        await supervisor.run()
+    assert "step-000003-e1" in str((await supervisor.status(Cursor())).exit_reason)
+
+
+def test_who_lost_the_run_to_another_process_is_not_told_to_take_it_back(
+    place: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _report_loss(LeaseLost("epoch 3 has taken over"), place) == EXIT_FAILED
+    told = capsys.readouterr().err
+    assert "another process holds the run now" in told and "--resume" not in told
