@@ -26,6 +26,7 @@ from service.config.settings_of import (
     queue_settings,
     trainer_settings,
 )
+from service.config.task_source import open_tasks
 from service.config.tree import Config
 from service.engines import Engines
 from service.environment_pool import EnvironmentPool, PoolSettings
@@ -35,7 +36,6 @@ from service.ports import PartLost
 from service.recorder import RunRecorder
 from service.status import Phase
 from service.store.run_store import Lease, RunStore
-from service.task_source import open_tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
 from actors.trajectory import Task
 from service.config.file import ConfigError
+from service.config.task_source import open_tasks
 from service.config.tree import Config
-from service.task_source import open_tasks
 
 RESET_LIMIT_S = 60.0
 
