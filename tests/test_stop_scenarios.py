@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,20 +39,20 @@ def when_the_engines_start(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "moment",
+    ("moment", "number"),
     [
-        before_anything_is_there,
-        when_ray_is_coming_up,
-        when_the_trainer_starts,
-        when_the_engines_start,
+        pytest.param(before_anything_is_there, signal.SIGINT, marks=pytest.mark.proof),
+        (when_ray_is_coming_up, signal.SIGINT),
+        pytest.param(when_the_trainer_starts, signal.SIGTERM, marks=pytest.mark.proof),
+        (when_the_engines_start, signal.SIGHUP),
     ],
 )
 def test_an_interrupted_start_is_given_up_and_leaves_nothing_alive(
-    tmp_path: Path, moment: Callable[[Run], None]
+    tmp_path: Path, moment: Callable[[Run], None], number: signal.Signals
 ) -> None:
     with running(small_config(tmp_path), tmp_path / "run") as run:
         moment(run)
-        run.interrupt()
+        run.interrupt(number)
         assert run.wait(limit_s=STOP_S) == 130, run.output.read_text()
         assert run.wait_until_gone(limit_s=STOP_S) == []
         assert " training" not in run.log()
@@ -76,7 +77,7 @@ def test_a_run_whose_every_episode_fails_says_why_and_goes_on_when_it_is_mended(
     hangs = tmp_path / "hangs"
     config = small_config(
         tmp_path,
-        run={"steps": 6, "checkpoint_every": 100, "evaluate_every": 100},
+        run={"steps": 400, "checkpoint_every": 1000, "evaluate_every": 1000},
         tasks={
             "environment": "environment_fakes:SometimesHanging",
             "options": {"hangs": str(hangs)},
@@ -98,6 +99,7 @@ def test_a_run_whose_every_episode_fails_says_why_and_goes_on_when_it_is_mended(
             f"step-{stopped_at:06d}-e1"
         ]
     hangs.unlink()
-    with running(config, tmp_path / "run", ["--resume"]) as run:
-        assert run.wait(limit_s=START_S + 6 * STEP_S) == 0, run.log()
-        check_finished(run, steps=6)
+    steps = stopped_at + 2
+    with running(config, tmp_path / "run", ["--resume", "--set", f"run.steps={steps}"]) as run:
+        assert run.wait(limit_s=START_S + 2 * STEP_S) == 0, run.log()
+        check_finished(run, steps=steps)
