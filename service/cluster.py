@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -113,7 +114,7 @@ def _init_local(config: Config) -> None:
     logical_cpus = max(psutil.cpu_count() or 1, int(cpus_wanted(config)) + 1)
     memory = psutil.virtual_memory().total
     store_bytes = min(int(0.3 * memory), (config.queue.max_mib + 512) * MIB)
-    ray.init(
+    start_ray(
         address="local",
         namespace=NAMESPACE,
         num_cpus=logical_cpus,
@@ -124,6 +125,20 @@ def _init_local(config: Config) -> None:
         _temp_dir=_temp_dir(),
         runtime_env={"env_vars": {"PYTHONPATH": _import_path()}},
     )
+
+
+def start_ray(**options: Any) -> None:
+    """`ray.init` of a node of its own; once more where a busy machine let the first one down.
+
+    Ray gives a node 30 s to come up, whatever the load, and no setting changes that.
+    """
+    try:
+        ray.init(**options)
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+        ray.init(**options)
 
 
 def _join(address: str) -> None:

@@ -25,10 +25,12 @@ def cluster() -> Iterator[None]:
     """A Ray cluster of this test file; its workers import the fakes and builders by name."""
     import ray
 
+    from service.cluster import start_ray
+
     here = Path(__file__).parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{here.parent}:{here}")
-        ray.init(address="local", num_cpus=8, include_dashboard=False)
+        start_ray(address="local", num_cpus=8, include_dashboard=False)
         yield
         ray.shutdown()
 

@@ -67,6 +67,10 @@ class Run:
             time.sleep(0.2)
         raise AssertionError(f"step {step} did not come within {limit_s} s: {self.log()}")
 
+    def advance(self, num_steps: int, *, limit_s: float) -> None:
+        """Wait for so many steps beyond those that are stored now."""
+        self.wait_for_step(self._newest_step() + num_steps, limit_s=limit_s)
+
     def wait_for_log(self, words: str, *, limit_s: float) -> None:
         """Wait until the run has written `words`; fails when it ends before, or at the limit."""
         deadline = time.monotonic() + limit_s

@@ -64,7 +64,7 @@ def test_at_lag_0_the_engines_hold_what_the_trainer_holds_at_every_step(
 
 
 def test_a_run_survives_the_death_of_each_part_and_of_itself(tmp_path: Path) -> None:
-    """An environment actor killed, one frozen; kill -9 of engine, replica, rank and driver."""
+    """An environment actor killed, one frozen; kill -9 of engine, rank and driver."""
     steps = 40
     config = small_config(
         tmp_path,
@@ -75,17 +75,16 @@ def test_a_run_survives_the_death_of_each_part_and_of_itself(tmp_path: Path) -> 
     with running(config, tmp_path / "run") as run:
         run.wait_for_step(2, limit_s=START_S)
         run.kill_part("ray::EnvironmentActor")
-        run.wait_for_step(4, limit_s=STEP_S)
+        run.advance(2, limit_s=START_S)
+        assert "environment actor" in run.log()
         run.freeze_part("ray::EnvironmentActor")
         run.wait_for_log("answered nothing for 10 s", limit_s=START_S)
         run.kill_part("VLLM::EngineCore")
         run.wait_for_log("an engine was lost; 0 of 1 ready", limit_s=START_S)
         run.wait_for_log("an engine is back; 1 of 1 ready", limit_s=START_S)
-        run.kill_part("ray::ServeReplica")
-        run.wait_for_step(6, limit_s=START_S)
         run.kill_part("ray::TrainerRankActor")
-        run.wait_for_step(8, limit_s=START_S)
-        assert "environment actor" in run.log() and "going back" in run.log()
+        run.wait_for_log("going back to the newest checkpoint", limit_s=START_S)
+        run.advance(2, limit_s=START_S)
         run.process.kill()
     with running(config, tmp_path / "run", ["--resume"]) as run:
         assert run.wait(limit_s=START_S + steps * STEP_S) == 0, run.log()
