@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,20 +38,20 @@ def when_the_engines_start(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moment", "number"),
+    "moment",
     [
-        pytest.param(before_anything_is_there, signal.SIGINT, marks=pytest.mark.proof),
-        (when_ray_is_coming_up, signal.SIGINT),
-        pytest.param(when_the_trainer_starts, signal.SIGTERM, marks=pytest.mark.proof),
-        (when_the_engines_start, signal.SIGHUP),
+        pytest.param(before_anything_is_there, marks=pytest.mark.proof),
+        when_ray_is_coming_up,
+        pytest.param(when_the_trainer_starts, marks=pytest.mark.proof),
+        when_the_engines_start,
     ],
 )
 def test_an_interrupted_start_is_given_up_and_leaves_nothing_alive(
-    tmp_path: Path, moment: Callable[[Run], None], number: signal.Signals
+    tmp_path: Path, moment: Callable[[Run], None]
 ) -> None:
     with running(small_config(tmp_path), tmp_path / "run") as run:
         moment(run)
-        run.interrupt(number)
+        run.interrupt()
         assert run.wait(limit_s=STOP_S) == 130, run.output.read_text()
         assert run.wait_until_gone(limit_s=STOP_S) == []
         assert " training" not in run.log()
