@@ -117,9 +117,9 @@ class Run:
     def _newest(self, title: str) -> psutil.Process:
         return max(self.processes(title), key=psutil.Process.create_time)
 
-    def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
-        """Ctrl-C in a terminal, or its closing: it reaches the whole process group."""
-        os.killpg(self.process.pid, number)
+    def interrupt(self) -> None:
+        """Ctrl-C in a terminal: it reaches the whole process group."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def log(self) -> str:
         text = self.place.log_file.read_text() if self.place.log_file.exists() else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import ray
 
 from service import cluster
 from service.config.file import ConfigError, parse_config
@@ -31,3 +32,34 @@ def test_a_ray_that_does_not_come_up_is_told_in_a_sentence(
         cluster.joined(config, address=None),
     ):
         raise AssertionError("it came up")
+
+
+def refuse_starts(monkeypatch: pytest.MonkeyPatch, *reasons: str) -> list[str]:
+    """Ray's start fails once for each reason, and then succeeds; returns the reasons left."""
+    left = list(reasons)
+
+    def init(**options: object) -> None:
+        if left:
+            raise Exception(left.pop(0))
+
+    monkeypatch.setattr(ray, "init", init)
+    return left
+
+
+LATE = "The current node timed out during startup."
+
+
+def test_a_ray_that_was_late_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = refuse_starts(monkeypatch, LATE)
+    cluster.start_ray()
+    assert left == []
+
+
+@pytest.mark.parametrize("reasons", [(LATE, LATE), ("no space left on device", LATE)])
+def test_a_second_refusal_or_another_one_is_final(
+    monkeypatch: pytest.MonkeyPatch, reasons: tuple[str, str]
+) -> None:
+    left = refuse_starts(monkeypatch, *reasons, "not asked a third time")
+    with pytest.raises(Exception, match=r"timed out|no space"):
+        cluster.start_ray()
+    assert "not asked a third time" in left

@@ -143,6 +143,8 @@ def test_few_groups_are_borne_however_long_it_lasts() -> None:
     watch = FailureWatch(LIMITS)
     for now in range(0, 10_000, 100):
         watch.look(row(3), num_engines_ready=1, now=float(now))
+    with pytest.raises(NoUsableGroups):
+        watch.look(row(4), num_engines_ready=1, now=10_000.0)
 
 
 def test_a_usable_group_between_two_looks_starts_the_count_and_the_clock_anew() -> None:

@@ -41,6 +41,10 @@ def closed_pipe() -> Iterator[IO[str]]:
         yield file
 
 
+def leads_nowhere(stream: IO[str]) -> bool:
+    return os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
+
+
 @pytest.mark.parametrize("is_live", [True, False], ids=["live", "lines"])
 def test_a_display_survives_the_loss_of_its_reader(closed_pipe: IO[str], is_live: bool) -> None:
     console = OutletConsole(file=closed_pipe, force_terminal=is_live, width=80, height=24)
@@ -48,6 +52,7 @@ def test_a_display_survives_the_loss_of_its_reader(closed_pipe: IO[str], is_live
     for step in range(1, 4):
         display.update(status_of(step, notices=("a part was lost",)))
     display.close()
+    assert leads_nowhere(closed_pipe)
 
 
 def test_a_display_survives_a_full_disk() -> None:
@@ -56,6 +61,7 @@ def test_a_display_survives_a_full_disk() -> None:
         for step in range(1, 4):
             display.update(status_of(step))
         display.close()
+        assert leads_nowhere(full)
 
 
 @pytest.mark.parametrize("is_stderr_lost", [False, True], ids=["stdout", "both"])

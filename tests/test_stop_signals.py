@@ -47,6 +47,7 @@ def test_none_disturbs_the_end() -> None:
         signals.ignore()
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
+        assert signals.is_asked
 
 
 def test_what_another_package_took_is_taken_back_and_all_is_returned_at_the_end() -> None:

@@ -142,6 +142,17 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
+def _check_inputs(
+    module: torch.nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]
+) -> None:
+    unsupported = [name for name in _UNSUPPORTED_INPUTS if extra.get(name) is not None]
+    if unsupported or attention_mask is not None:
+        raise NotImplementedError(
+            f"packed attention: {type(module).__name__} passes {unsupported or 'a mask'}, expected "
+            "plain causal attention; this architecture cannot be trained packed"
+        )
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -171,12 +182,7 @@ def packed_attention(
             f"packed attention: got a query of {tuple(query.shape)} for a layout of {expected} "
             "tokens, expected [1, H, T, D]; pass packed_layout= to the model's forward"
         )
-    unsupported = [name for name in _UNSUPPORTED_INPUTS if extra.get(name) is not None]
-    if unsupported or attention_mask is not None:
-        raise NotImplementedError(
-            f"packed attention: {type(module).__name__} passes {unsupported or 'a mask'}, expected "
-            "plain causal attention; this architecture cannot be trained packed"
-        )
+    _check_inputs(module, attention_mask, extra)
     layout = packed_layout
     padded = [
         _Pad.apply(heads[0].transpose(0, 1), layout.gather, layout.scatter)
