@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections import Counter
 from pathlib import Path
 
@@ -92,37 +91,3 @@ def test_a_run_survives_the_death_of_each_part_and_of_itself(tmp_path: Path) -> 
         assert run.history().num_epochs >= 3
         bound = load_config(run.place.config_file).algorithm.max_policy_age
         assert max(record.policy_age_max for record in run.history().steps) <= bound
-
-
-def test_an_interrupt_ends_in_order_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
-    # So many that a quick machine does not end before the interrupt comes.
-    config = small_config(
-        tmp_path,
-        run={"steps": 400, "checkpoint_every": 1000, "evaluate_every": 1000},
-        trainer={"num_ranks": 1},
-    )
-    with running(config, tmp_path / "run") as run:
-        run.wait_for_step(2, limit_s=START_S)
-        address = metrics_address(run)
-        assert "rayloom_train_steps_total" in fetch(address)
-        run.interrupt()
-        assert run.wait(limit_s=STEP_S) == 130, run.log()
-        stopped_at = run.summary()["steps"]
-        assert 2 <= stopped_at < 400
-        assert [path.name for path in run.place.checkpoints.glob("step-*")] == [
-            f"step-{stopped_at:06d}-e1"
-        ]
-    steps = stopped_at + 2
-    with running(config, tmp_path / "run", ["--resume", "--set", f"run.steps={steps}"]) as run:
-        assert run.wait(limit_s=START_S + 2 * STEP_S) == 0, run.log()
-        check_finished(run, steps=steps)
-
-
-def metrics_address(run: Run) -> str:
-    [line] = [line for line in run.log().splitlines() if "metrics at http" in line]
-    return line.split("metrics at ")[1]
-
-
-def fetch(address: str) -> str:
-    with urllib.request.urlopen(address, timeout=10) as answer:
-        return str(answer.read().decode())
