@@ -5,11 +5,20 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
 from service.stop_signals import NUMBERS, kept_from_children, stop_signals
+
+
+@pytest.fixture(autouse=True)
+def with_a_terminal() -> Iterator[None]:
+    """The tests themselves may run under nohup, which ignores hang-ups."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
