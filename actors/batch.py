@@ -49,8 +49,9 @@ class MicroBatch:
 class Minibatch:
     """The micro-batches of one rank for one optimiser update.
 
-    denominator: trained tokens of this update over all ranks and micro-batches (at least 1), the
-    one number that the loss of every rank divides by. Every rank has equally many micro-batches.
+    denominator: tokens of this update over all ranks and micro-batches, those of groups without a
+    signal included (at least 1): the one number that the loss of every rank divides by. Every rank
+    has equally many micro-batches.
     """
 
     micro_batches: tuple[MicroBatch, ...]

@@ -76,7 +76,8 @@ def test_a_step_settles_each_trajectory_once_and_trains_what_it_says() -> None:
     assert report.evictions == {EvictionReason.MASKED: 1, EvictionReason.ZERO_VARIANCE: 2}
     assert report.num_trained_tokens == 3 * 12 and report.num_sampled_tokens == 6 * 12
     assert report.num_zero_variance_groups == 1 and report.num_groups == 2
-    assert result.shards[0].minibatches[0].denominator == 36
+    # 36 trained tokens, and the 24 of the group without a signal.
+    assert result.shards[0].minibatches[0].denominator == 60
     # Returns 1, 0, 0, min(1, 0): mean 1/4, deviation 1/2, over trajectories of any length.
     advantages = {round(float(a), 4) for *_, a, _ in trained_tokens(result)}
     assert advantages == {1.5, -0.5}
@@ -105,6 +106,15 @@ def test_the_report_counts_what_went_into_the_step() -> None:
     assert report.policy_age_mean == pytest.approx((24 * 2 + 6 * 5) / 30)
     assert report.num_inserted_tokens == 2 and report.num_malformed_rewarded == 1
     assert report.outcomes == {Outcome.COMPLETED: 2, Outcome.MALFORMED_TOOL_CALL: 1}
+
+
+def test_groups_without_a_signal_weaken_the_update_and_do_not_strengthen_the_rest() -> None:
+    differing = make_group(0, [1, 0])
+    alone = build([differing])
+    among = build([differing, make_group(1, [1, 1]), make_group(2, [0, 0])])
+    assert trained_tokens(among) == trained_tokens(alone)
+    denominators = [result.shards[0].minibatches[0].denominator for result in (alone, among)]
+    assert denominators == [24, 72]
 
 
 def test_a_step_with_nothing_to_train_is_fillers_and_knows_no_age() -> None:
@@ -170,10 +180,13 @@ def test_ranks_rows_and_updates_do_not_change_what_is_trained(
     )
     assert trained_tokens(split) == trained_tokens(one)
     assert split.settlements == one.settlements
+    total = one.report.num_trained_tokens
+    num_idle = one.shards[0].minibatches[0].denominator - total if total else 0
     for update in zip(*(shard.minibatches for shard in split.shards), strict=True):
         assert len({len(part.micro_batches) for part in update}) == 1
         trained = sum(row.num_trained for part in update for row in part.micro_batches)
-        assert {part.denominator for part in update} == {max(1, trained)}
+        expected = trained + (num_idle * trained // total if total else 0)
+        assert {part.denominator for part in update} == {max(1, expected)}
     trained = sum(s.reason is None for s in one.settlements)
     assert (trained == 0) == (one.report.num_trained_tokens == 0)
 

@@ -88,9 +88,18 @@ def place_samples(
 
 
 def pack_minibatch(
-    weighted: Sequence[WeightedSample], *, num_ranks: int, budget: int, attention_tokens: int
+    weighted: Sequence[WeightedSample],
+    *,
+    num_ranks: int,
+    budget: int,
+    attention_tokens: int,
+    num_idle_tokens: int = 0,
 ) -> list[Minibatch]:
-    """Pack the samples of one update. Returns: the minibatch of each rank."""
+    """Pack the samples of one update.
+
+    num_idle_tokens: tokens with advantage 0 that are not in the rows and count in the denominator.
+    Returns: the minibatch of each rank.
+    """
     placed = place_samples(
         [each.sample.num_tokens for each in weighted],
         num_ranks=num_ranks,
@@ -102,7 +111,8 @@ def pack_minibatch(
         for rows in placed
     ]
     num_trained = sum(row.num_trained for rows in packed for row in rows)
-    return [Minibatch(micro_batches=rows, denominator=max(1, num_trained)) for rows in packed]
+    denominator = max(1, num_trained + num_idle_tokens)
+    return [Minibatch(micro_batches=rows, denominator=denominator) for rows in packed]
 
 
 def pack_row(weighted: Sequence[WeightedSample]) -> MicroBatch:

@@ -3,8 +3,9 @@
 Order: merge the turns, apply the outcome policy, group statistics (by group, over trajectories),
 advantages, packing. Invariant: every trajectory that comes in leaves with exactly one settlement,
 and it is `trained` exactly when its tokens are in the batch. A group without a signal (equal
-returns, or one member) is settled as zero_variance: it is neither in the rows nor in the
-denominator. Called by the merge actor.
+returns, or one member) is settled as zero_variance: it is not in the rows, because its gradient is
+zero, but its tokens count in the denominators, so that solved groups weaken the update instead of
+leaving it to the few others. Called by the merge actor.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def build_step(
     shards = _pack(
         [member for member in members if member.is_trained],
         settings,
+        num_idle_tokens=sum(_num_idle_tokens(member) for member in members),
         step=step,
         trainer_version=trainer_version,
     )
@@ -124,23 +126,38 @@ def _weigh(member: _Member, advantages: dict[str, float], *, has_signal: bool) -
     return replace(member, advantage=advantages[member.verdict.rollout_id])
 
 
+def _num_idle_tokens(member: _Member) -> int:
+    """Tokens that would be trained, had the group's returns differed."""
+    is_idle = member.verdict.reason is EvictionReason.ZERO_VARIANCE
+    return member.merged.num_trained_tokens if is_idle and member.merged is not None else 0
+
+
 def _pack(
-    trained: Sequence[_Member], settings: StepSettings, *, step: int, trainer_version: int
+    trained: Sequence[_Member],
+    settings: StepSettings,
+    *,
+    num_idle_tokens: int,
+    step: int,
+    trainer_version: int,
 ) -> tuple[RankShard, ...]:
+    """Idle tokens are shared out over the updates in proportion to their trained tokens."""
     parts = split_trajectories(
         [member.trajectory.group_id for member in trained],
         num_minibatches=settings.num_minibatches,
         seed=settings.seed,
         step=step,
     )
+    updates = [_weighted([trained[index] for index in part]) for part in parts]
+    counts = [sum(each.sample.num_trained for each in update) for update in updates]
     minibatches: list[list[Minibatch]] = [
         pack_minibatch(
-            _weighted([trained[index] for index in part]),
+            update,
+            num_idle_tokens=num_idle_tokens * count // max(1, sum(counts)),
             num_ranks=settings.num_ranks,
             budget=settings.tokens_per_micro_batch,
             attention_tokens=settings.attention_tokens,
         )
-        for part in parts
+        for update, count in zip(updates, counts, strict=True)
     ]
     return tuple(
         RankShard(step=step, trainer_version=trainer_version, minibatches=tuple(of_rank))

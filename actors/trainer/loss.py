@@ -44,7 +44,7 @@ def clipped_policy_loss(
 def token_mean(token_losses: Tensor, *, denominator: int) -> Tensor:
     """Sum the tokens' losses over one global denominator.
 
-    loss = sum_t loss_t / denominator, the trained tokens of the update over all ranks and
+    loss = sum_t loss_t / denominator, the tokens of the update over all ranks and
     micro-batches; the micro-batches' losses then add up to the mean however tokens are packed.
 
     Returns: scalar float32.
