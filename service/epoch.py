@@ -96,6 +96,11 @@ class Epoch:
         return self._loop is not None
 
     @property
+    def is_solved(self) -> bool:
+        """Whether the run ended before its last step, because its reward was high enough."""
+        return self._loop is not None and self._loop.is_solved
+
+    @property
     def first_step(self) -> int:
         return self._lease.parent.step + 1 if self._lease.parent else 1
 
@@ -241,5 +246,6 @@ class Epoch:
             evaluate_every=run.evaluate_every,
             overlaps_publish=self._config.algorithm.max_lag > 0,
             failures=failure_limits(self._config),
+            stop_at_reward=run.stop_at_reward,
             checkpoint=parent.directory if parent else "",
         )

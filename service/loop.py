@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,8 @@ from service.records import StageSeconds
 from service.step_record import evaluation_record, step_record
 
 POLL_S = 1.0
+# As many as summary.json's reward_last is the mean of.
+SOLVED_STEPS = 5
 # Replacement r of group k plays task k + r * 2^32, so that no first choice is ever played twice.
 _REPLACEMENT_STRIDE = 2**32
 
@@ -47,8 +50,8 @@ class LoopSettings:
     """steps: the last step; first_step: the checkpoint's step + 1, or 1.
 
     overlaps_publish: go on while the engines load; pointless at lag 0, where nothing can be
-    sampled meanwhile. checkpoint: the name of the one that this epoch goes on from; empty for a
-    fresh start.
+    sampled meanwhile. stop_at_reward: mean return of the last SOLVED_STEPS steps at which the run
+    is complete. checkpoint: of which this epoch goes on, by name; empty for a fresh start.
     """
 
     first_step: int
@@ -59,6 +62,7 @@ class LoopSettings:
     evaluate_every: int
     overlaps_publish: bool
     failures: FailureLimits
+    stop_at_reward: float | None = None
     checkpoint: str = ""
 
 
@@ -115,6 +119,20 @@ class Loop:
         self._failures = FailureWatch(settings.failures)
         self._concluding: asyncio.Task[None] | None = None
         self._is_stopping = asyncio.Event()
+        self._rewards: deque[float] = deque(maxlen=SOLVED_STEPS)
+        self._evaluated_step: int | None = None
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether the last steps' mean return has reached stop_at_reward."""
+        goal = self._settings.stop_at_reward
+        if goal is None or len(self._rewards) < SOLVED_STEPS:
+            return False
+        return sum(self._rewards) / SOLVED_STEPS >= goal
+
+    @property
+    def _has_more(self) -> bool:
+        return self._step <= self._settings.steps and not self.is_solved
 
     def stop(self) -> None:
         """Finish the step in hand, leave a checkpoint, and return from `run`."""
@@ -147,7 +165,7 @@ class Loop:
 
     async def _admit(self) -> None:
         parts = self._parts
-        while not self._is_stopping.is_set() and self._step <= self._settings.steps:
+        while not self._is_stopping.is_set() and self._has_more:
             vacancies = await parts.queue.admissible(timeout_s=POLL_S)
             groups = [
                 GroupRequest(
@@ -164,7 +182,7 @@ class Loop:
     async def _train(self) -> None:
         if self._step == 1:
             await self._evaluate(step=0)
-        while self._step <= self._settings.steps and not self._is_stopping.is_set():
+        while self._has_more and not self._is_stopping.is_set():
             watch = Stopwatch()
             step_input = await self._collect()
             if step_input is None:
@@ -181,8 +199,8 @@ class Loop:
         await self._concluded()
 
     async def _collect(self) -> StepInput | None:
-        """Wait for a step's closed groups; None when asked to stop meanwhile."""
-        while not self._is_stopping.is_set():
+        """Wait for a step's closed groups; None when asked to stop, or solved, meanwhile."""
+        while self._has_more and not self._is_stopping.is_set():
             step_input = await self._parts.queue.take_step(timeout_s=POLL_S)
             drained = await self._drain()
             if step_input is not None:
@@ -251,12 +269,16 @@ class Loop:
 
     async def _record(self, trained: Trained, published: PublishedVersion) -> None:
         await self._drain()
-        self._parts.recorder.step(
-            step_record(trained.step, trained.report, trained.stats, published, trained.stages)
-        )
+        record = step_record(trained.step, trained.report, trained.stats, published, trained.stages)
+        self._parts.recorder.step(record)
+        if record.best_known_reward is None:
+            self._rewards.clear()
+        else:
+            self._rewards.append(record.best_known_reward)
 
     async def _evaluate(self, *, step: int) -> None:
         tasks = self._parts.evaluation_tasks
+        self._evaluated_step = step
         if tasks:
             summaries = await self._parts.environments.evaluate(tasks)
             self._parts.recorder.evaluation(evaluation_record(step, summaries))
@@ -280,8 +302,10 @@ class Loop:
         """Commit the last step done. At the run's end nothing stays in flight; after a stop, what
         is in flight stays so, to be played when the run is resumed."""
         done = self._step - 1
-        is_complete = done >= self._settings.steps
+        is_complete = not self._has_more
         if is_complete:
+            if self.is_solved and self._evaluated_step != done:
+                await self._evaluate(step=done)
             await self._parts.queue.cancel_all()
         step, directory = self._committed
         if done > step:

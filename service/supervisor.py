@@ -222,6 +222,9 @@ class Supervisor:
         done = self._recorder.last_step
         if done >= self._config.run.steps:
             return f"all {done} steps are done"
+        if epoch.is_solved:
+            goal = self._config.run.stop_at_reward
+            return f"solved: the last five steps reached {goal:g} (run.stop_at_reward), step {done}"
         return f"stopped after step {done} of {self._config.run.steps}"
 
     def _take_lease(self) -> Lease:

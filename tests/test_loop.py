@@ -46,14 +46,14 @@ def stats(step: int, *, num_skipped: int = 0) -> StepStats:
     )  # fmt: skip
 
 
-def report(step: int) -> StepReport:
+def report(step: int, *, scaled_return: float | None = None) -> StepReport:
     merge = MergeReport(
         samples_before=2, samples_after=1, mismatches={}, num_saved_tokens=0, num_masked_tokens=0
     )
     return StepReport(
         step=step, trainer_version=step, num_groups=1, num_zero_variance_groups=0,
         num_trajectories=2, outcomes={}, evictions={}, num_malformed_rewarded=0, merge=merge,
-        returns=None, scaled_return_mean=None, advantages=None, policy_age_max=None,
+        returns=None, scaled_return_mean=scaled_return, advantages=None, policy_age_max=None,
         policy_age_mean=None, num_turns=2, num_malformed_turns=0, num_inserted_tokens=0,
         num_sampled_tokens=4, num_trained_tokens=4, num_packed_tokens=8, num_micro_batches=1,
         num_fillers=0,
@@ -76,6 +76,8 @@ class World:
     skip_at: int | None = None
     fail_from: int | None = None
     starve_from: int | None = None
+    scaled_returns: Sequence[float | None] = ()
+    num_wanted: int = 3
     engines_load: Callable[[int], Awaitable[None]] = at_once
     on_publish: Callable[[int], None] = lambda version: None
     settled: dict[int, list[Settlement]] = field(default_factory=dict)
@@ -136,8 +138,11 @@ class World:
                 Settlement(rollout_id="r0"),
                 Settlement(rollout_id="r1", reason=EvictionReason.MASKED),
             ),
-            report=report(step_input.step),
+            report=report(step_input.step, scaled_return=self._scaled_return(step_input.step)),
         )
+
+    def _scaled_return(self, step: int) -> float | None:
+        return self.scaled_returns[step] if step < len(self.scaled_returns) else None
 
     async def step(self, shards: Sequence[Any]) -> StepStats:
         step = self.num_taken - 1
@@ -203,6 +208,7 @@ def make_loop(
     first_step: int = 1,
     checkpoint: str = "",
     overlaps_publish: bool = False,
+    stop_at_reward: float | None = None,
 ) -> Loop:
     tasks = GeneratedTasks("guessing", run_seed=0)
     world.num_taken = first_step - 1
@@ -213,7 +219,7 @@ def make_loop(
     settings = LoopSettings(
         first_step=first_step, steps=steps, group_size=2, min_usable_samples=None,
         checkpoint_every=2, evaluate_every=2, failures=LIMITS, checkpoint=checkpoint,
-        overlaps_publish=overlaps_publish,
+        overlaps_publish=overlaps_publish, stop_at_reward=stop_at_reward,
     )  # fmt: skip
     return Loop(parts, settings)
 
@@ -269,6 +275,28 @@ async def test_nothing_stays_in_flight_at_the_end_and_the_last_commit_says_so() 
     end = world.calls.index("cancel_all")
     assert world.calls[end:] == ["cancel_all", "commit 2", "prune"]
     assert world.checkpoints == [(2, "dir-2"), (2, "dir-2")]
+
+
+@pytest.mark.parametrize("overlaps_publish", [False, True])
+async def test_a_run_that_is_solved_is_complete_evaluated_and_holds_nothing(
+    overlaps_publish: bool,
+) -> None:
+    world = World(scaled_returns=(0.5, 1.0, 1.0, 0.9, 0.9, 1.0, 0.0), starve_from=6)
+    loop = make_loop(world, steps=100, overlaps_publish=overlaps_publish, stop_at_reward=0.95)
+    await loop.run()
+    assert loop.is_solved and len(world.records) == 6
+    assert world.calls_of("evaluate", "cancel_all")[-2:] == ["evaluate 2", "cancel_all"]
+    assert world.checkpoints[-1] == (6, "dir-6")
+
+
+@pytest.mark.parametrize("unknown", [None, 0.0])
+async def test_five_steps_in_a_row_are_needed_and_an_unknown_reward_starts_anew(
+    unknown: float | None,
+) -> None:
+    world = World(scaled_returns=(1.0, 1.0, 1.0, 1.0, unknown, 1.0, 1.0, 1.0, 1.0))
+    loop = make_loop(world, steps=9, stop_at_reward=0.95)
+    await loop.run()
+    assert not loop.is_solved and len(world.records) == 9
 
 
 async def test_evaluations_come_before_the_first_step_when_due_and_at_the_end() -> None:

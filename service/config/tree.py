@@ -44,6 +44,7 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), _Number]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), _Number]
 # The engine raises what is lower to this; the trainer would not.
 Temperature = Annotated[float, Field(ge=0.01, allow_inf_nan=False), _Number]
+Finite = Annotated[float, Field(allow_inf_nan=False), _Number]
 Fraction = Annotated[float, Field(ge=0, le=1), _Number]
 Decay = Annotated[float, Field(ge=0, lt=1), _Number]
 
@@ -211,6 +212,9 @@ class RunConfig(Section):
     checkpoint_every: Positive = Field(20, description="steps between checkpoints")
     keep_checkpoints: Positive = Field(2, description="the newest so many are kept")
     evaluate_every: Positive = Field(20, description="steps between evaluations")
+    stop_at_reward: Finite | None = Field(
+        None, description="end once the mean return of five steps, scaled where known, is as high"
+    )
     max_recoveries: Natural = Field(5, description="returns to the last checkpoint after a fault")
 
 
