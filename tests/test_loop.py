@@ -77,7 +77,6 @@ class World:
     fail_from: int | None = None
     starve_from: int | None = None
     scaled_returns: Sequence[float | None] = ()
-    num_wanted: int = 3
     engines_load: Callable[[int], Awaitable[None]] = at_once
     on_publish: Callable[[int], None] = lambda version: None
     settled: dict[int, list[Settlement]] = field(default_factory=dict)
