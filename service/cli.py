@@ -1,12 +1,13 @@
-"""The command line: train, model, tasks, export. Each command's work lives in its own module."""
+"""The command line: train, serve, model, tasks, export. Each command has a module of its own."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -34,33 +35,78 @@ Overrides = Annotated[
 ]
 
 
+ModelOption = Annotated[
+    str | None, typer.Option(help="directory or hub name, in place of the configuration's")
+]
+AddressOption = Annotated[
+    str | None, typer.Option(help="join this Ray cluster instead of starting a local one")
+]
+RunDirOption = Annotated[
+    str | None, typer.Option(metavar="DIRECTORY", help="default: runs/NAME-TIME")
+]
+ResumeOption = Annotated[
+    str | None, typer.Option(metavar="RUN_DIR", help="go on from its newest checkpoint")
+]
+
+
 @app.command()
 def train(
     config: ConfigPath,
-    model: Annotated[
-        str | None, typer.Option(help="directory or hub name, in place of the configuration's")
-    ] = None,
-    address: Annotated[
-        str | None, typer.Option(help="join this Ray cluster instead of starting a local one")
-    ] = None,
-    run_dir: Annotated[
-        str | None, typer.Option(metavar="DIRECTORY", help="default: runs/NAME-TIME")
-    ] = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="RUN_DIR", help="go on from its newest checkpoint")
-    ] = None,
+    model: ModelOption = None,
+    address: AddressOption = None,
+    run_dir: RunDirOption = None,
+    resume: ResumeOption = None,
     overrides: Overrides = None,
 ) -> None:
     """Train by CONFIG until its last step, and write a report."""
+    places = _Places(address=address, run_dir=run_dir, resume=resume)
+    _start(config, _with_model(overrides or [], model), places, is_service=False)
+
+
+@app.command()
+def serve(
+    config: ConfigPath,
+    model: ModelOption = None,
+    address: AddressOption = None,
+    run_dir: RunDirOption = None,
+    resume: ResumeOption = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train by CONFIG on the tasks that clients submit over HTTP.
+
+    Beyond loopback a key is needed: set RAYLOOM_API_KEY.
+    """
+    places = _Places(address=address, run_dir=run_dir, resume=resume)
+    _start(config, _with_model(overrides or [], model), places, is_service=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Where a run runs and writes, as the command line gave it."""
+
+    address: str | None
+    run_dir: str | None
+    resume: str | None
+
+
+def _start(config: Path, overrides: list[str], places: _Places, *, is_service: bool) -> NoReturn:
     with stop_signals() as signals:
         try:
-            settings = load_config(config, _with_model(overrides or [], model))
-            places = (_place("--run-dir", run_dir), _place("--resume", resume))
+            settings = load_config(config, overrides)
+            run_dir = _place("--run-dir", places.run_dir)
+            resume = _place("--resume", places.resume)
             # Seconds of imports, which a Ctrl-C may meet too.
+            from service.commands.serve import http_settings, with_free_port
             from service.commands.train import TrainRequest, run_training
 
+            if is_service:
+                settings = with_free_port(settings, is_local=places.address is None)
             request = TrainRequest(
-                config=settings, address=address, run_dir=places[0], resume=places[1]
+                config=settings,
+                address=places.address,
+                run_dir=run_dir,
+                resume=resume,
+                api=http_settings(settings) if is_service else None,
             )
             code = run_training(request, signals)
         except KeyboardInterrupt:

@@ -30,12 +30,14 @@ from service.config.task_source import open_tasks
 from service.config.tree import Config
 from service.engines import Engines
 from service.environment_pool import EnvironmentPool, PoolSettings
+from service.intake.intake import Intake
 from service.loop import Loop, LoopSettings, Parts
 from service.parts import EngineParts, MergeParts, QueueParts, TrainerParts
 from service.ports import PartLost
 from service.recorder import RunRecorder
 from service.status import Phase
 from service.store.run_store import Lease, RunStore
+from service.task_feed import ConfiguredTasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +71,16 @@ class Epoch:
         engines: Engines,
         store: RunStore,
         recorder: RunRecorder,
+        intake: Intake | None = None,
     ) -> None:
+        """intake: where the tasks come from; None: the configuration's own."""
         self._config = config
         self._places = places
         self._lease = lease
         self._engines = engines
         self._store = store
         self._recorder = recorder
+        self._intake = intake
         queue_class: Any = TrajectoryQueue
         merge_class: Any = MergeActor
         self._queue_actor = queue_class.remote(queue_settings(config), self._snapshot())
@@ -123,16 +128,27 @@ class Epoch:
         assert self._pool is not None
         self._loop = Loop(self._parts(engine_parts, self._pool), self._loop_settings())
         training = asyncio.create_task(self._loop.run())
-        watching = asyncio.create_task(self._pool.watch())
+        watching = [
+            asyncio.create_task(self._pool.watch()),
+            asyncio.create_task(self._watch_trainer()),
+        ]
         try:
-            await asyncio.wait({training, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()
+            await asyncio.wait({training, *watching}, return_when=asyncio.FIRST_COMPLETED)
+            for watch in watching:
+                if watch.done():
+                    watch.result()
             await training
         finally:
-            for task in (training, watching):
+            for task in (training, *watching):
                 task.cancel()
-            await asyncio.gather(training, watching, return_exceptions=True)
+            await asyncio.gather(training, *watching, return_exceptions=True)
+
+    async def _watch_trainer(self) -> None:
+        """Raises: PartLost."""
+        try:
+            await self._group.watch()
+        except TrainerRankLost as error:
+            raise PartLost(str(error)) from error
 
     async def stop(self, *, is_orderly: bool) -> None:
         """End this epoch's actors; the engines stay.
@@ -202,10 +218,16 @@ class Epoch:
             queue=self.queue,
             on_replaced=self._recorder.replaced,
         )
+        await self._cancel_again()
         self._recorder.phase(Phase.STARTING, "waiting for the engines")
         await self._engines.wait_ready(deadline_s=config.inference.start_deadline_s)
         await engine_parts.wait(version)
         return engine_parts
+
+    async def _cancel_again(self) -> None:
+        """What was cancelled after the checkpoint is in the restored queue once more."""
+        for group_id in self._intake.groups_to_cancel if self._intake else ():
+            await self.queue.cancel_group(group_id)
 
     async def _load_parent(self) -> None:
         parent = self._lease.parent
@@ -217,8 +239,13 @@ class Epoch:
             raise ParentUnusable(parent.directory, str(error)) from error
 
     def _parts(self, engines: EngineParts, pool: EnvironmentPool) -> Parts:
-        config = self._config
+        config, algorithm = self._config, self._config.algorithm
         tasks = open_tasks(config)
+        own = ConfiguredTasks(
+            tasks,
+            group_size=algorithm.group_size,
+            min_usable_samples=algorithm.min_usable_samples,
+        )
         return Parts(
             queue=self.queue,
             merge=MergeParts(self._merge_actor),
@@ -230,7 +257,7 @@ class Epoch:
             ),
             engines=engines,
             environments=pool,
-            tasks=tasks,
+            tasks=self._intake or own,
             evaluation_tasks=tasks.held_out(config.tasks.evaluation_tasks),
             recorder=self._recorder,
         )
@@ -240,12 +267,11 @@ class Epoch:
         return LoopSettings(
             first_step=self.first_step,
             steps=run.steps,
-            group_size=self._config.algorithm.group_size,
-            min_usable_samples=self._config.algorithm.min_usable_samples,
             checkpoint_every=run.checkpoint_every,
             evaluate_every=run.evaluate_every,
             overlaps_publish=self._config.algorithm.max_lag > 0,
-            failures=failure_limits(self._config),
-            stop_at_reward=run.stop_at_reward,
+            failures=failure_limits(self._config) if self._intake is None else None,
+            # A service ends with its steps: clients may still bring what it cannot do yet.
+            stop_at_reward=run.stop_at_reward if self._intake is None else None,
             checkpoint=parent.directory if parent else "",
         )

@@ -16,14 +16,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from actors.environment.tasks import TaskSource
 from actors.merge.payloads import PayloadsLost
 from actors.merge.report import StepReport
 from actors.trainer.statistics import StepStats
 from actors.trajectory import Task
 from actors.trajectory_queue.failures import FailedGroups
-from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.messages import Drained, StepInput, Vacancy
+from actors.trajectory_queue.messages import Drained, StepInput
 from service.failing import FailureLimits, FailureWatch, NoUsableGroups
 from service.ports import (
     BuiltStep,
@@ -37,12 +35,11 @@ from service.ports import (
 )
 from service.records import StageSeconds
 from service.step_record import evaluation_record, step_record
+from service.task_feed import TaskFeed
 
 POLL_S = 1.0
 # As many as summary.json's reward_last is the mean of.
 SOLVED_STEPS = 5
-# Replacement r of group k plays task k + r * 2^32, so that no first choice is ever played twice.
-_REPLACEMENT_STRIDE = 2**32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +47,17 @@ class LoopSettings:
     """steps: the last step; first_step: the checkpoint's step + 1, or 1.
 
     overlaps_publish: go on while the engines load; pointless at lag 0, where nothing can be
-    sampled meanwhile. stop_at_reward: mean return of the last SOLVED_STEPS steps at which the run
-    is complete. checkpoint: of which this epoch goes on, by name; empty for a fresh start.
+    sampled meanwhile. failures: None for a run that no row of failed groups ends, because clients
+    bring the tasks. stop_at_reward: mean return of the last SOLVED_STEPS steps at which the run is
+    complete. checkpoint: of which this epoch goes on, by name; empty for a fresh start.
     """
 
     first_step: int
     steps: int
-    group_size: int
-    min_usable_samples: int | None
     checkpoint_every: int
     evaluate_every: int
     overlaps_publish: bool
-    failures: FailureLimits
+    failures: FailureLimits | None
     stop_at_reward: float | None = None
     checkpoint: str = ""
 
@@ -73,14 +69,9 @@ class Parts:
     trainer: TrainerPort
     engines: EnginesPort
     environments: EnvironmentsPort
-    tasks: TaskSource
+    tasks: TaskFeed
     evaluation_tasks: Sequence[Task]
     recorder: Recorder
-
-
-def task_index(vacancy: Vacancy) -> int:
-    """The task of a vacancy, the same after every restart."""
-    return vacancy.group_number + vacancy.replacement * _REPLACEMENT_STRIDE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +107,7 @@ class Loop:
         self._settings = settings
         self._step = settings.first_step
         self._committed: tuple[int, str] = (settings.first_step - 1, settings.checkpoint)
-        self._failures = FailureWatch(settings.failures)
+        self._failures = FailureWatch(settings.failures) if settings.failures else None
         self._concluding: asyncio.Task[None] | None = None
         self._is_stopping = asyncio.Event()
         self._rewards: deque[float] = deque(maxlen=SOLVED_STEPS)
@@ -167,15 +158,7 @@ class Loop:
         parts = self._parts
         while not self._is_stopping.is_set() and self._has_more:
             vacancies = await parts.queue.admissible(timeout_s=POLL_S)
-            groups = [
-                GroupRequest(
-                    group_number=vacancy.group_number,
-                    task=parts.tasks.task(task_index(vacancy)),
-                    num_samples=self._settings.group_size,
-                    min_usable_samples=self._settings.min_usable_samples,
-                )
-                for vacancy in vacancies
-            ]
+            groups = await parts.tasks.fill(vacancies) if vacancies else []
             if groups:
                 await parts.queue.admit(groups)
 
@@ -212,6 +195,8 @@ class Loop:
 
     async def _check_failures(self, failed: FailedGroups | None) -> None:
         """Raises: NoUsableGroups when the run gets nowhere."""
+        if self._failures is None:
+            return
         # Without a failure the engines need not be asked.
         num_ready = 0 if failed is None else await self._parts.engines.num_ready()
         self._failures.look(failed, num_engines_ready=num_ready, now=time.monotonic())

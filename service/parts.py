@@ -78,6 +78,9 @@ class QueueParts:
     async def cut(self) -> QueueCut:
         return await self._call("cut")
 
+    async def cancel_group(self, group_id: str) -> bool:
+        return await self._call("cancel_group", group_id)
+
     async def cancel_all(self) -> None:
         await self._call("cancel_all")
 

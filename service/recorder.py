@@ -11,6 +11,8 @@ from actors.trajectory import Outcome, TrajectorySummary
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import QueueCut, QueueStats
 from service.display.step_line import evaluation_line, step_line
+from service.intake.intake import Intake
+from service.intake.submission import RolloutResult
 from service.records import EvaluationRecord, StepRecord
 from service.status import Phase
 from service.store.run_store import Lease, RunStore, StoredEvent
@@ -36,12 +38,17 @@ class RunRecorder:
     A write of an epoch that a newer one has fenced off raises LeaseLost.
     """
 
-    def __init__(self, store: RunStore, metrics: Metrics, *, num_steps: int) -> None:
+    def __init__(
+        self, store: RunStore, metrics: Metrics, *, num_steps: int, intake: Intake | None = None
+    ) -> None:
+        """intake: told what becomes of rollouts, where clients submit them."""
         self._store = store
+        self._intake = intake
         self._metrics = metrics
         self.epoch = 0
         self._num_steps = num_steps
         self._pending: list[StoredEvent] = []
+        self._pending_results: list[RolloutResult] = []
         self.last_step = 0
         self.steps: list[StepRecord] = []
         self.evaluations: list[EvaluationRecord] = []
@@ -55,7 +62,9 @@ class RunRecorder:
     def begin_epoch(self, lease: Lease) -> None:
         """From here on write as `lease`; what an older epoch had not stored yet is void."""
         self.epoch = lease.epoch
-        self._pending = []
+        self._pending, self._pending_results = [], []
+        if self._intake is not None:
+            self._intake.begin_epoch(lease.epoch)
         self.last_step = lease.parent.step if lease.parent else 0
         if lease.epoch > 1:
             self.notice(f"epoch {lease.epoch} goes on from step {self.last_step}")
@@ -84,6 +93,8 @@ class RunRecorder:
             self.num_sampled += summary.num_sampled
             self._tell_first(summary)
         self.num_rollouts += len(summaries)
+        if self._intake is not None:
+            self._pending_results += self._intake.note_rollouts(summaries)
 
     def _tell_first(self, summary: TrajectorySummary) -> None:
         outcome = summary.outcome
@@ -95,7 +106,7 @@ class RunRecorder:
             )
 
     def events(self, events: Sequence[LedgerEvent]) -> None:
-        self._pending += [
+        stored = [
             StoredEvent(
                 seq=event.seq,
                 rollout_id=event.rollout_id,
@@ -105,9 +116,19 @@ class RunRecorder:
             )
             for event in events
         ]
+        self._pending += stored
+        if self._intake is not None:
+            self._intake.note_events(stored)
 
     def step(self, record: StepRecord) -> None:
-        self._store.add_step(record, epoch=self.epoch, new_events=self._take_events())
+        self._store.add_step(
+            record,
+            epoch=self.epoch,
+            new_events=self._take_events(),
+            new_results=self._take_results(),
+        )
+        if self._intake is not None:
+            self._intake.note_step_seconds(record.stages.total)
         self.steps.append(record)
         self.last_step = record.step
         self._observe(record)
@@ -128,6 +149,7 @@ class RunRecorder:
             directory=directory,
             queue_snapshot=cut.snapshot.to_json(),
             new_events=self._take_events(),
+            new_results=self._take_results(),
             last_event_seq=cut.last_event_seq,
         )
         log.info("checkpoint of step %d in %s", step, directory)
@@ -146,6 +168,10 @@ class RunRecorder:
 
     def _take_events(self) -> list[StoredEvent]:
         taken, self._pending = self._pending, []
+        return taken
+
+    def _take_results(self) -> list[RolloutResult]:
+        taken, self._pending_results = self._pending_results, []
         return taken
 
     def _observe(self, record: StepRecord) -> None:

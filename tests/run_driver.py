@@ -1,4 +1,4 @@
-"""Drives `rayloom train` as a user does: a process of its own, watched through what it writes."""
+"""Drives `rayloom train` and `serve` as a user does: a process of its own, watched from outside."""
 
 from __future__ import annotations
 
@@ -48,11 +48,13 @@ def small_config(directory: Path, **sections: dict[str, Any]) -> Path:
 
 @dataclass
 class Run:
-    """A started `rayloom train` and the directory it writes to."""
+    """A started `rayloom train` or `serve`, and the directory it writes to."""
 
     process: subprocess.Popen[str]
     place: RunDir
     output: Path
+    # Characters that earlier starts have printed.
+    printed_before: int = 0
 
     def wait(self, *, limit_s: float) -> int:
         return self.process.wait(timeout=limit_s)
@@ -77,6 +79,14 @@ class Run:
         while words not in self.log():
             assert self.process.poll() is None, f"the run ended early: {self.log()}"
             assert time.monotonic() < deadline, f"no {words!r} within {limit_s} s: {self.log()}"
+            time.sleep(0.1)
+
+    def wait_for_output(self, words: str, *, limit_s: float) -> None:
+        """Wait until the newest start of the run has printed `words`."""
+        deadline = time.monotonic() + limit_s
+        while words not in self.output.read_text()[self.printed_before :]:
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
             time.sleep(0.1)
 
     def alive(self) -> list[psutil.Process]:
@@ -142,18 +152,23 @@ class Run:
 
 
 @contextlib.contextmanager
-def running(config: Path, run_dir: Path, arguments: Sequence[str] = ()) -> Iterator[Run]:
+def running(
+    config: Path, run_dir: Path, arguments: Sequence[str] = (), *, command: str = "train"
+) -> Iterator[Run]:
     """Start a run; whatever happens, nothing of it is left alive at the end."""
     where = ["--resume", str(run_dir)] if "--resume" in arguments else ["--run-dir", str(run_dir)]
     rest = [argument for argument in arguments if argument != "--resume"]
-    command = [sys.executable, "-m", "service.cli", "train", str(config), *where, *rest]
+    line = [sys.executable, "-m", "service.cli", command, str(config), *where, *rest]
     output = run_dir.parent / f"{run_dir.name}.out"
+    printed_before = len(output.read_text()) if output.exists() else 0
     with output.open("a") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, text=True,
+            line, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
         )  # fmt: skip
-    run = Run(process=process, place=RunDir(path=run_dir), output=output)
+    run = Run(
+        process=process, place=RunDir(path=run_dir), output=output, printed_before=printed_before
+    )
     try:
         yield run
     finally:

@@ -21,9 +21,10 @@ from actors.trajectory_queue.messages import Drained, QueueCut, QueueSettings, S
 from actors.trajectory_queue.queue_state import QueueState
 from actors.trajectory_queue.window import WindowSettings
 from service.failing import FailureLimits, NoUsableGroups
-from service.loop import Loop, LoopSettings, Parts, task_index
+from service.loop import Loop, LoopSettings, Parts
 from service.ports import BuiltStep, PartLost, PublishedVersion
 from service.records import EvaluationRecord, StepRecord
+from service.task_feed import ConfiguredTasks, task_index
 
 NO_TIME = PhaseSeconds(total_s=0.0, prepare_s=0.0, forward_s=0.0, backward_s=0.0, optimizer_s=0.0)
 
@@ -213,12 +214,12 @@ def make_loop(
     world.num_taken = first_step - 1
     parts = Parts(
         queue=world, merge=world, trainer=world, engines=world, environments=world,
-        tasks=tasks, evaluation_tasks=tasks.held_out(2), recorder=Notebook(world),
+        tasks=ConfiguredTasks(tasks, group_size=2), evaluation_tasks=tasks.held_out(2),
+        recorder=Notebook(world),
     )  # fmt: skip
     settings = LoopSettings(
-        first_step=first_step, steps=steps, group_size=2, min_usable_samples=None,
-        checkpoint_every=2, evaluate_every=2, failures=LIMITS, checkpoint=checkpoint,
-        overlaps_publish=overlaps_publish, stop_at_reward=stop_at_reward,
+        first_step=first_step, steps=steps, checkpoint_every=2, evaluate_every=2, failures=LIMITS,
+        checkpoint=checkpoint, overlaps_publish=overlaps_publish, stop_at_reward=stop_at_reward,
     )  # fmt: skip
     return Loop(parts, settings)
 

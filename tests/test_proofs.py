@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from service.commands.tasks import write_reasoning_gym
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 
 CONFIGS = ROOT / "deploy" / "configs"
+CLIENT = ROOT / "docs" / "examples" / "submit_rollouts.py"
 RUN_S = 1500.0
 
 
@@ -76,3 +80,25 @@ def test_a_run_killed_in_the_middle_ends_where_an_unbroken_one_ends(tmp_path: Pa
         summary = finished(run)
         assert run.history().num_epochs == 2
     assert summary["reward_last"] >= 0.8
+
+
+def test_a_service_driven_by_a_client_learns_to_win(tmp_path: Path) -> None:
+    config = vetted("guessing-cpu", tmp_path, service={"port": 0})
+    tree = yaml.safe_load(config.read_text())
+    num_tasks = tree["run"]["steps"] * tree["algorithm"]["groups_per_step"]
+    with running(config, tmp_path / "run", command="serve") as run:
+        run.wait_for_output("the API listens on ", limit_s=RUN_S)
+        address = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+        client = subprocess.run(
+            [sys.executable, str(CLIENT), "--url", address, "--tasks", str(num_tasks)],
+            capture_output=True, text=True, timeout=RUN_S, check=False,
+        )  # fmt: skip
+        assert client.returncode == 0, client.stderr
+        run.wait_for_output("the API goes on answering", limit_s=60)
+        run.interrupt()
+        summary = finished(run)
+    found = re.findall(r"policy version (\d+): reward ([\d.]+)", client.stdout)
+    rewards = [float(reward) for _, reward in found]
+    assert [int(version) for version, _ in found] == sorted(int(version) for version, _ in found)
+    assert statistics.mean(rewards[:5]) <= 0.45 and statistics.mean(rewards[-5:]) >= 0.8
+    assert summary["ledger"]["admitted"] == num_tasks * tree["algorithm"]["group_size"]

@@ -21,8 +21,7 @@ from actors.trajectory import Outcome, RolloutAssignment, Trajectory, summarize
 from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.trajectory_queue.columns import decode, encode
 from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.messages import QueueSettings, QueueSnapshot
-from actors.trajectory_queue.queue_state import ActorReleased
+from actors.trajectory_queue.messages import ActorReleased, QueueSettings, QueueSnapshot
 from actors.trajectory_queue.window import WindowSettings
 
 pytestmark = [pytest.mark.scenario, pytest.mark.usefixtures("cluster")]

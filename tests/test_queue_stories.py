@@ -14,7 +14,8 @@ from queue_builders import end, fill, make_settings, restart, settle_all, take_a
 from actors.trajectory import Outcome, RolloutAssignment
 from actors.trajectory_queue.groups import Group, Rollout
 from actors.trajectory_queue.ledger import LedgerEventKind
-from actors.trajectory_queue.queue_state import ActorReleased, QueueState
+from actors.trajectory_queue.messages import ActorReleased
+from actors.trajectory_queue.queue_state import QueueState
 
 OUTCOMES = st.sampled_from(
     [Outcome.COMPLETED] * 6

@@ -47,6 +47,7 @@ _OF_OTHERS = (
 )
 _GRACE_S = 10.0
 _BLAME_S = 2.0
+_WATCH_EVERY_S = 2.0
 _Result = TypeVar("_Result")
 
 
@@ -133,6 +134,14 @@ class TrainerGroup:
         address = LOOPBACK if is_local else self.places[0].node_address
         rendezvous = await self._on_first("open_rendezvous", address, timeout_s=timeout_s)
         await self._on_all("join", rendezvous, is_local, timeout_s=timeout_s)
+
+    async def watch(self) -> None:
+        """Raise TrainerRankLost soon after a rank has died, also while nothing is asked of it."""
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            if self._ranks:
+                # It waits behind a step that is under way, which has the same deadline.
+                await self._on_all("place", timeout_s=self.deadlines.step_s)
 
     async def step(self, shard_refs: Sequence[ObjectRef]) -> StepStats:
         """Train one step; each rank fetches only its own shard.

@@ -123,6 +123,12 @@ class TrajectoryQueue:
         self._notify()
         return num_released
 
+    async def cancel_group(self, group_id: str) -> bool:
+        """Evict a group as cancelled. Returns: False when it has left, or a step has taken it."""
+        is_cancelled = self._state.cancel_group(group_id)
+        self._notify()
+        return is_cancelled
+
     async def cancel_all(self) -> int:
         """End the run. Returns: how many rollouts were in flight and are evicted now."""
         num_cancelled = self._state.cancel_all()

@@ -130,6 +130,11 @@ class Rollout:
         self.state, self.actor_id, self.summary, self.payload = state, "", None, None
 
 
+def group_id(number: int, *, replacement: int) -> str:
+    """Such as g000012.0; its rollouts are g000012.0-0, g000012.0-1, …"""
+    return f"g{number:06d}.{replacement}"
+
+
 @dataclass(slots=True, kw_only=True)
 class Group:
     """The rollouts of one task. replacement: how often its number was filled before."""
@@ -143,7 +148,7 @@ class Group:
 
     @property
     def group_id(self) -> str:
-        return f"g{self.number:06d}.{self.replacement}"
+        return group_id(self.number, replacement=self.replacement)
 
     @property
     def is_closed(self) -> bool:

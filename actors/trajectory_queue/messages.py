@@ -14,6 +14,10 @@ from actors.trajectory_queue.ledger import LedgerCounts, LedgerEvent, LedgerSnap
 from actors.trajectory_queue.window import WindowSettings, WindowSnapshot
 
 
+class ActorReleased(ValueError):
+    """An environment actor that was released asks for rollouts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
     """min_group_size: usable members that a closed group needs to be trained.

@@ -27,6 +27,7 @@ from actors.trajectory_queue.groups import (
 )
 from actors.trajectory_queue.ledger import EvictionReason, Ledger, Settlement
 from actors.trajectory_queue.messages import (
+    ActorReleased,
     Drained,
     QueueSettings,
     QueueSnapshot,
@@ -36,10 +37,6 @@ from actors.trajectory_queue.messages import (
 from actors.trajectory_queue.window import AdmissionWindow
 
 _DEFAULT_POLICY = OutcomePolicy()
-
-
-class ActorReleased(ValueError):
-    """An environment actor that was released asks for rollouts."""
 
 
 class QueueState:
@@ -229,6 +226,14 @@ class QueueState:
         self._window.publish(version)
         self._news += 1
 
+    def cancel_group(self, group_id: str) -> bool:
+        """Evict a group as cancelled. Returns: False when it has left, or a step has taken it."""
+        group = next((g for g in self._groups.values() if g.group_id == group_id), None)
+        if group is None or self._window.is_taken(group.number):
+            return False
+        self._evict_group(group, EvictionReason.CANCELLED)
+        return True
+
     def cancel_all(self) -> int:
         """End the run: evict all that is in flight as cancelled and hand out nothing more.
 
@@ -249,19 +254,17 @@ class QueueState:
         )
 
     def stats(self) -> QueueStats:
-        taken = [g for g in self._groups.values() if self._window.is_taken(g.number)]
-        untaken = [g for g in self._groups.values() if not self._window.is_taken(g.number)]
         ledger = self._ledger.counts()
-        num_taken = len(list(_finished(taken)))
-        busy = len(self._handed_out) + len(self._waiting) + num_taken
+        taken = (g for g in self._groups.values() if self._window.is_taken(g.number))
+        num_taken = sum(1 for _ in _finished(taken))
         return QueueStats(
-            num_pending=ledger.in_flight - busy,
+            num_pending=ledger.in_flight - len(self._handed_out) - len(self._waiting) - num_taken,
             num_handed_out=len(self._handed_out),
             num_waiting=len(self._waiting),
             num_taken=num_taken,
             waiting_bytes=self._waiting_bytes,
             num_groups=len(self._groups),
-            num_closed_groups=sum(group.is_closed for group in untaken),
+            num_closed_groups=sum(not self._window.is_taken(number) for number in self._closed),
             num_replaced_groups=self._num_replaced_groups,
             num_refused=self._num_refused,
             num_retries=self._num_retries,
@@ -292,9 +295,8 @@ class QueueState:
         return self._groups[self._home[rollout.rollout_id]]
 
     def _is_full(self) -> bool:
-        num_items = len(self._handed_out) + len(self._waiting)
-        is_over_bytes = self._waiting_bytes >= self.settings.max_bytes
-        return num_items >= self.settings.max_items or is_over_bytes
+        num_items, settings = len(self._handed_out) + len(self._waiting), self.settings
+        return num_items >= settings.max_items or self._waiting_bytes >= settings.max_bytes
 
     def _candidates(self) -> Iterator[Rollout]:
         """Pending rollouts in the order of handing out, as far as the bounds allow."""

@@ -1,32 +1,28 @@
-"""`rayloom train`: check, start a supervisor, show it, stop it in order."""
+"""`rayloom train` and `rayloom serve`: check, start a supervisor, show it, stop it in order."""
 
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from service.api.ingress import open_api, start_serve
+from service.api.port import HttpSettings
 from service.cluster import joined
-from service.commands.model import build_tiny_for
-from service.config.preflight import check_model_source, check_with_model, check_without_model
+from service.commands.serve import api_address
+from service.config.preflight import check_model_source
 from service.config.tree import Config
 from service.display.outlet import say
 from service.display.progress import Display, open_display
 from service.inference.places import session_directory
+from service.preparing import prepared_run, run_id_of
 from service.resuming import finished_step
-from service.run_dir import (
-    RunDir,
-    check_new,
-    check_resumable,
-    default_run_dir,
-    prepared,
-    write_config,
-)
+from service.run_dir import RunDir, check_new, check_resumable, default_run_dir
 from service.status import Phase, RunStatus
 from service.stop_signals import EXIT_INTERRUPTED, StopSignals
 from service.store.run_store import LeaseLost, StoreError
@@ -39,12 +35,13 @@ EXIT_OK, EXIT_FAILED = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRequest:
-    """What the user asked for."""
+    """What the user asked for. api: listen for tasks over HTTP; None: play the own ones."""
 
     config: Config
     address: str | None = None
     run_dir: Path | None = None
     resume: Path | None = None
+    api: HttpSettings | None = None
 
 
 def run_training(request: TrainRequest, signals: StopSignals) -> int:
@@ -59,25 +56,31 @@ def run_training(request: TrainRequest, signals: StopSignals) -> int:
         code = _look_before_resuming(run_dir, config)
         if code is not None:
             return code
-    observation = check_without_model(config, is_local=request.address is None)
-    with prepared(run_dir):
-        model = _model_path(config, run_dir)
-        signals.check()
-        check_with_model(config, observation, model_path=model)
-        write_config(run_dir, config)
+    is_local = request.address is None
+    with prepared_run(config, run_dir, is_local=is_local, between=signals.check) as model:
         # A cluster that is half up is let up and then ended.
         signals.hold()
         with joined(config, address=request.address):
-            return _run(config, run_dir, model, signals=signals)
+            return _run(config, run_dir, model, api=request.api, signals=signals)
 
 
-def _run(config: Config, run_dir: RunDir, model: str, *, signals: StopSignals) -> int:
+def _run(
+    config: Config, run_dir: RunDir, model: str, *, api: HttpSettings | None, signals: StopSignals
+) -> int:
     """Run and show it within a Ray that has been joined; returns the exit code."""
     signals.install()
     try:
         signals.check()
-        supervisor = start_supervisor(config, run_dir, model=model, run_id=_run_id(config, run_dir))
-        return _show_until_done(supervisor, run_dir, signals)
+        run_id = run_id_of(config, run_dir)
+        if api is not None:
+            start_serve(host=config.service.host, port=config.service.port)
+        supervisor = start_supervisor(
+            config, run_dir, model=model, run_id=run_id, is_service=api is not None
+        )
+        if api is not None:
+            open_api(run_id, api)
+            say(f"the API listens on {api_address(config.service)}")
+        return _show_until_done(supervisor, run_dir, signals, stays=api is not None)
     finally:
         # What is left is to end Ray, which a further signal would only leave half done.
         signals.ignore()
@@ -109,20 +112,6 @@ def _open_run_dir(request: TrainRequest, config: Config) -> RunDir:
     run_dir = RunDir(path=request.run_dir) if request.run_dir else default_run_dir(config)
     check_new(run_dir)
     return run_dir
-
-
-def _model_path(config: Config, run_dir: RunDir) -> str:
-    if config.model.tiny is not None:
-        return build_tiny_for(config.model.tiny, run_dir.tiny_model)
-    assert config.model.path is not None
-    path = Path(config.model.path).expanduser()
-    return str(path.absolute()) if path.is_dir() else config.model.path
-
-
-def _run_id(config: Config, run_dir: RunDir) -> str:
-    """One name for a run, whoever runs it, so that what a dead run left can be found and ended."""
-    digest = blake2b(str(run_dir.path).encode(), digest_size=4).hexdigest()
-    return f"rayloom-{config.run.name}-{digest}"
 
 
 class _Watcher:
@@ -173,13 +162,16 @@ class _Watcher:
         self._cursor = _advance(self._cursor, status)
 
 
-def _show_until_done(supervisor: Any, run_dir: RunDir, signals: StopSignals) -> int:
+def _show_until_done(supervisor: Any, run_dir: RunDir, signals: StopSignals, *, stays: bool) -> int:
+    """stays: go on after the last step, for those who still ask, until a signal comes."""
     worker_logs = session_directory() / "logs"
     running = supervisor.run.remote()
     display = open_display(environ=os.environ)
     watcher = _Watcher(supervisor, display)
     try:
         watcher.follow(running, signals)
+        if stays:
+            _stay(ray.get(running), display, signals)
         # It has ended: what is left to say is how.
         signals.ignore()
         ending: Ending = ray.get(running)
@@ -197,6 +189,15 @@ def _show_until_done(supervisor: Any, run_dir: RunDir, signals: StopSignals) -> 
         return report_interrupt(watcher.last, run_dir, worker_logs=worker_logs)
     display.close()
     return _report_ending(ending, run_dir, is_stopped=signals.is_asked, last=watcher.last)
+
+
+def _stay(ending: Ending, display: Display, signals: StopSignals) -> None:
+    if signals.is_asked:
+        return
+    display.close()
+    say(f"{ending.reason}; the API goes on answering what it knows, Ctrl-C ends it")
+    while not signals.is_asked:
+        time.sleep(POLL_S)
 
 
 def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Path) -> int:

@@ -16,6 +16,7 @@ from actors.trajectory_queue.window import WindowSettings
 from service.config.tree import Config
 from service.failing import FailureLimits
 from service.inference.settings import EngineSettings
+from service.intake.intake import IntakeSettings
 
 MIB = 1 << 20
 # The run's store knows which checkpoints are committed; the trainer alone could drop one of them.
@@ -54,6 +55,14 @@ def failure_limits(config: Config) -> FailureLimits:
         min_group_size=config.algorithm.min_group_size,
         group_size=config.algorithm.group_size,
         engines_limit_s=config.inference.start_deadline_s,
+    )
+
+
+def intake_settings(config: Config) -> IntakeSettings:
+    return IntakeSettings(
+        capacity=config.service.max_waiting_tasks,
+        groups_per_step=config.algorithm.groups_per_step,
+        policy=outcome_policy(config),
     )
 
 

@@ -223,6 +223,15 @@ class MetricsConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="0: any free port")
 
 
+class ServiceConfig(Section):
+    host: str = Field("127.0.0.1", description="address that the HTTP API listens on")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="0: any free port")
+    max_waiting_tasks: Positive = Field(1024, description="accepted and not admitted; then 429")
+    max_tasks_per_request: Positive = Field(256, description="more are refused")
+    max_samples_per_task: Positive = Field(256, description="rollouts of one task")
+    max_body_kib: Positive = Field(1024, description="of one request; more are refused")
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -233,6 +242,7 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     queue: QueueConfig = QueueConfig()
     metrics: MetricsConfig = MetricsConfig()
+    service: ServiceConfig = ServiceConfig()
 
     @property
     def max_queue_items(self) -> int:

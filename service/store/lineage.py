@@ -58,7 +58,7 @@ def read_history(store: RunStore, *, own_epochs_from: int = 1) -> History:
             evaluations=tuple(
                 record for part in stretches for record in _evaluations(connection, part)
             ),
-            events=tuple(item for part in stretches for item in _events(connection, part)),
+            events=tuple(item for part in stretches for item in events_of(connection, part)),
             num_epochs=stretches[-1].epoch if stretches else 0,
         )
 
@@ -101,7 +101,7 @@ def _evaluations(connection: Connection, part: Stretch) -> list[EvaluationRecord
     return [EvaluationRecord.from_json(row.record) for row in connection.execute(query)]
 
 
-def _events(connection: Connection, part: Stretch) -> list[StoredEvent]:
+def events_of(connection: Connection, part: Stretch) -> list[StoredEvent]:
     table = tables.events
     query = select(table).where(table.c.epoch == part.epoch).order_by(table.c.seq)
     if part.last_event_seq is not None:

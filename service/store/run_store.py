@@ -10,13 +10,14 @@ import json
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, func, insert, select
 from sqlalchemy.exc import DatabaseError, OperationalError
 
+from service.intake.submission import RolloutResult
 from service.records import EvaluationRecord, StepRecord
 from service.store import tables
 
@@ -132,7 +133,7 @@ class RunStore:
 
     def check_lease(self, epoch: int) -> None:
         """Raises: LeaseLost when `epoch` is not the newest."""
-        with self._fenced(epoch):
+        with self.fenced(epoch):
             pass
 
     def commits(self) -> list[Commit]:
@@ -145,11 +146,17 @@ class RunStore:
             return _commits(connection)
 
     def add_step(
-        self, record: StepRecord, *, epoch: int, new_events: Sequence[StoredEvent]
+        self,
+        record: StepRecord,
+        *,
+        epoch: int,
+        new_events: Sequence[StoredEvent],
+        new_results: Sequence[RolloutResult] = (),
     ) -> None:
         """Raises: LeaseLost."""
-        with self._fenced(epoch) as connection:
+        with self.fenced(epoch) as connection:
             _insert_events(connection, epoch, new_events)
+            _insert_results(connection, epoch, new_results)
             connection.execute(
                 insert(tables.steps).values(
                     epoch=epoch, step=record.step, record=_finite(record.to_json())
@@ -158,7 +165,7 @@ class RunStore:
 
     def add_evaluation(self, record: EvaluationRecord, *, epoch: int) -> None:
         """Raises: LeaseLost."""
-        with self._fenced(epoch) as connection:
+        with self.fenced(epoch) as connection:
             connection.execute(
                 insert(tables.evaluations).values(
                     epoch=epoch, step=record.step, record=_finite(record.to_json())
@@ -175,10 +182,12 @@ class RunStore:
         queue_snapshot: Mapping[str, Any],
         new_events: Sequence[StoredEvent],
         last_event_seq: int,
+        new_results: Sequence[RolloutResult] = (),
     ) -> None:
         """From here on, what the snapshot's ledger calls trained is trained. Raises: LeaseLost."""
-        with self._fenced(epoch) as connection:
+        with self.fenced(epoch) as connection:
             _insert_events(connection, epoch, new_events)
+            _insert_results(connection, epoch, new_results)
             connection.execute(
                 insert(tables.checkpoints).values(
                     epoch=epoch,
@@ -192,7 +201,8 @@ class RunStore:
             )
 
     @contextmanager
-    def _fenced(self, epoch: int) -> Iterator[Connection]:
+    def fenced(self, epoch: int) -> Iterator[Connection]:
+        """A transaction that only the newest epoch gets. Raises: LeaseLost, StoreError."""
         try:
             with self._engine.begin() as connection:
                 newest = _newest_epoch(connection)
@@ -282,6 +292,24 @@ def _insert_events(connection: Connection, epoch: int, new_events: Sequence[Stor
                     "step": item.step,
                 }
                 for item in new_events
+            ],
+        )
+
+
+def _insert_results(
+    connection: Connection, epoch: int, new_results: Sequence[RolloutResult]
+) -> None:
+    if new_results:
+        connection.execute(
+            insert(tables.results),
+            [
+                {
+                    "epoch": epoch,
+                    "rollout_id": item.rollout_id,
+                    "attempt": item.attempt,
+                    "result": _finite(asdict(item)),
+                }
+                for item in new_results
             ],
         )
 

@@ -1,0 +1,143 @@
+"""The HTTP API: FastAPI routes over a run's port. Nothing here knows Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import FastAPI, Path, Response
+from fastapi.responses import JSONResponse
+
+from service.api import problems
+from service.api.guards import Guards
+from service.api.port import HttpSettings, RunPort
+from service.api.problems import Problem
+from service.api.schemas import (
+    ID_PATTERN,
+    ReadyAnswer,
+    RolloutAnswer,
+    SubmitAnswer,
+    SubmitBody,
+)
+from service.intake.submission import Status, SubmissionView, SubmitReply, Wanted
+
+PREFIX = "/api/v1"
+
+
+def create_app(run: RunPort, settings: HttpSettings) -> FastAPI:
+    """The API of one run."""
+    app = FastAPI(title="Rayloom", description="Rollouts for a training run, over HTTP.")
+    app.add_middleware(
+        Guards, max_body_bytes=settings.max_body_bytes, key_digest=settings.key_digest
+    )
+    problems.install(app)
+    _add_health(app, run)
+    _add_rollouts(app, run, settings)
+    return app
+
+
+def _add_health(app: FastAPI, run: RunPort) -> None:
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """This process answers."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", response_model=ReadyAnswer)
+    async def readyz() -> JSONResponse:
+        """200 when rollouts are played and trained on now; else 503, with the reasons."""
+        found = await run.readiness()
+        body = ReadyAnswer(
+            ready=found.is_ready,
+            reasons=list(found.reasons),
+            phase=found.phase.value,
+            policy_version=found.policy_version,
+            engines={"ready": found.engines_ready, "total": found.engines_expected},
+        )
+        return JSONResponse(body.model_dump(), status_code=200 if found.is_ready else 503)
+
+
+def _add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
+    @app.post(f"{PREFIX}/rollouts", status_code=202)
+    async def submit(body: SubmitBody, response: Response) -> SubmitAnswer:
+        """Accept a batch of tasks: durable when answered, all or none."""
+        wanted = body.wanted(num_samples=settings.num_samples)
+        _check(body.environment, wanted, settings)
+        reply = await run.submit(wanted)
+        _refuse_if_needed(reply)
+        if len(wanted) == 1:
+            response.headers["Location"] = f"{PREFIX}/rollouts/{wanted[0].task.task_id}"
+        return SubmitAnswer.of(reply)
+
+    @app.get(f"{PREFIX}/rollouts/{{rollout_id}}")
+    async def rollout(rollout_id: str = Path(pattern=ID_PATTERN)) -> RolloutAnswer:
+        """How a task stands, and each rollout of it."""
+        return RolloutAnswer.of(_found(rollout_id, await run.submission(rollout_id)))
+
+    @app.post(f"{PREFIX}/rollouts/{{rollout_id}}/cancel")
+    async def cancel(rollout_id: str = Path(pattern=ID_PATTERN)) -> RolloutAnswer:
+        """Take a task back, as long as no training step has taken it; may be repeated."""
+        view = _found(rollout_id, await run.cancel(rollout_id))
+        if view.status is not Status.CANCELLED:
+            raise Problem(
+                409,
+                "already-over",
+                f"{rollout_id} is {view.status.value} already and cannot be taken back",
+            )
+        return RolloutAnswer.of(view)
+
+
+def _found(rollout_id: str, view: SubmissionView | None) -> SubmissionView:
+    if view is None:
+        raise Problem(404, "unknown-rollout", f"no task {rollout_id!r} was accepted by this run")
+    return view
+
+
+def _check(environment: str, wanted: Sequence[Wanted], settings: HttpSettings) -> None:
+    if environment not in settings.environments:
+        raise Problem(
+            422,
+            "unknown-environment",
+            f"environment is {environment!r}, expected one of {', '.join(settings.environments)}; "
+            "the run's configuration names them (tasks.environment)",
+        )
+    if len(wanted) > settings.max_tasks:
+        raise Problem(
+            413,
+            "too-many-tasks",
+            f"got {len(wanted)} tasks, expected at most {settings.max_tasks} a request; split the "
+            "batch, or raise service.max_tasks_per_request",
+        )
+    for item in wanted:
+        least = item.min_usable_samples or item.num_samples
+        is_in_range = settings.min_samples <= least <= item.num_samples <= settings.max_samples
+        if not is_in_range:
+            raise Problem(
+                422,
+                "num-samples",
+                f"task {item.task.task_id!r} asks for {item.num_samples} rollouts, "
+                f"min_usable_samples {item.min_usable_samples}; expected {settings.min_samples} "
+                f"(algorithm.min_group_size) <= min_usable_samples <= num_samples <= "
+                f"{settings.max_samples} (service.max_samples_per_task)",
+            )
+
+
+def _refuse_if_needed(reply: SubmitReply) -> None:
+    if reply.conflicts:
+        raise Problem(
+            409,
+            "id-conflict",
+            f"{len(reply.conflicts)} ids are known with another content: "
+            f"{', '.join(reply.conflicts[:8])}; nothing of this request was accepted; give changed "
+            "tasks ids of their own",
+            errors=[{"loc": ["body", "tasks", each]} for each in reply.conflicts],
+            headers={"x-should-retry": "false"},
+        )
+    if reply.retry_after_s is not None:
+        raise Problem(
+            429,
+            "queue-full",
+            f"{reply.refusal}; send them again in {reply.retry_after_s} s, or raise "
+            "service.max_waiting_tasks",
+            headers={"Retry-After": str(reply.retry_after_s)},
+        )
+    if reply.refusal:
+        raise problems.unavailable(reply.refusal)

@@ -1,0 +1,58 @@
+"""The API as a Ray Serve deployment: stateless replicas that ask the run's supervisor by name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from service.api.app import create_app
+from service.api.port import HttpSettings
+from service.supervisor_client import SupervisorClient
+
+APP_NAME = "rayloom-api"
+
+
+@serve.ingress()
+class ApiIngress:
+    """Holds no state: any number of replicas may answer, and any may die."""
+
+    def __init__(self, run_id: str, settings: HttpSettings, host: Any = None) -> None:
+        """host: the run's deployment, where Serve keeps that too; nothing is asked of it here."""
+        self._run = SupervisorClient(run_id)
+        self._settings = settings
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._run, self._settings)
+
+
+def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None) -> Any:
+    """What `serve.run` takes. run_id: the supervisor's name. host: of `service.hosting`."""
+    deployment = serve.deployment(
+        name="api",
+        max_ongoing_requests=256,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=5.0,
+        logging_config={"enable_access_log": False, "log_level": "WARNING"},
+    )(ApiIngress)
+    return deployment.bind(run_id, settings, host)
+
+
+def open_api(run_id: str, settings: HttpSettings) -> None:
+    """Deploy the API on a Serve that was started by `start_serve`; it answers in seconds."""
+    target = serve.RunTarget(ingress_application(run_id, settings), name=APP_NAME, route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)
+
+
+def start_serve(*, host: str, port: int) -> None:
+    """Start Serve with its HTTP proxy on this node, before anything else starts it without."""
+    # What it has to say to a developer of Serve goes to its own log files.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options=HTTPOptions(host=host, port=port),
+        logging_config={"log_level": "WARNING"},
+    )

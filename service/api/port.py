@@ -1,0 +1,46 @@
+"""What the HTTP API needs of a run: a port, so that no route knows what stands behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from service.intake.submission import SubmissionView, SubmitReply, Wanted
+from service.readiness import Readiness
+
+
+class RunUnavailable(Exception):
+    """The run does not answer, or can write nothing now; the text says why."""
+
+
+class RunPort(Protocol):
+    """Every call may raise RunUnavailable."""
+
+    async def submit(self, wanted: Sequence[Wanted]) -> SubmitReply:
+        """Accept all or none; durable when this returns."""
+        ...
+
+    async def submission(self, submission_id: str) -> SubmissionView | None: ...
+
+    async def cancel(self, submission_id: str) -> SubmissionView | None: ...
+
+    async def readiness(self) -> Readiness: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSettings:
+    """What the routes check by themselves.
+
+    environments: whose tasks are taken. num_samples: of a task that names none; min_samples,
+    max_samples: of one that does. key_digest: SHA-256 of the bearer key, hexadecimal; None: none
+    is asked for.
+    """
+
+    environments: tuple[str, ...]
+    num_samples: int
+    min_samples: int
+    max_samples: int
+    max_tasks: int
+    max_body_bytes: int
+    key_digest: str | None = None

@@ -1,0 +1,215 @@
+"""The bodies of requests and answers. Unknown fields are refused: nothing is silently ignored."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from actors.environment.tasks import derived_seed
+from actors.trajectory import Task
+from service.intake.submission import (
+    Line,
+    RolloutView,
+    Status,
+    SubmissionView,
+    SubmitReply,
+    Wanted,
+)
+
+ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
+MAX_SEED = 2**31 - 1
+
+RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
+NumSamples = Annotated[int, Field(ge=1, strict=True)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TaskBody(_Strict):
+    """One task. The same id with the same content is the same task, however often it is sent."""
+
+    id: RolloutId = Field(description="yours; unique in the run")
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED, strict=True)] | None = Field(
+        None, description="of every random choice of the environment; null: derived from the id"
+    )
+    data: dict[str, Any] = Field(default_factory=dict, description="for the environment")
+    num_samples: NumSamples | None = Field(None, description="rollouts of it; null: the batch's")
+    min_usable_samples: NumSamples | None = Field(
+        None, description="train as soon as so many can be used; null: wait for all"
+    )
+
+    @field_validator("data")
+    @classmethod
+    def _is_storable(cls, data: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(data, allow_nan=False, ensure_ascii=False).encode()
+        except ValueError as error:
+            raise ValueError(f"expected plain JSON, finite and in UTF-8 ({error})") from error
+        return data
+
+
+class SubmitBody(_Strict):
+    """A batch of tasks for one environment: all are accepted, or none."""
+
+    environment: str = Field(description="a registered name")
+    num_samples: NumSamples | None = Field(
+        None, description="rollouts of each task; null: algorithm.group_size"
+    )
+    tasks: list[TaskBody] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _ids_differ(self) -> SubmitBody:
+        counts = Counter(task.id for task in self.tasks)
+        twice = sorted(each for each, count in counts.items() if count > 1)
+        if twice:
+            raise ValueError(f"tasks: the ids {twice[:8]} come more than once; expected each once")
+        return self
+
+    def wanted(self, *, num_samples: int) -> list[Wanted]:
+        """num_samples: of a task where neither it nor the batch names any."""
+        return [
+            Wanted(
+                task=Task(
+                    task_id=task.id,
+                    environment=self.environment,
+                    seed=derived_seed("submitted", task.id) if task.seed is None else task.seed,
+                    data=task.data,
+                ),
+                num_samples=task.num_samples or self.num_samples or num_samples,
+                min_usable_samples=task.min_usable_samples,
+            )
+            for task in self.tasks
+        ]
+
+
+class SampleAnswer(_Strict):
+    """One rollout of a task."""
+
+    index: int
+    status: Status
+    reward: float | None = Field(description="its return; null until an attempt has ended")
+    outcome: str | None
+    policy_versions: tuple[int, int] | None = Field(
+        description="oldest and newest version that sampled a token"
+    )
+    turns: int
+    sampled_tokens: int
+    step: int | None = Field(description="the training step that it left with")
+    reason: str | None = Field(description="why it was evicted")
+    detail: str
+
+    @classmethod
+    def of(cls, view: RolloutView) -> SampleAnswer:
+        result = view.result
+        versions = None
+        if result is not None and result.oldest_version is not None:
+            assert result.newest_version is not None
+            versions = (result.oldest_version, result.newest_version)
+        return cls(
+            index=view.index,
+            status=view.status,
+            reward=result.reward if result else None,
+            outcome=result.outcome if result else None,
+            policy_versions=versions,
+            turns=result.num_turns if result else 0,
+            sampled_tokens=result.num_sampled_tokens if result else 0,
+            step=view.step,
+            reason=view.reason,
+            detail=result.detail if result else "",
+        )
+
+
+class RolloutAnswer(_Strict):
+    """A submitted task and its rollouts."""
+
+    id: str
+    place: int = Field(description="1, 2, 3, … in the order of acceptance")
+    ahead: int = Field(description="tasks that will be played before it; 0 once it is admitted")
+    status: Status
+    reward: float | None = Field(description="mean over its rollouts that have ended")
+    outcomes: dict[str, int]
+    policy_versions: tuple[int, int] | None
+    samples: list[SampleAnswer]
+
+    @classmethod
+    def of(cls, view: SubmissionView) -> RolloutAnswer:
+        samples = [SampleAnswer.of(item) for item in view.rollouts]
+        spans = [sample.policy_versions for sample in samples if sample.policy_versions]
+        outcomes = [sample.outcome for sample in samples if sample.outcome]
+        return cls(
+            id=view.id,
+            place=view.place,
+            ahead=view.num_ahead,
+            status=view.status,
+            reward=view.reward,
+            outcomes=dict(Counter(outcomes)),
+            policy_versions=(
+                (min(first for first, _ in spans), max(last for _, last in spans))
+                if spans
+                else None
+            ),
+            samples=samples,
+        )
+
+
+class PlaceAnswer(_Strict):
+    """Where an accepted task stands."""
+
+    id: str
+    place: int
+    ahead: int
+    status: Status
+    is_new: bool = Field(description="false: this very task was accepted before")
+    num_samples: int
+
+
+class LineAnswer(_Strict):
+    """The line of accepted tasks before the admission window."""
+
+    waiting: int
+    capacity: int
+
+    @classmethod
+    def of(cls, line: Line) -> LineAnswer:
+        return cls(waiting=line.waiting, capacity=line.capacity)
+
+
+class SubmitAnswer(_Strict):
+    """Every task of the request is stored."""
+
+    accepted: int = Field(description="tasks that were new")
+    rollouts: list[PlaceAnswer]
+    queue: LineAnswer
+
+    @classmethod
+    def of(cls, reply: SubmitReply) -> SubmitAnswer:
+        return cls(
+            accepted=len(reply.new_ids),
+            rollouts=[
+                PlaceAnswer(
+                    id=view.id,
+                    place=view.place,
+                    ahead=view.num_ahead,
+                    status=view.status,
+                    is_new=view.id in reply.new_ids,
+                    num_samples=len(view.rollouts),
+                )
+                for view in reply.views
+            ],
+            queue=LineAnswer.of(reply.line),
+        )
+
+
+class ReadyAnswer(_Strict):
+    """reasons: what is missing; empty when ready."""
+
+    ready: bool
+    reasons: list[str]
+    phase: str
+    policy_version: int
+    engines: dict[str, int]

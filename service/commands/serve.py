@@ -1,0 +1,87 @@
+"""What `rayloom serve` adds to a run: where the API listens, and who may use it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+
+from service.api.guards import digest_of
+from service.api.port import HttpSettings
+from service.config.file import ConfigError
+from service.config.tree import Config, ServiceConfig
+
+KEY_VARIABLE = "RAYLOOM_API_KEY"
+MIN_KEY_CHARACTERS = 16
+
+
+def with_free_port(config: Config, *, is_local: bool) -> Config:
+    """Replace port 0 by a port that is free now. is_local: the API will listen on this machine.
+
+    Raises: ConfigError for one that is taken; elsewhere nothing can be tried, so that it has to be
+        named.
+    """
+    service = config.service
+    if not is_local:
+        if service.port == 0:
+            raise ConfigError(
+                "service.port is 0 with --address: a free port can only be found on this machine; "
+                "name one, such as --set service.port=8000"
+            )
+        return config
+    try:
+        with socket.socket(_family(service.host)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((service.host, service.port))
+            port: int = probe.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(
+            f"service.host {service.host}, service.port {service.port}: cannot listen there "
+            f"({error.strerror or error}); end what does, or choose another with --set "
+            "service.port=PORT (0: any free one)"
+        ) from error
+    return config.model_copy(update={"service": service.model_copy(update={"port": port})})
+
+
+def http_settings(config: Config) -> HttpSettings:
+    """What the API checks. Raises: ConfigError for one that anybody in the network could use."""
+    service, algorithm = config.service, config.algorithm
+    key = os.environ.get(KEY_VARIABLE)
+    if key is not None and len(key) < MIN_KEY_CHARACTERS:
+        raise ConfigError(
+            f"{KEY_VARIABLE}: got {len(key)} characters, expected at least {MIN_KEY_CHARACTERS}; "
+            "take a long random key, such as of `openssl rand -hex 32`"
+        )
+    if key is None and not is_loopback(service.host):
+        raise ConfigError(
+            f"service.host is {service.host} and no key is set: whoever reaches this address could "
+            f"use the API; set {KEY_VARIABLE} to a long random key, or listen on 127.0.0.1"
+        )
+    return HttpSettings(
+        environments=(config.tasks.environment,),
+        num_samples=algorithm.group_size,
+        min_samples=algorithm.min_group_size,
+        max_samples=service.max_samples_per_task,
+        max_tasks=service.max_tasks_per_request,
+        max_body_bytes=service.max_body_kib << 10,
+        key_digest=None if key is None else digest_of(key),
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def api_address(service: ServiceConfig) -> str:
+    host = f"[{service.host}]" if ":" in service.host else service.host
+    return f"http://{host}:{service.port}"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

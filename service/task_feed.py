@@ -1,0 +1,51 @@
+"""Where the loop's tasks come from, and the feed of a run that plays its configuration's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from actors.environment.tasks import TaskSource
+from actors.trajectory_queue.groups import GroupRequest
+from actors.trajectory_queue.messages import Vacancy
+
+# Replacement r of group k plays task k + r * 2^32, so that no first choice is ever played twice.
+_REPLACEMENT_STRIDE = 2**32
+
+
+class TaskFeed(Protocol):
+    """Gives group numbers their tasks: the configuration's task set, or what clients submit."""
+
+    async def fill(self, vacancies: Sequence[Vacancy]) -> list[GroupRequest]:
+        """Tasks for the first of these vacancies, as far as there are any now.
+
+        May wait a moment for the first one; an empty answer means that none came.
+        """
+        ...
+
+
+def task_index(vacancy: Vacancy) -> int:
+    """The task of a vacancy, the same after every restart."""
+    return vacancy.group_number + vacancy.replacement * _REPLACEMENT_STRIDE
+
+
+class ConfiguredTasks:
+    """A task source without end: group number k always plays task k."""
+
+    def __init__(
+        self, source: TaskSource, *, group_size: int, min_usable_samples: int | None = None
+    ) -> None:
+        self._source = source
+        self._group_size = group_size
+        self._min_usable_samples = min_usable_samples
+
+    async def fill(self, vacancies: Sequence[Vacancy]) -> list[GroupRequest]:
+        return [
+            GroupRequest(
+                group_number=vacancy.group_number,
+                task=self._source.task(task_index(vacancy)),
+                num_samples=self._group_size,
+                min_usable_samples=self._min_usable_samples,
+            )
+            for vacancy in vacancies
+        ]

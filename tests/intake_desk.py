@@ -1,0 +1,106 @@
+"""A service without its engines and trainer: the real intake, store, recorder and queue state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from queue_builders import end, make_settings, settle_all, take_all
+from record_builders import step_record
+
+from actors.metrics import Metrics
+from actors.outcomes import OutcomePolicy
+from actors.trajectory import Outcome, Task
+from actors.trajectory_queue.messages import QueueCut, QueueSnapshot
+from actors.trajectory_queue.queue_state import QueueState
+from service.intake.intake import Intake, IntakeSettings
+from service.intake.submission import Wanted
+from service.recorder import RunRecorder
+from service.store.run_store import RunStore
+
+GROUPS_PER_STEP = 2
+
+
+def wanted(name: str, *, seed: int = 1, num_samples: int = 2) -> Wanted:
+    task = Task(task_id=name, environment="guessing", seed=seed)
+    return Wanted(task=task, num_samples=num_samples)
+
+
+@dataclass
+class Desk:
+    """One process of a service: `restart` is what a kill -9 and a new start make of it."""
+
+    directory: Path
+    capacity: int = 8
+    step: int = 0
+    queue: QueueState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.store = RunStore(f"sqlite:///{self.directory / 'run.db'}")
+        settings = IntakeSettings(
+            capacity=self.capacity, groups_per_step=GROUPS_PER_STEP, policy=OutcomePolicy()
+        )
+        self.intake = Intake(settings, self.store)
+        self.recorder = RunRecorder(self.store, Metrics(), num_steps=100, intake=self.intake)
+
+    def begin(self) -> Desk:
+        lease = self.store.acquire_lease(holder="desk")
+        self.recorder.begin_epoch(lease)
+        parent = lease.parent
+        snapshot = QueueSnapshot.from_json(parent.queue_snapshot) if parent else None
+        self.step = parent.step if parent else 0
+        self.queue = QueueState(make_settings(step=GROUPS_PER_STEP, lag=1), snapshot=snapshot)
+        if snapshot is not None:
+            self.queue.publish(self.step)
+        for group_id in self.intake.groups_to_cancel:
+            self.queue.cancel_group(group_id)
+        return self
+
+    def restart(self) -> Desk:
+        self.store.close()
+        return Desk(self.directory, capacity=self.capacity).begin()
+
+    async def admit(self) -> list[str]:
+        """Give tasks to the group numbers that want one; the tasks' ids."""
+        requests = await self.intake.fill(self.queue.admissible())
+        self.queue.admit(requests)
+        self.drain()
+        return [request.task.task_id for request in requests]
+
+    def play(self, *, outcome: Outcome = Outcome.COMPLETED) -> int:
+        """Let every pending rollout end so; how many there were."""
+        assignments = take_all(self.queue)
+        for assignment in assignments:
+            assert end(self.queue, assignment, outcome=outcome, version=self.step)
+        self.drain()
+        return len(assignments)
+
+    def train(self) -> list[str]:
+        """Train the next step and publish it; its rollouts, none where it is not complete."""
+        taken = self.queue.take_step()
+        if taken is None:
+            return []
+        rollouts = settle_all(self.queue, *taken)
+        self.step += 1
+        self.queue.publish(self.step)
+        self.drain()
+        self.recorder.step(step_record(self.step))
+        return rollouts
+
+    def commit(self) -> None:
+        cut = QueueCut(drained=self.queue.drain(), snapshot=self.queue.snapshot())
+        self.recorder.events(cut.drained.events)
+        self.recorder.rollouts(cut.drained.summaries)
+        self.recorder.checkpoint(
+            step=self.step, version=self.step, directory=f"step-{self.step}", cut=cut
+        )
+
+    def drain(self) -> None:
+        drained = self.queue.drain()
+        self.recorder.events(drained.events)
+        self.recorder.rollouts(drained.summaries)
+
+    def status(self, name: str) -> str:
+        view = self.intake.view(name)
+        assert view is not None
+        return view.status.value
