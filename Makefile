@@ -3,26 +3,32 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEPENDENCIES := $(VENV)/.dependencies
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test proof lint lock clean
+.PHONY: help setup deps demo test proof lint lock clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(STAMP) ## make .venv from the lock file
 
+$(STAMP): $(DEPENDENCIES) pyproject.toml
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+deps: $(DEPENDENCIES) ## the environment without Rayloom itself, as images want it
+
 # pip is asked for torch's CPU build as it is configured; only where it has none, PyTorch's own
 # index is named, for torch alone.
-$(STAMP): locks/cpu.txt pyproject.toml
+$(DEPENDENCIES): locks/cpu.txt
 	@command -v $(PYTHON) >/dev/null || { echo "rayloom needs Python 3.11 ('$(PYTHON)' was not found); pass another with PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --no-deps '$(TORCH)' || $(PIP) install --quiet --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
 	$(PIP) install --quiet --no-deps --require-hashes -r locks/cpu.txt
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: setup ## train the guessing game on two CPU cores and write a report

@@ -1,0 +1,125 @@
+{{/* The pod template of one group. Takes: context, name (of the group), group (its values).
+
+     Neither the chart's version nor a checksum may stand in here: the operator compares pod templates,
+     and would want a new cluster for every release. */}}
+{{- define "rayloom.podTemplate" -}}
+{{- $root := .context -}}
+{{- $values := $root.Values -}}
+{{- $isHead := eq .name "head" -}}
+metadata:
+  labels:
+    {{- include "rayloom.selectorLabels" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ .name }}
+spec:
+  serviceAccountName: {{ include "rayloom.serviceAccountName" $root }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ add $values.drain.timeoutSeconds 30 }}
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: 1000
+    runAsGroup: 1000
+    fsGroup: 1000
+    fsGroupChangePolicy: OnRootMismatch
+    seccompProfile:
+      type: RuntimeDefault
+  {{- with $values.imagePullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .group.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .group.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .group.affinity }}
+  affinity: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: {{ ternary "ray-head" "ray-worker" $isHead }}
+      image: {{ include "rayloom.image" $root | quote }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      securityContext:
+        allowPrivilegeEscalation: false
+        capabilities:
+          drop: [ALL]
+      env: {{- include "rayloom.environment" . | nindent 8 }}
+      ports: {{- include "rayloom.ports" . | nindent 8 }}
+      resources: {{- include "rayloom.resources" .group | nindent 8 }}
+      {{- if not $isHead }}
+      {{- /* Serve's proxy runs on the head alone, and the probe that the operator would put here asks for
+             it. The head keeps the operator's probe: it must be ready before Serve is configured. */}}
+      readinessProbe:
+        httpGet:
+          path: /api/healthz
+          port: 52365
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 6
+      {{- end }}
+      volumeMounts:
+        - name: config
+          mountPath: /etc/rayloom
+          readOnly: true
+        - name: checkpoints
+          mountPath: {{ $values.checkpoints.mountPath | quote }}
+        - name: shm
+          mountPath: /dev/shm
+  volumes:
+    - name: config
+      configMap:
+        name: {{ include "rayloom.fullname" $root }}-config
+    - name: checkpoints
+      persistentVolumeClaim:
+        claimName: {{ include "rayloom.claimName" $root }}
+    - name: shm
+      emptyDir:
+        medium: Memory
+        sizeLimit: {{ .group.shmSize | quote }}
+{{- end -}}
+
+{{/* Serve may build the application, and start its ingress, on any node: each has the key. */}}
+{{- define "rayloom.environment" -}}
+- name: RAYLOOM_API_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "rayloom.apiSecretName" .context }}
+      key: {{ .context.Values.auth.api.key | quote }}
+- name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+  value: {{ .context.Values.drain.timeoutSeconds | quote }}
+- name: RAY_USAGE_STATS_ENABLED
+  value: "0"
+- name: VLLM_NO_USAGE_STATS
+  value: "1"
+{{- with .group.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* The operator makes its Serve Service only where the head has a port of the name `serve`. */}}
+{{- define "rayloom.ports" -}}
+{{- if eq .name "head" -}}
+- name: gcs-server
+  containerPort: 6379
+- name: dashboard
+  containerPort: 8265
+- name: client
+  containerPort: 10001
+- name: serve
+  containerPort: {{ .context.Values.config.service.port }}
+- name: rayloom-metrics
+  containerPort: {{ .context.Values.config.metrics.port }}
+{{ end -}}
+- name: metrics
+  containerPort: 8080
+{{- end -}}
+
+{{- define "rayloom.resources" -}}
+{{- $resources := deepCopy .resources -}}
+{{- if gt (int (default 0 .gpus)) 0 -}}
+{{- $gpu := dict "nvidia.com/gpu" (int .gpus) -}}
+{{- $_ := set $resources "limits" (merge (default dict $resources.limits) $gpu) -}}
+{{- $_ := set $resources "requests" (merge (default dict $resources.requests) $gpu) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
