@@ -1,34 +1,38 @@
 """Every metric of ours, declared once: name, help, unit, labels from closed sets.
 
-Names are rayloom_<noun>_<unit>. A metric whose value is not known is absent, never zero. The
-supervisor holds the one `Metrics` of a run and fills it from step records and queue statistics.
+Names are rayloom_<noun>_<unit>. A metric whose value is not known is absent, never zero; one that
+counts what has not happened yet is zero from the start, so that its first increase can be seen.
+The supervisor holds the one `Metrics` of a run; `service/recorder.py` and
+`service/stored_metrics.py` fill it. docs/metrics.md lists them.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from enum import StrEnum
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from actors.merge.mismatch import MismatchKind
+from actors.metric_kinds import LateGauge, OneMomentRegistry
+from actors.trajectory import Outcome
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 
 AGE_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 RETURN_BUCKETS = (-1, -0.5, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 
-class LateGauge:
-    """A gauge that is absent until its value is known; the library's own begin at 0."""
+class Part(StrEnum):
+    """What is replaced when it dies. EPOCH: every part that an epoch starts, all at once."""
 
-    def __init__(self, name: str, documentation: str, *, registry: CollectorRegistry) -> None:
-        self._gauge = Gauge(name, documentation, registry=None)
-        self._registry: CollectorRegistry | None = registry
-
-    def set(self, value: float) -> None:
-        self._gauge.set(value)
-        if self._registry is not None:
-            self._registry.register(self._gauge)
-            self._registry = None
+    ENVIRONMENT_ACTOR = "environment_actor"
+    ENGINE = "engine"
+    EPOCH = "epoch"
 
 
 class RolloutMetrics:
-    """Trajectories as they end."""
+    """Trajectories as they end; counted since the start of this process, as no row holds them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.ended = Counter(
@@ -37,9 +41,10 @@ class RolloutMetrics:
             ["environment", "outcome"],
             registry=registry,
         )
+        self._seen: set[str] = set()
         self.returns = Histogram(
             "rayloom_trajectory_return",
-            "Return of each ended training trajectory.",
+            "Return of each ended training trajectory that could be graded.",
             ["environment"],
             buckets=RETURN_BUCKETS,
             registry=registry,
@@ -52,17 +57,33 @@ class RolloutMetrics:
             registry=registry,
         )
 
+    def meet(self, environment: str) -> None:
+        """Have every outcome of an environment, at 0 as long as it did not occur."""
+        if environment not in self._seen:
+            self._seen.add(environment)
+            for outcome in Outcome:
+                self.ended.labels(environment=environment, outcome=outcome.value)
+
 
 class LedgerMetrics:
-    """Where the admitted rollouts are."""
+    """Where the admitted rollouts are, and what was stored of them.
+
+    The gauges go back with the run; the counter counts rows, whatever becomes of them.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.admitted = Gauge(
+        self.events = Counter(
+            "rayloom_ledger_events",
+            "Ledger rows stored, by kind and reason, those included that the run went back on.",
+            ["kind", "reason"],
+            registry=registry,
+        )
+        self.admitted = LateGauge(
             "rayloom_ledger_admitted_rollouts",
             "Rollouts given a place in the window; equals trained + evicted + in flight.",
             registry=registry,
         )
-        self.trained = Gauge(
+        self.trained = LateGauge(
             "rayloom_ledger_trained_rollouts", "Rollouts trained on.", registry=registry
         )
         self.evicted = Gauge(
@@ -71,25 +92,36 @@ class LedgerMetrics:
             ["reason"],
             registry=registry,
         )
-        self.in_flight = Gauge(
+        self.in_flight = LateGauge(
             "rayloom_ledger_in_flight_rollouts", "Admitted and not yet settled.", registry=registry
         )
-        self.waiting_items = Gauge(
+        self.waiting_items = LateGauge(
             "rayloom_queue_items", "Finished trajectories waiting in the queue.", registry=registry
         )
-        self.waiting_bytes = Gauge(
+        self.waiting_bytes = LateGauge(
             "rayloom_queue_bytes", "Payload bytes that the queue refers to.", registry=registry
         )
+        for kind in (LedgerEventKind.ADMITTED, LedgerEventKind.TRAINED):
+            self.events.labels(kind=kind.value, reason="")
+        for reason in EvictionReason:
+            self.events.labels(kind=LedgerEventKind.EVICTED.value, reason=reason.value)
 
 
 class StepMetrics:
     """Progress, age and time of training steps."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.done = Counter("rayloom_train_steps", "Training steps done.", registry=registry)
+        self.newest = LateGauge(
+            "rayloom_train_newest_step", "Number of the newest step.", registry=registry
+        )
+        self.done = Counter(
+            "rayloom_train_steps",
+            "Training steps stored, those included that the run went back on.",
+            registry=registry,
+        )
         self.skipped = Counter(
             "rayloom_train_skipped_steps",
-            "Updates skipped because a loss or gradient was not finite.",
+            "Steps of which an update was skipped: its loss or gradient was not finite.",
             registry=registry,
         )
         self.stage_seconds = Histogram(
@@ -106,11 +138,13 @@ class StepMetrics:
             "rayloom_trained_tokens", "Tokens in the loss.", registry=registry
         )
         self.policy_version = LateGauge(
-            "rayloom_policy_version", "Version that every ready engine holds.", registry=registry
+            "rayloom_policy_version",
+            "Version that the newest step made, and that every engine took.",
+            registry=registry,
         )
         self.policy_age = Histogram(
             "rayloom_policy_age_versions",
-            "Age of each step's oldest token when it was trained on.",
+            "Age of the oldest token of each step that trained any.",
             buckets=AGE_BUCKETS,
             registry=registry,
         )
@@ -173,6 +207,8 @@ class MergeMetrics:
             ["kind"],
             registry=registry,
         )
+        for kind in MismatchKind:
+            self.mismatches.labels(kind=kind.value)
         self.inserted_tokens = Counter(
             "rayloom_inserted_tokens", "Tokens that we inserted, never trained.", registry=registry
         )
@@ -194,7 +230,7 @@ class MergeMetrics:
 
 
 class PartMetrics:
-    """The parts of the run."""
+    """The parts of the run; replacements are counted since the start of this process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.replacements = Counter(
@@ -203,6 +239,8 @@ class PartMetrics:
             ["part"],
             registry=registry,
         )
+        for part in Part:
+            self.replacements.labels(part=part.value)
         self.engines_ready = Gauge(
             "rayloom_engines_ready", "Engines that hold the current version.", registry=registry
         )
@@ -212,10 +250,14 @@ class Metrics:
     """The metrics of one run in a registry of its own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = OneMomentRegistry()
         self.rollouts = RolloutMetrics(self.registry)
         self.ledger = LedgerMetrics(self.registry)
         self.steps = StepMetrics(self.registry)
         self.learning = LearningMetrics(self.registry)
         self.merge = MergeMetrics(self.registry)
         self.parts = PartMetrics(self.registry)
+
+    def together(self) -> AbstractContextManager[object]:
+        """Change several values of which no scrape may show only some."""
+        return self.registry.change

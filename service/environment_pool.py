@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 from actors.deadline import within
 from actors.environment.actor import EnvironmentActor, PolicyFactory
 from actors.environment.settings import EnvironmentActorSettings
+from actors.metrics import Part
 from actors.trajectory import Task, TrajectorySummary
 from service.parts import QueueParts, answer
 from service.ports import PartLost
@@ -36,10 +37,11 @@ START_DEADLINE_S = 300.0
 PING_EVERY_S = 5.0
 
 
-class OnReplaced(Protocol):
-    """Told of each replacement: the part's kind, and a sentence."""
+class Told(Protocol):
+    """Who hears of faults; the recorder is one."""
 
-    def __call__(self, part: str, text: str) -> None: ...
+    def replaced(self, part: Part, text: str) -> None: ...
+    def notice(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +74,12 @@ class EnvironmentPool:
         *,
         queue_actor: ActorHandle,
         queue: QueueParts,
-        on_replaced: OnReplaced,
+        told: Told,
     ) -> None:
         self._settings = settings
         self._queue_actor = queue_actor
         self._queue = queue
-        self._on_replaced = on_replaced
+        self._told = told
         self._numbers = itertools.count()
         self._members = [self._new_member() for _ in range(settings.num_actors)]
 
@@ -115,7 +117,7 @@ class EnvironmentPool:
         found: list[TrajectorySummary] = []
         for result in answers:
             if isinstance(result, PartLost):
-                self._on_replaced("evaluation", f"part of an evaluation is missing: {result}")
+                self._told.notice(f"part of an evaluation is missing: {result}")
             elif isinstance(result, BaseException):
                 raise result
             else:
@@ -153,8 +155,8 @@ class EnvironmentPool:
             ray.kill(member.actor)
             num_released = await self._queue.release_actor(member.actor_id)
             self._members[slot] = self._new_member()
-            self._on_replaced(
-                "environment_actor",
+            self._told.replaced(
+                Part.ENVIRONMENT_ACTOR,
                 f"environment actor {member.actor_id} died ({cause}); {num_released} rollouts "
                 f"are played again by {self._members[slot].actor_id}",
             )

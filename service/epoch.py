@@ -216,7 +216,7 @@ class Epoch:
             ),
             queue_actor=self._queue_actor,
             queue=self.queue,
-            on_replaced=self._recorder.replaced,
+            told=self._recorder,
         )
         await self._cancel_again()
         self._recorder.phase(Phase.STARTING, "waiting for the engines")

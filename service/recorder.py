@@ -6,9 +6,10 @@ import logging
 import time
 from collections.abc import Sequence
 
-from actors.metrics import Metrics
+from actors.metrics import Metrics, Part
+from actors.outcomes import DEFAULT_RULES, Disposition
 from actors.trajectory import Outcome, TrajectorySummary
-from actors.trajectory_queue.ledger import LedgerEvent
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent
 from actors.trajectory_queue.messages import QueueCut, QueueStats
 from service.display.step_line import evaluation_line, step_line
 from service.intake.intake import Intake
@@ -16,6 +17,7 @@ from service.intake.submission import RolloutResult
 from service.records import EvaluationRecord, StepRecord
 from service.status import Phase
 from service.store.run_store import Lease, RunStore, StoredEvent
+from service.stored_metrics import StoredMetrics
 
 log = logging.getLogger("rayloom.run")
 
@@ -29,6 +31,11 @@ FAULTS = frozenset(
         Outcome.TOKEN_MISALIGNED,
         Outcome.WALL_TIMEOUT,
     }
+)
+
+# What is dropped was not scored: its return says how far it came before it was cut off, or is 0.
+UNSCORED = frozenset(
+    outcome for outcome, rule in DEFAULT_RULES.items() if rule.disposition is Disposition.DROP
 )
 
 
@@ -45,6 +52,7 @@ class RunRecorder:
         self._store = store
         self._intake = intake
         self._metrics = metrics
+        self._stored = StoredMetrics(metrics, store)
         self.epoch = 0
         self._num_steps = num_steps
         self._pending: list[StoredEvent] = []
@@ -65,6 +73,7 @@ class RunRecorder:
         self._pending, self._pending_results = [], []
         if self._intake is not None:
             self._intake.begin_epoch(lease.epoch)
+        self._stored.begin_epoch()
         self.last_step = lease.parent.step if lease.parent else 0
         if lease.epoch > 1:
             self.notice(f"epoch {lease.epoch} goes on from step {self.last_step}")
@@ -79,22 +88,27 @@ class RunRecorder:
         log.warning("%s", text)
         self.notices.append(text)
 
-    def replaced(self, part: str, text: str, *, count: int = 1) -> None:
-        self._metrics.parts.replacements.labels(part=part).inc(count)
+    def replaced(self, part: Part, text: str, *, count: int = 1) -> None:
+        self._metrics.parts.replacements.labels(part=part.value).inc(count)
         self.notice(text)
 
     def rollouts(self, summaries: Sequence[TrajectorySummary]) -> None:
-        metrics = self._metrics.rollouts
         for summary in summaries:
-            environment = summary.environment
-            metrics.ended.labels(environment=environment, outcome=summary.outcome.value).inc()
-            metrics.returns.labels(environment=environment).observe(summary.episode_return)
-            metrics.seconds.labels(environment=environment).observe(summary.timings.wall_s)
+            with self._metrics.together():
+                self._count_rollout(summary)
             self.num_sampled += summary.num_sampled
             self._tell_first(summary)
         self.num_rollouts += len(summaries)
         if self._intake is not None:
             self._pending_results += self._intake.note_rollouts(summaries)
+
+    def _count_rollout(self, summary: TrajectorySummary) -> None:
+        metrics, environment = self._metrics.rollouts, summary.environment
+        metrics.meet(environment)
+        metrics.ended.labels(environment=environment, outcome=summary.outcome.value).inc()
+        metrics.seconds.labels(environment=environment).observe(summary.timings.wall_s)
+        if summary.is_graded and summary.outcome not in UNSCORED:
+            metrics.returns.labels(environment=environment).observe(summary.episode_return)
 
     def _tell_first(self, summary: TrajectorySummary) -> None:
         outcome = summary.outcome
@@ -121,50 +135,51 @@ class RunRecorder:
             self._intake.note_events(stored)
 
     def step(self, record: StepRecord) -> None:
+        events = self._take_events()
         self._store.add_step(
-            record,
-            epoch=self.epoch,
-            new_events=self._take_events(),
-            new_results=self._take_results(),
+            record, epoch=self.epoch, new_events=events, new_results=self._take_results()
         )
+        self._stored.step(record, events)
         if self._intake is not None:
             self._intake.note_step_seconds(record.stages.total)
         self.steps.append(record)
         self.last_step = record.step
-        self._observe(record)
         log.info("%s", step_line(record, self._num_steps))
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._store.add_evaluation(record, epoch=self.epoch)
         self.evaluations.append(record)
-        if record.scaled_reward_mean is not None:
-            self._metrics.learning.evaluation_reward.set(record.scaled_reward_mean)
+        self._stored.evaluation(record)
         log.info("%s", evaluation_line(record))
 
     def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
+        events = self._take_events()
         self._store.commit_checkpoint(
             epoch=self.epoch,
             step=step,
             policy_version=version,
             directory=directory,
             queue_snapshot=cut.snapshot.to_json(),
-            new_events=self._take_events(),
+            new_events=events,
             new_results=self._take_results(),
             last_event_seq=cut.last_event_seq,
         )
+        self._stored.events(events)
         log.info("checkpoint of step %d in %s", step, directory)
 
     def queue(self, stats: QueueStats, *, engines_ready: int) -> None:
         """Gauges that say how things stand now."""
         metrics, ledger = self._metrics.ledger, stats.ledger
-        metrics.admitted.set(ledger.admitted)
-        metrics.trained.set(ledger.trained)
-        metrics.in_flight.set(ledger.in_flight)
-        for reason, count in ledger.evicted.items():
-            metrics.evicted.labels(reason=reason.value).set(count)
-        metrics.waiting_items.set(stats.num_waiting)
-        metrics.waiting_bytes.set(stats.waiting_bytes)
-        self._metrics.parts.engines_ready.set(engines_ready)
+        with self._metrics.together():
+            metrics.admitted.set(ledger.admitted)
+            metrics.trained.set(ledger.trained)
+            metrics.in_flight.set(ledger.in_flight)
+            # Every reason: one that a lost epoch met is at 0 again in the next.
+            for reason in EvictionReason:
+                metrics.evicted.labels(reason=reason.value).set(ledger.evicted.get(reason, 0))
+            metrics.waiting_items.set(stats.num_waiting)
+            metrics.waiting_bytes.set(stats.waiting_bytes)
+            self._metrics.parts.engines_ready.set(engines_ready)
 
     def _take_events(self) -> list[StoredEvent]:
         taken, self._pending = self._pending, []
@@ -173,39 +188,6 @@ class RunRecorder:
     def _take_results(self) -> list[RolloutResult]:
         taken, self._pending_results = self._pending_results, []
         return taken
-
-    def _observe(self, record: StepRecord) -> None:
-        steps, merge = self._metrics.steps, self._metrics.merge
-        steps.done.inc()
-        steps.skipped.inc(int(record.is_skipped))
-        steps.sampled_tokens.inc(record.sampled_tokens)
-        steps.trained_tokens.inc(record.trained_tokens)
-        steps.policy_version.set(record.policy_version)
-        steps.policy_age.observe(record.policy_age_max)
-        for stage, seconds in record.stages.by_name().items():
-            steps.stage_seconds.labels(stage=stage).observe(seconds)
-        merge.samples.labels(side="before").inc(record.samples_before)
-        merge.samples.labels(side="after").inc(record.samples_after)
-        for kind, count in record.mismatches.items():
-            merge.mismatches.labels(kind=kind).inc(count)
-        merge.inserted_tokens.inc(record.inserted_tokens)
-        merge.malformed_turns.inc(record.malformed_turns)
-        merge.malformed_rewarded.inc(record.malformed_rewarded)
-        merge.zero_variance_groups.inc(record.zero_variance_groups)
-        learning = self._metrics.learning
-        known = {
-            learning.reward_mean: record.reward_mean,
-            learning.scaled_reward_mean: record.scaled_reward_mean,
-            learning.loss: record.loss,
-            learning.grad_norm: record.grad_norm,
-            learning.entropy: record.entropy,
-            learning.mismatch_k3: record.mismatch_k3,
-            learning.mismatch_max: record.mismatch_max,
-            learning.parity_max: record.parity_max,
-        }
-        for gauge, value in known.items():
-            if value is not None:
-                gauge.set(value)
 
 
 def configure_logging(path: str) -> None:

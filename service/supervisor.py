@@ -22,7 +22,7 @@ import ray
 from prometheus_client import start_http_server
 from sqlalchemy.exc import SQLAlchemyError
 
-from actors.metrics import Metrics
+from actors.metrics import Metrics, Part
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import TrainerStartFailed
 from actors.trajectory_queue.messages import QueueStats
@@ -236,7 +236,7 @@ class Supervisor:
                     raise
                 if self._is_stopping:
                     return f"{loss}; stopped there, the newest checkpoint counts"
-                self._recorder.replaced("epoch", f"{loss}; going back to the newest checkpoint")
+                self._recorder.replaced(Part.EPOCH, f"{loss}; going back to the newest checkpoint")
                 self._recorder.phase(Phase.RECOVERING, str(loss))
 
     async def _run_one_epoch(self) -> str:
@@ -262,6 +262,7 @@ class Supervisor:
                 gave_up = error
             is_orderly = True
             self._stats = await epoch.stats()
+            self._recorder.queue(self._stats, engines_ready=self._engines_ready)
         finally:
             self._epoch = None
             await epoch.stop(is_orderly=is_orderly)
@@ -312,7 +313,7 @@ class Supervisor:
 
     def _tell_of_engines(self, news: EngineNews) -> None:
         if news.num_lost:
-            self._recorder.replaced("engine", news.text, count=news.num_lost)
+            self._recorder.replaced(Part.ENGINE, news.text, count=news.num_lost)
         elif news.text:
             self._recorder.notice(news.text)
 

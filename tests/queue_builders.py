@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trajectory_builders import make_summary, make_task
 
 from actors.trajectory import Outcome, RolloutAssignment
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
-from actors.trajectory_queue.ledger import Settlement
-from actors.trajectory_queue.messages import QueueSettings, QueueSnapshot
+from actors.trajectory_queue.ledger import LedgerCounts, Settlement
+from actors.trajectory_queue.messages import QueueSettings, QueueSnapshot, QueueStats
 from actors.trajectory_queue.queue_state import QueueState
 from actors.trajectory_queue.window import WindowSettings
 
@@ -37,6 +38,11 @@ def fill(queue: QueueState, *, num_samples: int = 2, enough: int | None = None) 
         ]
     )
     return numbers
+
+
+def queue_stats(ledger: LedgerCounts) -> QueueStats:
+    """Of an empty queue, but for its ledger."""
+    return replace(QueueState(make_settings()).stats(), ledger=ledger)
 
 
 def take_all(queue: QueueState, *, actor: str = "a") -> list[RolloutAssignment]:

@@ -1,14 +1,17 @@
 """Which of a run's stored rows survive: the newest epoch and, before it, what it went on from.
 
 An epoch that starts from checkpoint c keeps, of c's epoch, the steps up to c and the events up to
-c's; everything that epoch wrote later is superseded. Read by the report and by the proofs.
+c's; everything that epoch wrote later is superseded. Read by the report and by the proofs; the
+metrics count every row, superseded or not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Table, func, select
 
 from service.records import EvaluationRecord, StepRecord
 from service.store import tables
@@ -63,6 +66,36 @@ def read_history(store: RunStore, *, own_epochs_from: int = 1) -> History:
         )
 
 
+def newest_records(store: RunStore) -> tuple[StepRecord | None, EvaluationRecord | None]:
+    """The newest step and the newest evaluation that survive; None where there is none."""
+    with store.reading() as connection:
+        stretches = surviving_stretches(connection)
+        step = _newest(connection, tables.steps, stretches)
+        evaluation = _newest(connection, tables.evaluations, stretches)
+    return (
+        None if step is None else StepRecord.from_json(step),
+        None if evaluation is None else EvaluationRecord.from_json(evaluation),
+    )
+
+
+def all_steps(store: RunStore) -> Iterator[StepRecord]:
+    """Every step that the run ever stored, superseded ones included, in order."""
+    table = tables.steps
+    query = select(table.c.record).order_by(table.c.epoch, table.c.step)
+    with store.reading() as connection:
+        for row in connection.execute(query):
+            yield StepRecord.from_json(row.record)
+
+
+def count_events(store: RunStore) -> dict[tuple[str, str | None], int]:
+    """How many events the run ever stored, superseded ones included, by kind and reason."""
+    table = tables.events
+    by = (table.c.kind, table.c.reason)
+    with store.reading() as connection:
+        found = connection.execute(select(*by, func.count().label("number")).group_by(*by))
+        return {(row.kind, row.reason): row.number for row in found}
+
+
 def surviving_stretches(connection: Connection) -> list[Stretch]:
     leases = {row.epoch: row for row in connection.execute(select(tables.leases))}
     if not leases:
@@ -83,6 +116,19 @@ def surviving_stretches(connection: Connection) -> list[Stretch]:
         )
         parent = leases[checkpoint.epoch].parent_checkpoint
     return found[::-1]
+
+
+def _newest(
+    connection: Connection, table: Table, stretches: list[Stretch]
+) -> Mapping[str, Any] | None:
+    for part in reversed(stretches):
+        query = select(table.c.record).where(table.c.epoch == part.epoch)
+        if part.last_step is not None:
+            query = query.where(table.c.step <= part.last_step)
+        newest = connection.execute(query.order_by(table.c.step.desc()).limit(1)).scalar()
+        if newest is not None:
+            return dict(newest)
+    return None
 
 
 def _steps(connection: Connection, part: Stretch) -> list[StepRecord]:

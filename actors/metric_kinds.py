@@ -1,0 +1,57 @@
+"""What prometheus_client lacks: a gauge that may be absent, and a scrape that shows one moment.
+
+Made by `metrics.py`, which declares what there is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+
+class OneMomentRegistry(CollectorRegistry):
+    """A registry of which no scrape shows half a change.
+
+    Whoever changes values that belong together holds `change` meanwhile; a scrape waits for it.
+    The library's `_created` samples are left out: they tell when this process began, which is not
+    when a resumed run did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.change = threading.RLock()
+
+    def collect(self) -> Iterable[Metric]:
+        with self.change:
+            families = list(super().collect())
+        for family in families:
+            family.samples = [
+                sample for sample in family.samples if not sample.name.endswith("_created")
+            ]
+        return families
+
+
+class LateGauge(Collector):
+    """A gauge that is absent while its value is not known; the library's own begin at 0."""
+
+    def __init__(self, name: str, documentation: str, *, registry: CollectorRegistry) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._value: float | None = None
+        registry.register(self)
+
+    def set(self, value: float | None) -> None:
+        """None: not known, or no longer."""
+        self._value = value
+
+    def describe(self) -> Iterable[Metric]:
+        return [GaugeMetricFamily(self._name, self._documentation)]
+
+    def collect(self) -> Iterable[Metric]:
+        if self._value is None:
+            return []
+        return [GaugeMetricFamily(self._name, self._documentation, value=self._value)]

@@ -1,0 +1,1 @@
+"""The Grafana dashboard as code: `python -m deploy.dashboards` writes rayloom-overview.json."""
