@@ -126,16 +126,18 @@ class StepMetrics:
         )
         self.stage_seconds = Histogram(
             "rayloom_stage_seconds",
-            "Wall time of each stage of a training step.",
+            "Wall time of each stage of a stored step.",
             ["stage"],
             buckets=SECONDS_BUCKETS,
             registry=registry,
         )
         self.sampled_tokens = Counter(
-            "rayloom_sampled_tokens", "Tokens sampled by the engines in steps.", registry=registry
+            "rayloom_sampled_tokens",
+            "Tokens that the engines sampled, of the stored steps.",
+            registry=registry,
         )
         self.trained_tokens = Counter(
-            "rayloom_trained_tokens", "Tokens in the loss.", registry=registry
+            "rayloom_trained_tokens", "Tokens in the loss of the stored steps.", registry=registry
         )
         self.policy_version = LateGauge(
             "rayloom_policy_version",
@@ -155,24 +157,30 @@ class LearningMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.reward_mean = LateGauge(
-            "rayloom_reward_mean", "Mean return of the last step's trajectories.", registry=registry
+            "rayloom_reward_mean",
+            "Mean return of the newest step's trajectories.",
+            registry=registry,
         )
         self.scaled_reward_mean = LateGauge(
             "rayloom_scaled_reward_mean_ratio",
-            "The same over the best possible return, where the environment knows it.",
+            "Mean return over the best possible one, where the environment knows that.",
             registry=registry,
         )
         self.evaluation_reward = LateGauge(
             "rayloom_evaluation_scaled_reward_mean_ratio",
-            "Mean scaled return on held-out tasks at temperature 0.",
+            "Mean return over the best possible one, on held-out tasks at temperature 0.",
             registry=registry,
         )
-        self.loss = LateGauge("rayloom_loss", "Policy loss of the last step.", registry=registry)
+        self.loss = LateGauge("rayloom_loss", "Policy loss of the newest step.", registry=registry)
         self.grad_norm = LateGauge(
-            "rayloom_gradient_norm", "Gradient norm before clipping.", registry=registry
+            "rayloom_gradient_norm",
+            "Gradient norm of the newest step, before clipping.",
+            registry=registry,
         )
         self.entropy = LateGauge(
-            "rayloom_entropy_nats", "Mean entropy of the policy per token.", registry=registry
+            "rayloom_entropy_nats",
+            "Mean entropy of the policy per token of the newest step.",
+            registry=registry,
         )
         self.mismatch_k3 = LateGauge(
             "rayloom_mismatch_k3_nats",
@@ -181,12 +189,12 @@ class LearningMetrics:
         )
         self.mismatch_max = LateGauge(
             "rayloom_mismatch_max_nats",
-            "Largest |trainer - engine| log-probability on those tokens.",
+            "Largest difference of a log-probability between the two on those tokens.",
             registry=registry,
         )
         self.parity_max = LateGauge(
             "rayloom_parity_max_nats",
-            "Largest |trainer - engine| on the fixed prompt after the last publish.",
+            "The same on the fixed prompt, after the last publish.",
             registry=registry,
         )
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import math
+import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from record_builders import step_record
+from metric_expectations import differences, of_events, of_newest, of_steps
+from metric_names import declared
+from prometheus_server import Series, series
+from queue_builders import fill, make_settings, queue_stats
+from record_builders import evaluation_record, step_record, unmeasured_step
+from sqlalchemy import select
 from trajectory_builders import make_summary
 
 from actors.metrics import Metrics
 from actors.trajectory import Outcome
-from actors.trajectory_queue.ledger import Ledger
+from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts
+from actors.trajectory_queue.messages import QueueCut
+from actors.trajectory_queue.queue_state import QueueState
 from service.recorder import RunRecorder
 from service.status import Phase
+from service.store import tables
 from service.store.lineage import read_history
-from service.store.run_store import RunStore
+from service.store.run_store import RunStore, StoredEvent
 
 
 def make_recorder(directory: Path) -> tuple[RunRecorder, RunStore, Metrics]:
@@ -27,6 +38,22 @@ def make_recorder(directory: Path) -> tuple[RunRecorder, RunStore, Metrics]:
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
+
+
+def samples(metrics: Metrics) -> dict[Series, float]:
+    return {
+        series(sample.name, **sample.labels): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+    }
+
+
+def rows_of_events(store: RunStore) -> list[StoredEvent]:
+    """Of every epoch, whether or not it survives."""
+    with store.reading() as connection:
+        rows = connection.execute(select(tables.events)).mappings().all()
+    fields = ("seq", "rollout_id", "kind", "reason", "step")
+    return [StoredEvent(**{field: row[field] for field in fields}) for row in rows]
 
 
 def test_a_step_is_stored_with_the_events_before_it_counted_from_one(tmp_path: Path) -> None:
@@ -66,6 +93,116 @@ def test_what_is_not_known_is_absent_and_never_zero(tmp_path: Path) -> None:
     assert families["rayloom_reward_mean"][0].value == step_record(1).reward_mean
     assert "rayloom_mismatch_k3_nats" not in families
     assert "rayloom_scaled_reward_mean_ratio" not in families
+
+
+def test_a_gauge_vanishes_when_the_newest_step_does_not_know_its_value(tmp_path: Path) -> None:
+    recorder, _, metrics = make_recorder(tmp_path)
+    recorder.step(step_record(1))
+    assert value(metrics, "rayloom_loss") == step_record(1).loss
+    recorder.step(step_record(2, loss=None, grad_norm=math.nan))
+    assert value(metrics, "rayloom_loss") is None
+    assert value(metrics, "rayloom_gradient_norm") is None
+    assert value(metrics, "rayloom_entropy_nats") == step_record(2).entropy
+
+
+def test_a_step_that_trained_nothing_has_no_policy_age(tmp_path: Path) -> None:
+    recorder, _, metrics = make_recorder(tmp_path)
+    recorder.step(step_record(1, policy_age_max=2))
+    recorder.step(unmeasured_step(2))
+    assert value(metrics, "rayloom_policy_age_versions_count") == 1
+    assert value(metrics, "rayloom_policy_age_versions_sum") == 2
+
+
+def test_what_was_not_scored_is_not_among_the_returns(tmp_path: Path) -> None:
+    recorder, _, metrics = make_recorder(tmp_path)
+    cut_off = make_summary("g000000.0-1", outcome=Outcome.TRUNCATED_TOKENS)
+    recorder.rollouts(
+        [
+            make_summary("g000000.0-0", reward=0.5),
+            replace(cut_off, is_graded=False),
+            make_summary("g000000.0-2", outcome=Outcome.INFRASTRUCTURE_ERROR),
+            make_summary("g000000.0-3", outcome=Outcome.CANCELLED),
+        ]
+    )
+    of = {"environment": "game"}
+    assert value(metrics, "rayloom_trajectory_seconds_count", **of) == 4
+    assert value(metrics, "rayloom_trajectory_return_count", **of) == 1
+    assert value(metrics, "rayloom_trajectory_return_bucket", **of, le="0.4") == 0
+
+
+def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_path: Path) -> None:
+    """Two steps, a return to the first, and another process: the counters miss no row."""
+    recorder, store, metrics = make_recorder(tmp_path)
+    queue = QueueState(make_settings(step=1, lag=2))
+    records = [step_record(1, mismatches={"template": 2}), step_record(2, is_skipped=True)]
+    fill(queue)
+    recorder.step(records[0])
+    drained = queue.drain()
+    cut = QueueCut(snapshot=queue.snapshot(), drained=drained)
+    recorder.events(drained.events)
+    recorder.checkpoint(step=1, version=1, directory="step-1", cut=cut)
+    fill(queue)
+    queue.cancel_all()
+    recorder.events(queue.drain().events)
+    recorder.step(records[1])
+    resumed = Metrics()
+    recorder = RunRecorder(store, resumed, num_steps=10)
+    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    events = rows_of_events(store)
+    assert Counter(event.kind for event in events) == {"admitted": 6, "evicted": 6}
+    for each in (metrics, resumed):
+        assert not differences(samples(each), {**of_steps(records), **of_events(events)})
+    assert not differences(samples(metrics), of_newest(records[1]))
+    assert not differences(samples(resumed), of_newest(records[0]))
+
+
+def test_the_gauges_go_back_with_the_run(tmp_path: Path) -> None:
+    recorder, store, metrics = make_recorder(tmp_path)
+    recorder.evaluation(evaluation_record(0, reward=0.2))
+    recorder.step(step_record(1))
+    evicted = {EvictionReason.WALL_TIMEOUT: 3}
+    recorder.queue(queue_stats(LedgerCounts(admitted=3, evicted=evicted)), engines_ready=1)
+    reason = {"reason": "wall_timeout"}
+    assert value(metrics, "rayloom_train_newest_step") == 1
+    assert value(metrics, "rayloom_ledger_evicted_rollouts", **reason) == 3
+    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    recorder.queue(queue_stats(LedgerCounts(evicted={})), engines_ready=1)
+    assert value(metrics, "rayloom_train_newest_step") is None
+    assert value(metrics, "rayloom_evaluation_scaled_reward_mean_ratio") is None
+    assert value(metrics, "rayloom_ledger_evicted_rollouts", **reason) == 0
+    assert value(metrics, "rayloom_train_steps_total") == 1
+
+
+def test_what_can_be_counted_before_it_happens_is_zero_from_the_start() -> None:
+    at_first = samples(Metrics())
+    assert at_first[series("rayloom_replacements_total", part="environment_actor")] == 0
+    assert at_first[series("rayloom_ledger_events_total", kind="evicted", reason="stale")] == 0
+    assert at_first[series("rayloom_merge_mismatches_total", kind="template")] == 0
+    assert "rayloom_ledger_in_flight_rollouts" not in {name for name, _ in at_first}
+
+
+def test_a_scrape_shows_no_half_of_a_change() -> None:
+    metrics, seen = Metrics(), list[dict[Series, float]]()
+    scrape = threading.Thread(target=lambda: seen.append(samples(metrics)))
+    with metrics.together():
+        metrics.steps.sampled_tokens.inc(7)
+        scrape.start()
+        scrape.join(timeout=0.3)
+        assert not seen
+        metrics.steps.trained_tokens.inc(5)
+    scrape.join(timeout=30)
+    shown = {name: value for (name, _), value in seen[0].items()}
+    assert shown["rayloom_sampled_tokens_total"] == 7
+    assert shown["rayloom_trained_tokens_total"] == 5
+
+
+def test_no_series_tells_when_the_process_began(tmp_path: Path) -> None:
+    recorder, _, metrics = make_recorder(tmp_path)
+    recorder.rollouts([make_summary("g000000.0-0")])
+    recorder.step(step_record(1))
+    names = {name for name, _ in samples(metrics)}
+    assert names and not [name for name in names if name.endswith("_created")]
+    assert names <= {name for metric in declared() for name in metric.series}
 
 
 def test_ended_trajectories_are_counted_by_outcome(tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""docs/metrics.md says of every metric what actors/metrics.py says of it, and of no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from metric_names import NAME, Declared, declared
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "metrics.md"
+TEXT = DOCUMENT.read_text(encoding="utf-8")
+ROWS = [line for line in TEXT.splitlines() if line.startswith("| `rayloom_")]
+
+
+def row_of(metric: Declared) -> str:
+    """A counter stands under the name that a query gives it."""
+    name = metric.name + ("_total" if metric.kind == "counter" else "")
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    return f"| `{name}` | {metric.kind} | {labels} | {metric.documentation} |"
+
+
+def test_the_table_is_what_is_declared_in_its_order() -> None:
+    assert ROWS == [row_of(metric) for metric in declared()]
+
+
+@pytest.mark.parametrize("name", sorted(set(NAME.findall(TEXT))))
+def test_the_text_names_no_metric_that_is_not_there(name: str) -> None:
+    series = {name for metric in declared() for name in metric.series}
+    assert name in series | {metric.name for metric in declared()}
