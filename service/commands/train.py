@@ -26,7 +26,8 @@ from service.run_dir import RunDir, check_new, check_resumable, default_run_dir
 from service.status import Phase, RunStatus
 from service.stop_signals import EXIT_INTERRUPTED, StopSignals
 from service.store.run_store import LeaseLost, StoreError
-from service.supervisor import Cursor, Ending, start_supervisor
+from service.supervisor import Cursor, Ending
+from service.supervisor_start import start_supervisor
 
 POLL_S = 0.5
 STATUS_DEADLINE_S = 60.0
