@@ -35,11 +35,10 @@ from service.ports import (
 )
 from service.records import StageSeconds
 from service.step_record import evaluation_record, step_record
+from service.summary import EDGE_STEPS
 from service.task_feed import TaskFeed
 
 POLL_S = 1.0
-# As many as summary.json's reward_last is the mean of.
-SOLVED_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,7 @@ class LoopSettings:
 
     overlaps_publish: go on while the engines load; pointless at lag 0, where nothing can be
     sampled meanwhile. failures: None for a run that no row of failed groups ends, because clients
-    bring the tasks. stop_at_reward: mean return of the last SOLVED_STEPS steps at which the run is
+    bring the tasks. stop_at_reward: mean return of the last EDGE_STEPS steps at which the run is
     complete. checkpoint: of which this epoch goes on, by name; empty for a fresh start.
     """
 
@@ -110,16 +109,16 @@ class Loop:
         self._failures = FailureWatch(settings.failures) if settings.failures else None
         self._concluding: asyncio.Task[None] | None = None
         self._is_stopping = asyncio.Event()
-        self._rewards: deque[float] = deque(maxlen=SOLVED_STEPS)
+        self._rewards: deque[float] = deque(maxlen=EDGE_STEPS)
         self._evaluated_step: int | None = None
 
     @property
     def is_solved(self) -> bool:
         """Whether the last steps' mean return has reached stop_at_reward."""
         goal = self._settings.stop_at_reward
-        if goal is None or len(self._rewards) < SOLVED_STEPS:
+        if goal is None or len(self._rewards) < EDGE_STEPS:
             return False
-        return sum(self._rewards) / SOLVED_STEPS >= goal
+        return sum(self._rewards) / EDGE_STEPS >= goal
 
     @property
     def _has_more(self) -> bool:
