@@ -249,8 +249,24 @@ class PartMetrics:
         )
         for part in Part:
             self.replacements.labels(part=part.value)
-        self.engines_ready = Gauge(
+        self.engines_ready = LateGauge(
             "rayloom_engines_ready", "Engines that hold the current version.", registry=registry
+        )
+
+
+class ServiceMetrics:
+    """What clients submitted; absent where the run has tasks of its own."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.waiting_tasks = LateGauge(
+            "rayloom_service_waiting_tasks",
+            "Accepted tasks that wait for admission.",
+            registry=registry,
+        )
+        self.waiting_tasks_limit = LateGauge(
+            "rayloom_service_waiting_tasks_limit",
+            "So many may wait; what is more is refused with 429.",
+            registry=registry,
         )
 
 
@@ -265,6 +281,7 @@ class Metrics:
         self.learning = LearningMetrics(self.registry)
         self.merge = MergeMetrics(self.registry)
         self.parts = PartMetrics(self.registry)
+        self.service = ServiceMetrics(self.registry)
 
     def together(self) -> AbstractContextManager[object]:
         """Change several values of which no scrape may show only some."""

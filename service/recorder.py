@@ -167,7 +167,11 @@ class RunRecorder:
         self._stored.events(events)
         log.info("checkpoint of step %d in %s", step, directory)
 
-    def queue(self, stats: QueueStats, *, engines_ready: int) -> None:
+    def engines(self, num_ready: int | None) -> None:
+        """num_ready: None while nobody knows."""
+        self._metrics.parts.engines_ready.set(num_ready)
+
+    def queue(self, stats: QueueStats) -> None:
         """Gauges that say how things stand now."""
         metrics, ledger = self._metrics.ledger, stats.ledger
         with self._metrics.together():
@@ -179,7 +183,10 @@ class RunRecorder:
                 metrics.evicted.labels(reason=reason.value).set(ledger.evicted.get(reason, 0))
             metrics.waiting_items.set(stats.num_waiting)
             metrics.waiting_bytes.set(stats.waiting_bytes)
-            self._metrics.parts.engines_ready.set(engines_ready)
+            if self._intake is not None:
+                line = self._intake.line
+                self._metrics.service.waiting_tasks.set(line.waiting)
+                self._metrics.service.waiting_tasks_limit.set(line.capacity)
 
     def _take_events(self) -> list[StoredEvent]:
         taken, self._pending = self._pending, []

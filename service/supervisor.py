@@ -256,7 +256,7 @@ class Supervisor:
                 gave_up = error
             is_orderly = True
             self._stats = await epoch.stats()
-            self._recorder.queue(self._stats, engines_ready=self._engines_ready)
+            self._recorder.queue(self._stats)
         finally:
             self._epoch = None
             await epoch.stop(is_orderly=is_orderly)
@@ -284,26 +284,29 @@ class Supervisor:
         return lease
 
     async def _observe_forever(self) -> None:
-        """Keep the gauges and the shown numbers fresh; a part in transition is not asked."""
+        """Keep the gauges and the shown numbers fresh; a part in transition is asked again."""
         while True:
             await asyncio.sleep(OBSERVE_EVERY_S)
-            epoch = self._epoch
-            if epoch is None:
-                continue
-            try:
-                self._stats = await epoch.stats()
-                engines = await self._engines.status()
-            except PartLost:
-                continue
-            if engines is not None:
-                self._engines_ready = num_current(engines)
-                self._behind.look(
-                    num_ready=self._engines_ready,
-                    num_expected=self._config.inference.num_replicas,
-                    now=time.monotonic(),
-                )
-                self._tell_of_engines(self._engine_watch.look(engines))
-            self._recorder.queue(self._stats, engines_ready=self._engines_ready)
+            if (epoch := self._epoch) is not None:
+                with suppress(PartLost):
+                    self._stats = await epoch.stats()
+                    self._recorder.queue(self._stats)
+                await self._look_at_engines()
+
+    async def _look_at_engines(self) -> None:
+        try:
+            engines = await self._engines.status()
+        except PartLost:
+            engines = None
+        self._engines_ready = num_current(engines) if engines else 0
+        self._recorder.engines(self._engines_ready if engines else None)
+        self._behind.look(
+            num_ready=self._engines_ready,
+            num_expected=self._config.inference.num_replicas,
+            now=time.monotonic(),
+        )
+        if engines is not None:
+            self._tell_of_engines(self._engine_watch.look(engines))
 
     def _tell_of_engines(self, news: EngineNews) -> None:
         if news.num_lost:

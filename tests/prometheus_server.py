@@ -129,7 +129,7 @@ class Prometheus:
 
     def instances(self) -> list[str]:
         """What the dashboard's variable offers."""
-        return self._ask("label/instance/values", **{"match[]": "rayloom_engines_ready"})
+        return self._ask("label/instance/values", **{"match[]": "rayloom_train_steps_total"})
 
     def is_ready(self) -> bool:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,12 @@ class Run:
             assert self.process.poll() is None, f"the run ended early: {self.log()}"
             assert time.monotonic() < deadline, f"no {words!r} within {limit_s} s: {self.log()}"
             time.sleep(0.1)
+
+    def metrics_address(self, *, limit_s: float) -> str:
+        """host:port, which the run writes down when it starts to serve them."""
+        self.wait_for_log("metrics at http", limit_s=limit_s)
+        found = re.findall(r"metrics at http://(\S+)/metrics", self.place.log_file.read_text())
+        return str(found[-1])
 
     def wait_for_output(self, words: str, *, limit_s: float) -> None:
         """Wait until the newest start of the run has printed `words`."""

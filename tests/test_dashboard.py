@@ -35,7 +35,7 @@ def test_the_committed_file_is_what_the_code_makes() -> None:
 
 def test_there_are_the_sections_that_a_reader_looks_for() -> None:
     rows = [panel["title"] for panel in TREE["panels"] if panel["type"] == "row"]
-    assert rows == ["Overview", "Pipeline", "Rollouts", "Learning health", "Parts"]
+    assert rows == ["Overview", "Pipeline", "Rollouts", "Learning health", "Parts", "Service"]
     assert all(section.panels for section in OVERVIEW.sections)
 
 

@@ -16,8 +16,10 @@ from record_builders import evaluation_record, step_record
 from trajectory_builders import make_summary
 
 from actors.metrics import Metrics
+from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason, Ledger
 from deploy.dashboards.overview import OVERVIEW
+from service.intake.intake import Intake, IntakeSettings
 from service.recorder import RunRecorder
 from service.store.run_store import RunStore
 
@@ -57,6 +59,12 @@ def serving(metrics: Metrics, *, port: int) -> Iterator[None]:
         server.server_close()
 
 
+def service_recorder(store: RunStore, metrics: Metrics) -> RunRecorder:
+    """Of a run whose tasks clients submit."""
+    settings = IntakeSettings(capacity=64, groups_per_step=1, policy=OutcomePolicy())
+    return RunRecorder(store, metrics, num_steps=9, intake=Intake(settings, store))
+
+
 def record(recorder: RunRecorder, ledger: Ledger, step: int) -> None:
     """A step of two rollouts, one of them trained."""
     for member in range(2):
@@ -67,7 +75,8 @@ def record(recorder: RunRecorder, ledger: Ledger, step: int) -> None:
     ledger.evict(f"g{step:06d}.0-1", EvictionReason.MASKED, step=step - 1)
     recorder.events(ledger.drain())
     recorder.step(step_record(step, policy_age_max=step % 3))
-    recorder.queue(queue_stats(ledger.counts()), engines_ready=1)
+    recorder.queue(queue_stats(ledger.counts()))
+    recorder.engines(1)
 
 
 def test_a_resumed_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
@@ -77,7 +86,7 @@ def test_a_resumed_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
     started = time.time()
     with scraping(f"127.0.0.1:{port}", tmp_path / "prometheus") as prometheus:
         first = Metrics()
-        recorder = RunRecorder(store, first, num_steps=9)
+        recorder = service_recorder(store, first)
         recorder.begin_epoch(store.acquire_lease(holder="first"))
         recorder.evaluation(evaluation_record(0))
         with serving(first, port=port):
@@ -90,7 +99,7 @@ def test_a_resumed_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
             prometheus.wait_for(done, at_least=3, limit_s=LIMIT_S)
 
         second, ledger = Metrics(), Ledger(snapshot=snapshot)
-        recorder = RunRecorder(store, second, num_steps=9)
+        recorder = service_recorder(store, second)
         recorder.begin_epoch(store.acquire_lease(holder="second"))
         with serving(second, port=port):
             record(recorder, ledger, 2)

@@ -161,12 +161,12 @@ def test_the_gauges_go_back_with_the_run(tmp_path: Path) -> None:
     recorder.evaluation(evaluation_record(0, reward=0.2))
     recorder.step(step_record(1))
     evicted = {EvictionReason.WALL_TIMEOUT: 3}
-    recorder.queue(queue_stats(LedgerCounts(admitted=3, evicted=evicted)), engines_ready=1)
+    recorder.queue(queue_stats(LedgerCounts(admitted=3, evicted=evicted)))
     reason = {"reason": "wall_timeout"}
     assert value(metrics, "rayloom_train_newest_step") == 1
     assert value(metrics, "rayloom_ledger_evicted_rollouts", **reason) == 3
     recorder.begin_epoch(store.acquire_lease(holder="next"))
-    recorder.queue(queue_stats(LedgerCounts(evicted={})), engines_ready=1)
+    recorder.queue(queue_stats(LedgerCounts(evicted={})))
     assert value(metrics, "rayloom_train_newest_step") is None
     assert value(metrics, "rayloom_evaluation_scaled_reward_mean_ratio") is None
     assert value(metrics, "rayloom_ledger_evicted_rollouts", **reason) == 0

@@ -83,6 +83,7 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
         run={"steps": 400, "evaluate_every": 1000, "checkpoint_every": 2},
         trainer={"num_ranks": 1},
         service={"port": 0, "max_waiting_tasks": 24},
+        inference={"publish_deadline_s": 8},
     )
     first = [f"first-{number}" for number in range(8)]
     later = [f"later-{number}" for number in range(20)]
@@ -101,12 +102,20 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
             [1, 1],
         ]
         assert api.submit(*first).json()["accepted"] == 0
+        run.kill_part("VLLM::EngineCore")
+        (reason,) = api.wait_ready(is_ready=False, limit_s=STEP_S)
+        assert "0 of 1 engines hold the current version" in reason
+        assert "a publish may take 8 s" in reason
+        assert gauge(run, "rayloom_engines_ready") == 0
+        api.wait_ready(is_ready=True, limit_s=START_S)
+        assert gauge(run, "rayloom_engines_ready") == 1
         # Nothing is asked of the trainer now, and its death is seen all the same.
         run.kill_part("ray::TrainerRankActor")
         reasons = api.wait_ready(is_ready=False, limit_s=STEP_S)
         assert any("recovering" in each or "starting" in each for each in reasons), reasons
         api.wait_ready(is_ready=True, limit_s=START_S)
         assert api.submit(*later).json()["accepted"] == 20
+        wait_for_waiting_tasks(run, limit_s=STEP_S)
         run.advance(1, limit_s=STEP_S)
         run.process.kill()
     again = running(config, tmp_path / "run", ["--resume"], command="serve")
@@ -119,6 +128,24 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
         left = [item for item in run.history().events if item.kind != "admitted"]
         assert len(left) == 4 * len(first + later)
         assert run.wait_until_gone(limit_s=STEP_S) == []
+
+
+def gauge(run: Run, name: str) -> float:
+    """A metric without labels, as a scrape shows it now."""
+    text = httpx.get(f"http://{run.metrics_address(limit_s=STEP_S)}/metrics").text
+    values = [line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")]
+    assert len(values) == 1, text
+    return float(values[0])
+
+
+def wait_for_waiting_tasks(run: Run, *, limit_s: float) -> None:
+    """The gauges follow within a second; a step takes longer to end."""
+    deadline = time.monotonic() + limit_s
+    while (waiting := gauge(run, "rayloom_service_waiting_tasks")) == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert waiting <= 20
+    assert gauge(run, "rayloom_service_waiting_tasks_limit") == 24
 
 
 def check_settled(found: dict[str, dict[str, Any]]) -> None:

@@ -49,7 +49,7 @@ def _datasource_variable() -> dict[str, Any]:
 
 
 def _run_variable() -> dict[str, Any]:
-    query = "label_values(rayloom_engines_ready, instance)"
+    query = "label_values(rayloom_train_steps_total, instance)"
     return {
         "name": "instance",
         "label": "Run",

@@ -41,6 +41,10 @@ class Section:
     title: str
     panels: tuple[Panel, ...]
 
+    @property
+    def queries(self) -> tuple[Query, ...]:
+        return tuple(query for panel in self.panels for query in panel.queries)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:

@@ -310,15 +310,35 @@ PART_SECTION = Section(
     ),
 )
 
+SERVICE_SECTION = Section(
+    title="Service",
+    panels=(
+        Panel(
+            title="Tasks that wait",
+            description=(
+                "Tasks that were accepted over HTTP and wait for admission; at the limit further "
+                "ones are refused with 429. Empty for a run with tasks of its own."
+            ),
+            unit="none",
+            width=12,
+            queries=(
+                Query(expr=of_run("rayloom_service_waiting_tasks"), legend="waiting"),
+                Query(expr=of_run("rayloom_service_waiting_tasks_limit"), legend="limit"),
+            ),
+        ),
+    ),
+)
+
 OVERVIEW = Dashboard(
     uid="rayloom-overview",
     title="Rayloom",
-    description="One run: progress, pipeline, rollouts, health of learning, parts.",
+    description="One run: progress, pipeline, rollouts, health of learning, parts, service.",
     sections=(
         OVERVIEW_SECTION,
         PIPELINE_SECTION,
         ROLLOUT_SECTION,
         LEARNING_SECTION,
         PART_SECTION,
+        SERVICE_SECTION,
     ),
 )

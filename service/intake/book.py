@@ -7,7 +7,7 @@ submission again. Rebuilt from the store at each epoch, then told what the queue
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -49,14 +49,16 @@ class Book:
         self._policy = policy
         self._entries: dict[str, _Entry] = {}
         self._by_group: dict[str, _Entry] = {}
-        self._line: list[tuple[int, str]] = []
+        # Places of those that wait, ascending, and whose they are.
+        self._line: list[int] = []
+        self._at_place: dict[int, Submission] = {}
 
     def __contains__(self, submission_id: str) -> bool:
         return submission_id in self._entries
 
     @property
     def num_waiting(self) -> int:
-        return sum(1 for _ in self._waiting())
+        return len(self._line)
 
     def digest(self, submission_id: str) -> str:
         return self._entries[submission_id].submission.wanted.digest
@@ -66,12 +68,12 @@ class Book:
         entry = _Entry(submission, is_cancelled=submission.is_cancelled)
         self._entries[submission.id] = entry
         if not submission.is_cancelled:
-            heapq.heappush(self._line, (submission.place, submission.id))
+            insort(self._line, submission.place)
+            self._at_place[submission.place] = submission
 
     def next_in_line(self, count: int) -> list[Submission]:
         """Up to `count` that wait, the first first; they stay in the line until they are bound."""
-        first = heapq.nsmallest(count, self._waiting())
-        return [self._entries[submission_id].submission for _, submission_id in first]
+        return [self._at_place[place] for place in self._line[:count]]
 
     def bind(self, submission_id: str, group_id: str) -> None:
         """Its rollouts are those of this group from here on."""
@@ -79,15 +81,16 @@ class Book:
         assert entry.group_id is None, submission_id
         entry.group_id = group_id
         self._by_group[group_id] = entry
-        self._drop_bound()
+        self._leave_line(entry)
 
     def group_of(self, submission_id: str) -> str | None:
         """The group of a submission, None while it waits."""
         return self._entries[submission_id].group_id
 
     def cancel(self, submission_id: str) -> None:
-        self._entries[submission_id].is_cancelled = True
-        self._drop_bound()
+        entry = self._entries[submission_id]
+        entry.is_cancelled = True
+        self._leave_line(entry)
 
     def cancelled_groups(self) -> list[str]:
         """Groups of cancelled submissions of which a rollout has not left."""
@@ -122,7 +125,7 @@ class Book:
             id=submission_id,
             place=place,
             status=status,
-            num_ahead=self._num_before(place) if status is Status.QUEUED else 0,
+            num_ahead=bisect_left(self._line, place) if status is Status.QUEUED else 0,
             rollouts=rollouts,
         )
 
@@ -148,19 +151,10 @@ class Book:
         group_id, _, member = rollout_id.rpartition("-")
         return self._by_group.get(group_id), int(member)
 
-    def _waiting(self) -> Iterable[tuple[int, str]]:
-        return (item for item in self._line if self._is_waiting(item[1]))
-
-    def _is_waiting(self, submission_id: str) -> bool:
-        entry = self._entries[submission_id]
-        return entry.group_id is None and not entry.is_cancelled
-
-    def _num_before(self, place: int) -> int:
-        return sum(other < place for other, _ in self._waiting())
-
-    def _drop_bound(self) -> None:
-        while self._line and not self._is_waiting(self._line[0][1]):
-            heapq.heappop(self._line)
+    def _leave_line(self, entry: _Entry) -> None:
+        place = entry.submission.place
+        if self._at_place.pop(place, None) is not None:
+            del self._line[bisect_left(self._line, place)]
 
 
 def rebuild(
