@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from actors.merge.advantages import Baseline, Scale
+from actors.merge.aggregation import Aggregation
 from actors.outcomes import OutcomePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """baseline, scale: of the advantages. num_ranks: shards.
+    """baseline, scale: of the advantages. aggregation: of the loss; constant_tokens: what it
+    divides by, for each trajectory, where it is constant. num_ranks: shards.
 
-    tokens_per_micro_batch: budget of a packed row; a longer sample gets a row of its own.
+    tokens_per_micro_batch: budget of a packed row; a longer trajectory gets a row of its
+    own.
     num_minibatches: optimiser updates a step. seed: of the split into them.
     attention_tokens: sample length at which attention costs as much as all the rest, for the
     balance between ranks. policies: outcome rules by environment, the defaults where it has none.
@@ -22,6 +25,8 @@ class StepSettings:
 
     baseline: Baseline = Baseline.MEAN
     scale: Scale = Scale.STD
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    constant_tokens: int = 1024
     num_ranks: int = 1
     tokens_per_micro_batch: int = 4096
     num_minibatches: int = 1
@@ -30,7 +35,13 @@ class StepSettings:
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        names = ("num_ranks", "tokens_per_micro_batch", "num_minibatches", "attention_tokens")
+        names = (
+            "constant_tokens",
+            "num_ranks",
+            "tokens_per_micro_batch",
+            "num_minibatches",
+            "attention_tokens",
+        )
         for name in names:
             if getattr(self, name) < 1:
                 raise ValueError(f"merge: {name} is {getattr(self, name)}, expected >= 1")

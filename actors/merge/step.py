@@ -4,7 +4,7 @@ Order: merge the turns, apply the outcome policy, group statistics (by group, ov
 advantages, packing. Invariant: every trajectory that comes in leaves with exactly one settlement,
 and it is `trained` exactly when its tokens are in the batch. A group without a signal (equal
 returns, or one member) is settled as zero_variance: it is not in the rows, because its gradient is
-zero, but its tokens count in the denominators, so that solved groups weaken the update instead of
+zero, but it counts in the loss weights, so that solved groups weaken the update instead of
 leaving it to the few others. Called by the merge actor.
 """
 
@@ -15,6 +15,12 @@ from dataclasses import dataclass, replace
 
 from actors.batch import Minibatch, RankShard
 from actors.merge.advantages import group_advantages
+from actors.merge.aggregation import (
+    IdleCounts,
+    TrajectorySize,
+    share_of_idle,
+    trajectory_weights,
+)
 from actors.merge.dispositions import Verdict, judge
 from actors.merge.packing import WeightedSample, pack_minibatch, split_trajectories
 from actors.merge.prefix import Merged, find_misalignment, merge_turns
@@ -68,7 +74,7 @@ def build_step(
     shards = _pack(
         [member for member in members if member.is_trained],
         settings,
-        num_idle_tokens=sum(_num_idle_tokens(member) for member in members),
+        idle=_count_idle(members),
         step=step,
         trainer_version=trainer_version,
     )
@@ -126,50 +132,67 @@ def _weigh(member: _Member, advantages: dict[str, float], *, has_signal: bool) -
     return replace(member, advantage=advantages[member.verdict.rollout_id])
 
 
-def _num_idle_tokens(member: _Member) -> int:
-    """Tokens that would be trained, had the group's returns differed."""
-    is_idle = member.verdict.reason is EvictionReason.ZERO_VARIANCE
-    return member.merged.num_trained_tokens if is_idle and member.merged is not None else 0
+def _count_idle(members: Sequence[_Member]) -> IdleCounts:
+    """What would be trained, had the group's returns differed."""
+    idle = [m for m in members if m.verdict.reason is EvictionReason.ZERO_VARIANCE]
+    return IdleCounts(
+        num_tokens=sum(m.merged.num_trained_tokens for m in idle if m.merged is not None),
+        num_trajectories=len(idle),
+        num_groups=len({m.trajectory.group_id for m in idle}),
+    )
 
 
 def _pack(
     trained: Sequence[_Member],
     settings: StepSettings,
     *,
-    num_idle_tokens: int,
+    idle: IdleCounts,
     step: int,
     trainer_version: int,
 ) -> tuple[RankShard, ...]:
-    """Idle tokens are shared out over the updates in proportion to their trained tokens."""
+    """What is idle is shared out over the updates in proportion to what they train."""
     parts = split_trajectories(
         [member.trajectory.group_id for member in trained],
         num_minibatches=settings.num_minibatches,
         seed=settings.seed,
         step=step,
     )
-    updates = [_weighted([trained[index] for index in part]) for part in parts]
-    counts = [sum(each.sample.num_trained for each in update) for update in updates]
-    minibatches: list[list[Minibatch]] = [
-        pack_minibatch(
-            update,
-            num_idle_tokens=num_idle_tokens * count // max(1, sum(counts)),
+    sizes = [_size(member) for member in trained]
+    minibatches: list[list[Minibatch]] = []
+    for part in parts:
+        of_part = [sizes[index] for index in part]
+        weights = trajectory_weights(
+            of_part,
+            aggregation=settings.aggregation,
+            idle=share_of_idle(idle, of_part, sizes),
+            constant_tokens=settings.constant_tokens,
+        )
+        packed = pack_minibatch(
+            _weighted([trained[index] for index in part], weights.tolist()),
             num_ranks=settings.num_ranks,
             budget=settings.tokens_per_micro_batch,
             attention_tokens=settings.attention_tokens,
         )
-        for update, count in zip(updates, counts, strict=True)
-    ]
+        minibatches.append(packed)
     return tuple(
         RankShard(step=step, trainer_version=trainer_version, minibatches=tuple(of_rank))
         for of_rank in zip(*minibatches, strict=True)
     )
 
 
-def _weighted(members: Sequence[_Member]) -> list[WeightedSample]:
-    """The samples that hold a trained token, each with its trajectory's advantage."""
+def _size(member: _Member) -> TrajectorySize:
+    return TrajectorySize(
+        trajectory_id=member.trajectory.trajectory_id,
+        group_id=member.trajectory.group_id,
+        num_tokens=member.merged.num_trained_tokens if member.merged is not None else 0,
+    )
+
+
+def _weighted(members: Sequence[_Member], weights: Sequence[float]) -> list[WeightedSample]:
+    """The samples that hold a trained token, with what their trajectory gives each token."""
     return [
-        WeightedSample(sample=sample, advantage=member.advantage)
-        for member in members
+        WeightedSample(sample=sample, advantage=member.advantage, loss_weight=weight)
+        for member, weight in zip(members, weights, strict=True)
         if member.merged is not None
         for sample in member.merged.samples
         if sample.num_trained

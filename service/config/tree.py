@@ -10,47 +10,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field, field_validator, model_validator
 
 from actors.outcomes import Disposition
 from actors.trajectory import Outcome
-
-
-def _refuse_truth(value: object) -> object:
-    if isinstance(value, bool):
-        raise PydanticCustomError("number_type", "expected a number")
-    return value
-
-
-_Number = BeforeValidator(_refuse_truth)
-# Counts that the run's database, and the libraries' own 32-bit counters, can hold.
-_MAX_COUNT = 2**31 - 1
-Positive = Annotated[int, Field(ge=1, le=_MAX_COUNT), _Number]
-Natural = Annotated[int, Field(ge=0, le=_MAX_COUNT), _Number]
-# NumPy takes no greater one.
-MAX_SEED = 2**32 - 1
-Seed = Annotated[int, Field(ge=0, le=MAX_SEED), _Number]
-# Below a tenth of a second, deadlines pass before an answer can be on its way.
-Seconds = Annotated[float, Field(ge=0.1, allow_inf_nan=False), _Number]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), _Number]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), _Number]
-# The engine raises what is lower to this; the trainer would not.
-Temperature = Annotated[float, Field(ge=0.01, allow_inf_nan=False), _Number]
-Finite = Annotated[float, Field(allow_inf_nan=False), _Number]
-Fraction = Annotated[float, Field(ge=0, le=1), _Number]
-Decay = Annotated[float, Field(ge=0, lt=1), _Number]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+from service.config.fields import (
+    Decay,
+    Finite,
+    Fraction,
+    Natural,
+    NotNegative,
+    Positive,
+    Rate,
+    Seconds,
+    Section,
+    Seed,
+    Temperature,
+)
+from service.config.loss import LossConfig
 
 
 class TinyModel(Section):
@@ -139,8 +116,7 @@ class AlgorithmConfig(Section):
     )
     baseline: Literal["mean", "leave_one_out", "none"] = Field("mean", description="of a group")
     scale: Literal["none", "std", "mean"] = Field("std", description="what advantages divide by")
-    clip_low: Fraction = Field(0.2, description="ratio is clipped below 1 - clip_low")
-    clip_high: Rate = Field(0.28, description="ratio is clipped above 1 + clip_high")
+    loss: LossConfig = LossConfig()
     minibatches: Positive = Field(1, description="optimiser updates that a step is split into")
     epochs: Positive = Field(1, description="passes over a step's data")
 
