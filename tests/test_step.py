@@ -90,6 +90,17 @@ def test_a_step_settles_each_trajectory_once_and_trains_what_it_says() -> None:
     assert advantages == {1.5, -0.5}
 
 
+def test_a_regulariser_brings_groups_without_a_signal_into_the_batch() -> None:
+    """What an entropy bonus or a KL term asks, it asks of solved and of lost groups most."""
+    groups = [make_group(0, [1, 0]), make_group(1, [1, 1]), make_group(2, [0, 0])]
+    result = build(groups, trains_without_signal=True)
+    assert {settlement.reason for settlement in result.settlements} == {None}
+    assert result.report.num_zero_variance_groups == 2 and result.report.evictions == {}
+    assert update_weights(result) == [np.float32(1 / 72)] * 72
+    advantages = Counter(round(float(a), 4) for *_, a, _ in trained_tokens(result).elements())
+    assert advantages == {0.7071: 12, -0.7071: 12, 0.0: 48}
+
+
 def test_the_report_counts_what_went_into_the_step() -> None:
     retokenised = make_trajectory(
         [make_turn([1, 2], [3, 4, 5, 6, 7]), make_turn([1, 2, 99, 5, 6, 7, 8], [9])],

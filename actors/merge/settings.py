@@ -16,7 +16,7 @@ class StepSettings:
     divides by, for each trajectory, where it is constant. num_ranks: shards.
 
     tokens_per_micro_batch: budget of a packed row; a longer trajectory gets a row of its
-    own.
+    own. trains_without_signal: whether the loss asks something of tokens with advantage 0.
     num_minibatches: optimiser updates a step. seed: of the split into them.
     attention_tokens: sample length at which attention costs as much as all the rest, for the
     balance between ranks. policies: outcome rules by environment, the defaults where it has none.
@@ -27,6 +27,7 @@ class StepSettings:
     scale: Scale = Scale.STD
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     constant_tokens: int = 1024
+    trains_without_signal: bool = False
     num_ranks: int = 1
     tokens_per_micro_batch: int = 4096
     num_minibatches: int = 1

@@ -3,9 +3,10 @@
 Order: merge the turns, apply the outcome policy, group statistics (by group, over trajectories),
 advantages, packing. Invariant: every trajectory that comes in leaves with exactly one settlement,
 and it is `trained` exactly when its tokens are in the batch. A group without a signal (equal
-returns, or one member) is settled as zero_variance: it is not in the rows, because its gradient is
-zero, but it counts in the loss weights, so that solved groups weaken the update instead of
-leaving it to the few others. Called by the merge actor.
+returns, or one member) has advantage 0. Where nothing else in the loss asks anything of its tokens
+it is settled as zero_variance and not in the rows, but it counts in the loss weights, so that
+solved groups weaken the update instead of leaving it to the few others. Where an entropy bonus or
+a KL term does, it is trained. Called by the merge actor.
 """
 
 from __future__ import annotations
@@ -49,12 +50,16 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Member:
-    """A trajectory on its way: advantage is 0 until its group has been looked at."""
+    """A trajectory on its way: advantage is 0 until its group has been looked at.
+
+    has_signal: False when its group was found to have none.
+    """
 
     trajectory: Trajectory
     merged: Merged | None
     verdict: Verdict
     advantage: float = 0.0
+    has_signal: bool = True
 
     @property
     def is_trained(self) -> bool:
@@ -79,14 +84,13 @@ def build_step(
         trainer_version=trainer_version,
     )
     verdicts = [member.verdict for member in members]
-    zero = EvictionReason.ZERO_VARIANCE
     tallies = StepTallies(
         trajectories=[member.trajectory for member in members],
         merged=[member.merged for member in members],
         advantages=[member.advantage for member in members if member.is_trained],
         evictions=[verdict.reason for verdict in verdicts if verdict.reason is not None],
         num_groups=len(groups),
-        num_zero_variance_groups=sum(any(m.verdict.reason is zero for m in g) for g in judged),
+        num_zero_variance_groups=sum(any(not m.has_signal for m in g) for g in judged),
         num_malformed_rewarded=sum(verdict.is_malformed_rewarded for verdict in verdicts),
     )
     return StepResult(
@@ -114,7 +118,14 @@ def _judge_group(group: TrajectoryGroup, settings: StepSettings) -> list[_Member
     except ValueError as error:
         raise ValueError(f"group {group.group_id}: {error}") from error
     advantages = dict(zip(returns, result.values.tolist(), strict=True))
-    return [_weigh(member, advantages, has_signal=result.has_signal) for member in members]
+    if not result.has_signal:
+        return [_without_signal(member, settings) for member in members]
+    return [
+        replace(member, advantage=advantages[member.verdict.rollout_id])
+        if member.is_trained
+        else member
+        for member in members
+    ]
 
 
 def _judge(trajectory: Trajectory, settings: StepSettings) -> _Member:
@@ -123,13 +134,13 @@ def _judge(trajectory: Trajectory, settings: StepSettings) -> _Member:
     return _Member(trajectory=trajectory, merged=merged, verdict=verdict)
 
 
-def _weigh(member: _Member, advantages: dict[str, float], *, has_signal: bool) -> _Member:
+def _without_signal(member: _Member, settings: StepSettings) -> _Member:
     if not member.is_trained:
         return member
-    if not has_signal:
-        verdict = replace(member.verdict, reason=EvictionReason.ZERO_VARIANCE)
-        return replace(member, verdict=verdict)
-    return replace(member, advantage=advantages[member.verdict.rollout_id])
+    verdict = member.verdict
+    if not settings.trains_without_signal:
+        verdict = replace(verdict, reason=EvictionReason.ZERO_VARIANCE)
+    return replace(member, verdict=verdict, has_signal=False)
 
 
 def _count_idle(members: Sequence[_Member]) -> IdleCounts:

@@ -148,6 +148,7 @@ def merge_settings(config: Config) -> StepSettings:
         scale=Scale(algorithm.scale),
         aggregation=Aggregation(algorithm.loss.aggregation),
         constant_tokens=algorithm.loss.constant_tokens or config.model.max_context_tokens,
+        trains_without_signal=loss_settings(algorithm.loss).has_regulariser,
         num_ranks=trainer.num_ranks,
         tokens_per_micro_batch=trainer.tokens_per_micro_batch,
         num_minibatches=algorithm.minibatches,
