@@ -124,6 +124,15 @@ def test_groups_without_a_signal_weaken_the_update_and_do_not_strengthen_the_res
     assert update_weights(among) == [np.float32(1 / 72)] * 24
 
 
+def test_groups_without_a_signal_are_trained_where_the_loss_has_a_term_for_them() -> None:
+    groups = [make_group(0, [1, 0]), make_group(1, [1, 1], outcomes={1: Outcome.TRUNCATED_TOKENS})]
+    result = build(groups, trains_without_signal=True)
+    assert [s.reason for s in result.settlements] == [None, None, None, EvictionReason.MASKED]
+    assert result.report.num_zero_variance_groups == 1
+    assert sorted({float(advantage) for *_, advantage, _ in trained_tokens(result)})[1] == 0.0
+    assert update_weights(result) == [np.float32(1 / 36)] * 36
+
+
 @pytest.mark.parametrize(
     ("aggregation", "weight"),
     [

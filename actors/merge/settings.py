@@ -15,6 +15,8 @@ class StepSettings:
     """baseline, scale: of the advantages. aggregation: of the loss; constant_tokens: what it
     divides by, for each trajectory, where it is constant. num_ranks: shards.
 
+    trains_without_signal: groups of equal returns are trained with advantage 0, because the loss
+    has a term (KL, entropy) whose gradient is not 0 there.
     tokens_per_micro_batch: budget of a packed row; a longer trajectory gets a row of its
     own.
     num_minibatches: optimiser updates a step. seed: of the split into them.
@@ -27,6 +29,7 @@ class StepSettings:
     scale: Scale = Scale.STD
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     constant_tokens: int = 1024
+    trains_without_signal: bool = False
     num_ranks: int = 1
     tokens_per_micro_batch: int = 4096
     num_minibatches: int = 1

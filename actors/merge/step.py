@@ -5,7 +5,8 @@ advantages, packing. Invariant: every trajectory that comes in leaves with exact
 and it is `trained` exactly when its tokens are in the batch. A group without a signal (equal
 returns, or one member) is settled as zero_variance: it is not in the rows, because its gradient is
 zero, but it counts in the loss weights, so that solved groups weaken the update instead of
-leaving it to the few others. Called by the merge actor.
+leaving it to the few others; it is trained where the loss has a term that is not zero there.
+Called by the merge actor.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class _Member:
     merged: Merged | None
     verdict: Verdict
     advantage: float = 0.0
+    has_signal: bool = True
 
     @property
     def is_trained(self) -> bool:
@@ -79,14 +81,13 @@ def build_step(
         trainer_version=trainer_version,
     )
     verdicts = [member.verdict for member in members]
-    zero = EvictionReason.ZERO_VARIANCE
     tallies = StepTallies(
         trajectories=[member.trajectory for member in members],
         merged=[member.merged for member in members],
         advantages=[member.advantage for member in members if member.is_trained],
         evictions=[verdict.reason for verdict in verdicts if verdict.reason is not None],
         num_groups=len(groups),
-        num_zero_variance_groups=sum(any(m.verdict.reason is zero for m in g) for g in judged),
+        num_zero_variance_groups=sum(any(not m.has_signal for m in g) for g in judged),
         num_malformed_rewarded=sum(verdict.is_malformed_rewarded for verdict in verdicts),
     )
     return StepResult(
@@ -114,7 +115,14 @@ def _judge_group(group: TrajectoryGroup, settings: StepSettings) -> list[_Member
     except ValueError as error:
         raise ValueError(f"group {group.group_id}: {error}") from error
     advantages = dict(zip(returns, result.values.tolist(), strict=True))
-    return [_weigh(member, advantages, has_signal=result.has_signal) for member in members]
+    if not result.has_signal:
+        return [_without_signal(member, settings) for member in members]
+    return [
+        replace(member, advantage=advantages[member.verdict.rollout_id])
+        if member.is_trained
+        else member
+        for member in members
+    ]
 
 
 def _judge(trajectory: Trajectory, settings: StepSettings) -> _Member:
@@ -123,13 +131,14 @@ def _judge(trajectory: Trajectory, settings: StepSettings) -> _Member:
     return _Member(trajectory=trajectory, merged=merged, verdict=verdict)
 
 
-def _weigh(member: _Member, advantages: dict[str, float], *, has_signal: bool) -> _Member:
+def _without_signal(member: _Member, settings: StepSettings) -> _Member:
+    """A member of a group whose advantages are all 0: idle, unless the loss has other terms."""
     if not member.is_trained:
         return member
-    if not has_signal:
-        verdict = replace(member.verdict, reason=EvictionReason.ZERO_VARIANCE)
-        return replace(member, verdict=verdict)
-    return replace(member, advantage=advantages[member.verdict.rollout_id])
+    if settings.trains_without_signal:
+        return replace(member, has_signal=False)
+    verdict = replace(member.verdict, reason=EvictionReason.ZERO_VARIANCE)
+    return replace(member, verdict=verdict, has_signal=False)
 
 
 def _count_idle(members: Sequence[_Member]) -> IdleCounts:
