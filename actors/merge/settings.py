@@ -15,8 +15,10 @@ class StepSettings:
     """baseline, scale: of the advantages. aggregation: of the loss; constant_tokens: what it
     divides by, for each trajectory, where it is constant. num_ranks: shards.
 
+    trains_without_signal: groups of equal returns are trained with advantage 0, because the loss
+    has a term (KL, entropy) whose gradient is not 0 there.
     tokens_per_micro_batch: budget of a packed row; a longer trajectory gets a row of its
-    own. trains_without_signal: whether the loss asks something of tokens with advantage 0.
+    own.
     num_minibatches: optimiser updates a step. seed: of the split into them.
     attention_tokens: sample length at which attention costs as much as all the rest, for the
     balance between ranks. policies: outcome rules by environment, the defaults where it has none.
