@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.batch import MicroBatch, Minibatch
+from actors.batch import Float32s, MicroBatch, Minibatch
 from actors.merge.prefix import Sample
 
 # A filler is one token: nothing is predicted from it.
@@ -22,10 +22,29 @@ _FILLER_TOKENS = np.zeros(1, np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSample:
-    """A sample and the advantage of its trajectory, which every trained token of it gets."""
+    """A sample and what its trained tokens are credited with.
+
+    advantage: one number for all of them, or [T] float32, of which mask 0 is not read.
+    Raises: ValueError when there are neither one nor T numbers.
+    """
 
     sample: Sample
-    advantage: float
+    advantage: float | Float32s
+
+    def __post_init__(self) -> None:
+        shape = np.shape(self.advantage)
+        if shape not in ((), (self.sample.num_tokens,)):
+            raise ValueError(
+                f"packing: trajectory {self.sample.trajectory_id} has advantages of shape {shape} "
+                f"for a sample of {self.sample.num_tokens} tokens, expected one for each, or one "
+                "number for all"
+            )
+
+    @property
+    def token_advantages(self) -> Float32s:
+        """[T] float32."""
+        values = np.asarray(self.advantage, np.float32)
+        return np.broadcast_to(values, (self.sample.num_tokens,))
 
 
 @dataclass(slots=True)
@@ -126,7 +145,6 @@ def pack_row(weighted: Sequence[WeightedSample]) -> MicroBatch:
     starts = np.cumsum(lengths, dtype=np.int32) - lengths
     token_ids = np.concatenate([sample.token_ids for sample in samples], dtype=np.int32)
     trained = np.flatnonzero(np.concatenate([sample.mask for sample in samples]))
-    advantages = np.array([each.advantage for each in weighted], np.float32)
     row_of_token = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
     return MicroBatch(
         token_ids=token_ids,
@@ -135,7 +153,7 @@ def pack_row(weighted: Sequence[WeightedSample]) -> MicroBatch:
         loss_positions=(trained - 1).astype(np.int32),
         targets=token_ids[trained],
         behaviour_logprobs=np.concatenate([sample.logprobs for sample in samples])[trained],
-        advantages=advantages[row_of_token[trained]],
+        advantages=np.concatenate([each.token_advantages for each in weighted])[trained],
         sampled_versions=np.concatenate([sample.versions for sample in samples])[trained],
     )
 

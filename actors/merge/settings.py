@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from actors.merge.advantages import Baseline, Scale
+from actors.merge.gae import CriticSettings
+from actors.merge.shaping import ShapingSettings
 from actors.outcomes import OutcomePolicy
 
 
@@ -13,6 +15,9 @@ from actors.outcomes import OutcomePolicy
 class StepSettings:
     """baseline, scale: of the advantages. num_ranks: shards.
 
+    min_group_size: members of its baseline that a group needs to be trained. turn_discount: credit
+    by turn; None: by trajectory. normalises: REINFORCE++, over the step's tokens. shaping: of the
+    rewards. critic: of use with the baseline critic alone.
     tokens_per_micro_batch: budget of a packed row; a longer sample gets a row of its own.
     num_minibatches: optimiser updates a step. seed: of the split into them.
     attention_tokens: sample length at which attention costs as much as all the rest, for the
@@ -28,11 +33,39 @@ class StepSettings:
     seed: int = 0
     attention_tokens: int = 8192
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
+    min_group_size: int = 1
+    turn_discount: float | None = None
+    normalises: bool = False
+    shaping: ShapingSettings = field(default_factory=ShapingSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
 
     def __post_init__(self) -> None:
-        names = ("num_ranks", "tokens_per_micro_batch", "num_minibatches", "attention_tokens")
-        for name in names:
+        for name in (
+            "num_ranks",
+            "tokens_per_micro_batch",
+            "num_minibatches",
+            "attention_tokens",
+            "min_group_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"merge: {name} is {getattr(self, name)}, expected >= 1")
         if self.seed < 0:
             raise ValueError(f"merge: seed is {self.seed}, expected >= 0")
+        if self.turn_discount is not None and not 0.0 <= self.turn_discount <= 1.0:
+            raise ValueError(
+                f"merge: turn_discount is {self.turn_discount}, expected a number between 0 and 1, "
+                "or None for credit by trajectory"
+            )
+        if self.turn_discount is not None and self.baseline is Baseline.CRITIC:
+            raise ValueError(
+                "merge: got turn_discount with the baseline critic, whose advantages are per "
+                "token; leave turn_discount out, or choose a group baseline"
+            )
+
+    @property
+    def needs_values(self) -> bool:
+        return self.baseline is Baseline.CRITIC
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.shaping.kl is not None

@@ -1,11 +1,11 @@
 """One training step's data, from closed groups to what each rank trains on; pure.
 
-Order: merge the turns, apply the outcome policy, group statistics (by group, over trajectories),
-advantages, packing. Invariant: every trajectory that comes in leaves with exactly one settlement,
-and it is `trained` exactly when its tokens are in the batch. A group without a signal (equal
-returns, or one member) is settled as zero_variance: it is not in the rows, because its gradient is
-zero, but its tokens count in the denominators, so that solved groups weaken the update instead of
-leaving it to the few others. Called by the merge actor.
+Order: merge the turns, shape the rewards, apply the outcome policy, group statistics (by group,
+over trajectories) or GAE, packing. Invariant: every trajectory that comes in leaves with exactly
+one settlement, and it is `trained` exactly when its tokens are in the batch. A group without a
+signal (equal returns, or one member) is settled as zero_variance: it is not in the rows, because
+its gradient is zero, but its tokens count in the denominators, so that solved groups weaken the
+update instead of leaving it to the few others. Called by the merge actor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from actors.batch import Minibatch, RankShard
-from actors.merge.advantages import group_advantages
+from actors.merge.credit import (
+    NO_SCORES,
+    Candidate,
+    Credit,
+    Scores,
+    candidate,
+    credit_group,
+    normalised,
+    sample_advantage,
+)
 from actors.merge.dispositions import Verdict, judge
 from actors.merge.packing import WeightedSample, pack_minibatch, split_trajectories
 from actors.merge.prefix import Merged, find_misalignment, merge_turns
@@ -43,12 +52,16 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Member:
-    """A trajectory on its way: advantage is 0 until its group has been looked at."""
+    """A trajectory on its way: it has no credit until its group has been looked at.
+
+    shaped_return: with all shaping, before the outcome's rule.
+    """
 
     trajectory: Trajectory
     merged: Merged | None
     verdict: Verdict
-    advantage: float = 0.0
+    shaped_return: float
+    credit: Credit | None = None
 
     @property
     def is_trained(self) -> bool:
@@ -56,17 +69,27 @@ class _Member:
 
 
 def build_step(
-    groups: Sequence[TrajectoryGroup], settings: StepSettings, *, step: int, trainer_version: int
+    groups: Sequence[TrajectoryGroup],
+    settings: StepSettings,
+    *,
+    step: int,
+    trainer_version: int,
+    scores: Scores = NO_SCORES,
 ) -> StepResult:
     """Make the batch of one step.
 
-    Args: step: its number. trainer_version: the policy version that the trainer holds.
-    Raises: ValueError when the advantages refuse a group's returns (scale mean, negative ones).
+    Args: step: its number. trainer_version: the policy version that the trainer holds. scores: of
+    the samples, where the settings need a critic's values or a reference's log-probabilities.
+    Raises: ValueError when the advantages refuse a group's returns (scale mean, negative ones),
+    or scores are missing.
     """
-    judged = [_judge_group(group, settings) for group in groups]
+    judged = [_judge_group(group, settings, scores) for group in groups]
+    if settings.normalises:
+        judged = _normalise(judged)
     members = [member for group in judged for member in group]
+    trained = [member for member in members if member.is_trained]
     shards = _pack(
-        [member for member in members if member.is_trained],
+        trained,
         settings,
         num_idle_tokens=sum(_num_idle_tokens(member) for member in members),
         step=step,
@@ -77,7 +100,8 @@ def build_step(
     tallies = StepTallies(
         trajectories=[member.trajectory for member in members],
         merged=[member.merged for member in members],
-        advantages=[member.advantage for member in members if member.is_trained],
+        returns=[member.shaped_return for member in members],
+        advantages=[member.credit.mean for member in trained if member.credit is not None],
         evictions=[verdict.reason for verdict in verdicts if verdict.reason is not None],
         num_groups=len(groups),
         num_zero_variance_groups=sum(any(m.verdict.reason is zero for m in g) for g in judged),
@@ -90,40 +114,72 @@ def build_step(
     )
 
 
-def _judge_group(group: TrajectoryGroup, settings: StepSettings) -> list[_Member]:
+def _judge_group(group: TrajectoryGroup, settings: StepSettings, scores: Scores) -> list[_Member]:
     members = [_judge(trajectory, settings) for trajectory in group.trajectories]
-    returns = {
-        member.verdict.rollout_id: member.verdict.baseline_return
-        for member in members
-        if member.verdict.baseline_return is not None
-    }
-    if not returns:
-        return members
     try:
-        result = group_advantages(
-            [value for value in returns.values() if value is not None],
-            baseline=settings.baseline,
-            scale=settings.scale,
-        )
+        in_baseline = {
+            index: found
+            for index, member in enumerate(members)
+            if (found := _candidate(member, settings, scores)) is not None
+        }
+        if len(in_baseline) < max(1, settings.min_group_size):
+            return [_leave(member, EvictionReason.GROUP_TOO_SMALL) for member in members]
+        result = credit_group(list(in_baseline.values()), settings, scores=scores)
     except ValueError as error:
         raise ValueError(f"group {group.group_id}: {error}") from error
-    advantages = dict(zip(returns, result.values.tolist(), strict=True))
-    return [_weigh(member, advantages, has_signal=result.has_signal) for member in members]
+    for (index, found), credit in zip(in_baseline.items(), result.credits, strict=True):
+        charged = float(found.token_rewards.sum())
+        shaped = members[index].shaped_return + charged
+        members[index] = replace(members[index], credit=credit, shaped_return=shaped)
+    if result.has_signal:
+        return members
+    return [_leave(member, EvictionReason.ZERO_VARIANCE) for member in members]
 
 
 def _judge(trajectory: Trajectory, settings: StepSettings) -> _Member:
     merged = merge_turns(trajectory) if find_misalignment(trajectory) is None else None
-    verdict = judge(trajectory, merged, policies=settings.policies)
-    return _Member(trajectory=trajectory, merged=merged, verdict=verdict)
+    verdict = judge(trajectory, merged, policies=settings.policies, shaping=settings.shaping)
+    shaped = verdict.shaped_return
+    return _Member(
+        trajectory=trajectory,
+        merged=merged,
+        verdict=verdict,
+        shaped_return=trajectory.episode_return if shaped is None else shaped,
+    )
 
 
-def _weigh(member: _Member, advantages: dict[str, float], *, has_signal: bool) -> _Member:
+def _candidate(member: _Member, settings: StepSettings, scores: Scores) -> Candidate | None:
+    baseline_return = member.verdict.baseline_return
+    if baseline_return is None or member.merged is None:
+        return None
+    return candidate(
+        member.trajectory,
+        member.merged,
+        rewards=member.verdict.rewards,
+        baseline_return=baseline_return,
+        kl=settings.shaping.kl,
+        scores=scores,
+    )
+
+
+def _leave(member: _Member, reason: EvictionReason) -> _Member:
+    """Take a member out of the loss, unless it is not in it for a reason of its own."""
     if not member.is_trained:
         return member
-    if not has_signal:
-        verdict = replace(member.verdict, reason=EvictionReason.ZERO_VARIANCE)
-        return replace(member, verdict=verdict)
-    return replace(member, advantage=advantages[member.verdict.rollout_id])
+    return replace(member, verdict=replace(member.verdict, reason=reason))
+
+
+def _normalise(judged: Sequence[list[_Member]]) -> list[list[_Member]]:
+    """The trained members' credits, over all groups of the step at once."""
+    trained = [m.credit for group in judged for m in group if m.is_trained and m.credit is not None]
+    new = iter(normalised(trained))
+    return [
+        [
+            replace(m, credit=next(new)) if m.is_trained and m.credit is not None else m
+            for m in group
+        ]
+        for group in judged
+    ]
 
 
 def _num_idle_tokens(member: _Member) -> int:
@@ -166,11 +222,14 @@ def _pack(
 
 
 def _weighted(members: Sequence[_Member]) -> list[WeightedSample]:
-    """The samples that hold a trained token, each with its trajectory's advantage."""
+    """The samples that hold a trained token, each with what its tokens are credited with."""
     return [
-        WeightedSample(sample=sample, advantage=member.advantage)
+        WeightedSample(
+            sample=sample,
+            advantage=sample_advantage(member.credit, member.trajectory, member.merged, sample),
+        )
         for member in members
-        if member.merged is not None
+        if member.merged is not None and member.credit is not None
         for sample in member.merged.samples
         if sample.num_trained
     ]
