@@ -11,8 +11,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from service.config.fields import MAX_SEED
 from service.config.file import ConfigError, dump_config, load_config
-from service.config.tree import MAX_SEED
 from service.display.outlet import say
 from service.stop_signals import EXIT_INTERRUPTED, stop_signals
 
