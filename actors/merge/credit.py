@@ -74,11 +74,14 @@ class Credit:
     """Advantages of one trajectory: [1], [K] turns or [N] trained tokens, float64.
 
     num_tokens: [1], [K] or [N] int64, the trained tokens that each number stands at.
+    old_values, value_targets: [N] float32, for the critic's own training; None: there is none.
     """
 
     level: Level
     values: NDArray[np.float64]
     num_tokens: NDArray[np.int64]
+    old_values: Float32s | None = None
+    value_targets: Float32s | None = None
 
     @property
     def mean(self) -> float:
@@ -258,10 +261,11 @@ def _token_credit(
     (values,) = _sample_scores(each, scores, what="values")
     (sample,) = each.merged.samples
     critic = settings.critic
+    # The state in which a token was sampled ends with the token before it.
+    old_values = values[np.flatnonzero(sample.mask) - 1]
     result = token_advantages(
         _token_rewards(each),
-        # The state in which a token was sampled ends with the token before it.
-        values[np.flatnonzero(sample.mask) - 1].astype(np.float64),
+        old_values.astype(np.float64),
         discount=critic.discount,
         decay=critic.decay,
         end_value=end_value(
@@ -275,6 +279,8 @@ def _token_credit(
         level=Level.TOKEN,
         values=result.advantages / divisor if divisor else np.zeros_like(result.advantages),
         num_tokens=ones,
+        old_values=old_values.astype(np.float32),
+        value_targets=result.value_targets.astype(np.float32),
     )
 
 

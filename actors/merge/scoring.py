@@ -18,6 +18,7 @@ from actors.merge.credit import SampleScores, Scores
 from actors.merge.dispositions import judge
 from actors.merge.packing import WeightedSample, filler, pack_row
 from actors.merge.prefix import Sample, find_misalignment, merge_turns
+from actors.merge.rows import deal_rows
 from actors.merge.settings import StepSettings
 from actors.merge.step import TrajectoryGroup
 
@@ -45,29 +46,22 @@ class ScorePlan:
 def plan_scores(
     groups: Sequence[TrajectoryGroup], settings: StepSettings, *, step: int, trainer_version: int
 ) -> ScorePlan:
-    """Lay out all samples that a baseline needs scores of, longest first, over ranks and rows."""
+    """Lay out all samples that a baseline needs scores of, over ranks and rows."""
     samples = [sample for group in groups for sample in _samples_to_score(group, settings)]
-    samples.sort(key=lambda sample: -sample.num_tokens)
-    rows: list[list[Sample]] = []
-    for sample in samples:
-        budget = settings.tokens_per_micro_batch - sample.num_tokens
-        row = next((r for r in rows if sum(s.num_tokens for s in r) <= budget), None)
-        if row is None:
-            rows.append([sample])
-        else:
-            row.append(sample)
-    num_rows = max(1, -(-len(rows) // settings.num_ranks))
-    dealt = [rows[rank :: settings.num_ranks] for rank in range(settings.num_ranks)]
+    dealt = deal_rows(
+        [sample.num_tokens for sample in samples],
+        num_ranks=settings.num_ranks,
+        budget=settings.tokens_per_micro_batch,
+    )
+    rows = tuple(tuple(tuple(samples[i] for i in row) for row in of_rank) for of_rank in dealt)
     return ScorePlan(
         shards=tuple(
             RankShard(
-                step=step,
-                trainer_version=trainer_version,
-                minibatches=(_minibatch(of_rank, num_rows=num_rows),),
+                step=step, trainer_version=trainer_version, minibatches=(_minibatch(of_rank),)
             )
-            for of_rank in dealt
+            for of_rank in rows
         ),
-        samples=tuple(tuple(tuple(row) for row in of_rank) for of_rank in dealt),
+        samples=rows,
     )
 
 
@@ -80,9 +74,10 @@ def read_scores(plan: ScorePlan, answers: Sequence[Sequence[RowScores]]) -> Scor
     """
     found: dict[str, dict[int, SampleScores]] = {}
     for rows, of_rank in zip(plan.samples, answers, strict=True):
-        for samples, answer in zip(rows, of_rank, strict=False):
+        for samples, answer in zip(rows, of_rank, strict=True):
             token_at = target_at = 0
-            _check_answer(samples, answer)
+            if samples:
+                _check_answer(samples, answer)
             for sample in samples:
                 scores = SampleScores(
                     reference_logprobs=_spread(answer.reference_logprobs, sample, target_at),
@@ -107,9 +102,13 @@ def _samples_to_score(group: TrajectoryGroup, settings: StepSettings) -> list[Sa
     return found
 
 
-def _minibatch(rows: Sequence[Sequence[Sample]], *, num_rows: int) -> Minibatch:
-    packed = [pack_row([WeightedSample(sample=s, advantage=0.0) for s in row]) for row in rows]
-    packed += [filler() for _ in range(num_rows - len(packed))]
+def _minibatch(rows: Sequence[Sequence[Sample]]) -> Minibatch:
+    packed = [
+        pack_row([WeightedSample(sample=sample, advantage=0.0) for sample in row])
+        if row
+        else filler()
+        for row in rows
+    ]
     return Minibatch(
         micro_batches=tuple(packed), denominator=max(1, sum(row.num_trained for row in packed))
     )

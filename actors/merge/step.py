@@ -29,8 +29,10 @@ from actors.merge.packing import WeightedSample, pack_minibatch, split_trajector
 from actors.merge.prefix import Merged, find_misalignment, merge_turns
 from actors.merge.report import StepReport, StepTallies, report_step
 from actors.merge.settings import StepSettings
+from actors.merge.value_rows import ValuedSample, pack_values
 from actors.trajectory import Trajectory
 from actors.trajectory_queue.ledger import EvictionReason, Settlement
+from actors.value_batch import ValueShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +45,14 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """shards: one for each rank. settlements: one for each trajectory."""
+    """shards: one for each rank. settlements: one for each trajectory. value_shards: one for each
+    rank where there is a critic.
+    """
 
     shards: tuple[RankShard, ...]
     settlements: tuple[Settlement, ...]
     report: StepReport
+    value_shards: tuple[ValueShard, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +116,7 @@ def build_step(
         shards=shards,
         settlements=tuple(Settlement(rollout_id=v.rollout_id, reason=v.reason) for v in verdicts),
         report=report_step(tallies, shards),
+        value_shards=_value_shards(trained, settings, step=step) if settings.needs_values else (),
     )
 
 
@@ -218,6 +224,29 @@ def _pack(
     return tuple(
         RankShard(step=step, trainer_version=trainer_version, minibatches=tuple(of_rank))
         for of_rank in zip(*minibatches, strict=True)
+    )
+
+
+def _value_shards(
+    trained: Sequence[_Member], settings: StepSettings, *, step: int
+) -> tuple[ValueShard, ...]:
+    valued = [
+        ValuedSample(
+            sample=member.merged.samples[0],
+            old_values=member.credit.old_values,
+            value_targets=member.credit.value_targets,
+        )
+        for member in trained
+        if member.merged is not None
+        and member.credit is not None
+        and member.credit.old_values is not None
+        and member.credit.value_targets is not None
+    ]
+    return pack_values(
+        valued,
+        step=step,
+        num_ranks=settings.num_ranks,
+        budget=settings.tokens_per_micro_batch,
     )
 
 
