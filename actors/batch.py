@@ -2,7 +2,8 @@
 
 Letters: [T] packed tokens of a row, [B] samples in the row, [M] trained tokens of the row.
 Invariants: sample_lengths sums to T; position_ids restart at 0 with each sample; every loss
-position p is not the last of its sample, and token_ids[p + 1] is its target.
+position p is not the last of its sample, and token_ids[p + 1] is its target; all samples of a
+trajectory are in one row.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ class MicroBatch:
     loss_positions: [M] int32, where in the row the logits predict a trained token.
     targets: [M] int32, the trained tokens. behaviour_logprobs: [M] float32, nats, of the sampler.
     advantages: [M] float32. sampled_versions: [M] int32, the policy version of each token.
+    loss_weights: [M] float32, >= 0, each token's share of the update; they make the aggregation.
+    trajectory_index: [M] int32, numbers the row's trajectories 0, 1, 2, ..., equal for the tokens
+    of all samples of a trajectory.
     A row with M = 0 is a filler: it keeps the ranks' collectives aligned and trains nothing.
     """
 
@@ -35,6 +39,8 @@ class MicroBatch:
     behaviour_logprobs: Float32s
     advantages: Float32s
     sampled_versions: Int32s
+    loss_weights: Float32s
+    trajectory_index: Int32s
 
     @property
     def num_tokens(self) -> int:
@@ -49,13 +55,11 @@ class MicroBatch:
 class Minibatch:
     """The micro-batches of one rank for one optimiser update.
 
-    denominator: tokens of this update over all ranks and micro-batches, those of groups without a
-    signal included (at least 1): the one number that the loss of every rank divides by. Every rank
-    has equally many micro-batches.
+    The update's loss is the sum of loss weight times loss over the tokens of all ranks and
+    micro-batches. Every rank has equally many micro-batches.
     """
 
     micro_batches: tuple[MicroBatch, ...]
-    denominator: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,14 +13,13 @@ from actors.batch import Float32s, MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueRow:
-    """old_values: [M] float32, as the critic scored them. value_targets: [M] float32, GAE's A + V.
-    loss_weights: [M] float32, summing to 1 over all rows of all ranks.
+    """row: its loss weights sum to 1 over all rows of all ranks. old_values: [M] float32, as the
+    critic scored them. value_targets: [M] float32, GAE's A + V.
     """
 
     row: MicroBatch
     old_values: Float32s
     value_targets: Float32s
-    loss_weights: Float32s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
         ({"algorithm": {"group_size": 1}}, ["group_size is 1", "expected at least 2", "baseline"]),
         ({"algorithm": {"group_size": 4, "min_group_size": 5}}, ["min_group_size is 5", "lower"]),
         ({"algorithm": {"window_groups": 4}}, ["window_groups is 4", "max_lag"]),
-        ({"algorithm": {"clip_low": 2}}, ["algorithm.clip_low", "got 2"]),
+        ({"algorithm": {"loss": {"clip_low": 2}}}, ["algorithm.loss.clip_low", "got 2"]),
         ({"model": {}}, ["model.path", "neither", "tiny"]),
         ({"model": {"tiny": {}, "path": "x"}}, ["model.path", "both"]),
         ({"rollouts": {"max_tokens_per_turn": 4096}}, ["max_tokens_per_turn is 4096", "2048"]),

@@ -82,6 +82,16 @@ def advantages(result: StepResult) -> dict[float, float]:
     }
 
 
+def weights(result: StepResult) -> dict[float, float]:
+    """The loss weights, likewise."""
+    rows = [r for s in result.shards for part in s.minibatches for r in part.micro_batches]
+    return {
+        float(logprob): float(weight)
+        for row in rows
+        for logprob, weight in zip(row.behaviour_logprobs, row.loss_weights, strict=True)
+    }
+
+
 def of_turns(result: StepResult, trajectory: Trajectory) -> list[float]:
     """The advantage of each turn, the same for all its tokens."""
     found = advantages(result)
@@ -131,8 +141,7 @@ def test_cutting_turns_into_samples_differently_changes_no_advantage(
     np.testing.assert_allclose(
         list(found.values()), [expected[key] for key in found], rtol=1e-5, atol=1e-6
     )
-    denominators = [r.shards[0].minibatches[0].denominator for r in (before, after)]
-    assert denominators[0] == denominators[1]
+    assert weights(before) == weights(after)
 
 
 def test_credit_by_turn_reaches_the_tokens_of_each_turn() -> None:
@@ -211,6 +220,11 @@ def test_equal_returns_are_a_signal_to_a_critic_and_the_scale_divides() -> None:
     np.testing.assert_allclose(ratio, 2**-0.5, rtol=1e-5)
 
 
+def small() -> TrajectoryGroup:
+    """A group of one."""
+    return group_of(play(0, [1.0], number=2))
+
+
 def test_a_group_whose_baseline_shrank_below_the_minimum_is_not_trained() -> None:
     first, second, third = (play(member, [float(member)]) for member in range(3))
     broken = replace(third, turns=(make_turn([1], [2, 3], logprobs=[-1]),))
@@ -227,8 +241,11 @@ def test_a_group_whose_baseline_shrank_below_the_minimum_is_not_trained() -> Non
         too_small,
         EvictionReason.TOKEN_MISALIGNED,
     ]
-    # What is not trained is not in the denominator either.
-    assert result.shards[0].minibatches[0].denominator == 1
+    assert result.report.num_trained_tokens == 0
+    # What is not trained does not weaken the others either, as a solved group would.
+    other = group_of(play(0, [1.0], number=1), play(1, [0.0], number=1))
+    alone, among = (build(*gs, scores={}, min_group_size=2) for gs in ([other], [other, small()]))
+    assert weights(alone) == weights(among)
 
 
 def test_normalised_steps_leave_groups_without_a_signal_alone() -> None:
@@ -241,6 +258,16 @@ def test_normalised_steps_leave_groups_without_a_signal_alone() -> None:
         np.float32(0.5 / 0.500001),
         np.float32(-0.5 / 0.500001),
     }
+
+
+def test_what_is_trained_without_a_signal_keeps_advantage_zero_when_normalised() -> None:
+    differing = group_of(play(0, [1.0, 0.0]), play(1, [0.0]))
+    solved = group_of(play(0, [1.0], number=1), play(1, [1.0], number=1))
+    way = {"normalises": True, "scale": Scale.NONE, "trains_without_signal": True}
+    found = advantages(build(differing, solved, **way))
+    assert {found[float(x)] for t in solved.trajectories for x in t.turns[0].logprobs} == {0.0}
+    alone = advantages(build(differing, **way))
+    assert {key: found[key] for key in alone} == alone
 
 
 @pytest.mark.parametrize(

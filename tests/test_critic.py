@@ -81,7 +81,7 @@ def test_a_new_critic_makes_the_advantages_the_returns_to_go(model: str, mesh: D
     found = np.concatenate([row.advantages for row in rows])
     assert found.shape == (54,) and set(found.tolist()) == {0.0, 1.0}
     (shard,) = result.value_shards
-    assert sum(float(row.loss_weights.sum()) for row in shard.rows) == pytest.approx(1.0)
+    assert sum(float(row.row.loss_weights.sum()) for row in shard.rows) == pytest.approx(1.0)
 
 
 def test_over_steps_the_critic_explains_the_returns(model: str, mesh: DeviceMesh) -> None:

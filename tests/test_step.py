@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from trajectory_builders import linear_turns, make_trajectory, make_turn, random_turns
 
 from actors.merge.advantages import Baseline, Scale
+from actors.merge.aggregation import Aggregation
 from actors.merge.payloads import PayloadsLost, read_groups
 from actors.merge.settings import StepSettings
 from actors.merge.step import StepResult, TrajectoryGroup, build_step
@@ -43,6 +44,12 @@ def make_group(
 
 def build(groups: list[TrajectoryGroup], *, version: int = 0, **fields: object) -> StepResult:
     return build_step(groups, StepSettings(**fields), step=7, trainer_version=version)  # type: ignore[arg-type]
+
+
+def update_weights(result: StepResult, number: int = 0) -> list[float]:
+    """The loss weights of one update's trained tokens, over all ranks, ascending."""
+    rows = [row for shard in result.shards for row in shard.minibatches[number].micro_batches]
+    return sorted(float(weight) for row in rows for weight in row.loss_weights)
 
 
 def trained_tokens(result: StepResult) -> Counter[tuple[object, ...]]:
@@ -77,10 +84,21 @@ def test_a_step_settles_each_trajectory_once_and_trains_what_it_says() -> None:
     assert report.num_trained_tokens == 3 * 12 and report.num_sampled_tokens == 6 * 12
     assert report.num_zero_variance_groups == 1 and report.num_groups == 2
     # 36 trained tokens, and the 24 of the group without a signal.
-    assert result.shards[0].minibatches[0].denominator == 60
+    assert update_weights(result) == [np.float32(1 / 60)] * 36
     # Returns 1, 0, 0, min(1, 0): mean 1/4, deviation 1/2, over trajectories of any length.
     advantages = {round(float(a), 4) for *_, a, _ in trained_tokens(result)}
     assert advantages == {1.5, -0.5}
+
+
+def test_a_regulariser_brings_groups_without_a_signal_into_the_batch() -> None:
+    """What an entropy bonus or a KL term asks, it asks of solved and of lost groups most."""
+    groups = [make_group(0, [1, 0]), make_group(1, [1, 1]), make_group(2, [0, 0])]
+    result = build(groups, trains_without_signal=True)
+    assert {settlement.reason for settlement in result.settlements} == {None}
+    assert result.report.num_zero_variance_groups == 2 and result.report.evictions == {}
+    assert update_weights(result) == [np.float32(1 / 72)] * 72
+    advantages = Counter(round(float(a), 4) for *_, a, _ in trained_tokens(result).elements())
+    assert advantages == {0.7071: 12, -0.7071: 12, 0.0: 48}
 
 
 def test_the_report_counts_what_went_into_the_step() -> None:
@@ -113,8 +131,34 @@ def test_groups_without_a_signal_weaken_the_update_and_do_not_strengthen_the_res
     alone = build([differing])
     among = build([differing, make_group(1, [1, 1]), make_group(2, [0, 0])])
     assert trained_tokens(among) == trained_tokens(alone)
-    denominators = [result.shards[0].minibatches[0].denominator for result in (alone, among)]
-    assert denominators == [24, 72]
+    assert update_weights(alone) == [np.float32(1 / 24)] * 24
+    assert update_weights(among) == [np.float32(1 / 72)] * 24
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weight"),
+    [
+        (Aggregation.TOKEN_MEAN, 1 / 48),
+        (Aggregation.TRAJECTORY_MEAN, 1 / (4 * 12)),
+        (Aggregation.PROMPT_MEAN, 1 / (2 * 24)),
+        (Aggregation.CONSTANT, 1 / (4 * 100)),
+    ],
+)
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_every_aggregation_counts_groups_without_a_signal(
+    aggregation: Aggregation, weight: float, num_minibatches: int
+) -> None:
+    # Two trajectories of 12 tokens are trained, two are idle; half of each in each of two updates.
+    groups = [make_group(0, [1, 0]), make_group(1, [1, 1])]
+    result = build(
+        groups, aggregation=aggregation, constant_tokens=100, num_minibatches=num_minibatches
+    )
+    # Of one prompt in an update of two, and of its own trajectories and tokens: half as many.
+    expected = weight * num_minibatches
+    for number in range(num_minibatches):
+        weights = update_weights(result, number)
+        assert len(weights) == 24 // num_minibatches
+        assert weights == pytest.approx([expected] * len(weights), rel=1e-6)
 
 
 def test_a_step_with_nothing_to_train_is_fillers_and_knows_no_age() -> None:
@@ -122,7 +166,6 @@ def test_a_step_with_nothing_to_train_is_fillers_and_knows_no_age() -> None:
     for shard in result.shards:
         (minibatch,) = shard.minibatches
         assert [row.num_trained for row in minibatch.micro_batches] == [0]
-        assert minibatch.denominator == 1
     assert result.report.policy_age_max is None and result.report.advantages is None
     assert result.report.num_fillers == 2
 
@@ -181,12 +224,14 @@ def test_ranks_rows_and_updates_do_not_change_what_is_trained(
     assert trained_tokens(split) == trained_tokens(one)
     assert split.settlements == one.settlements
     total = one.report.num_trained_tokens
-    num_idle = one.shards[0].minibatches[0].denominator - total if total else 0
-    for update in zip(*(shard.minibatches for shard in split.shards), strict=True):
+    num_idle = round(1 / update_weights(one)[0]) - total if total else 0
+    for number, update in enumerate(
+        zip(*(shard.minibatches for shard in split.shards), strict=True)
+    ):
         assert len({len(part.micro_batches) for part in update}) == 1
         trained = sum(row.num_trained for part in update for row in part.micro_batches)
         expected = trained + (num_idle * trained // total if total else 0)
-        assert {part.denominator for part in update} == {max(1, expected)}
+        assert update_weights(split, number) == [np.float32(1 / max(1, expected))] * trained
     trained = sum(s.reason is None for s in one.settlements)
     assert (trained == 0) == (one.report.num_trained_tokens == 0)
 
@@ -214,8 +259,7 @@ def test_merging_does_not_change_what_is_trained(seed: int) -> None:
     merged = build([group], **plain)
     apart = build([replace(group, trajectories=pieces)], **plain)
     assert trained_tokens(merged) == trained_tokens(apart)
-    denominators = [r.shards[0].minibatches[0].denominator for r in (merged, apart)]
-    assert denominators[0] == denominators[1]
+    assert update_weights(merged) == update_weights(apart)
 
 
 def test_a_step_is_read_from_its_blocks_and_lost_ones_are_named() -> None:

@@ -47,7 +47,7 @@ def compute_reference(
         mask = torch.tensor(sample.mask[1:])
         ratio = torch.exp(current - torch.tensor(sample.logprobs[1:]))
         advantages = torch.tensor(sample.advantages[1:])
-        clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+        clipped = ratio.clamp(1 - settings.loss.clip_low, 1 + settings.loss.clip_high)
         token_losses = -torch.minimum(ratio * advantages, clipped * advantages)
         loss = loss + (token_losses * mask).sum() / total
     loss.backward()

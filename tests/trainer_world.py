@@ -29,13 +29,17 @@ CALL_TIMEOUT_S = 400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One row before packing; mask, logprobs, advantages, versions: one a token."""
+    """One row before packing; mask, logprobs, advantages, versions: one a token.
+
+    trajectory: samples of one number belong together; None: the sample is a trajectory of its own.
+    """
 
     token_ids: np.ndarray
     mask: np.ndarray
     logprobs: np.ndarray
     advantages: np.ndarray
     versions: np.ndarray
+    trajectory: int | None = None
 
 
 def tiny_model(directory: Path, *, tied: bool = True) -> str:
@@ -80,14 +84,22 @@ def obvious_logprobs(
     return torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
 
 
-def pack(samples: Sequence[Sample]) -> MicroBatch:
-    """One packed row; a sample's masked tokens are its targets."""
+def pack(samples: Sequence[Sample], *, loss_weight: float = 1.0) -> MicroBatch:
+    """One packed row; a sample's masked tokens are its targets, all of one loss weight."""
 
     def joined(values: list[np.ndarray], dtype: Any) -> np.ndarray:
         return np.concatenate(values).astype(dtype) if values else np.zeros(0, dtype)
 
     lengths = [len(sample.token_ids) for sample in samples]
     starts = np.cumsum([0, *lengths])
+    owners = [
+        -1 - number if sample.trajectory is None else sample.trajectory
+        for number, sample in enumerate(samples)
+    ]
+    of_sample = [
+        np.full(int(sample.mask.sum()), sorted(set(owners)).index(owner))
+        for sample, owner in zip(samples, owners, strict=True)
+    ]
     return MicroBatch(
         token_ids=joined([sample.token_ids for sample in samples], np.int32),
         position_ids=joined([np.arange(length) for length in lengths], np.int32),
@@ -103,6 +115,8 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
         behaviour_logprobs=joined([sample.logprobs[sample.mask] for sample in samples], np.float32),
         advantages=joined([sample.advantages[sample.mask] for sample in samples], np.float32),
         sampled_versions=joined([sample.versions[sample.mask] for sample in samples], np.int32),
+        loss_weights=joined([np.full(len(part), loss_weight) for part in of_sample], np.float32),
+        trajectory_index=joined(of_sample, np.int32),
     )
 
 
@@ -115,6 +129,8 @@ FILLER = MicroBatch(
     behaviour_logprobs=np.zeros(0, np.float32),
     advantages=np.zeros(0, np.float32),
     sampled_versions=np.zeros(0, np.int32),
+    loss_weights=np.zeros(0, np.float32),
+    trajectory_index=np.zeros(0, np.int32),
 )
 
 
@@ -126,15 +142,18 @@ def shards(
     step: int = 0,
     version: int = 0,
 ) -> list[RankShard]:
-    """Deal each minibatch's samples to ranks and micro-batches in turn; fill with fillers."""
+    """Deal each minibatch's samples to ranks and micro-batches in turn; fill with fillers.
+
+    Each token weighs the same in its minibatch.
+    """
     dealt: list[list[Minibatch]] = [[] for _ in range(num_ranks)]
     for samples in minibatches:
-        denominator = max(1, sum(int(sample.mask.sum()) for sample in samples))
+        weight = 1.0 / max(1, sum(int(sample.mask.sum()) for sample in samples))
         for rank in range(num_ranks):
             own = samples[rank::num_ranks]
             rows = [own[part::num_micro] for part in range(num_micro)]
-            micro_batches = tuple(pack(row) if row else FILLER for row in rows)
-            dealt[rank].append(Minibatch(micro_batches=micro_batches, denominator=denominator))
+            micro_batches = tuple(pack(row, loss_weight=weight) if row else FILLER for row in rows)
+            dealt[rank].append(Minibatch(micro_batches=micro_batches))
     return [
         RankShard(step=step, trainer_version=version, minibatches=tuple(minibatches))
         for minibatches in dealt

@@ -1,9 +1,9 @@
 """From samples to packed rows: the same number of micro-batches for every rank, balanced in cost.
 
-Invariants: every trained token is in exactly one row; a row is at most `budget` tokens long,
-unless one sample alone is longer; each update carries its own denominator, over all ranks. What a
-rank has less is filled with rows that train nothing, so that collectives stay aligned. Called by
-`step`.
+Invariants: every trained token is in exactly one row; all samples of a trajectory are in one row,
+because some losses look at whole trajectories; a row is at most `budget` tokens long, unless one
+trajectory alone is longer. What a rank has less is filled with rows that train nothing, so that
+collectives stay aligned. Called by `step`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actors.batch import Float32s, MicroBatch, Minibatch
 from actors.merge.prefix import Sample
@@ -22,14 +23,16 @@ _FILLER_TOKENS = np.zeros(1, np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSample:
-    """A sample and what its trained tokens are credited with.
+    """A sample, what its trained tokens are credited with, and the loss weight of each.
 
     advantage: one number for all of them, or [T] float32, of which mask 0 is not read.
-    Raises: ValueError when there are neither one nor T numbers.
+    loss_weight: of `aggregation`; 0 in rows that are not trained.
+    Raises: ValueError when there are neither one nor T advantages.
     """
 
     sample: Sample
     advantage: float | Float32s
+    loss_weight: float
 
     def __post_init__(self) -> None:
         shape = np.shape(self.advantage)
@@ -49,14 +52,14 @@ class WeightedSample:
 
 @dataclass(slots=True)
 class _Row:
-    samples: list[int]
+    trajectories: list[int]
     num_tokens: int = 0
 
     def has_room(self, length: int, *, budget: int) -> bool:
-        return not self.samples or self.num_tokens + length <= budget
+        return not self.trajectories or self.num_tokens + length <= budget
 
     def add(self, index: int, length: int) -> None:
-        self.samples.append(index)
+        self.trajectories.append(index)
         self.num_tokens += length
 
 
@@ -79,59 +82,56 @@ def split_trajectories(
     return [sorted(order[part::num_parts]) for part in range(num_parts)]
 
 
-def place_samples(
-    lengths: Sequence[int], *, num_ranks: int, budget: int, attention_tokens: int
+def place_trajectories(
+    lengths: Sequence[Sequence[int]], *, num_ranks: int, budget: int, attention_tokens: int
 ) -> list[list[list[int]]]:
-    """Choose rank and row for each sample.
+    """Choose rank and row for each trajectory.
 
     First fit decreasing within a rank, longest processing time first between ranks: the longest
-    sample left goes to the rank of least cost that has room. Cost of a sample of L tokens:
+    trajectory left goes to the rank of least cost that has room. Cost of a sample of L tokens:
     L + L^2 / attention_tokens. Rows a rank: the fewest with which all fit, the same for each.
 
-    Returns: [num_ranks][rows][samples of the row], rows possibly empty.
+    Args: lengths: the tokens of each sample of each trajectory.
+    Returns: [num_ranks][rows][trajectories of the row], rows possibly empty.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    rows_each = max(1, -(-sum(lengths) // (budget * num_ranks)))
+    totals = [sum(samples) for samples in lengths]
+    costs = [sum(n + n * n / attention_tokens for n in samples) for samples in lengths]
+    rows_each = max(1, -(-sum(totals) // (budget * num_ranks)))
     while True:
-        placed = _try_place(
-            lengths,
-            order,
-            num_ranks=num_ranks,
-            rows_each=rows_each,
-            budget=budget,
-            attention_tokens=attention_tokens,
-        )
+        placed = _try_place(totals, costs, num_ranks=num_ranks, rows_each=rows_each, budget=budget)
         if placed is not None:
             return placed
         rows_each += 1
 
 
 def pack_minibatch(
-    weighted: Sequence[WeightedSample],
-    *,
-    num_ranks: int,
-    budget: int,
-    attention_tokens: int,
-    num_idle_tokens: int = 0,
+    weighted: Sequence[WeightedSample], *, num_ranks: int, budget: int, attention_tokens: int
 ) -> list[Minibatch]:
     """Pack the samples of one update.
 
-    num_idle_tokens: tokens with advantage 0 that are not in the rows and count in the denominator.
     Returns: the minibatch of each rank.
+    Raises: ValueError, naming the trajectory, for an advantage or a weight that is not finite.
     """
-    placed = place_samples(
-        [each.sample.num_tokens for each in weighted],
+    trajectories: dict[str, list[WeightedSample]] = {}
+    for each in weighted:
+        _check_finite(each)
+        trajectories.setdefault(each.sample.trajectory_id, []).append(each)
+    members = list(trajectories.values())
+    placed = place_trajectories(
+        [[each.sample.num_tokens for each in samples] for samples in members],
         num_ranks=num_ranks,
         budget=budget,
         attention_tokens=attention_tokens,
     )
-    packed = [
-        tuple(pack_row([weighted[i] for i in row]) if row else filler() for row in rows)
+    return [
+        Minibatch(
+            micro_batches=tuple(
+                pack_row([each for index in row for each in members[index]]) if row else filler()
+                for row in rows
+            )
+        )
         for rows in placed
     ]
-    num_trained = sum(row.num_trained for rows in packed for row in rows)
-    denominator = max(1, num_trained + num_idle_tokens)
-    return [Minibatch(micro_batches=rows, denominator=denominator) for rows in packed]
 
 
 def pack_row(weighted: Sequence[WeightedSample]) -> MicroBatch:
@@ -145,7 +145,9 @@ def pack_row(weighted: Sequence[WeightedSample]) -> MicroBatch:
     starts = np.cumsum(lengths, dtype=np.int32) - lengths
     token_ids = np.concatenate([sample.token_ids for sample in samples], dtype=np.int32)
     trained = np.flatnonzero(np.concatenate([sample.mask for sample in samples]))
+    loss_weights = np.array([each.loss_weight for each in weighted], np.float32)
     row_of_token = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
+    sample_of_trained = row_of_token[trained]
     return MicroBatch(
         token_ids=token_ids,
         position_ids=np.arange(token_ids.shape[0], dtype=np.int32) - starts[row_of_token],
@@ -155,6 +157,8 @@ def pack_row(weighted: Sequence[WeightedSample]) -> MicroBatch:
         behaviour_logprobs=np.concatenate([sample.logprobs for sample in samples])[trained],
         advantages=np.concatenate([each.token_advantages for each in weighted])[trained],
         sampled_versions=np.concatenate([sample.versions for sample in samples])[trained],
+        loss_weights=loss_weights[sample_of_trained],
+        trajectory_index=_number_trajectories(samples, sample_of_trained),
     )
 
 
@@ -170,28 +174,49 @@ def filler() -> MicroBatch:
         behaviour_logprobs=no_floats,
         advantages=no_floats,
         sampled_versions=no_ids,
+        loss_weights=no_floats,
+        trajectory_index=no_ids,
     )
 
 
+def _check_finite(weighted: WeightedSample) -> None:
+    if np.isfinite(weighted.advantage).all() and np.isfinite(weighted.loss_weight):
+        return
+    raise ValueError(
+        f"merge: trajectory {weighted.sample.trajectory_id} has advantage {weighted.advantage} and "
+        f"loss weight {weighted.loss_weight}, expected finite ones; look at its rewards"
+    )
+
+
+def _number_trajectories(
+    samples: Sequence[Sample], sample_of_trained: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """Number the trajectories that have a trained token in the row: [M] int32, from 0, no gaps."""
+    first_seen: dict[str, int] = {}
+    of_sample = np.array(
+        [first_seen.setdefault(sample.trajectory_id, len(first_seen)) for sample in samples]
+    )
+    _, numbers = np.unique(of_sample[sample_of_trained], return_inverse=True)
+    return numbers.astype(np.int32)
+
+
 def _try_place(
-    lengths: Sequence[int],
-    order: Sequence[int],
+    totals: Sequence[int],
+    costs: Sequence[float],
     *,
     num_ranks: int,
     rows_each: int,
     budget: int,
-    attention_tokens: int,
 ) -> list[list[list[int]]] | None:
     ranks = [[_Row([]) for _ in range(rows_each)] for _ in range(num_ranks)]
-    costs = [0.0] * num_ranks
-    for index in order:
-        length = lengths[index]
-        for rank in sorted(range(num_ranks), key=costs.__getitem__):
-            row = next((r for r in ranks[rank] if r.has_room(length, budget=budget)), None)
+    loads = [0.0] * num_ranks
+    for index in sorted(range(len(totals)), key=lambda i: (-totals[i], i)):
+        for rank in sorted(range(num_ranks), key=loads.__getitem__):
+            row = next((r for r in ranks[rank] if r.has_room(totals[index], budget=budget)), None)
             if row is not None:
-                row.add(index, length)
-                costs[rank] += length + length * length / attention_tokens
+                row.add(index, totals[index])
+                loads[rank] += costs[index]
                 break
         else:
             return None
-    return [[row.samples for row in rows] for rows in ranks]
+    return [[row.trajectories for row in rows] for rows in ranks]

@@ -104,14 +104,12 @@ def _samples_to_score(group: TrajectoryGroup, settings: StepSettings) -> list[Sa
 
 def _minibatch(rows: Sequence[Sequence[Sample]]) -> Minibatch:
     packed = [
-        pack_row([WeightedSample(sample=sample, advantage=0.0) for sample in row])
+        pack_row([WeightedSample(sample=sample, advantage=0.0, loss_weight=0.0) for sample in row])
         if row
         else filler()
         for row in rows
     ]
-    return Minibatch(
-        micro_batches=tuple(packed), denominator=max(1, sum(row.num_trained for row in packed))
-    )
+    return Minibatch(micro_batches=tuple(packed))
 
 
 def _check_answer(samples: Sequence[Sample], answer: RowScores) -> None:

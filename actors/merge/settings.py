@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from actors.merge.advantages import Baseline, Scale
+from actors.merge.aggregation import Aggregation
 from actors.merge.gae import CriticSettings
 from actors.merge.shaping import ShapingSettings
 from actors.outcomes import OutcomePolicy
@@ -13,12 +14,14 @@ from actors.outcomes import OutcomePolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """baseline, scale: of the advantages. num_ranks: shards.
+    """baseline, scale: of the advantages. aggregation: of the loss; constant_tokens: what it
+    divides by, for each trajectory, where it is constant. num_ranks: shards.
 
     min_group_size: members of its baseline that a group needs to be trained. turn_discount: credit
     by turn; None: by trajectory. normalises: REINFORCE++, over the step's tokens. shaping: of the
     rewards. critic: of use with the baseline critic alone.
-    tokens_per_micro_batch: budget of a packed row; a longer sample gets a row of its own.
+    tokens_per_micro_batch: budget of a packed row; a longer trajectory gets a row of its
+    own. trains_without_signal: whether the loss asks something of tokens with advantage 0.
     num_minibatches: optimiser updates a step. seed: of the split into them.
     attention_tokens: sample length at which attention costs as much as all the rest, for the
     balance between ranks. policies: outcome rules by environment, the defaults where it has none.
@@ -27,6 +30,9 @@ class StepSettings:
 
     baseline: Baseline = Baseline.MEAN
     scale: Scale = Scale.STD
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    constant_tokens: int = 1024
+    trains_without_signal: bool = False
     num_ranks: int = 1
     tokens_per_micro_batch: int = 4096
     num_minibatches: int = 1
@@ -41,6 +47,7 @@ class StepSettings:
 
     def __post_init__(self) -> None:
         for name in (
+            "constant_tokens",
             "num_ranks",
             "tokens_per_micro_batch",
             "num_minibatches",

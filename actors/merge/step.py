@@ -3,9 +3,10 @@
 Order: merge the turns, shape the rewards, apply the outcome policy, group statistics (by group,
 over trajectories) or GAE, packing. Invariant: every trajectory that comes in leaves with exactly
 one settlement, and it is `trained` exactly when its tokens are in the batch. A group without a
-signal (equal returns, or one member) is settled as zero_variance: it is not in the rows, because
-its gradient is zero, but its tokens count in the denominators, so that solved groups weaken the
-update instead of leaving it to the few others. Called by the merge actor.
+signal (equal returns, or one member) has advantage 0. Where nothing else in the loss asks anything
+of its tokens it is settled as zero_variance and not in the rows, but it counts in the loss weights,
+so that solved groups weaken the update instead of leaving it to the few others. Where an entropy
+bonus or a KL term does, it is trained. Called by the merge actor.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from actors.batch import Minibatch, RankShard
+from actors.merge.aggregation import (
+    IdleCounts,
+    TrajectorySize,
+    share_of_idle,
+    trajectory_weights,
+)
 from actors.merge.credit import (
     NO_SCORES,
     Candidate,
@@ -59,7 +66,8 @@ class StepResult:
 class _Member:
     """A trajectory on its way: it has no credit until its group has been looked at.
 
-    shaped_return: with all shaping, before the outcome's rule.
+    shaped_return: with all shaping, before the outcome's rule. has_signal: False when its group was
+    found to have none.
     """
 
     trajectory: Trajectory
@@ -67,6 +75,7 @@ class _Member:
     verdict: Verdict
     shaped_return: float
     credit: Credit | None = None
+    has_signal: bool = True
 
     @property
     def is_trained(self) -> bool:
@@ -96,12 +105,11 @@ def build_step(
     shards = _pack(
         trained,
         settings,
-        num_idle_tokens=sum(_num_idle_tokens(member) for member in members),
+        idle=_count_idle(members),
         step=step,
         trainer_version=trainer_version,
     )
     verdicts = [member.verdict for member in members]
-    zero = EvictionReason.ZERO_VARIANCE
     tallies = StepTallies(
         trajectories=[member.trajectory for member in members],
         merged=[member.merged for member in members],
@@ -109,7 +117,7 @@ def build_step(
         advantages=[member.credit.mean for member in trained if member.credit is not None],
         evictions=[verdict.reason for verdict in verdicts if verdict.reason is not None],
         num_groups=len(groups),
-        num_zero_variance_groups=sum(any(m.verdict.reason is zero for m in g) for g in judged),
+        num_zero_variance_groups=sum(any(not m.has_signal for m in g) for g in judged),
         num_malformed_rewarded=sum(verdict.is_malformed_rewarded for verdict in verdicts),
     )
     return StepResult(
@@ -139,7 +147,7 @@ def _judge_group(group: TrajectoryGroup, settings: StepSettings, scores: Scores)
         members[index] = replace(members[index], credit=credit, shaped_return=shaped)
     if result.has_signal:
         return members
-    return [_leave(member, EvictionReason.ZERO_VARIANCE) for member in members]
+    return [_without_signal(member, settings) for member in members]
 
 
 def _judge(trajectory: Trajectory, settings: StepSettings) -> _Member:
@@ -176,54 +184,81 @@ def _leave(member: _Member, reason: EvictionReason) -> _Member:
 
 
 def _normalise(judged: Sequence[list[_Member]]) -> list[list[_Member]]:
-    """The trained members' credits, over all groups of the step at once."""
-    trained = [m.credit for group in judged for m in group if m.is_trained and m.credit is not None]
-    new = iter(normalised(trained))
+    """The credits over all groups of the step at once; without a signal they stay 0."""
+    credits = [m.credit for group in judged for m in group if m.credit is not None and _counts(m)]
+    new = iter(normalised(credits))
     return [
-        [
-            replace(m, credit=next(new)) if m.is_trained and m.credit is not None else m
-            for m in group
-        ]
+        [replace(m, credit=next(new)) if m.credit is not None and _counts(m) else m for m in group]
         for group in judged
     ]
 
 
-def _num_idle_tokens(member: _Member) -> int:
-    """Tokens that would be trained, had the group's returns differed."""
-    is_idle = member.verdict.reason is EvictionReason.ZERO_VARIANCE
-    return member.merged.num_trained_tokens if is_idle and member.merged is not None else 0
+def _counts(member: _Member) -> bool:
+    return member.is_trained and member.has_signal
+
+
+def _without_signal(member: _Member, settings: StepSettings) -> _Member:
+    if not member.is_trained:
+        return member
+    verdict = member.verdict
+    if not settings.trains_without_signal:
+        verdict = replace(verdict, reason=EvictionReason.ZERO_VARIANCE)
+    return replace(member, verdict=verdict, has_signal=False)
+
+
+def _count_idle(members: Sequence[_Member]) -> IdleCounts:
+    """What would be trained, had the group's returns differed."""
+    idle = [m for m in members if m.verdict.reason is EvictionReason.ZERO_VARIANCE]
+    return IdleCounts(
+        num_tokens=sum(m.merged.num_trained_tokens for m in idle if m.merged is not None),
+        num_trajectories=len(idle),
+        num_groups=len({m.trajectory.group_id for m in idle}),
+    )
 
 
 def _pack(
     trained: Sequence[_Member],
     settings: StepSettings,
     *,
-    num_idle_tokens: int,
+    idle: IdleCounts,
     step: int,
     trainer_version: int,
 ) -> tuple[RankShard, ...]:
-    """Idle tokens are shared out over the updates in proportion to their trained tokens."""
+    """What is idle is shared out over the updates in proportion to what they train."""
     parts = split_trajectories(
         [member.trajectory.group_id for member in trained],
         num_minibatches=settings.num_minibatches,
         seed=settings.seed,
         step=step,
     )
-    updates = [_weighted([trained[index] for index in part]) for part in parts]
-    counts = [sum(each.sample.num_trained for each in update) for update in updates]
-    minibatches: list[list[Minibatch]] = [
-        pack_minibatch(
-            update,
-            num_idle_tokens=num_idle_tokens * count // max(1, sum(counts)),
+    sizes = [_size(member) for member in trained]
+    minibatches: list[list[Minibatch]] = []
+    for part in parts:
+        of_part = [sizes[index] for index in part]
+        weights = trajectory_weights(
+            of_part,
+            aggregation=settings.aggregation,
+            idle=share_of_idle(idle, of_part, sizes),
+            constant_tokens=settings.constant_tokens,
+        )
+        packed = pack_minibatch(
+            _weighted([trained[index] for index in part], weights.tolist()),
             num_ranks=settings.num_ranks,
             budget=settings.tokens_per_micro_batch,
             attention_tokens=settings.attention_tokens,
         )
-        for update, count in zip(updates, counts, strict=True)
-    ]
+        minibatches.append(packed)
     return tuple(
         RankShard(step=step, trainer_version=trainer_version, minibatches=tuple(of_rank))
         for of_rank in zip(*minibatches, strict=True)
+    )
+
+
+def _size(member: _Member) -> TrajectorySize:
+    return TrajectorySize(
+        trajectory_id=member.trajectory.trajectory_id,
+        group_id=member.trajectory.group_id,
+        num_tokens=member.merged.num_trained_tokens if member.merged is not None else 0,
     )
 
 
@@ -250,14 +285,15 @@ def _value_shards(
     )
 
 
-def _weighted(members: Sequence[_Member]) -> list[WeightedSample]:
-    """The samples that hold a trained token, each with what its tokens are credited with."""
+def _weighted(members: Sequence[_Member], weights: Sequence[float]) -> list[WeightedSample]:
+    """The samples that hold a trained token, with what each of its tokens gets."""
     return [
         WeightedSample(
             sample=sample,
             advantage=sample_advantage(member.credit, member.trajectory, member.merged, sample),
+            loss_weight=weight,
         )
-        for member in members
+        for member, weight in zip(members, weights, strict=True)
         if member.merged is not None and member.credit is not None
         for sample in member.merged.samples
         if sample.num_trained

@@ -59,11 +59,12 @@ def pack_values(
 
 def _row(valued: Sequence[ValuedSample], *, weight: float) -> ValueRow:
     none = np.empty(0, np.float32)
-    samples = [WeightedSample(sample=each.sample, advantage=0.0) for each in valued]
+    samples = [
+        WeightedSample(sample=each.sample, advantage=0.0, loss_weight=weight) for each in valued
+    ]
     row = pack_row(samples) if samples else filler()
     return ValueRow(
         row=row,
         old_values=np.concatenate([none, *(v.old_values for v in valued)], dtype=np.float32),
         value_targets=np.concatenate([none, *(v.value_targets for v in valued)], dtype=np.float32),
-        loss_weights=np.full(row.num_trained, weight, np.float32),
     )

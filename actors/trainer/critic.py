@@ -154,7 +154,11 @@ class Critic:
         values = self._values(row).index_select(0, row.loss_positions)
         old, targets, weights = (
             torch.as_tensor(numbers, dtype=torch.float32, device=self.device)
-            for numbers in (value_row.old_values, value_row.value_targets, value_row.loss_weights)
+            for numbers in (
+                value_row.old_values,
+                value_row.value_targets,
+                value_row.row.loss_weights,
+            )
         )
         loss, num_clipped = clipped_value_loss(
             values, old, targets, weights, clip=self.settings.value_clip

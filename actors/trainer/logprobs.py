@@ -8,12 +8,21 @@ Called by `PolicyModel.forward`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 OutputHead = Callable[[Tensor], Tensor]
+
+
+class LogitScorer(Protocol):
+    """`token_logprobs`, or `token_logprobs_and_entropies` where the loss has an entropy bonus."""
+
+    def __call__(
+        self, logits: Tensor, targets: Tensor, *, temperature: float
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
@@ -26,17 +35,38 @@ def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tu
         without.
     Example: logits [[0, 0]], target 0 -> ([-0.6931], [0.6931])
     """
+    logprobs, scaled, normalizer = _normalised(logits, targets, temperature=temperature)
+    with torch.no_grad():
+        entropies = _entropies(scaled, normalizer)
+    return logprobs, entropies
+
+
+def token_logprobs_and_entropies(
+    logits: Tensor, targets: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Score the targets as `token_logprobs` does, with gradient through the entropies too.
+
+    It keeps a second [M, V] for the backward pass.
+    """
+    logprobs, scaled, normalizer = _normalised(logits, targets, temperature=temperature)
+    return logprobs, _entropies(scaled, normalizer)
+
+
+def _normalised(
+    logits: Tensor, targets: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
     scaled = logits.float()
     if temperature != 1.0:
         scaled = scaled / temperature
     normalizer = torch.logsumexp(scaled, dim=-1)
-    logprobs = scaled.gather(-1, targets[:, None])[:, 0] - normalizer
-    with torch.no_grad():
-        probabilities = torch.exp(scaled - normalizer[:, None])
-        # exp(-inf) * -inf would be NaN; a token of probability 0 adds no entropy.
-        surprise = torch.where(probabilities > 0, probabilities * scaled, 0.0)
-        entropies = normalizer - surprise.sum(-1)
-    return logprobs, entropies
+    return scaled.gather(-1, targets[:, None])[:, 0] - normalizer, scaled, normalizer
+
+
+def _entropies(scaled: Tensor, normalizer: Tensor) -> Tensor:
+    probabilities = torch.exp(scaled - normalizer[:, None])
+    # exp(-inf) * -inf would be NaN; a token of probability 0 adds no entropy.
+    finite = torch.where(probabilities > 0, scaled, 0.0)
+    return normalizer - (probabilities * finite).sum(-1)
 
 
 def chunked_token_logprobs(
@@ -46,22 +76,25 @@ def chunked_token_logprobs(
     output_head: OutputHead,
     temperature: float,
     chunk_tokens: int,
+    score: LogitScorer = token_logprobs,
 ) -> tuple[Tensor, Tensor]:
     """Apply the head and score the targets, `chunk_tokens` positions at a time.
 
     Args: hidden: [M, D] at the loss positions. targets: [M] int64. chunk_tokens: at least 1.
-    Returns: as `token_logprobs`.
+    Returns: as `score` does.
     """
 
-    def score(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(output_head(states), wanted, temperature=temperature)
+    def score_chunk(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        return score(output_head(states), wanted, temperature=temperature)
 
     if hidden.shape[0] <= chunk_tokens:
-        return score(hidden, targets)
+        return score_chunk(hidden, targets)
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
     for states, wanted in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-        chunk = checkpoint(score, states, wanted, use_reentrant=False, preserve_rng_state=False)
+        chunk = checkpoint(
+            score_chunk, states, wanted, use_reentrant=False, preserve_rng_state=False
+        )
         logprobs.append(chunk[0])
         entropies.append(chunk[1])
     return torch.cat(logprobs), torch.cat(entropies)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.trainer.attention import PackedLayout, build_layout, register_packed_attention
-from actors.trainer.logprobs import chunked_token_logprobs
+from actors.trainer.logprobs import LogitScorer, chunked_token_logprobs, token_logprobs
 
 # One pass over a few tokens must show the head to be a plain projection; not a tolerance on
 # training, only on the order in which two paths of the same model add.
@@ -38,6 +38,7 @@ class PolicyModel(nn.Module):
         targets: Tensor,
         *,
         temperature: float,
+        score: LogitScorer = token_logprobs,
     ) -> tuple[Tensor, Tensor]:
         """Score the targets of one packed row.
 
@@ -56,6 +57,7 @@ class PolicyModel(nn.Module):
             output_head=self.causal_lm.get_output_embeddings(),
             temperature=temperature,
             chunk_tokens=self.logprob_chunk,
+            score=score,
         )
 
 
@@ -110,8 +112,8 @@ def shard_policy(
     """Shard each decoder layer, then the rest (embedding, last norm, head) as the root's group.
 
     Tied embedding and head land in the same group, so they stay one parameter. Gradients are
-    reduced in float32 and summed, not averaged: each rank's loss already divides by the global
-    denominator.
+    reduced in float32 and summed, not averaged: each token's loss weight is its share of the
+    whole update.
 
     Returns: every sharded module, the root last.
     """

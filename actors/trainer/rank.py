@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from actors.batch import Float32s, Minibatch, RankShard
 from actors.trainer import checkpoint
-from actors.trainer.loss import (
-    MAX_NAMES,
-    SUM_NAMES,
-    MicroBatchTerms,
-    micro_batch_loss,
-    statistic_sums,
+from actors.trainer.clock import PhaseClock
+from actors.trainer.logprobs import token_logprobs, token_logprobs_and_entropies
+from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
+from actors.trainer.loss.statistics import (
+    StatisticVectors,
+    combine_rows,
+    micro_batch_statistics,
 )
-from actors.trainer.model import load_policy, shard_policy
+from actors.trainer.model import PolicyModel, load_policy, shard_policy
 from actors.trainer.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -38,35 +40,17 @@ from actors.trainer.optimizer import (
 from actors.trainer.process_group import gather_rows, gather_texts, join_group
 from actors.trainer.publish import pack_weights
 from actors.trainer.row import RowTensors, row_tensors, scoring_row
+from actors.trainer.scoring import Scores, free_weights, score_minibatches, score_row
 from actors.trainer.settings import ParamDtype, TrainerSettings
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused, check_shard, shard_outline
 from actors.trainer.skipped import save_skipped
-from actors.trainer.statistics import PhaseSeconds, StepStats, UpdateSums, summarize_step
+from actors.trainer.statistics import StepStats, UpdateSums, summarize_step
 from actors.weights.buffers import WeightGroup
 from actors.weights.parity import parity_tokens
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = {ParamDtype.FLOAT32: torch.float32, ParamDtype.BFLOAT16: torch.bfloat16}
 _REFUSALS = (ShardRefused, PolicyTooOld)
-
-
-class _Clock:
-    """Seconds by phase; each call charges the time since the last one."""
-
-    def __init__(self) -> None:
-        self.started = self.last = time.perf_counter()
-        self.seconds = dict.fromkeys(("prepare", "forward", "backward", "optimizer"), 0.0)
-
-    def charge(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] += now - self.last
-        self.last = now
-
-    def read(self) -> PhaseSeconds:
-        return PhaseSeconds(
-            total_s=time.perf_counter() - self.started,
-            **{f"{phase}_s": seconds for phase, seconds in self.seconds.items()},
-        )
 
 
 class TrainerRank:
@@ -107,11 +91,17 @@ class TrainerRank:
         )
         self.causal_lm = self.policy.causal_lm
         self.vocab_size = int(self.causal_lm.get_input_embeddings().weight.shape[0])
-        self._sharded = shard_policy(
-            self.policy,
-            mesh,
-            param_dtype=self.param_dtype,
-            reshard_after_forward=settings.shard_between_micro_batches,
+        self._sharded = self._shard(self.policy, mesh)
+        self._reference: PolicyModel | None = None
+        if settings.loss.needs_reference:
+            self._reference = load_policy(
+                settings.reference_model or settings.model,
+                logprob_chunk=settings.logprob_chunk,
+                gradient_checkpointing=False,
+            ).requires_grad_(False)
+            self._sharded_reference = self._shard(self._reference, mesh)
+        self._score_logits = (
+            token_logprobs_and_entropies if settings.loss.needs_entropy_gradient else token_logprobs
         )
         self._parameters = list(self.policy.parameters())
         self.optimizer = build_optimizer(
@@ -129,13 +119,22 @@ class TrainerRank:
         Raises: ShardRefused, PolicyTooOld on every rank when any rank refuses its shard; the
             weights are then unchanged.
         """
-        clock = _Clock()
+        clock = PhaseClock()
         self._agree_on(shard)
         clock.charge("prepare")
+        old, reference = self._score(shard)
+        clock.charge("forward")
         updates: list[UpdateSums] = []
         for _ in range(self.settings.epochs):
-            for minibatch in shard.minibatches:
-                update = self._update(shard, minibatch, is_first=not updates, clock=clock)
+            for number, minibatch in enumerate(shard.minibatches):
+                update = self._update(
+                    shard,
+                    minibatch,
+                    old=old[number] if old else None,
+                    reference=reference[number] if reference else None,
+                    is_first=not updates,
+                    clock=clock,
+                )
                 if update.is_skipped:
                     self._report_skip(shard, minibatch, number=len(updates))
                 updates.append(update)
@@ -150,12 +149,8 @@ class TrainerRank:
     def parity_logprobs(self) -> Float32s:
         """Score `weights.parity.parity_tokens` at temperature 1: [16] float32, nats."""
         row = row_tensors(scoring_row(parity_tokens(self.vocab_size)), device=self.device)
-        with torch.no_grad():
-            logprobs, _ = self._forward(row, temperature=1.0)
-        for module in self._sharded:
-            # Without a backward pass the gathered weights would stay, and the next forward after
-            # an update would still read them.
-            module.reshard()
+        logprobs = score_row(self.policy, row, temperature=1.0)
+        free_weights(self._sharded)
         return logprobs.cpu().numpy()
 
     @property
@@ -226,28 +221,71 @@ class TrainerRank:
         if len({outline for _, outline in rows}) > 1:
             raise ShardRefused(
                 f"trainer: the {len(rows)} ranks' shards of step {shard.step} differ in version, "
-                "denominators or numbers of micro-batches, expected the same on every rank"
+                "or numbers of micro-batches, expected the same on every rank"
             )
 
-    def _forward(self, row: RowTensors, *, temperature: float) -> tuple[Tensor, Tensor]:
+    def _shard(self, policy: PolicyModel, mesh: DeviceMesh) -> list[FSDPModule]:
+        return shard_policy(
+            policy,
+            mesh,
+            param_dtype=self.param_dtype,
+            reshard_after_forward=self.settings.shard_between_micro_batches,
+        )
+
+    def _score(self, shard: RankShard) -> tuple[Scores | None, Scores | None]:
+        """Score the step's tokens with the old policy and the reference, where the loss asks."""
+        old: Scores | None = None
+        reference: Scores | None = None
+        temperature, device = self.settings.temperature, self.device
+        # In a step's only update the current policy still is the old one.
+        is_only_update = self.settings.epochs * len(shard.minibatches) == 1
+        if self.settings.loss.needs_old and not is_only_update:
+            old = score_minibatches(
+                self.policy,
+                self._sharded,
+                shard.minibatches,
+                device=device,
+                temperature=temperature,
+            )
+        if self._reference is not None:
+            reference = score_minibatches(
+                self._reference,
+                self._sharded_reference,
+                shard.minibatches,
+                device=device,
+                temperature=temperature,
+            )
+        return old, reference
+
+    def _forward(self, row: RowTensors) -> tuple[Tensor, Tensor]:
         current, entropies = self.policy(
             row.token_ids,
             row.position_ids,
             row.layout,
             row.loss_positions,
             row.targets,
-            temperature=temperature,
+            temperature=self.settings.temperature,
+            score=self._score_logits,
         )
         return current, entropies
 
     def _update(
-        self, shard: RankShard, minibatch: Minibatch, *, is_first: bool, clock: _Clock
+        self,
+        shard: RankShard,
+        minibatch: Minibatch,
+        *,
+        old: list[Tensor] | None,
+        reference: list[Tensor] | None,
+        is_first: bool,
+        clock: PhaseClock,
     ) -> UpdateSums:
-        totals, maxima = self._accumulate(shard, minibatch, is_first=is_first, clock=clock)
+        totals = self._accumulate(
+            shard, minibatch, old=old, reference=reference, is_first=is_first, clock=clock
+        )
         gradients = local_gradients(self._parameters)
         square = squared_norm(gradients, device=self.device)
-        rows = gather_rows(torch.cat([totals, maxima, square[None]])).cpu()
-        sums = rows[:, : len(SUM_NAMES)].sum(0).tolist()
+        rows = gather_rows(torch.cat([totals.joined(), square[None]])).cpu()
+        combined = combine_rows(rows[:, :-1])
         grad_norm = math.sqrt(float(rows[:, -1].sum()))
         rate = learning_rate_at(
             self.num_updates,
@@ -255,11 +293,11 @@ class TrainerRank:
             warmup_steps=self.settings.warmup_steps,
         )
         update = UpdateSums(
-            sums=tuple(sums),
-            maxima=tuple(rows[:, len(SUM_NAMES) : -1].amax(0).tolist()),
+            sums=tuple(combined.sums.tolist()),
+            maxima=tuple(combined.maxima.tolist()),
+            minima=tuple(combined.minima.tolist()),
             grad_norm=grad_norm,
             learning_rate=rate,
-            is_skipped=not math.isfinite(grad_norm) or sums[SUM_NAMES.index("num_nonfinite")] > 0,
         )
         if not update.is_skipped and not update.is_empty:
             clip_gradients(
@@ -273,45 +311,48 @@ class TrainerRank:
         return update
 
     def _accumulate(
-        self, shard: RankShard, minibatch: Minibatch, *, is_first: bool, clock: _Clock
-    ) -> tuple[Tensor, Tensor]:
-        """Forward and backward over the micro-batches; return their statistics' sums, maxima."""
-        totals = torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=self.device)
-        maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=self.device)
+        self,
+        shard: RankShard,
+        minibatch: Minibatch,
+        *,
+        old: list[Tensor] | None,
+        reference: list[Tensor] | None,
+        is_first: bool,
+        clock: PhaseClock,
+    ) -> StatisticVectors:
+        """Forward and backward over the micro-batches; return their statistics."""
+        totals = StatisticVectors.empty(self.device)
         for number, micro_batch in enumerate(minibatch.micro_batches):
             row = row_tensors(micro_batch, device=self.device)
             self._sync_gradients(is_last=number == len(minibatch.micro_batches) - 1)
             clock.charge("prepare")
-            current, entropies = self._forward(row, temperature=self.settings.temperature)
+            current, entropies = self._forward(row)
             terms = MicroBatchTerms(
                 current_logprobs=current,
                 behaviour_logprobs=row.behaviour_logprobs,
                 entropies=entropies,
                 advantages=row.advantages,
+                loss_weights=row.loss_weights,
+                trajectory_index=row.trajectory_index,
                 sampled_versions=row.sampled_versions,
                 trainer_version=shard.trainer_version,
+                old_logprobs=old[number] if old else self._still_old(current),
+                reference_logprobs=reference[number] if reference else None,
             )
-            loss, ratio = micro_batch_loss(
-                terms,
-                clip_low=self.settings.clip_low,
-                clip_high=self.settings.clip_high,
-                denominator=minibatch.denominator,
+            result = micro_batch_loss(terms, self.settings.loss)
+            totals = totals.plus(
+                micro_batch_statistics(
+                    terms, result, num_tokens=row.num_tokens, with_mismatch=is_first
+                )
             )
-            sums, largest = statistic_sums(
-                terms,
-                loss=loss,
-                ratio=ratio,
-                clip_low=self.settings.clip_low,
-                clip_high=self.settings.clip_high,
-                num_tokens=row.num_tokens,
-                with_mismatch=is_first,
-            )
-            totals += sums
-            maxima = torch.maximum(maxima, largest)
             clock.charge("forward")
-            loss.backward()
+            result.loss.backward()
             clock.charge("backward")
-        return totals, maxima
+        return totals
+
+    def _still_old(self, current: Tensor) -> Tensor | None:
+        """The old policy in a step's only update: the current one, which nothing has moved yet."""
+        return current.detach() if self.settings.loss.needs_old else None
 
     def _sync_gradients(self, *, is_last: bool) -> None:
         """Reduce gradients and free gathered weights once an update, after its last backward."""

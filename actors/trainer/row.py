@@ -20,7 +20,8 @@ from actors.trainer.attention import PackedLayout, build_layout
 class RowTensors:
     """token_ids, position_ids: [T] int64. loss_positions, targets: [M] int64.
 
-    behaviour_logprobs (nats), advantages: [M] float32. sampled_versions: [M] int64.
+    behaviour_logprobs (nats), advantages, loss_weights: [M] float32. sampled_versions,
+    trajectory_index: [M] int64.
     """
 
     token_ids: Tensor
@@ -31,6 +32,8 @@ class RowTensors:
     behaviour_logprobs: Tensor
     advantages: Tensor
     sampled_versions: Tensor
+    loss_weights: Tensor
+    trajectory_index: Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -57,6 +60,8 @@ def row_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
         behaviour_logprobs=floats(row.behaviour_logprobs),
         advantages=floats(row.advantages),
         sampled_versions=ints(row.sampled_versions),
+        loss_weights=floats(row.loss_weights),
+        trajectory_index=ints(row.trajectory_index),
     )
 
 
@@ -77,4 +82,6 @@ def scoring_row(token_ids: Int32s) -> MicroBatch:
         behaviour_logprobs=zeros,
         advantages=zeros,
         sampled_versions=np.zeros(num_scored, dtype=np.int32),
+        loss_weights=zeros,
+        trajectory_index=np.zeros(num_scored, dtype=np.int32),
     )

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+
+from actors.trainer.loss.settings import LossSettings
 
 
 class Device(StrEnum):
@@ -45,7 +47,9 @@ class TrainerSettings:
     weight_transport: how published weights travel; nccl and ipc need CUDA.
     learning_rate: after warm-up, which is linear over `warmup_steps` optimiser updates.
     max_grad_norm: global L2 norm that gradients are clipped to.
-    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+    loss: which loss is trained.
+    reference_model: directory or hub name; None: the model that training starts from. Loaded only
+        when the loss has a KL term.
     temperature: the run's one sampling temperature, > 0.
     epochs: passes over a step's minibatches.
     max_policy_age: versions; older tokens are refused. None: not asserted.
@@ -70,8 +74,8 @@ class TrainerSettings:
     weight_decay: float = 0.0
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    loss: LossSettings = field(default_factory=LossSettings)
+    reference_model: str | None = None
     temperature: float = 1.0
     epochs: int = 1
     max_policy_age: int | None = None
@@ -113,9 +117,4 @@ class TrainerSettings:
             raise ValueError(
                 f"trainer.weight_transport: got {self.weight_transport.value} on "
                 f"{self.device.value}, expected object_store there"
-            )
-        if not 0 < self.clip_low < 1 or not self.clip_high > 0:
-            raise ValueError(
-                f"trainer.clip_low, clip_high: got {self.clip_low}, {self.clip_high}, expected "
-                "0 < clip_low < 1 and clip_high > 0"
             )

@@ -28,6 +28,8 @@ def _micro_batch_fault(row: MicroBatch, *, vocab_size: int) -> str | None:
             ("behaviour_logprobs", row.behaviour_logprobs),
             ("advantages", row.advantages),
             ("sampled_versions", row.sampled_versions),
+            ("loss_weights", row.loss_weights),
+            ("trajectory_index", row.trajectory_index),
         )
     }
     if any(length != row.num_trained for length in lengths.values()):
@@ -50,6 +52,19 @@ def _micro_batch_fault(row: MicroBatch, *, vocab_size: int) -> str | None:
         return "a loss position that is the last of its sample"
     if (row.token_ids[row.loss_positions + 1] != row.targets).any():
         return "targets that are not the tokens behind their loss positions"
+    return _weight_fault(row)
+
+
+def _weight_fault(row: MicroBatch) -> str | None:
+    if not (np.isfinite(row.loss_weights).all() and (row.loss_weights >= 0).all()):
+        return (
+            f"loss weights {float(row.loss_weights.min())} to {float(row.loss_weights.max())}, "
+            "expected finite ones of at least 0"
+        )
+    # The loss reserves as many places for trajectories as there are trained tokens.
+    first, last = int(row.trajectory_index.min()), int(row.trajectory_index.max())
+    if first < 0 or last >= row.num_trained:
+        return f"trajectory numbers {first} to {last}, expected 0 to {row.num_trained - 1}"
     return None
 
 
@@ -67,11 +82,6 @@ def check_shard(
             f"{trainer_version}, which the trainer holds; make the batch again"
         )
     for number, minibatch in enumerate(shard.minibatches):
-        if minibatch.denominator < 1:
-            raise ShardRefused(
-                f"trainer: minibatch {number} has denominator {minibatch.denominator}, expected "
-                "the trained tokens of all ranks, at least 1"
-            )
         for row in minibatch.micro_batches:
             fault = _micro_batch_fault(row, vocab_size=vocab_size)
             if fault is not None:
@@ -103,6 +113,6 @@ def _check_versions(shard: RankShard, *, max_policy_age: int | None) -> None:
 
 
 def shard_outline(shard: RankShard) -> int:
-    """Hash what all ranks must agree on: step, version, denominators, numbers of micro-batches."""
-    minibatches = [(len(item.micro_batches), item.denominator) for item in shard.minibatches]
+    """Hash what all ranks must agree on: step, version, numbers of micro-batches."""
+    minibatches = [len(item.micro_batches) for item in shard.minibatches]
     return zlib.crc32(repr((shard.step, shard.trainer_version, minibatches)).encode())

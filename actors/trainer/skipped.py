@@ -28,5 +28,5 @@ def save_skipped(
         for number, row in enumerate(minibatch.micro_batches)
         for field in fields(MicroBatch)
     }
-    np.savez_compressed(path, denominator=np.int64(minibatch.denominator), **arrays)
+    np.savez_compressed(path, **arrays)
     return path

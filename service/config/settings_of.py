@@ -8,12 +8,14 @@ from pathlib import Path
 from actors.environment.settings import EnvironmentActorSettings, EnvironmentSettings
 from actors.environment.turn_loop import EpisodeSettings
 from actors.merge.advantages import Baseline, Scale
+from actors.merge.aggregation import Aggregation
 from actors.merge.settings import StepSettings
 from actors.merge.shaping import Overlong, ReturnRange, ShapingSettings
 from actors.outcomes import OutcomePolicy, OutcomeRule
 from actors.trainer.settings import Device, ParamDtype, TrainerSettings, WeightTransport
 from actors.trajectory_queue.messages import QueueSettings
 from actors.trajectory_queue.window import WindowSettings
+from service.config.loss import loss_settings
 from service.config.tree import Config
 from service.failing import FailureLimits
 from service.inference.settings import EngineSettings
@@ -130,8 +132,8 @@ def trainer_settings(config: Config, *, model: str, checkpoint_dir: Path) -> Tra
         weight_decay=trainer.weight_decay,
         warmup_steps=trainer.warmup_updates,
         max_grad_norm=trainer.max_grad_norm,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
+        loss=loss_settings(algorithm.loss),
+        reference_model=algorithm.loss.kl.reference,
         temperature=config.rollouts.temperature,
         epochs=algorithm.epochs,
         max_policy_age=algorithm.max_policy_age,
@@ -157,6 +159,9 @@ def merge_settings(config: Config) -> StepSettings:
     return StepSettings(
         baseline=Baseline(algorithm.baseline),
         scale=Scale(algorithm.scale),
+        aggregation=Aggregation(algorithm.loss.aggregation),
+        constant_tokens=algorithm.loss.constant_tokens or config.model.max_context_tokens,
+        trains_without_signal=loss_settings(algorithm.loss).has_regulariser,
         num_ranks=trainer.num_ranks,
         tokens_per_micro_batch=trainer.tokens_per_micro_batch,
         num_minibatches=algorithm.minibatches,

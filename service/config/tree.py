@@ -26,6 +26,7 @@ from service.config.fields import (
     Seed,
     Temperature,
 )
+from service.config.loss import LossConfig
 from service.config.rewards import OutcomeRuleConfig, RewardConfig, reward_disagreements
 
 
@@ -120,8 +121,7 @@ class AlgorithmConfig(Section):
     max_variance_refills: Natural = Field(
         0, description="dynamic sampling: new tasks in the place of a group of equal returns"
     )
-    clip_low: Fraction = Field(0.2, description="ratio is clipped below 1 - clip_low")
-    clip_high: Rate = Field(0.28, description="ratio is clipped above 1 + clip_high")
+    loss: LossConfig = LossConfig()
     minibatches: Positive = Field(1, description="optimiser updates that a step is split into")
     epochs: Positive = Field(1, description="passes over a step's data")
 

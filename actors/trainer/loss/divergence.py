@@ -1,0 +1,149 @@
+"""How far two policies are apart: estimators of KL from sampled tokens, and DPPO's trust region.
+
+Pure. `kl_*` serve the mismatch of trainer and engine (a statistic) and the KL term of the loss.
+Letters: [M] trained tokens of one micro-batch; delta = log p - log q of the sampled token.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from actors.trainer.loss.settings import KlEstimator
+
+
+class Divergence(StrEnum):
+    """What DPPO measures on {the sampled token, all others}: total variation, or KL."""
+
+    BINARY_TV = "binary_tv"
+    BINARY_KL = "binary_kl"
+
+
+def kl_k1(delta: Tensor) -> Tensor:
+    """Estimate KL(q || p) from samples of q, unbiased: k1 = -delta, delta = log p - log q.
+
+    Source: Schulman 2020, "Approximating KL divergence".   Returns: float64, nats.
+    """
+    return -delta.double()
+
+
+def kl_k2(delta: Tensor) -> Tensor:
+    """Estimate KL(q || p) from samples of q, biased, of low variance: k2 = delta^2 / 2.
+
+    Its gradient for log q, weighed by nothing, is that of KL(q || p) in expectation over q.
+    Source: Schulman 2020, "Approximating KL divergence".   Returns: float64, nats.
+    Example: k2(ln 2) = .240227
+    """
+    return delta.double().square() / 2.0
+
+
+def kl_k3(delta: Tensor) -> Tensor:
+    """Estimate KL(q || p) from samples of q, unbiased and never negative.
+
+    k3 = exp(delta) - 1 - delta, delta = log p - log q.   Source: Schulman 2020, "Approximating KL
+    divergence" (deviation: `expm1` in float64, because float32 loses every digit of a small delta).
+
+    Returns: float64, nats.    Example: k3(ln 2) = 1 - ln 2 = .306853
+    """
+    wide = delta.double()
+    return torch.expm1(wide) - wide
+
+
+def reference_kl(
+    current_logprobs: Tensor, reference_logprobs: Tensor, *, estimator: KlEstimator
+) -> Tensor:
+    """Estimate KL(current || reference) at each token; gradient flows to current.
+
+    delta = reference - current.   Source: Shao et al. 2024 (GRPO), arXiv 2402.03300, equation 4,
+    for k3 as a term of the loss.
+
+    Args: [M] float32, nats, both.    Returns: [M] float64, nats.
+    Example: current ln .5, reference ln .25, k1 -> ln 2
+    """
+    delta = reference_logprobs - current_logprobs
+    match estimator:
+        case KlEstimator.K1:
+            return kl_k1(delta)
+        case KlEstimator.K2:
+            return kl_k2(delta)
+        case KlEstimator.K3:
+            return kl_k3(delta)
+
+
+def corrected_reference_kl(
+    current_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    *,
+    estimator: KlEstimator,
+) -> Tensor:
+    """Estimate KL(current || reference) from tokens that another policy sampled.
+
+    r k, r = exp(current - behaviour). With k1 and k3 gradient flows through r too, and value and
+    gradient are unbiased. k2 is used for its gradient, so it is weighed by sg[r].
+    Source: DeepSeek-V3.2, arXiv 2512.02556, "Unbiased KL Estimate", for r k3 (deviation: the
+    denominator is the behaviour policy).
+
+    Args: [M] float32, nats, all.    Returns: [M] float64, nats.
+    Example: current ln .5, reference ln .25, behaviour ln .25, k1 -> 2 ln 2
+    """
+    ratio = torch.exp((current_logprobs - behaviour_logprobs).double())
+    if estimator is KlEstimator.K2:
+        ratio = ratio.detach()
+    return ratio * reference_kl(current_logprobs, reference_logprobs, estimator=estimator)
+
+
+def binary_tv(current_logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
+    """Measure total variation of the two outcomes: this token, or any other.
+
+    TV = |p - q|, p current, q behaviour probability of the sampled token.
+    Source: Qi et al. 2026 (DPPO), arXiv 2602.04879, "Binary" approximation.
+
+    Returns: [M] float32, 0 to 1.    Example: p .5, q .99 -> .49
+    """
+    return (torch.exp(current_logprobs) - torch.exp(behaviour_logprobs)).abs()
+
+
+def binary_kl(current_logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
+    """Measure KL(behaviour || current) of the two outcomes: this token, or any other.
+
+    KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)).   Source: as `binary_tv` (deviation:
+    float64, and 1 - p at least 1e-12, where the authors' code adds 1e-8 to both complements).
+
+    Returns: [M] float32, nats.    Example: q .5, p .25 -> .5 ln 2 + .5 ln(2/3) = .143841
+    """
+    log_p, log_q = current_logprobs.double(), behaviour_logprobs.double()
+    q = torch.exp(log_q)
+    other_p = (-torch.expm1(log_p)).clamp_min(1e-12)
+    other_q = (-torch.expm1(log_q)).clamp_min(1e-12)
+    return (q * (log_q - log_p) + other_q * (other_q.log() - other_p.log())).to(
+        current_logprobs.dtype
+    )
+
+
+@torch.no_grad()
+def outside_trust_region(
+    current_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    divergence: Divergence,
+    bound: float,
+) -> tuple[Tensor, Tensor]:
+    """Find the tokens that an update would push further out of the trust region.
+
+    outside_high: A > 0, p > q and D > bound. outside_low: A < 0, p < q and D > bound. A token on
+    its way back to the behaviour policy is never stopped.
+    Source: Qi et al. 2026 (DPPO), arXiv 2602.04879; anchored to the behaviour policy, as there.
+
+    Args: [M] float32. bound: delta of the paper; its authors use .15 for TV, .05 for KL.
+    Returns: outside_low, outside_high: [M] bool; the others are inside.
+    Example: q .2, p .4, TV, bound .15, advantages [1, -1] -> high [True, False], low [False, False]
+    """
+    measure = binary_tv if divergence is Divergence.BINARY_TV else binary_kl
+    is_far = measure(current_logprobs, behaviour_logprobs) > bound
+    is_above = current_logprobs > behaviour_logprobs
+    is_below = current_logprobs < behaviour_logprobs
+    return is_far & is_below & (advantages < 0), is_far & is_above & (advantages > 0)

@@ -1,0 +1,200 @@
+"""The loss of one micro-batch: ratio, objective, correction, mask, KL and entropy put together.
+
+loss = sum_t w_t (m_t c_t L_t + b k_t - e H_t): w the aggregation's weight of the token, m the
+rejection mask, c the importance weight, L the objective's loss, k the KL term with coefficient b,
+H the entropy with coefficient e. There is no division here: micro-batches' losses add up to the
+update's, however tokens were merged, packed and dealt out. A masked token keeps its place in w.
+Called by `TrainerRank`. Letters: [M] trained tokens of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from actors.trainer.loss import corrections
+from actors.trainer.loss.divergence import corrected_reference_kl, reference_kl
+from actors.trainer.loss.objectives import scale_negative
+from actors.trainer.loss.ratios import sequence_log_ratio, token_log_ratio
+from actors.trainer.loss.settings import Correction, LossSettings, Ratio
+from actors.trainer.loss.surrogate import token_losses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchTerms:
+    """What one forward knows about its tokens; all [M], on one device.
+
+    current_logprobs, behaviour_logprobs, entropies: float32, nats. advantages: float32.
+    loss_weights: float32, each token's share of the update, made by the merge side.
+    trajectory_index: int64, equal for the tokens of a trajectory, each less than M.
+    sampled_versions: int64. trainer_version: what the trainer held at the step's start.
+    old_logprobs, reference_logprobs: float32, nats; None where the settings do not need them.
+    Raises: ValueError for tensors of different lengths.
+    """
+
+    current_logprobs: Tensor
+    behaviour_logprobs: Tensor
+    entropies: Tensor
+    advantages: Tensor
+    loss_weights: Tensor
+    trajectory_index: Tensor
+    sampled_versions: Tensor
+    trainer_version: int
+    old_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and value.shape != self.current_logprobs.shape:
+                raise ValueError(
+                    f"loss: {field.name} has shape {list(value.shape)}, expected "
+                    f"{list(self.current_logprobs.shape)} as current_logprobs; one value a "
+                    "trained token"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectionMask:
+    """Tokens out of the loss, by the rule that took them; [M] bool each, a token may meet several.
+
+    None: the rule is off.
+    """
+
+    token: Tensor | None
+    sequence: Tensor | None
+    outlier: Tensor | None
+
+    @property
+    def rules(self) -> list[Tensor]:
+        return [rule for rule in (self.token, self.sequence, self.outlier) if rule is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchLoss:
+    """A micro-batch's share of the loss, and what the statistics ask about it.
+
+    loss: scalar float32, with gradient; everything else is without, [M].
+    ratio: float64, before the mask. token_losses: the objective's, weighed by the
+    importance weight, 0 where masked. importance_weights: 1 without a correction.
+    is_masked, clipped_low, clipped_high: bool. kl: float64, nats; None without a KL term.
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    token_losses: Tensor
+    importance_weights: Tensor
+    is_masked: Tensor
+    mask: RejectionMask
+    clipped_low: Tensor
+    clipped_high: Tensor
+    kl: Tensor | None
+
+
+def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBatchLoss:
+    """Compute this micro-batch's share of the update's loss.
+
+    Raises: ValueError when the settings need log-probabilities that the terms do not have.
+    Example: current ln .6, behaviour ln .4, advantage 1, weight .25, defaults: ratio 1.5, clipped
+        at 1.28, loss -.32
+    """
+    denominator = _denominator(terms, settings)
+    trainer = denominator if settings.needs_old else terms.current_logprobs
+    drift = (trainer - terms.behaviour_logprobs).detach()
+    mask = _rejection_mask(drift, terms.trajectory_index, settings)
+    is_masked = torch.zeros_like(drift, dtype=torch.bool)
+    for rule in mask.rules:
+        is_masked = is_masked | rule
+    log_ratio = _log_ratio(terms, denominator, settings)
+    objective = token_losses(
+        # Masked before the exponential: 0 times an infinite ratio is no gradient of 0.
+        torch.exp(torch.where(is_masked, 0.0, log_ratio)),
+        scale_negative(terms.advantages, negative_weight=settings.negative_weight),
+        current_logprobs=terms.current_logprobs,
+        behaviour_logprobs=terms.behaviour_logprobs,
+        settings=settings,
+    )
+    weights = _importance_weights(drift, terms.trajectory_index, settings)
+    losses = torch.where(is_masked, 0.0, weights * objective.losses)
+    loss = (terms.loss_weights * losses).sum()
+    kl = _kl(terms, is_masked, settings)
+    if kl is not None:
+        loss = loss + settings.kl_coefficient * (terms.loss_weights * kl).sum().to(loss.dtype)
+    if settings.needs_entropy_gradient:
+        bonus = (terms.loss_weights * terms.entropies).sum()
+        loss = loss - settings.entropy_coefficient * bonus
+    return MicroBatchLoss(
+        loss=loss,
+        ratio=torch.exp(log_ratio.detach().double()),
+        token_losses=losses.detach(),
+        importance_weights=weights,
+        is_masked=is_masked,
+        mask=mask,
+        clipped_low=objective.clipped_low & ~is_masked,
+        clipped_high=objective.clipped_high & ~is_masked,
+        kl=None if kl is None else kl.detach(),
+    )
+
+
+def _denominator(terms: MicroBatchTerms, settings: LossSettings) -> Tensor:
+    if not settings.needs_old:
+        return terms.behaviour_logprobs
+    if terms.old_logprobs is None:
+        raise ValueError(
+            "loss: no old log-probabilities for denominator old; score the tokens at the step's "
+            "start, or set denominator to behaviour"
+        )
+    return terms.old_logprobs
+
+
+def _log_ratio(terms: MicroBatchTerms, denominator: Tensor, settings: LossSettings) -> Tensor:
+    if settings.ratio is Ratio.TOKEN:
+        return token_log_ratio(terms.current_logprobs, denominator)
+    return sequence_log_ratio(terms.current_logprobs, denominator, terms.trajectory_index)
+
+
+def _rejection_mask(
+    drift: Tensor, trajectory_index: Tensor, settings: LossSettings
+) -> RejectionMask:
+    token = sequence = outlier = None
+    if settings.token_band is not None:
+        low, high = settings.token_band
+        token = ~corrections.keep_token_band(drift, low=low, high=high)
+    if settings.sequence_band is not None:
+        low, high = settings.sequence_band
+        sequence = ~corrections.keep_sequence_band(drift, trajectory_index, low=low, high=high)
+    if settings.outlier_below is not None:
+        below = settings.outlier_below
+        outlier = ~corrections.keep_without_outlier(drift, trajectory_index, below=below)
+    return RejectionMask(token=token, sequence=sequence, outlier=outlier)
+
+
+def _importance_weights(drift: Tensor, trajectory_index: Tensor, settings: LossSettings) -> Tensor:
+    cap = settings.correction_cap
+    match settings.correction:
+        case Correction.NONE:
+            return torch.ones_like(drift)
+        case Correction.TRUNCATE_TOKEN:
+            return corrections.truncated_token_weight(drift, cap=cap)
+        case Correction.TRUNCATE_SEQUENCE:
+            return corrections.truncated_sequence_weight(drift, trajectory_index, cap=cap)
+
+
+def _kl(terms: MicroBatchTerms, is_masked: Tensor, settings: LossSettings) -> Tensor | None:
+    if not settings.needs_reference:
+        return None
+    if terms.reference_logprobs is None:
+        raise ValueError(
+            f"loss: no reference log-probabilities for kl_coefficient {settings.kl_coefficient}; "
+            "score the tokens with the reference model, or set the coefficient to 0"
+        )
+    current, reference = terms.current_logprobs, terms.reference_logprobs
+    estimator = settings.kl_estimator
+    if not settings.is_kl_corrected:
+        return reference_kl(current, reference, estimator=estimator)
+    # The ratio of a masked token is what the mask distrusts: no such token in this term either.
+    behaviour = torch.where(is_masked, current.detach(), terms.behaviour_logprobs)
+    kl = corrected_reference_kl(current, reference, behaviour, estimator=estimator)
+    return torch.where(is_masked, 0.0, kl)

@@ -1,0 +1,122 @@
+"""The policy objectives: from a ratio and an advantage to one loss a token.
+
+Each is a pure function, called by `surrogate`. All of them push a token up where its advantage is
+positive and down where it is negative; they differ in what stops the push. At ratio 1, every one
+has the gradient -A of plain policy gradient for the token's log-probability.
+Letters: [M] trained tokens of one micro-batch; r ratio, A advantage, p the token's probability.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ppo_clip(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+    """Bound how far one update moves a token's probability.
+
+    loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).   Source: Schulman et al. 2017 (PPO),
+    equation 7; two separate bounds: Yu et al. 2025 (DAPO), equation 10.
+
+    Args: ratio, advantages: [M] float32.    Returns: [M] float32, one loss a token.
+    Example: ratio [1.5, 1.5, .5, .5], advantages [1, -1, 1, -1], clips .2, .28
+        -> [-1.28, 1.5, -.5, .8]
+    """
+    clipped = torch.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def dual_clip(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, bound: float
+) -> Tensor:
+    """Bound also the loss of a bad token that has become far likelier than when it was sampled.
+
+    loss = -max(min(r A, clip(r) A), bound A) where A < 0, as `ppo_clip` elsewhere.
+    Source: Ye et al. 2020, arXiv 1912.09729, section "Dual-clip PPO".
+
+    Args: ratio, advantages: [M] float32. bound: c of the paper, > 1.    Returns: [M] float32.
+    Example: ratio [5, 2, 5], advantages [-1, -1, 1], clips .2, .28, bound 3 -> [3, 2, -1.28]
+    """
+    losses = ppo_clip(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    return torch.where(advantages < 0, torch.minimum(losses, -bound * advantages), losses)
+
+
+def cispo(
+    ratio: Tensor,
+    advantages: Tensor,
+    current_logprobs: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Tensor:
+    """Clip the importance weight and not the update, so that every token keeps a gradient.
+
+    loss = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p.   Source: MiniMax-M1, arXiv
+    2506.13585, equations 4 and 5 (clip_low 1 is the paper's own choice: no lower bound).
+
+    Args: [M] float32, all.    Returns: [M] float32; its gradient for log p is -clip(r) A.
+    Example: ratio 2, advantage 1, log p ln .5, clips 1, .28 -> 1.28 ln 2 = .887228
+    """
+    weight = torch.clamp(ratio.detach(), 1.0 - clip_low, 1.0 + clip_high)
+    return -weight * advantages * current_logprobs
+
+
+def reinforce(
+    ratio: Tensor, advantages: Tensor, current_logprobs: Tensor, *, ratio_cap: float
+) -> Tensor:
+    """Weigh the policy gradient by how likely the data is now.
+
+    loss = -sg[min(r, ratio_cap)] A log p.   Source: Williams 1992 (REINFORCE); the importance
+    weight that data of another policy needs, truncated: Ionides 2008, Espeholt et al. 2018
+    (IMPALA), section 4.1.
+
+    Args: [M] float32, all. ratio_cap: > 0.
+    Returns: [M] float32; its gradient for log p is -min(r, ratio_cap) A.
+    Example: ratio 3, advantage -1, log p ln .5, cap 2 -> -2 ln 2 = -1.386294
+    """
+    return -torch.clamp(ratio.detach(), max=ratio_cap) * advantages * current_logprobs
+
+
+def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> Tensor:
+    """Let a smooth gate, in the place of a clip, fade the update out as the ratio leaves 1.
+
+    loss = -(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_positive where A > 0, else tau_negative.
+    The gradient for log p is -4 g (1 - g) r A with g the sigmoid: 1 at r = 1, whatever tau.
+    Source: Gao et al. 2025 (SAPO), arXiv 2511.20347 (deviation: aggregation is a choice of its
+    own; the paper's is the trajectory mean).
+
+    Args: ratio, advantages: [M] float32. tau_*: > 0.    Returns: [M] float32.
+    Example: ratio 1, advantages [1, -1], taus 1, 1.05 -> [-2, 1.904762]
+    """
+    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    return -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages
+
+
+def dppo(
+    ratio: Tensor, advantages: Tensor, current_logprobs: Tensor, *, keep: Tensor, ratio_cap: float
+) -> Tensor:
+    """Stop tokens by how far the policy has moved, not by how large their ratio is.
+
+    loss = -keep sg[min(r, ratio_cap)] A log p, keep from `divergence.outside_trust_region`.
+    Source: Qi et al. 2026 (DPPO), arXiv 2602.04879; the truncated, detached ratio beside log p is
+    the form of its authors' code (sail-sg/Stable-RL, cap 20), of the same gradient below the cap as
+    the paper's surrogate keep r A.
+
+    Args: [M] float32; keep: [M] bool.    Returns: [M] float32.
+    Example: ratio 2, advantage 1, log p ln .5, keep [1, 0], cap 20 -> [2 ln 2, 0]
+    """
+    losses = reinforce(ratio, advantages, current_logprobs, ratio_cap=ratio_cap)
+    return torch.where(keep, losses, 0.0)
+
+
+def scale_negative(advantages: Tensor, *, negative_weight: float) -> Tensor:
+    """Weigh what pushes tokens down; 0 learns of good trajectories only.
+
+    A' = A where A > 0, negative_weight A elsewhere.   Source: 0 is learning from positive
+    advantages only (filtered policy gradient, RAFT, arXiv 2304.06767; deviation: the baseline is
+    still of the whole group).
+
+    Args: advantages: [M] float32. negative_weight: >= 0.    Returns: [M] float32.
+    Example: advantages [2, -2], weight .25 -> [2, -.5]
+    """
+    return torch.where(advantages < 0, negative_weight * advantages, advantages)

@@ -1,0 +1,108 @@
+"""Aggregation as a weight of each token: vectors by hand, and what every choice must sum to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.merge.aggregation import (
+    Aggregation,
+    IdleCounts,
+    TrajectorySize,
+    share_of_idle,
+    trajectory_weights,
+)
+
+
+def sizes_of(tokens: list[int], groups: str) -> list[TrajectorySize]:
+    return [
+        TrajectorySize(trajectory_id=f"t{number}", group_id=group, num_tokens=count)
+        for number, (count, group) in enumerate(zip(tokens, groups, strict=True))
+    ]
+
+
+# Three trajectories of 1, 3 and 4 tokens, the first two of group a; idle: 2 of 8 tokens, 1 group.
+@pytest.mark.parametrize(
+    ("aggregation", "alone", "with_idle"),
+    [
+        (Aggregation.TOKEN_MEAN, [1 / 8] * 3, [1 / 16] * 3),
+        (Aggregation.TRAJECTORY_MEAN, [1 / 3, 1 / 9, 1 / 12], [1 / 5, 1 / 15, 1 / 20]),
+        (Aggregation.PROMPT_MEAN, [1 / 8, 1 / 8, 1 / 8], [1 / 12, 1 / 12, 1 / 12]),
+        (Aggregation.CONSTANT, [1 / 30] * 3, [1 / 50] * 3),
+    ],
+)
+def test_weights_by_hand(
+    aggregation: Aggregation, alone: list[float], with_idle: list[float]
+) -> None:
+    sizes = sizes_of([1, 3, 4], "aab")
+    idle = IdleCounts(num_tokens=8, num_trajectories=2, num_groups=1)
+    for counts, expected in ((IdleCounts(), alone), (idle, with_idle)):
+        weights = trajectory_weights(
+            sizes, aggregation=aggregation, idle=counts, constant_tokens=10
+        )
+        assert weights.tolist() == pytest.approx(expected)
+
+
+def test_prompts_have_equal_say_whatever_their_length() -> None:
+    weights = trajectory_weights(
+        sizes_of([1, 3, 8], "aab"),
+        aggregation=Aggregation.PROMPT_MEAN,
+        idle=IdleCounts(),
+        constant_tokens=1,
+    )
+    assert weights.tolist() == [1 / 8, 1 / 8, 1 / 16]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from("abc")), min_size=1, max_size=9),
+    st.sampled_from([a for a in Aggregation if a is not Aggregation.CONSTANT]),
+)
+def test_a_mean_of_ones_is_one(drawn: list[tuple[int, str]], aggregation: Aggregation) -> None:
+    sizes = sizes_of([count for count, _ in drawn], "".join(group for _, group in drawn))
+    weights = trajectory_weights(
+        sizes, aggregation=aggregation, idle=IdleCounts(), constant_tokens=1
+    )
+    assert weights @ [size.num_tokens for size in sizes] == pytest.approx(1.0)
+
+
+def test_an_update_without_trajectories_has_no_weights() -> None:
+    for aggregation in Aggregation:
+        weights = trajectory_weights(
+            [], aggregation=aggregation, idle=IdleCounts(), constant_tokens=1
+        )
+        assert weights.shape == (0,)
+
+
+def test_what_is_idle_is_shared_out_in_proportion() -> None:
+    whole = sizes_of([3, 3, 6], "aab")
+    idle = IdleCounts(num_tokens=10, num_trajectories=3, num_groups=2)
+    assert share_of_idle(idle, whole[:1], whole) == IdleCounts(
+        num_tokens=2, num_trajectories=1.0, num_groups=1.0
+    )
+    assert share_of_idle(idle, whole, whole) == idle
+    assert share_of_idle(idle, [], []) == IdleCounts()
+
+
+def test_a_trajectory_without_a_trained_token_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="trajectory t1 has 0 trained tokens"):
+        trajectory_weights(
+            sizes_of([1, 0], "ab"),
+            aggregation=Aggregation.TRAJECTORY_MEAN,
+            idle=IdleCounts(),
+            constant_tokens=1,
+        )
+
+
+def test_doubling_the_tokens_of_all_halves_the_token_mean() -> None:
+    once, twice = (
+        trajectory_weights(
+            sizes_of([2 * scale, 5 * scale], "ab"),
+            aggregation=Aggregation.TOKEN_MEAN,
+            idle=IdleCounts(num_tokens=3 * scale),
+            constant_tokens=1,
+        )
+        for scale in (1, 2)
+    )
+    np.testing.assert_allclose(once, 2 * twice)

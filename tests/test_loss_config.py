@@ -1,0 +1,80 @@
+"""The configuration's part of the loss: its defaults, its way to the rooms, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.merge.aggregation import Aggregation
+from actors.trainer.loss.settings import Correction, Denominator, LossSettings, Objective, Ratio
+from service.config.file import ConfigError, parse_config
+from service.config.settings_of import merge_settings, trainer_settings
+from service.config.tree import Config
+
+
+def config_with(**loss: Any) -> Config:
+    tree = {
+        "model": {"tiny": {}, "max_context_tokens": 512},
+        "tasks": {"environment": "guessing"},
+        "algorithm": {"loss": loss},
+    }
+    return parse_config(tree, source="test")
+
+
+def trainer_loss(config: Config) -> LossSettings:
+    return trainer_settings(config, model="m", checkpoint_dir=Path("c")).loss
+
+
+def test_the_defaults_are_ppo_against_the_behaviour_policy_with_a_token_mean() -> None:
+    config = config_with()
+    assert trainer_loss(config) == LossSettings()
+    assert trainer_loss(config).clip_low == 0.2 and trainer_loss(config).clip_high == 0.28
+    assert merge_settings(config).aggregation is Aggregation.TOKEN_MEAN
+
+
+def test_every_key_reaches_the_room_that_it_is_for() -> None:
+    given = {
+        "objective": "cispo", "ratio": "sequence", "denominator": "old", "clip_low": 1.0,
+        "clip_high": 0.5, "dual_clip": 4.0, "ratio_cap": 9.0, "sapo_tau_positive": 2.0,
+        "sapo_tau_negative": 3.0, "divergence_bound": 0.05, "negative_weight": 0.5,
+        "correction": "truncate_sequence", "correction_cap": 5.0, "token_band": [0.5, 5.0],
+        "sequence_band": [0.9, 1.1], "outlier_below": 1e-5, "entropy_coefficient": 0.001,
+        "kl": {"coefficient": 0.1, "estimator": "k1", "corrected": True, "reference": "base"},
+        "aggregation": "constant",
+    }  # fmt: skip
+    config = config_with(**given)
+    loss = trainer_loss(config)
+    assert (loss.objective, loss.ratio) == (Objective.CISPO, Ratio.SEQUENCE)
+    assert (loss.denominator, loss.correction) == (Denominator.OLD, Correction.TRUNCATE_SEQUENCE)
+    assert (loss.token_band, loss.sequence_band) == ((0.5, 5.0), (0.9, 1.1))
+    assert (loss.kl_coefficient, loss.is_kl_corrected) == (0.1, True)
+    plain = LossSettings()
+    unchanged = [name for name in loss.__slots__ if getattr(loss, name) == getattr(plain, name)]
+    assert unchanged == []
+    settings = trainer_settings(config, model="m", checkpoint_dir=Path("c"))
+    assert settings.reference_model == "base"
+    merge = merge_settings(config)
+    assert (merge.aggregation, merge.constant_tokens) == (Aggregation.CONSTANT, 512)
+    assert merge_settings(config_with(constant_tokens=7)).constant_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ({"objective": "ppo"}, ["algorithm.loss.objective", "ppo_clip"]),
+        ({"objektive": "sapo"}, ["algorithm.loss.objektive", "unknown key"]),
+        ({"clip_low": 0}, ["algorithm.loss.clip_low", "got 0"]),
+        ({"token_band": [2.0, 3.0]}, ["token_band", "2.0", "expected 0 < low <= 1 <= high"]),
+        ({"correction": "truncate_token"}, ["count twice", "set denominator to old"]),
+        ({"objective": "sapo", "ratio": "sequence"}, ["expected ratio token"]),
+        ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, ["k1 without importance correction"]),
+        ({"kl": {"reference": "base"}}, ["kl.reference", "coefficient"]),
+    ],
+)
+def test_a_loss_that_makes_no_sense_is_refused(loss: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_with(**loss)
+    for word in words:
+        assert word in str(caught.value)

@@ -1,0 +1,110 @@
+"""Importance weights and rejection masks, by hand; what settings are refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from actors.trainer.loss.corrections import (
+    keep_sequence_band,
+    keep_token_band,
+    keep_without_outlier,
+    truncated_sequence_weight,
+    truncated_token_weight,
+)
+from actors.trainer.loss.settings import (
+    Correction,
+    Denominator,
+    KlEstimator,
+    LossSettings,
+    Objective,
+    Ratio,
+)
+
+
+def log_ratios(*ratios: float) -> torch.Tensor:
+    return torch.tensor(ratios).log()
+
+
+INDEX = torch.tensor([0, 0, 1])
+
+
+def test_a_token_weight_is_its_ratio_up_to_the_cap() -> None:
+    weights = truncated_token_weight(log_ratios(3.0, 0.5), cap=2.0)
+    assert weights.tolist() == pytest.approx([2.0, 0.5])
+
+
+def test_a_sequence_weight_is_the_product_of_the_ratios_up_to_the_cap() -> None:
+    ratios = log_ratios(2.0, 2.0, 0.5)
+    assert truncated_sequence_weight(ratios, INDEX, cap=3.0).tolist() == pytest.approx([3, 3, 0.5])
+    assert truncated_sequence_weight(ratios, INDEX, cap=9.0).tolist() == pytest.approx([4, 4, 0.5])
+
+
+def test_a_product_beyond_all_floats_is_the_cap() -> None:
+    ratios = torch.full((3,), 80.0)
+    assert truncated_sequence_weight(ratios, INDEX, cap=2.0).tolist() == pytest.approx([2, 2, 2])
+
+
+def test_a_token_band_keeps_what_is_inside() -> None:
+    kept = keep_token_band(log_ratios(0.4, 1.0, 6.0), low=0.5, high=5.0)
+    assert kept.tolist() == [False, True, False]
+
+
+def test_a_sequence_band_judges_the_geometric_mean() -> None:
+    # Means 2 and 1: a single token of ratio 4 takes its whole trajectory out.
+    kept = keep_sequence_band(log_ratios(4.0, 1.0, 1.0), INDEX, low=0.5, high=1.5)
+    assert kept.tolist() == [False, False, True]
+
+
+def test_one_impossible_token_takes_its_trajectory_out() -> None:
+    kept = keep_without_outlier(log_ratios(1e-6, 1.0, 1.0), INDEX, below=1e-5)
+    assert kept.tolist() == [False, False, True]
+
+
+def test_weights_and_masks_have_no_gradient() -> None:
+    ratios = log_ratios(3.0, 0.5, 1.0).requires_grad_()
+    assert not truncated_token_weight(ratios, cap=2.0).requires_grad
+    assert not truncated_sequence_weight(ratios, INDEX, cap=2.0).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"clip_low": 1.5}, "clip_low, clip_high: got 1.5"),
+        ({"clip_high": 0.0}, "clip_high > 0"),
+        ({"dual_clip": 1.0}, "dual_clip: got 1.0, expected more than 1"),
+        ({"ratio_cap": 0.0}, "ratio_cap: got 0.0"),
+        ({"correction_cap": math.inf}, "correction_cap: got inf"),
+        ({"sapo_tau_negative": -1.0}, "sapo_tau_negative: got -1.0"),
+        ({"divergence_bound": math.nan}, "divergence_bound: got nan"),
+        ({"negative_weight": -0.1}, "negative_weight: got -0.1, expected at least 0"),
+        ({"kl_coefficient": math.nan}, "kl_coefficient: got nan"),
+        ({"entropy_coefficient": math.inf}, "entropy_coefficient: got inf"),
+        ({"token_band": (1.1, 2.0)}, r"token_band: got \[1.1, 2.0\]"),
+        ({"sequence_band": (0.5, 0.9)}, r"sequence_band: got \[0.5, 0.9\]"),
+        ({"outlier_below": 1.0}, "outlier_below: got 1.0"),
+        ({"ratio": Ratio.SEQUENCE, "objective": Objective.SAPO}, "expected ratio token"),
+        ({"ratio": Ratio.SEQUENCE, "objective": Objective.DPPO_KL}, "expected ratio token"),
+        (
+            {"denominator": Denominator.OLD, "objective": Objective.DPPO_TV},
+            "trust region is around the behaviour policy",
+        ),
+        ({"correction": Correction.TRUNCATE_TOKEN}, "would count twice; set denominator to old"),
+        ({"kl_coefficient": 0.1, "kl_estimator": KlEstimator.K1}, "gradient is 0 in expectation"),
+    ],
+)
+def test_a_loss_that_makes_no_sense_is_refused_with_the_remedy(
+    fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        LossSettings(**fields)
+
+
+def test_what_a_loss_needs_follows_from_its_settings() -> None:
+    plain = LossSettings()
+    assert not (plain.needs_old or plain.needs_reference or plain.needs_entropy_gradient)
+    rich = LossSettings(denominator=Denominator.OLD, kl_coefficient=0.1, entropy_coefficient=-0.01)
+    assert rich.needs_old and rich.needs_reference and rich.needs_entropy_gradient
