@@ -61,6 +61,16 @@ def test_every_key_reaches_the_room_that_it_is_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("loss", "trains"),
+    [({}, False), ({"kl": {"coefficient": 0.1}}, True), ({"entropy_coefficient": -0.1}, True)],
+)
+def test_groups_without_a_signal_are_trained_where_a_term_of_the_loss_is_not_zero(
+    loss: dict[str, Any], trains: bool
+) -> None:
+    assert merge_settings(config_with(**loss)).trains_without_signal is trains
+
+
+@pytest.mark.parametrize(
     ("loss", "words"),
     [
         ({"objective": "ppo"}, ["algorithm.loss.objective", "ppo_clip"]),

@@ -90,17 +90,6 @@ def test_a_step_settles_each_trajectory_once_and_trains_what_it_says() -> None:
     assert advantages == {1.5, -0.5}
 
 
-def test_a_regulariser_brings_groups_without_a_signal_into_the_batch() -> None:
-    """What an entropy bonus or a KL term asks, it asks of solved and of lost groups most."""
-    groups = [make_group(0, [1, 0]), make_group(1, [1, 1]), make_group(2, [0, 0])]
-    result = build(groups, trains_without_signal=True)
-    assert {settlement.reason for settlement in result.settlements} == {None}
-    assert result.report.num_zero_variance_groups == 2 and result.report.evictions == {}
-    assert update_weights(result) == [np.float32(1 / 72)] * 72
-    advantages = Counter(round(float(a), 4) for *_, a, _ in trained_tokens(result).elements())
-    assert advantages == {0.7071: 12, -0.7071: 12, 0.0: 48}
-
-
 def test_the_report_counts_what_went_into_the_step() -> None:
     retokenised = make_trajectory(
         [make_turn([1, 2], [3, 4, 5, 6, 7]), make_turn([1, 2, 99, 5, 6, 7, 8], [9])],
@@ -133,6 +122,15 @@ def test_groups_without_a_signal_weaken_the_update_and_do_not_strengthen_the_res
     assert trained_tokens(among) == trained_tokens(alone)
     assert update_weights(alone) == [np.float32(1 / 24)] * 24
     assert update_weights(among) == [np.float32(1 / 72)] * 24
+
+
+def test_groups_without_a_signal_are_trained_where_the_loss_has_a_term_for_them() -> None:
+    groups = [make_group(0, [1, 0]), make_group(1, [1, 1], outcomes={1: Outcome.TRUNCATED_TOKENS})]
+    result = build(groups, trains_without_signal=True)
+    assert [s.reason for s in result.settlements] == [None, None, None, EvictionReason.MASKED]
+    assert result.report.num_zero_variance_groups == 1
+    assert sorted({float(advantage) for *_, advantage, _ in trained_tokens(result)})[1] == 0.0
+    assert update_weights(result) == [np.float32(1 / 36)] * 36
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ class StepSettings:
     min_group_size: members of its baseline that a group needs to be trained. turn_discount: credit
     by turn; None: by trajectory. normalises: REINFORCE++, over the step's tokens. shaping: of the
     rewards. critic: of use with the baseline critic alone.
+    trains_without_signal: groups of equal returns are trained with advantage 0, because the loss
+    has a term (KL, entropy) whose gradient is not 0 there.
     tokens_per_micro_batch: budget of a packed row; a longer trajectory gets a row of its
-    own. trains_without_signal: whether the loss asks something of tokens with advantage 0.
+    own.
     num_minibatches: optimiser updates a step. seed: of the split into them.
     attention_tokens: sample length at which attention costs as much as all the rest, for the
     balance between ranks. policies: outcome rules by environment, the defaults where it has none.

@@ -198,11 +198,12 @@ def _counts(member: _Member) -> bool:
 
 
 def _without_signal(member: _Member, settings: StepSettings) -> _Member:
+    """A member of a group whose advantages are all 0: idle, unless the loss has other terms."""
     if not member.is_trained:
         return member
-    verdict = member.verdict
-    if not settings.trains_without_signal:
-        verdict = replace(verdict, reason=EvictionReason.ZERO_VARIANCE)
+    if settings.trains_without_signal:
+        return replace(member, has_signal=False)
+    verdict = replace(member.verdict, reason=EvictionReason.ZERO_VARIANCE)
     return replace(member, verdict=verdict, has_signal=False)
 
 

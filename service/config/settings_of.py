@@ -156,12 +156,13 @@ def shaping_settings(config: Config) -> ShapingSettings:
 
 def merge_settings(config: Config) -> StepSettings:
     algorithm, trainer = config.algorithm, config.trainer
+    loss = loss_settings(algorithm.loss)
     return StepSettings(
         baseline=Baseline(algorithm.baseline),
         scale=Scale(algorithm.scale),
         aggregation=Aggregation(algorithm.loss.aggregation),
         constant_tokens=algorithm.loss.constant_tokens or config.model.max_context_tokens,
-        trains_without_signal=loss_settings(algorithm.loss).has_regulariser,
+        trains_without_signal=loss.needs_reference or loss.needs_entropy_gradient,
         num_ranks=trainer.num_ranks,
         tokens_per_micro_batch=trainer.tokens_per_micro_batch,
         num_minibatches=algorithm.minibatches,

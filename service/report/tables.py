@@ -207,7 +207,7 @@ DEFINITIONS: tuple[tuple[str, str], ...] = (
     ("Sampled tokens", "in the trajectories of the trained steps; engine output only."),
     ("Trained tokens", "tokens with a place in the loss."),
     ("Clip fraction", "trained tokens whose ratio was clipped, of all trained tokens."),
-    ("Loss", "mean over the step's trained tokens, one denominator for all ranks."),
+    ("Loss", "sum over the step's trained tokens, each by its weight in the update."),
     ("Entropy", "of the policy's next-token distribution, nats, over trained tokens."),
     (
         "Effective sample size",

@@ -119,11 +119,6 @@ class LossSettings:
     def needs_entropy_gradient(self) -> bool:
         return self.entropy_coefficient != 0.0
 
-    @property
-    def has_regulariser(self) -> bool:
-        """Whether tokens with advantage 0 have a gradient too."""
-        return self.needs_reference or self.needs_entropy_gradient
-
 
 def _range_problems(settings: LossSettings) -> list[str]:
     found = []
