@@ -1,11 +1,13 @@
 """Which disposition each outcome gets, and when an attempt is repeated.
 
-The table is data: an environment may replace any row of it. Called by the queue (retries) and by
-the merge actor (train, clamp, mask, drop). Source of the defaults: docs/semantics.md, Outcomes.
+The table is data: an environment may replace any row of it. Called by the queue (retries, groups
+without a signal) and by the merge actor (train, clamp, penalise, mask, drop). Source of the
+defaults: docs/semantics.md, Outcomes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,16 +20,51 @@ class Disposition(StrEnum):
 
     TRAIN = "train"
     TRAIN_CLAMPED = "train_clamped"
+    TRAIN_PENALISED = "train_penalised"
     MASK = "mask"
     DROP = "drop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeRule:
-    """max_retries: further attempts of the same rollout before `disposition` applies."""
+    """max_retries: further attempts of the same rollout before `disposition` applies.
+
+    penalty: what `train_penalised` takes off the return, > 0; 0 with every other disposition.
+    Raises: ValueError when disposition and penalty do not go together.
+    """
 
     disposition: Disposition
     max_retries: int = 0
+    penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        is_penalised = self.disposition is Disposition.TRAIN_PENALISED
+        if not (0.0 < self.penalty < math.inf if is_penalised else self.penalty == 0.0):
+            expected = "a finite number above 0" if is_penalised else "0"
+            raise ValueError(
+                f"outcome rule: got penalty {self.penalty:g} with disposition "
+                f"{self.disposition.value}, expected {expected}; only train_penalised takes one"
+            )
+
+    def baseline_return(self, episode_return: float, *, is_graded: bool) -> float | None:
+        """What a trajectory brings to its group's baseline; None: it is not in it.
+
+        train: r; train_clamped: min(r, 0); train_penalised: r - penalty; mask: r if it was graded;
+        drop: nothing.   Source: docs/semantics.md, Outcomes.
+
+        Example: penalty .5, train_penalised: baseline_return(1, is_graded=True) -> .5
+        """
+        match self.disposition:
+            case Disposition.TRAIN:
+                return episode_return
+            case Disposition.TRAIN_CLAMPED:
+                return min(episode_return, 0.0)
+            case Disposition.TRAIN_PENALISED:
+                return episode_return - self.penalty
+            case Disposition.MASK:
+                return episode_return if is_graded else None
+            case Disposition.DROP:
+                return None
 
 
 DEFAULT_RULES: Mapping[Outcome, OutcomeRule] = {

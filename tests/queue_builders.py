@@ -57,6 +57,7 @@ def end(
     actor: str = "a",
     num_bytes: int = 100,
     version: int = 0,
+    reward: float = 0.0,
 ) -> bool:
     """Bring an assignment back; whether the queue took it."""
     summary = make_summary(
@@ -65,6 +66,7 @@ def end(
         outcome=outcome,
         num_bytes=num_bytes,
         version=version,
+        reward=reward,
     )
     return queue.put(actor, summary, BlockRow(block=object(), row=0, num_bytes=num_bytes))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.merge.advantages import Baseline, Scale, group_advantages
+from actors.merge.advantages import Baseline, Scale, group_advantages, group_divisor
 
 MEAN, LOO, NO_BASELINE = Baseline.MEAN, Baseline.LEAVE_ONE_OUT, Baseline.NONE
 
@@ -85,3 +87,54 @@ def test_a_group_baseline_does_not_see_a_shift_of_all_returns(
     a = group_advantages(returns).values
     b = group_advantages([value + shift for value in returns]).values
     np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@given(returns_strategy, st.sampled_from([MEAN, LOO]), st.randoms())
+def test_advantages_follow_their_members(
+    returns: list[float], baseline: Baseline, random: Random
+) -> None:
+    order = random.sample(range(len(returns)), len(returns))
+    plain = group_advantages(returns, baseline=baseline).values
+    shuffled = group_advantages([returns[i] for i in order], baseline=baseline).values
+    np.testing.assert_allclose(shuffled, plain[order], atol=1e-9)
+
+
+@given(returns_strategy, st.sampled_from([MEAN, LOO, NO_BASELINE]), st.sampled_from([0.5, 3, 40]))
+def test_scale_none_grows_with_the_returns_and_scale_mean_does_not_see_their_unit(
+    returns: list[float], baseline: Baseline, unit: float
+) -> None:
+    def values(each: list[float], scale: Scale) -> np.ndarray:
+        return group_advantages(each, baseline=baseline, scale=scale).values
+
+    grown = [unit * value for value in returns]
+    np.testing.assert_allclose(values(grown, Scale.NONE), unit * values(returns, Scale.NONE))
+    positive, in_unit = [abs(r) for r in returns], [unit * abs(r) for r in returns]
+    np.testing.assert_allclose(values(in_unit, Scale.MEAN), values(positive, Scale.MEAN), atol=1e-9)
+
+
+def test_scale_std_does_not_see_the_unit_of_returns_but_for_its_epsilon() -> None:
+    a, b = group_advantages([1, 0, 0, 3]).values, group_advantages([10, 0, 0, 30]).values
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert not np.array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"), [(Scale.NONE, 1.0), (Scale.STD, 0.500001), (Scale.MEAN, 0.25)]
+)
+def test_what_a_critics_advantages_are_divided_by(scale: Scale, expected: float) -> None:
+    assert group_divisor([1, 0, 0, 0], scale=scale) == pytest.approx(expected, abs=1e-9)
+
+
+def test_errors_name_the_trajectories_where_there_are_names() -> None:
+    names = ["g1-0.a0", "g1-1.a0"]
+    with pytest.raises(ValueError, match=r"trajectory g1-1\.a0 of 2 have a return that is not fin"):
+        group_advantages([1.0, float("nan")], names=names)
+    with pytest.raises(ValueError, match=r"got -2\.0 of trajectory g1-0\.a0"):
+        group_advantages([-2, 1], scale=Scale.MEAN, names=names)
+    with pytest.raises(ValueError, match="1 names for 2 returns"):
+        group_advantages([1, 2], names=["one"])
+
+
+def test_returns_have_no_advantage_over_a_critic() -> None:
+    with pytest.raises(ValueError, match="per token: use gae"):
+        group_advantages([1, 0], baseline=Baseline.CRITIC)

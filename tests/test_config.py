@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from actors.merge.shaping import Overlong, ReturnRange, ShapingSettings
+from actors.trajectory import Outcome
 from service.config.file import ConfigError, dump_config, load_config, parse_config
+from service.config.settings_of import merge_settings, queue_settings
 from service.config.tree import Config
 
 VETTED = sorted((Path(__file__).parent.parent / "deploy" / "configs").glob("*.yaml"))
@@ -70,6 +73,36 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
             {"inference": {"tensor_parallel_size": 2, "gpus_per_replica": 1}},
             ["tensor_parallel_size is 2", "gpus_per_replica 1"],
         ),
+        (
+            {"rollouts": {"outcomes": {"agent_error": {"disposition": "train_penalised"}}}},
+            ["rollouts.outcomes.agent_error", "penalty 0", "disposition train_penalised"],
+        ),
+        (
+            {"rollouts": {"outcomes": {"max_turns": {"disposition": "mask", "penalty": 1}}}},
+            ["rollouts.outcomes.max_turns", "penalty 1 with disposition mask"],
+        ),
+        ({"algorithm": {"reward": {"clip": [1, 1]}}}, ["algorithm.reward.clip", "lower bound"]),
+        (
+            {"algorithm": {"reward": {"overlong": {"max_tokens": 8, "cache_tokens": 9}}}},
+            ["algorithm.reward.overlong.cache_tokens is 9", "lower"],
+        ),
+        (
+            {"algorithm": {"reward": {"overlong": {"max_tokens": 999, "cache_tokens": 9}}}},
+            ["overlong punishes from 990", "at most 512", "lower"],
+        ),
+        (
+            {"algorithm": {"reward": {"missing_end_penalty": 0.5}}},
+            ["missing_end_penalty is 0.5", "truncated_tokens"],
+        ),
+        (
+            {"algorithm": {"max_variance_refills": 2, "baseline": "none"}},
+            ["max_variance_refills is 2", "baseline none"],
+        ),
+        (
+            {"algorithm": {"max_variance_refills": 2, "turn_discount": 0.9}},
+            ["max_variance_refills is 2", "turn_discount"],
+        ),
+        ({"algorithm": {"turn_discount": 1.1}}, ["algorithm.turn_discount", "got 1.1"]),
         ({"inference": {"gpus_per_replica": 1.5}}, ["gpus_per_replica is 1.5", "whole number"]),
         (
             {
@@ -158,6 +191,43 @@ def test_the_age_bound_is_the_worked_example(
         source="test",
     )
     assert config.algorithm.max_policy_age == age
+
+
+def test_the_defaults_shape_no_reward_and_credit_by_trajectory() -> None:
+    found = merge_settings(parse_config(tree(), source="test"))
+    assert found.shaping == ShapingSettings()
+    assert found.turn_discount is None and not found.normalises
+
+
+def test_rewards_credit_and_refills_reach_their_rooms() -> None:
+    overlong = {"max_tokens": 64, "cache_tokens": 16, "factor": 0.5}
+    config = parse_config(
+        tree(
+            rollouts={
+                "outcomes": {
+                    "truncated_tokens": {"disposition": "train_penalised", "penalty": 0.25}
+                }
+            },
+            algorithm={
+                "turn_discount": 0.9,
+                "normalise_advantages": True,
+                "min_group_size": 3,
+                "reward": {"clip": [-1, 2], "overlong": overlong, "missing_end_penalty": 0.5},
+            },
+        ),
+        source="test",
+    )
+    found = merge_settings(config)
+    assert found.shaping == ShapingSettings(
+        clip=ReturnRange(low=-1, high=2),
+        overlong=Overlong(max_tokens=64, cache_tokens=16, factor=0.5),
+        missing_end_penalty=0.5,
+    )
+    assert (found.turn_discount, found.normalises, found.min_group_size) == (0.9, True, 3)
+    assert found.policies["guessing"].rule(Outcome.TRUNCATED_TOKENS).penalty == 0.25
+    refilled = parse_config(tree(algorithm={"max_variance_refills": 4}), source="test")
+    assert queue_settings(refilled).max_variance_refills == 4
+    assert queue_settings(config).max_variance_refills == 0
 
 
 def test_every_setting_has_a_description() -> None:

@@ -42,9 +42,12 @@ class QueueMachine(RuleBasedStateMachine):
         lag=st.integers(0, 2),
         window=st.integers(1, 5),
         max_items=st.integers(1, 12),
+        refills=st.integers(0, 2),
     )
-    def begin(self, step: int, lag: int, window: int, max_items: int) -> None:
-        shape = make_settings(step=step, lag=lag, window=window, max_items=max_items)
+    def begin(self, step: int, lag: int, window: int, max_items: int, refills: int) -> None:
+        shape = make_settings(
+            step=step, lag=lag, window=window, max_items=max_items, max_variance_refills=refills
+        )
         self.go_on_with(QueueState(shape))
 
     @rule(num_samples=st.integers(2, 3), is_mortal=st.booleans(), max_count=st.integers(1, 9))
@@ -58,7 +61,9 @@ class QueueMachine(RuleBasedStateMachine):
     def bring_back(self, data: st.DataObject, max_count: int) -> None:
         for _ in range(min(max_count, len(self.held))):
             actor, assignment = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-            assert end(self.queue, assignment, actor=actor, outcome=data.draw(OUTCOMES))
+            reward = data.draw(st.sampled_from([0.0, 0.0, 1.0]))
+            outcome = data.draw(OUTCOMES)
+            assert end(self.queue, assignment, actor=actor, outcome=outcome, reward=reward)
 
     @rule()
     def take_step(self) -> None:
@@ -127,6 +132,11 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def the_ledger_balances(self) -> None:
         assert self.queue.stats().ledger.is_balanced
+
+    @invariant()
+    def no_place_is_refilled_more_often_than_the_limit(self) -> None:
+        used = self.queue.snapshot().variance_refills.values()
+        assert max(used, default=0) <= self.queue.settings.max_variance_refills
 
     @invariant()
     def no_rollout_leaves_twice(self) -> None:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from actors.merge.prefix import Merged
+from actors.merge.shaping import ShapingSettings, add_at_end, shaped_rewards, total
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trajectory import Outcome, Trajectory
 from actors.trajectory_queue.ledger import EvictionReason
 
 _DEFAULT_POLICY = OutcomePolicy()
+_NO_SHAPING = ShapingSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,54 +28,60 @@ class Verdict:
     """baseline_return: what it brings to the group's baseline, None: it is not in it.
 
     reason: why it is not in the loss; None: it is (unless its group has no signal).
+    rewards: [K] float64, one a turn, whose sum is baseline_return: shaped, and what the outcome's
+    rule takes off comes with the last one. shaped_return: their sum before the rule.
     """
 
     rollout_id: str
     baseline_return: float | None
     reason: EvictionReason | None
     is_malformed_rewarded: bool = False
+    rewards: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    shaped_return: float | None = None
 
 
 def judge(
-    trajectory: Trajectory, merged: Merged | None, *, policies: Mapping[str, OutcomePolicy]
+    trajectory: Trajectory,
+    merged: Merged | None,
+    *,
+    policies: Mapping[str, OutcomePolicy],
+    shaping: ShapingSettings = _NO_SHAPING,
 ) -> Verdict:
-    """Apply the environment's outcome policy to one trajectory.
+    """Shape a trajectory's rewards and apply the environment's outcome policy to it.
 
-    train: as it is; train_clamped: with return min(r, 0); mask: in the baseline if it was graded,
-    not in the loss; drop: neither. A trajectory whose turns do not fit together or whose return is
-    not finite is in neither; one with nothing to train is not in the loss; each has its reason.
+    train: as it is; train_clamped: with return min(r, 0); train_penalised: r - penalty; mask: in
+    the baseline if it was graded, not in the loss; drop: neither. A trajectory whose turns do not
+    fit together or whose return is not finite is in neither; one with nothing to train is not in
+    the loss; each has its reason.
 
     Args: merged: None when the turns do not fit together.
     """
-    rollout_id = trajectory.rollout_id
-    episode_return = trajectory.episode_return
+    rollout_id, outcome = trajectory.rollout_id, trajectory.outcome
     if merged is None:
         return _out(rollout_id, EvictionReason.TOKEN_MISALIGNED)
-    if not math.isfinite(episode_return):
+    if not math.isfinite(trajectory.episode_return):
         return _out(rollout_id, EvictionReason.REWARD_ERROR)
-    is_malformed = trajectory.outcome is Outcome.MALFORMED_TOOL_CALL
-    disposition = policies.get(trajectory.environment, _DEFAULT_POLICY).disposition(
-        trajectory.outcome
-    )
-    baseline_return: float | None = episode_return
-    reason: EvictionReason | None = None
-    match disposition:
-        case Disposition.TRAIN:
-            reason = _nothing_to_train(merged)
-        case Disposition.TRAIN_CLAMPED:
-            baseline_return = min(episode_return, 0.0)
-            reason = _nothing_to_train(merged)
+    rule = policies.get(trajectory.environment, _DEFAULT_POLICY).rule(outcome)
+    rewards = shaped_rewards(trajectory, shaping)
+    shaped_return = total(rewards)
+    baseline_return = rule.baseline_return(shaped_return, is_graded=trajectory.is_graded)
+    match rule.disposition:
         case Disposition.MASK:
-            baseline_return = episode_return if trajectory.is_graded else None
-            reason = EvictionReason.MASKED
+            reason: EvictionReason | None = EvictionReason.MASKED
         case Disposition.DROP:
-            baseline_return = None
-            reason = EvictionReason.of(trajectory.outcome)
+            reason = EvictionReason.of(outcome)
+        case _:
+            reason = _nothing_to_train(merged)
+    if baseline_return is not None:
+        rewards = add_at_end(rewards, baseline_return - shaped_return)
+    is_malformed = outcome is Outcome.MALFORMED_TOOL_CALL
     return Verdict(
         rollout_id=rollout_id,
         baseline_return=baseline_return,
         reason=reason,
-        is_malformed_rewarded=is_malformed and episode_return > 0,
+        is_malformed_rewarded=is_malformed and trajectory.episode_return > 0,
+        rewards=rewards,
+        shaped_return=shaped_return,
     )
 
 

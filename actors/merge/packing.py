@@ -8,14 +8,13 @@ collectives stay aligned. Called by `step`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.batch import MicroBatch, Minibatch
+from actors.batch import Float32s, MicroBatch, Minibatch
 from actors.merge.prefix import Sample
 
 # A filler is one token: nothing is predicted from it.
@@ -24,14 +23,31 @@ _FILLER_TOKENS = np.zeros(1, np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSample:
-    """A sample with the advantage and the loss weight of its trajectory.
+    """A sample, what its trained tokens are credited with, and the loss weight of each.
 
-    Every trained token gets both. loss_weight: of `aggregation`.
+    advantage: one number for all of them, or [T] float32, of which mask 0 is not read.
+    loss_weight: of `aggregation`; 0 in rows that are not trained.
+    Raises: ValueError when there are neither one nor T advantages.
     """
 
     sample: Sample
-    advantage: float
+    advantage: float | Float32s
     loss_weight: float
+
+    def __post_init__(self) -> None:
+        shape = np.shape(self.advantage)
+        if shape not in ((), (self.sample.num_tokens,)):
+            raise ValueError(
+                f"packing: trajectory {self.sample.trajectory_id} has advantages of shape {shape} "
+                f"for a sample of {self.sample.num_tokens} tokens, expected one for each, or one "
+                "number for all"
+            )
+
+    @property
+    def token_advantages(self) -> Float32s:
+        """[T] float32."""
+        values = np.asarray(self.advantage, np.float32)
+        return np.broadcast_to(values, (self.sample.num_tokens,))
 
 
 @dataclass(slots=True)
@@ -129,7 +145,6 @@ def pack_row(weighted: Sequence[WeightedSample]) -> MicroBatch:
     starts = np.cumsum(lengths, dtype=np.int32) - lengths
     token_ids = np.concatenate([sample.token_ids for sample in samples], dtype=np.int32)
     trained = np.flatnonzero(np.concatenate([sample.mask for sample in samples]))
-    advantages = np.array([each.advantage for each in weighted], np.float32)
     loss_weights = np.array([each.loss_weight for each in weighted], np.float32)
     row_of_token = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
     sample_of_trained = row_of_token[trained]
@@ -140,7 +155,7 @@ def pack_row(weighted: Sequence[WeightedSample]) -> MicroBatch:
         loss_positions=(trained - 1).astype(np.int32),
         targets=token_ids[trained],
         behaviour_logprobs=np.concatenate([sample.logprobs for sample in samples])[trained],
-        advantages=advantages[sample_of_trained],
+        advantages=np.concatenate([each.token_advantages for each in weighted])[trained],
         sampled_versions=np.concatenate([sample.versions for sample in samples])[trained],
         loss_weights=loss_weights[sample_of_trained],
         trajectory_index=_number_trajectories(samples, sample_of_trained),
@@ -165,7 +180,7 @@ def filler() -> MicroBatch:
 
 
 def _check_finite(weighted: WeightedSample) -> None:
-    if math.isfinite(weighted.advantage) and math.isfinite(weighted.loss_weight):
+    if np.isfinite(weighted.advantage).all() and np.isfinite(weighted.loss_weight):
         return
     raise ValueError(
         f"merge: trajectory {weighted.sample.trajectory_id} has advantage {weighted.advantage} and "

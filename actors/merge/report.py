@@ -63,9 +63,10 @@ class MergeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """returns: unclamped, of the step's graded trajectories; scaled_return_mean: over the best
-    possible, where known. advantages: of the trajectories in the loss. policy_age_*: versions, of
-    trained tokens. num_packed_tokens: of all rows, fillers included.
+    """returns: shaped and unclamped, of the step's graded trajectories; scaled_return_mean: the
+    environment's own, over the best possible, where known. advantages: of the trajectories in the
+    loss, each the mean over its tokens. policy_age_*: versions, of trained tokens.
+    num_packed_tokens: of all rows, fillers included.
     """
 
     step: int
@@ -94,10 +95,14 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTallies:
-    """What `step` knows when the batch is made. merged: None for misaligned trajectories."""
+    """What `step` knows when the batch is made. merged: None for misaligned trajectories.
+
+    returns: of each trajectory, with all shaping, before the outcome's rule.
+    """
 
     trajectories: Sequence[Trajectory]
     merged: Sequence[Merged | None]
+    returns: Sequence[float]
     advantages: Sequence[float]
     evictions: Sequence[EvictionReason]
     num_groups: int
@@ -122,7 +127,9 @@ def report_step(tallies: StepTallies, shards: Sequence[RankShard]) -> StepReport
         evictions=dict(Counter(tallies.evictions)),
         num_malformed_rewarded=tallies.num_malformed_rewarded,
         merge=report_merge([merged for merged in tallies.merged if merged is not None]),
-        returns=Spread.of([t.episode_return for t in graded]),
+        returns=Spread.of(
+            [r for t, r in zip(trajectories, tallies.returns, strict=True) if t.is_graded]
+        ),
         scaled_return_mean=float(np.mean(scaled)) if scaled else None,
         advantages=Spread.of(tallies.advantages),
         policy_age_max=int(ages.max()) if ages.size else None,

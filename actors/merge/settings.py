@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.aggregation import Aggregation
+from actors.merge.gae import CriticSettings
+from actors.merge.shaping import ShapingSettings
 from actors.outcomes import OutcomePolicy
 
 
@@ -15,6 +17,9 @@ class StepSettings:
     """baseline, scale: of the advantages. aggregation: of the loss; constant_tokens: what it
     divides by, for each trajectory, where it is constant. num_ranks: shards.
 
+    min_group_size: members of its baseline that a group needs to be trained. turn_discount: credit
+    by turn; None: by trajectory. normalises: REINFORCE++, over the step's tokens. shaping: of the
+    rewards. critic: of use with the baseline critic alone.
     trains_without_signal: groups of equal returns are trained with advantage 0, because the loss
     has a term (KL, entropy) whose gradient is not 0 there.
     tokens_per_micro_batch: budget of a packed row; a longer trajectory gets a row of its
@@ -36,17 +41,40 @@ class StepSettings:
     seed: int = 0
     attention_tokens: int = 8192
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
+    min_group_size: int = 1
+    turn_discount: float | None = None
+    normalises: bool = False
+    shaping: ShapingSettings = field(default_factory=ShapingSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
 
     def __post_init__(self) -> None:
-        names = (
+        for name in (
             "constant_tokens",
             "num_ranks",
             "tokens_per_micro_batch",
             "num_minibatches",
             "attention_tokens",
-        )
-        for name in names:
+            "min_group_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"merge: {name} is {getattr(self, name)}, expected >= 1")
         if self.seed < 0:
             raise ValueError(f"merge: seed is {self.seed}, expected >= 0")
+        if self.turn_discount is not None and not 0.0 <= self.turn_discount <= 1.0:
+            raise ValueError(
+                f"merge: turn_discount is {self.turn_discount}, expected a number between 0 and 1, "
+                "or None for credit by trajectory"
+            )
+        if self.turn_discount is not None and self.baseline is Baseline.CRITIC:
+            raise ValueError(
+                "merge: got turn_discount with the baseline critic, whose advantages are per "
+                "token; leave turn_discount out, or choose a group baseline"
+            )
+
+    @property
+    def needs_values(self) -> bool:
+        return self.baseline is Baseline.CRITIC
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.shaping.kl is not None

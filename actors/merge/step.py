@@ -1,12 +1,12 @@
 """One training step's data, from closed groups to what each rank trains on; pure.
 
-Order: merge the turns, apply the outcome policy, group statistics (by group, over trajectories),
-advantages, packing. Invariant: every trajectory that comes in leaves with exactly one settlement,
-and it is `trained` exactly when its tokens are in the batch. A group without a signal (equal
-returns, or one member) has advantage 0. Where nothing else in the loss asks anything of its tokens
-it is settled as zero_variance and not in the rows, but it counts in the loss weights, so that
-solved groups weaken the update instead of leaving it to the few others. Where an entropy bonus or
-a KL term does, it is trained. Called by the merge actor.
+Order: merge the turns, shape the rewards, apply the outcome policy, group statistics (by group,
+over trajectories) or GAE, packing. Invariant: every trajectory that comes in leaves with exactly
+one settlement, and it is `trained` exactly when its tokens are in the batch. A group without a
+signal (equal returns, or one member) has advantage 0. Where nothing else in the loss asks anything
+of its tokens it is settled as zero_variance and not in the rows, but it counts in the loss weights,
+so that solved groups weaken the update instead of leaving it to the few others. Where an entropy
+bonus or a KL term does, it is trained. Called by the merge actor.
 """
 
 from __future__ import annotations
@@ -15,20 +15,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from actors.batch import Minibatch, RankShard
-from actors.merge.advantages import group_advantages
 from actors.merge.aggregation import (
     IdleCounts,
     TrajectorySize,
     share_of_idle,
     trajectory_weights,
 )
+from actors.merge.credit import (
+    NO_SCORES,
+    Candidate,
+    Credit,
+    Scores,
+    candidate,
+    credit_group,
+    normalised,
+    sample_advantage,
+)
 from actors.merge.dispositions import Verdict, judge
 from actors.merge.packing import WeightedSample, pack_minibatch, split_trajectories
 from actors.merge.prefix import Merged, find_misalignment, merge_turns
 from actors.merge.report import StepReport, StepTallies, report_step
 from actors.merge.settings import StepSettings
+from actors.merge.value_rows import ValuedSample, pack_values
 from actors.trajectory import Trajectory
 from actors.trajectory_queue.ledger import EvictionReason, Settlement
+from actors.value_batch import ValueShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,24 +52,29 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """shards: one for each rank. settlements: one for each trajectory."""
+    """shards: one for each rank. settlements: one for each trajectory. value_shards: one for each
+    rank where there is a critic.
+    """
 
     shards: tuple[RankShard, ...]
     settlements: tuple[Settlement, ...]
     report: StepReport
+    value_shards: tuple[ValueShard, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Member:
-    """A trajectory on its way: advantage is 0 until its group has been looked at.
+    """A trajectory on its way: it has no credit until its group has been looked at.
 
-    has_signal: False when its group was found to have none.
+    shaped_return: with all shaping, before the outcome's rule. has_signal: False when its group was
+    found to have none.
     """
 
     trajectory: Trajectory
     merged: Merged | None
     verdict: Verdict
-    advantage: float = 0.0
+    shaped_return: float
+    credit: Credit | None = None
     has_signal: bool = True
 
     @property
@@ -67,17 +83,27 @@ class _Member:
 
 
 def build_step(
-    groups: Sequence[TrajectoryGroup], settings: StepSettings, *, step: int, trainer_version: int
+    groups: Sequence[TrajectoryGroup],
+    settings: StepSettings,
+    *,
+    step: int,
+    trainer_version: int,
+    scores: Scores = NO_SCORES,
 ) -> StepResult:
     """Make the batch of one step.
 
-    Args: step: its number. trainer_version: the policy version that the trainer holds.
-    Raises: ValueError when the advantages refuse a group's returns (scale mean, negative ones).
+    Args: step: its number. trainer_version: the policy version that the trainer holds. scores: of
+    the samples, where the settings need a critic's values or a reference's log-probabilities.
+    Raises: ValueError when the advantages refuse a group's returns (scale mean, negative ones),
+    or scores are missing.
     """
-    judged = [_judge_group(group, settings) for group in groups]
+    judged = [_judge_group(group, settings, scores) for group in groups]
+    if settings.normalises:
+        judged = _normalise(judged)
     members = [member for group in judged for member in group]
+    trained = [member for member in members if member.is_trained]
     shards = _pack(
-        [member for member in members if member.is_trained],
+        trained,
         settings,
         idle=_count_idle(members),
         step=step,
@@ -87,7 +113,8 @@ def build_step(
     tallies = StepTallies(
         trajectories=[member.trajectory for member in members],
         merged=[member.merged for member in members],
-        advantages=[member.advantage for member in members if member.is_trained],
+        returns=[member.shaped_return for member in members],
+        advantages=[member.credit.mean for member in trained if member.credit is not None],
         evictions=[verdict.reason for verdict in verdicts if verdict.reason is not None],
         num_groups=len(groups),
         num_zero_variance_groups=sum(any(not m.has_signal for m in g) for g in judged),
@@ -97,41 +124,77 @@ def build_step(
         shards=shards,
         settlements=tuple(Settlement(rollout_id=v.rollout_id, reason=v.reason) for v in verdicts),
         report=report_step(tallies, shards),
+        value_shards=_value_shards(trained, settings, step=step) if settings.needs_values else (),
     )
 
 
-def _judge_group(group: TrajectoryGroup, settings: StepSettings) -> list[_Member]:
+def _judge_group(group: TrajectoryGroup, settings: StepSettings, scores: Scores) -> list[_Member]:
     members = [_judge(trajectory, settings) for trajectory in group.trajectories]
-    returns = {
-        member.verdict.rollout_id: member.verdict.baseline_return
-        for member in members
-        if member.verdict.baseline_return is not None
-    }
-    if not returns:
-        return members
     try:
-        result = group_advantages(
-            [value for value in returns.values() if value is not None],
-            baseline=settings.baseline,
-            scale=settings.scale,
-        )
+        in_baseline = {
+            index: found
+            for index, member in enumerate(members)
+            if (found := _candidate(member, settings, scores)) is not None
+        }
+        if len(in_baseline) < max(1, settings.min_group_size):
+            return [_leave(member, EvictionReason.GROUP_TOO_SMALL) for member in members]
+        result = credit_group(list(in_baseline.values()), settings, scores=scores)
     except ValueError as error:
         raise ValueError(f"group {group.group_id}: {error}") from error
-    advantages = dict(zip(returns, result.values.tolist(), strict=True))
-    if not result.has_signal:
-        return [_without_signal(member, settings) for member in members]
-    return [
-        replace(member, advantage=advantages[member.verdict.rollout_id])
-        if member.is_trained
-        else member
-        for member in members
-    ]
+    for (index, found), credit in zip(in_baseline.items(), result.credits, strict=True):
+        charged = float(found.token_rewards.sum())
+        shaped = members[index].shaped_return + charged
+        members[index] = replace(members[index], credit=credit, shaped_return=shaped)
+    if result.has_signal:
+        return members
+    return [_without_signal(member, settings) for member in members]
 
 
 def _judge(trajectory: Trajectory, settings: StepSettings) -> _Member:
     merged = merge_turns(trajectory) if find_misalignment(trajectory) is None else None
-    verdict = judge(trajectory, merged, policies=settings.policies)
-    return _Member(trajectory=trajectory, merged=merged, verdict=verdict)
+    verdict = judge(trajectory, merged, policies=settings.policies, shaping=settings.shaping)
+    shaped = verdict.shaped_return
+    return _Member(
+        trajectory=trajectory,
+        merged=merged,
+        verdict=verdict,
+        shaped_return=trajectory.episode_return if shaped is None else shaped,
+    )
+
+
+def _candidate(member: _Member, settings: StepSettings, scores: Scores) -> Candidate | None:
+    baseline_return = member.verdict.baseline_return
+    if baseline_return is None or member.merged is None:
+        return None
+    return candidate(
+        member.trajectory,
+        member.merged,
+        rewards=member.verdict.rewards,
+        baseline_return=baseline_return,
+        kl=settings.shaping.kl,
+        scores=scores,
+    )
+
+
+def _leave(member: _Member, reason: EvictionReason) -> _Member:
+    """Take a member out of the loss, unless it is not in it for a reason of its own."""
+    if not member.is_trained:
+        return member
+    return replace(member, verdict=replace(member.verdict, reason=reason))
+
+
+def _normalise(judged: Sequence[list[_Member]]) -> list[list[_Member]]:
+    """The credits over all groups of the step at once; without a signal they stay 0."""
+    credits = [m.credit for group in judged for m in group if m.credit is not None and _counts(m)]
+    new = iter(normalised(credits))
+    return [
+        [replace(m, credit=next(new)) if m.credit is not None and _counts(m) else m for m in group]
+        for group in judged
+    ]
+
+
+def _counts(member: _Member) -> bool:
+    return member.is_trained and member.has_signal
 
 
 def _without_signal(member: _Member, settings: StepSettings) -> _Member:
@@ -200,12 +263,39 @@ def _size(member: _Member) -> TrajectorySize:
     )
 
 
-def _weighted(members: Sequence[_Member], weights: Sequence[float]) -> list[WeightedSample]:
-    """The samples that hold a trained token, with what their trajectory gives each token."""
-    return [
-        WeightedSample(sample=sample, advantage=member.advantage, loss_weight=weight)
-        for member, weight in zip(members, weights, strict=True)
+def _value_shards(
+    trained: Sequence[_Member], settings: StepSettings, *, step: int
+) -> tuple[ValueShard, ...]:
+    valued = [
+        ValuedSample(
+            sample=member.merged.samples[0],
+            old_values=member.credit.old_values,
+            value_targets=member.credit.value_targets,
+        )
+        for member in trained
         if member.merged is not None
+        and member.credit is not None
+        and member.credit.old_values is not None
+        and member.credit.value_targets is not None
+    ]
+    return pack_values(
+        valued,
+        step=step,
+        num_ranks=settings.num_ranks,
+        budget=settings.tokens_per_micro_batch,
+    )
+
+
+def _weighted(members: Sequence[_Member], weights: Sequence[float]) -> list[WeightedSample]:
+    """The samples that hold a trained token, with what each of its tokens gets."""
+    return [
+        WeightedSample(
+            sample=sample,
+            advantage=sample_advantage(member.credit, member.trajectory, member.merged, sample),
+            loss_weight=weight,
+        )
+        for member, weight in zip(members, weights, strict=True)
+        if member.merged is not None and member.credit is not None
         for sample in member.merged.samples
         if sample.num_trained
     ]

@@ -117,13 +117,30 @@ def shard_policy(
 
     Returns: every sharded module, the root last.
     """
+    return shard_layers(
+        policy,
+        set(policy.causal_lm._no_split_modules or ()),
+        mesh,
+        param_dtype=param_dtype,
+        reshard_after_forward=reshard_after_forward,
+    )
+
+
+def shard_layers(
+    root: nn.Module,
+    layer_names: set[str],
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype,
+    reshard_after_forward: bool,
+) -> list[FSDPModule]:
+    """Shard every module of these classes, then the rest as the root's group; as `shard_policy`."""
     mixed = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    layer_names = set(policy.causal_lm._no_split_modules or ())
-    layers = [module for module in policy.modules() if type(module).__name__ in layer_names]
+    layers = [module for module in root.modules() if type(module).__name__ in layer_names]
     for module in layers:
         fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard_after_forward)
-    fully_shard(policy, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
-    sharded = [module for module in (*layers, policy) if isinstance(module, FSDPModule)]
+    fully_shard(root, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
+    sharded = [module for module in (*layers, root) if isinstance(module, FSDPModule)]
     for module in sharded:
         module.set_gradient_divide_factor(1.0)
         # With a factor of one there is nothing to scale, and gloo knows only plain sums.

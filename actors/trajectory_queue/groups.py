@@ -213,10 +213,29 @@ class Group:
 
     def is_usable(self, rollout: Rollout) -> bool:
         """Whether a rollout has finished with a return that may stand in the baseline."""
-        if rollout.summary is None:
-            return False
-        is_masked = self.policy.disposition(rollout.summary.outcome) is Disposition.MASK
-        return rollout.summary.is_graded or not is_masked
+        return self._baseline_return(rollout) is not None
+
+    def baseline_returns(self) -> list[float]:
+        """What the finished rollouts bring to the baseline, behind the outcomes' rules."""
+        found = map(self._baseline_return, self.rollouts.values())
+        return [value for value in found if value is not None]
+
+    def _baseline_return(self, rollout: Rollout) -> float | None:
+        summary = rollout.summary
+        if summary is None:
+            return None
+        rule = self.policy.rule(summary.outcome)
+        return rule.baseline_return(summary.episode_return, is_graded=summary.is_graded)
+
+
+def check_size(request: GroupRequest, *, min_group_size: int) -> None:
+    """Raises: ValueError when a group would close too small to be trained."""
+    least = min(request.num_samples, request.min_usable_samples or request.num_samples)
+    if least < min_group_size:
+        raise ValueError(
+            f"queue: group {request.group_number} closes with {least} usable samples, "
+            f"expected at least min_group_size={min_group_size}"
+        )
 
 
 def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy) -> Group:

@@ -10,7 +10,7 @@ state; the merge actor names its settlements with the same words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -79,6 +79,17 @@ class Settlement:
 
     rollout_id: str
     reason: EvictionReason | None = None
+
+
+def check_settlements(step: int, expected: set[str], settlements: Sequence[Settlement]) -> None:
+    """Raises: ValueError when a rollout of the step is missing, named twice or not in the step."""
+    named = [settlement.rollout_id for settlement in settlements]
+    wrong = expected.symmetric_difference(named)
+    if wrong or len(named) != len(expected):
+        raise ValueError(
+            f"queue: step {step} has {len(expected)} rollouts, got {len(named)} settlements; "
+            f"expected each once, wrong or missing: {sorted(wrong)[:8]}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

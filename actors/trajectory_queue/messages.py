@@ -25,6 +25,8 @@ class QueueSettings:
     max_items: rollouts handed out plus trajectories waiting for a step. max_bytes: of the waiting
     payloads. Above either, only the step that is being collected gets further rollouts.
     policies: outcome rules by environment; the defaults where it has none.
+    max_variance_refills: dynamic sampling, how often a number is given another task because its
+    group's returns were all equal; 0: such a group keeps its place.
     Raises: ValueError when a number is out of range.
     """
 
@@ -33,11 +35,16 @@ class QueueSettings:
     max_items: int = 4096
     max_bytes: int = 2**30
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
+    max_variance_refills: int = 0
 
     def __post_init__(self) -> None:
         for name in ("min_group_size", "max_items", "max_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"queue: {name} is {getattr(self, name)}, expected >= 1")
+        if self.max_variance_refills < 0:
+            raise ValueError(
+                f"queue: max_variance_refills is {self.max_variance_refills}, expected >= 0"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,20 +128,23 @@ class Drained:
 class QueueSnapshot:
     """From it a queue starts again: all that was admitted and not settled is pending.
 
-    replacements: by group number not settled, how often it was filled before.
+    replacements: by group number not settled, how often it was filled before; variance_refills:
+    how often of these because the returns were all equal.
     """
 
     window: WindowSnapshot
     ledger: LedgerSnapshot
     groups: tuple[GroupSnapshot, ...]
     replacements: Mapping[int, int]
+    variance_refills: Mapping[int, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "window": self.window.to_json(),
             "ledger": self.ledger.to_json(),
             "groups": [group.to_json() for group in self.groups],
-            "replacements": {str(number): count for number, count in self.replacements.items()},
+            "replacements": _keys_to_text(self.replacements),
+            "variance_refills": _keys_to_text(self.variance_refills),
         }
 
     @classmethod
@@ -143,8 +153,18 @@ class QueueSnapshot:
             window=WindowSnapshot.from_json(data["window"]),
             ledger=LedgerSnapshot.from_json(data["ledger"]),
             groups=tuple(GroupSnapshot.from_json(group) for group in data["groups"]),
-            replacements={int(number): count for number, count in data["replacements"].items()},
+            replacements=_keys_to_numbers(data["replacements"]),
+            # A run that began without dynamic sampling has stored none.
+            variance_refills=_keys_to_numbers(data.get("variance_refills", {})),
         )
+
+
+def _keys_to_text(counts: Mapping[int, int]) -> dict[str, int]:
+    return {str(number): count for number, count in counts.items()}
+
+
+def _keys_to_numbers(counts: Mapping[str, int]) -> dict[int, int]:
+    return {int(number): count for number, count in counts.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

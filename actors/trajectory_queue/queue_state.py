@@ -22,10 +22,11 @@ from actors.trajectory_queue.groups import (
     Rollout,
     RolloutState,
     check_policy,
+    check_size,
     new_group,
     restore_group,
 )
-from actors.trajectory_queue.ledger import EvictionReason, Ledger, Settlement
+from actors.trajectory_queue.ledger import EvictionReason, Ledger, Settlement, check_settlements
 from actors.trajectory_queue.messages import (
     ActorReleased,
     Drained,
@@ -34,6 +35,7 @@ from actors.trajectory_queue.messages import (
     QueueStats,
     Vacancy,
 )
+from actors.trajectory_queue.refills import Refills
 from actors.trajectory_queue.window import AdmissionWindow
 
 _DEFAULT_POLICY = OutcomePolicy()
@@ -51,6 +53,10 @@ class QueueState:
         )
         self._ledger = Ledger(snapshot=snapshot.ledger if snapshot else None)
         self._replacements = dict(snapshot.replacements) if snapshot else dict[int, int]()
+        self._refills = Refills(
+            limit=settings.max_variance_refills,
+            counts=snapshot.variance_refills if snapshot else None,
+        )
         self._groups: dict[int, Group] = {}
         self._home: dict[str, int] = {}
         self._closed: set[int] = set()
@@ -96,12 +102,7 @@ class QueueState:
                     f"{sorted(wanted)[:8]}; ask admissible() first"
                 )
             wanted.remove(request.group_number)
-            least = min(request.num_samples, request.min_usable_samples or request.num_samples)
-            if least < self.settings.min_group_size:
-                raise ValueError(
-                    f"queue: group {request.group_number} closes with {least} usable samples, "
-                    f"expected at least min_group_size={self.settings.min_group_size}"
-                )
+            check_size(request, min_group_size=self.settings.min_group_size)
         groups = [
             new_group(
                 request,
@@ -187,14 +188,7 @@ class QueueState:
         if self._is_ended:
             raise ValueError(f"queue: step {step} settled after cancel_all, which ended the run")
         groups = [self._groups[number] for number in self._window.unsettled(step)]
-        expected = {rollout.rollout_id for rollout in _finished(groups)}
-        named = [settlement.rollout_id for settlement in settlements]
-        wrong = expected.symmetric_difference(named)
-        if wrong or len(named) != len(expected):
-            raise ValueError(
-                f"queue: step {step} has {len(expected)} rollouts, got {len(named)} settlements; "
-                f"expected each once, wrong or missing: {sorted(wrong)[:8]}"
-            )
+        check_settlements(step, {rollout.rollout_id for rollout in _finished(groups)}, settlements)
         self._window.settle(step)
         for settlement in settlements:
             if settlement.reason is None:
@@ -204,6 +198,7 @@ class QueueState:
         for group in groups:
             self._forget(group)
             self._replacements.pop(group.number, None)
+            self._refills.forget(group.number)
 
     def lost(self, rollout_ids: Iterable[str]) -> tuple[int, ...]:
         """Play again what lost its payload, as an infrastructure error each.
@@ -282,6 +277,7 @@ class QueueState:
             ledger=self._ledger.snapshot(),
             groups=tuple(self._groups[number].snapshot() for number in sorted(self._groups)),
             replacements=dict(self._replacements),
+            variance_refills=self._refills.counts(),
         )
 
     def _policy(self, environment: str) -> OutcomePolicy:
@@ -370,9 +366,11 @@ class QueueState:
         self._news += 1
         is_usable = group.num_usable >= self.settings.min_group_size
         self._failures.add_group(is_usable=is_usable)
-        if not is_usable:
-            self._num_replaced_groups += 1
-            self._evict_group(group, EvictionReason.GROUP_TOO_SMALL)
+        if is_usable and not self._refills.claim(group.number, group.baseline_returns()):
+            return
+        self._num_replaced_groups += 1
+        reason = EvictionReason.ZERO_VARIANCE if is_usable else EvictionReason.GROUP_TOO_SMALL
+        self._evict_group(group, reason)
 
     def _evict_group(self, group: Group, reason: EvictionReason) -> None:
         """Evict all that is left of a group; its number is filled again with another task."""

@@ -10,6 +10,7 @@ from actors.environment.turn_loop import EpisodeSettings
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.aggregation import Aggregation
 from actors.merge.settings import StepSettings
+from actors.merge.shaping import Overlong, ReturnRange, ShapingSettings
 from actors.outcomes import OutcomePolicy, OutcomeRule
 from actors.trainer.settings import Device, ParamDtype, TrainerSettings, WeightTransport
 from actors.trajectory_queue.messages import QueueSettings
@@ -28,7 +29,9 @@ _UNPRUNED = 1_000_000
 def outcome_policy(config: Config) -> OutcomePolicy:
     return OutcomePolicy(
         overrides={
-            outcome: OutcomeRule(disposition=rule.disposition, max_retries=rule.max_retries)
+            outcome: OutcomeRule(
+                disposition=rule.disposition, max_retries=rule.max_retries, penalty=rule.penalty
+            )
             for outcome, rule in config.rollouts.outcomes.items()
         }
     )
@@ -47,6 +50,7 @@ def queue_settings(config: Config) -> QueueSettings:
         max_items=config.max_queue_items,
         max_bytes=config.queue.max_mib * MIB,
         policies={config.tasks.environment: outcome_policy(config)},
+        max_variance_refills=algorithm.max_variance_refills,
     )
 
 
@@ -141,6 +145,15 @@ def trainer_settings(config: Config, *, model: str, checkpoint_dir: Path) -> Tra
     )
 
 
+def shaping_settings(config: Config) -> ShapingSettings:
+    reward = config.algorithm.reward
+    return ShapingSettings(
+        clip=ReturnRange(low=reward.clip[0], high=reward.clip[1]) if reward.clip else None,
+        overlong=Overlong(**reward.overlong.model_dump()) if reward.overlong else None,
+        missing_end_penalty=reward.missing_end_penalty,
+    )
+
+
 def merge_settings(config: Config) -> StepSettings:
     algorithm, trainer = config.algorithm, config.trainer
     loss = loss_settings(algorithm.loss)
@@ -155,4 +168,8 @@ def merge_settings(config: Config) -> StepSettings:
         num_minibatches=algorithm.minibatches,
         seed=config.run.seed,
         policies={config.tasks.environment: outcome_policy(config)},
+        min_group_size=algorithm.min_group_size,
+        turn_discount=algorithm.turn_discount,
+        normalises=algorithm.normalise_advantages,
+        shaping=shaping_settings(config),
     )

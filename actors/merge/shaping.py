@@ -1,0 +1,199 @@
+"""Reward shaping: pure functions over the turn rewards of one trajectory.
+
+What is added or taken comes with the last turn, but for the KL penalty, which falls on the tokens.
+The adjusted rewards are what the group statistics and the logs see; the environment's own stay in
+the trajectory. Order: clip the return, overlong and missing-end penalties, then the outcome's rule
+(`dispositions`), then KL. Called by `dispositions` and `credit`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.trajectory import FinishReason, Trajectory
+
+
+class KlEstimate(StrEnum):
+    """Which estimate of KL(policy || reference) a token is charged."""
+
+    K1 = "k1"
+    K3 = "k3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnRange:
+    """low < high: what returns are clipped to. Raises: ValueError when they are not."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(
+                f"shaping: got clip range [{self.low}, {self.high}], expected low < high"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlong:
+    """max_tokens: L_max, where the punishment is whole. cache_tokens: L_cache, 1 to L_max, over
+    which it grows. factor: of the whole punishment. Raises: ValueError when out of range.
+    """
+
+    max_tokens: int
+    cache_tokens: int
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.cache_tokens <= self.max_tokens or not self.factor > 0:
+            raise ValueError(
+                f"shaping: got overlong max_tokens={self.max_tokens}, "
+                f"cache_tokens={self.cache_tokens}, factor={self.factor}, expected "
+                "1 <= cache_tokens <= max_tokens and factor > 0"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlInReward:
+    """coefficient: beta > 0, return per nat. Raises: ValueError when it is not."""
+
+    estimate: KlEstimate
+    coefficient: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.coefficient < np.inf:
+            raise ValueError(f"shaping: got KL coefficient {self.coefficient}, expected above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapingSettings:
+    """None and 0: left alone. missing_end_penalty: >= 0, what an answer without an end costs."""
+
+    clip: ReturnRange | None = None
+    overlong: Overlong | None = None
+    missing_end_penalty: float = 0.0
+    kl: KlInReward | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.missing_end_penalty < np.inf:
+            raise ValueError(
+                f"shaping: missing_end_penalty is {self.missing_end_penalty}, expected 0 or more"
+            )
+
+
+def turn_rewards(trajectory: Trajectory) -> NDArray[np.float64]:
+    """The environment's rewards: [K] float64, one a turn."""
+    return np.array([turn.reward for turn in trajectory.turns], np.float64)
+
+
+def total(rewards: NDArray[np.float64]) -> float:
+    """The return: the sum in the order of play, as `Trajectory.episode_return`."""
+    return float(sum(rewards.tolist()))
+
+
+def add_at_end(rewards: NDArray[np.float64], amount: float) -> NDArray[np.float64]:
+    """Let an amount come with the last turn. Without turns there is nothing that could bear it."""
+    if amount == 0.0 or rewards.shape[0] == 0:
+        return rewards
+    return np.append(rewards[:-1], rewards[-1] + amount)
+
+
+def shaped_rewards(trajectory: Trajectory, settings: ShapingSettings) -> NDArray[np.float64]:
+    """All that needs no model: clip, overlong, missing end. [K] float64, one a turn."""
+    rewards = turn_rewards(trajectory)
+    if settings.clip is not None:
+        rewards = clip_return(rewards, low=settings.clip.low, high=settings.clip.high)
+    if settings.overlong is not None:
+        overlong = settings.overlong
+        punishment = overlong_punishment(
+            trajectory.num_sampled,
+            max_tokens=overlong.max_tokens,
+            cache_tokens=overlong.cache_tokens,
+        )
+        rewards = add_at_end(rewards, overlong.factor * punishment)
+    if is_end_missing(trajectory):
+        rewards = add_at_end(rewards, -settings.missing_end_penalty)
+    return rewards
+
+
+def clip_return(rewards: NDArray[np.float64], *, low: float, high: float) -> NDArray[np.float64]:
+    """Clip a trajectory's return; the difference comes with the last turn.
+
+    R' = min(max(R, low), high).   Source: Mnih et al. 2015, Methods (deviation, ours: they clip
+    each reward; a return is what groups compare, and does not depend on how it fell to turns).
+
+    Args: rewards: [K] float.    Returns: [K] float64.
+    Example: clip_return([1, 3], low=-2, high=2) -> [1, 1]
+    """
+    whole = total(rewards)
+    return add_at_end(rewards, min(max(whole, low), high) - whole)
+
+
+def overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: int) -> float:
+    """Punish length softly before it is cut off.
+
+    0 for L <= L_max - L_cache; (L_max - L_cache - L) / L_cache for L <= L_max; else -1.
+    Source: DAPO, arXiv 2503.14476, equation 13 (deviation: L counts the sampled tokens of all
+    turns of the trajectory; observations are not the policy's).
+
+    Args: num_tokens: L. max_tokens: L_max. cache_tokens: L_cache, >= 1.
+    Returns: float in [-1, 0], to be added to the return.
+    Example: L_max 100, L_cache 20: 80 -> 0; 90 -> -.5; 100 -> -1; 101 -> -1
+    """
+    start = max_tokens - cache_tokens
+    if num_tokens <= start:
+        return 0.0
+    return max(-1.0, (start - num_tokens) / cache_tokens)
+
+
+def is_end_missing(trajectory: Trajectory) -> bool:
+    """Whether the last turn was cut off before its end token, by the engine's recorded reason.
+
+    Source of the penalty: TRL, `missing_eos_penalty` (deviation: the recorded finish reason is
+    read, never the token ids).
+    """
+    return bool(trajectory.turns) and trajectory.turns[-1].finish_reason is FinishReason.LENGTH
+
+
+def kl_penalties(
+    logprobs: NDArray[np.float32],
+    reference_logprobs: NDArray[np.float32],
+    *,
+    kl: KlInReward,
+    name: str = "",
+) -> NDArray[np.float64]:
+    """Charge each sampled token for leaving the reference.
+
+    -beta k, d = log p_ref - log p: k1 = -d; k3 = exp(d) - 1 - d.   Source: Ziegler et al. 2019,
+    arXiv 1909.08593, equation 2 (k1); Schulman 2020, "Approximating KL divergence" (k3). Added to
+    the rewards, their gradient is not the KL's own: k1 in the reward gives the gradient of the
+    KL, k3 does not.
+
+    Args: logprobs: [T] float32, nats, of the policy that is charged (behaviour or current).
+    reference_logprobs: [T] float32, nats, of the same tokens. name: of the trajectory.
+    Returns: [T] float64, to be added to the rewards.
+    Raises: ValueError when lengths differ or a number is not finite.
+    Example: log p = 0, log p_ref = -ln 2, beta 1: k1 -> -.693147; k3 -> -.193147
+    """
+    subject = f"trajectory {name}" if name else "the trajectory"
+    if logprobs.shape != reference_logprobs.shape:
+        raise ValueError(
+            f"shaping: {subject} has {reference_logprobs.shape} reference log-probabilities for "
+            f"{logprobs.shape} tokens, expected one each; score the samples as they were merged"
+        )
+    delta = reference_logprobs.astype(np.float64) - logprobs.astype(np.float64)
+    if not np.isfinite(delta).all():
+        raise ValueError(
+            f"shaping: {subject} has a log-probability that is not finite, of the policy or of "
+            "the reference; mask such tokens before they are charged"
+        )
+    match kl.estimate:
+        case KlEstimate.K1:
+            estimate = -delta
+        case KlEstimate.K3:
+            estimate = np.expm1(delta) - delta
+    return -kl.coefficient * estimate

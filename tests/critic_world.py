@@ -1,0 +1,59 @@
+"""Critics in processes of their own, with gloo between them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from actors.trainer.critic import Critic, CriticStats, CriticTraining
+from actors.trainer.process_group import join_group
+from actors.value_batch import ValueShard
+
+TIMEOUT_S = 300.0
+
+
+def _update_twice(
+    rank: int, num_ranks: int, model: str, shard: ValueShard, store: str, found: object
+) -> None:
+    torch.set_num_threads(1)
+    mesh = join_group(
+        dist.FileStore(store, num_ranks),
+        rank=rank,
+        num_ranks=num_ranks,
+        device=torch.device("cpu"),
+        timeout_s=TIMEOUT_S,
+        is_local=True,
+    )
+    critic = Critic(
+        model,
+        CriticTraining(learning_rate=1e-3),
+        mesh=mesh,
+        device=torch.device("cpu"),
+        param_dtype=torch.float32,
+    )
+    found.put((rank, [critic.update(shard) for _ in range(2)]))  # type: ignore[attr-defined]
+    dist.destroy_process_group()
+
+
+def update_twice(
+    model: str, shards: tuple[ValueShard, ...], directory: Path
+) -> list[list[CriticStats]]:
+    """Two updates on the same shards, one process a rank: the statistics of each rank."""
+    context = multiprocessing.get_context("spawn")
+    found = context.Queue()
+    store = str(directory / f"store-{len(shards)}")
+    processes = [
+        context.Process(
+            target=_update_twice, args=(rank, len(shards), model, shard, store, found), daemon=True
+        )
+        for rank, shard in enumerate(shards)
+    ]
+    for process in processes:
+        process.start()
+    answers = dict(found.get(timeout=TIMEOUT_S) for _ in processes)
+    for process in processes:
+        process.join(TIMEOUT_S)
+    return [answers[rank] for rank in range(len(shards))]

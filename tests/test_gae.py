@@ -1,0 +1,123 @@
+"""GAE over action tokens: the vectors of the design, the obvious loop, truncation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.merge.gae import (
+    CriticSettings,
+    Truncation,
+    end_value,
+    refuse_branches,
+    token_advantages,
+)
+from actors.outcomes import Disposition
+
+ZEROS, VALUES = np.zeros(3), np.array([0.5, 0.6, 0.7])
+
+
+@pytest.mark.parametrize(
+    ("is_truncated", "truncation", "expected"),
+    [
+        # docs/semantics.md: V(s_T) = .8 behind what was cut off; 0 behind what ended.
+        (True, Truncation.BOOTSTRAP, [0.3, 0.2, 0.1]),
+        (True, Truncation.TERMINAL, [-0.5, -0.6, -0.7]),
+        (True, Truncation.PENALTY, [-0.5, -0.6, -0.7]),
+        (False, Truncation.BOOTSTRAP, [-0.5, -0.6, -0.7]),
+    ],
+)
+def test_truncated_is_not_terminated(
+    is_truncated: bool, truncation: Truncation, expected: list[float]
+) -> None:
+    end = end_value(0.8, is_truncated=is_truncated, truncation=truncation)
+    found = token_advantages(ZEROS, VALUES, discount=1.0, decay=1.0, end_value=end)
+    np.testing.assert_allclose(found.advantages, expected, atol=1e-12)
+    np.testing.assert_allclose(found.value_targets, np.array(expected) + VALUES, atol=1e-12)
+
+
+def test_the_decay_weighs_later_errors() -> None:
+    # By hand, discount 1, decay .5: errors .1, .1, 1 - .7 = .3; .1 + .5 (.1 + .5 * .3) = .225.
+    rewards = np.array([0.0, 0.0, 1.0])
+    found = token_advantages(rewards, VALUES, discount=1.0, decay=0.5)
+    np.testing.assert_allclose(found.advantages, [0.225, 0.25, 0.3], atol=1e-12)
+
+
+numbers = st.integers(-8, 8).map(lambda x: x / 4)
+
+
+@given(
+    st.lists(st.tuples(numbers, numbers), min_size=1, max_size=40),
+    st.sampled_from([0.0, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.95, 1.0]),
+    numbers,
+)
+def test_the_advantages_are_those_of_the_obvious_loop(
+    tokens: list[tuple[float, float]], discount: float, decay: float, end: float
+) -> None:
+    rewards, values = (np.array(column) for column in zip(*tokens, strict=True))
+    expected, running, next_value = [], 0.0, end
+    for reward, value in reversed(tokens):
+        running = reward + discount * next_value - value + discount * decay * running
+        next_value = value
+        expected.append(running)
+    found = token_advantages(rewards, values, discount=discount, decay=decay, end_value=end)
+    np.testing.assert_allclose(found.advantages, expected[::-1], atol=1e-10)
+
+
+@given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=20), numbers)
+def test_with_discount_and_decay_one_the_target_is_the_return_to_go(
+    tokens: list[tuple[float, float]], end: float
+) -> None:
+    rewards, values = (np.array(column) for column in zip(*tokens, strict=True))
+    found = token_advantages(rewards, values, discount=1.0, decay=1.0, end_value=end)
+    to_go = np.cumsum(rewards[::-1])[::-1] + end
+    np.testing.assert_allclose(found.value_targets, to_go, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "values", "words"),
+    [
+        ([0.0], [0.0, 1.0], r"trajectory g1-0\.a0 has rewards of shape \(1,\) and values"),
+        ([], [], r"trajectory g1-0\.a0 has rewards of shape \(0,\)"),
+        ([float("nan")], [0.0], r"trajectory g1-0\.a0 has a reward or value that is not finite"),
+        ([0.0], [float("inf")], r"not finite"),
+    ],
+)
+def test_bad_input_is_refused_with_the_trajectory_named(
+    rewards: list[float], values: list[float], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        token_advantages(
+            np.array(rewards), np.array(values), discount=1.0, decay=1.0, name="g1-0.a0"
+        )
+
+
+def test_a_branched_trajectory_is_refused_with_a_remedy() -> None:
+    refuse_branches(1, name="g1-0.a0")
+    with pytest.raises(ValueError, match=r"g1-0\.a0 branched into 2 samples.*append-only"):
+        refuse_branches(2, name="g1-0.a0")
+
+
+@pytest.mark.parametrize(
+    ("truncation", "disposition"),
+    [
+        (Truncation.BOOTSTRAP, Disposition.TRAIN),
+        (Truncation.TERMINAL, Disposition.TRAIN),
+        (Truncation.MASK, Disposition.MASK),
+        (Truncation.PENALTY, Disposition.TRAIN_PENALISED),
+        (Truncation.DROP, Disposition.DROP),
+    ],
+)
+def test_each_way_of_truncation_has_its_outcome_rule(
+    truncation: Truncation, disposition: Disposition
+) -> None:
+    penalty = 0.5 if truncation is Truncation.PENALTY else 0.0
+    assert truncation.rule(penalty=penalty).disposition is disposition
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"critic: decay is 1\.1"):
+        CriticSettings(decay=1.1)

@@ -1,0 +1,102 @@
+"""Credit by turn: returns-to-go within a group."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.merge.advantages import Baseline, Scale, group_advantages
+from actors.merge.turn_credit import discounted_suffix_sums, turn_advantages
+
+quarters = st.integers(-8, 8).map(lambda x: x / 4)
+rewards_strategy = st.lists(st.lists(quarters, min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+def arrays(rewards: list[list[float]]) -> list[np.ndarray]:
+    return [np.array(each, float) for each in rewards]
+
+
+@given(st.lists(quarters, max_size=40), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+def test_suffix_sums_are_those_of_the_obvious_loop(values: list[float], factor: float) -> None:
+    expected, running = [], 0.0
+    for value in reversed(values):
+        running = value + factor * running
+        expected.append(running)
+    found = discounted_suffix_sums(np.array(values, float), factor)
+    np.testing.assert_allclose(found, expected[::-1], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "discount", "baseline", "expected"),
+    [
+        # R = [[.5, 1], [0, 0]]: each turn against the mean of its own.
+        ([[0, 1], [0, 0]], 0.5, Baseline.MEAN, [[0.25, 0.5], [-0.25, -0.5]]),
+        ([[0, 1], [0, 0]], 0.5, Baseline.LEAVE_ONE_OUT, [[0.5, 1], [-0.5, -1]]),
+        ([[0, 1], [0, 0]], 0.5, Baseline.NONE, [[0.5, 1], [0, 0]]),
+        # R = [[1], [.5, 1]]: the one that won at once stands with its last turn.
+        ([[1], [0, 1]], 0.5, Baseline.MEAN, [[0.25], [-0.25, 0]]),
+        # Discount 0: only the turn's own reward counts.
+        ([[1, 0], [0, 1]], 0.0, Baseline.MEAN, [[0.5, -0.5], [-0.5, 0.5]]),
+    ],
+)
+def test_vectors(
+    rewards: list[list[float]], discount: float, baseline: Baseline, expected: list[list[float]]
+) -> None:
+    found, has_signal = turn_advantages(
+        arrays(rewards), discount=discount, baseline=baseline, scale=Scale.NONE
+    )
+    assert has_signal
+    for values, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(values, wanted, atol=1e-12)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), quarters), min_size=1, max_size=6),
+    st.sampled_from([Baseline.MEAN, Baseline.LEAVE_ONE_OUT, Baseline.NONE]),
+    st.sampled_from([Scale.NONE, Scale.STD]),
+)
+def test_with_discount_one_and_rewards_at_the_end_every_turn_gets_its_trajectorys_advantage(
+    members: list[tuple[int, float]], baseline: Baseline, scale: Scale
+) -> None:
+    rewards = arrays([[0.0] * (turns - 1) + [reward] for turns, reward in members])
+    found, has_signal = turn_advantages(rewards, discount=1.0, baseline=baseline, scale=scale)
+    whole = group_advantages([r for _, r in members], baseline=baseline, scale=scale)
+    assert has_signal == whole.has_signal
+    for values, expected in zip(found, whole.values, strict=True):
+        np.testing.assert_allclose(values, expected, atol=1e-12)
+
+
+@given(rewards_strategy, st.sampled_from([0.0, 0.5, 1.0]), st.randoms())
+def test_advantages_follow_their_members(
+    rewards: list[list[float]], discount: float, random: object
+) -> None:
+    order = random.sample(range(len(rewards)), len(rewards))  # type: ignore[attr-defined]
+    plain, _ = turn_advantages(arrays(rewards), discount=discount)
+    shuffled, _ = turn_advantages(arrays([rewards[i] for i in order]), discount=discount)
+    for place, index in enumerate(order):
+        np.testing.assert_allclose(shuffled[place], plain[index], atol=1e-9)
+
+
+@pytest.mark.parametrize("rewards", [[[3.0]], [[1.0, 2.0], [1.0, 2.0]]])
+def test_a_group_of_one_and_a_group_of_equal_turns_have_no_signal(
+    rewards: list[list[float]],
+) -> None:
+    found, has_signal = turn_advantages(arrays(rewards), discount=0.9)
+    assert not has_signal and all((values == 0).all() for values in found)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "discount", "words"),
+    [
+        ([[1.0], []], 0.5, r"trajectory b has no turn"),
+        ([[float("nan")], [1.0]], 0.5, r"trajectory a has a reward that is not finite"),
+        ([[1.0], [0.0]], 1.5, r"discount 1\.5"),
+    ],
+)
+def test_bad_input_is_refused_with_the_trajectory_named(
+    rewards: list[list[float]], discount: float, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        turn_advantages(arrays(rewards), discount=discount, names=["a", "b"])

@@ -1,0 +1,81 @@
+"""The critic's loss: vectors by hand, where the clip takes the gradient, and that parts add up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.trainer.value_loss import clipped_value_loss
+
+
+def loss_and_gradient(
+    values: list[float], old: list[float], targets: list[float], *, clip: float | None
+) -> tuple[float, list[float], int]:
+    leaf = torch.tensor(values, requires_grad=True)
+    loss, num_clipped = clipped_value_loss(
+        leaf, torch.tensor(old), torch.tensor(targets), torch.ones(len(values)), clip=clip
+    )
+    loss.backward()
+    assert leaf.grad is not None
+    return float(loss.detach()), leaf.grad.tolist(), int(num_clipped)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "clip", "loss", "gradient", "num_clipped"),
+    [
+        # Within the clip: (.1 - 1)^2 / 2.
+        (0.1, 0.0, 1.0, 0.2, 0.405, -0.9, 0),
+        # Moved beyond the clip and away from the target: the larger loss is the plain one.
+        (1.0, 0.0, 0.0, 0.2, 0.5, 1.0, 0),
+        # Moved beyond the clip towards the target: (.2 - 1)^2 / 2, and nothing pulls any more.
+        (0.5, 0.0, 1.0, 0.2, 0.32, 0.0, 1),
+        (0.5, 0.0, 1.0, None, 0.125, -0.5, 0),
+    ],
+)
+def test_vectors(
+    value: float,
+    old: float,
+    target: float,
+    clip: float | None,
+    loss: float,
+    gradient: float,
+    num_clipped: int,
+) -> None:
+    found = loss_and_gradient([value], [old], [target], clip=clip)
+    assert found[0] == pytest.approx(loss)
+    assert found[1] == pytest.approx([gradient])
+    assert found[2] == num_clipped
+
+
+def test_weights_make_micro_batches_add_up_on_loss_and_gradient() -> None:
+    torch.manual_seed(0)
+    values, old, targets, weights = torch.randn(4, 12).unbind()
+
+    def of(part: slice, leaf: Tensor) -> Tensor:
+        loss, _ = clipped_value_loss(
+            leaf[part], old[part], targets[part], weights[part].abs(), clip=0.2
+        )
+        return loss
+
+    whole, parts = (values.clone().requires_grad_() for _ in range(2))
+    loss = of(slice(None), whole)
+    sum_of_parts = of(slice(0, 5), parts) + of(slice(5, 12), parts)
+    loss.backward()
+    sum_of_parts.backward()
+    torch.testing.assert_close(loss, sum_of_parts)
+    torch.testing.assert_close(whole.grad, parts.grad)
+
+
+def test_a_row_that_trains_nothing_loses_nothing() -> None:
+    empty = torch.empty(0)
+    loss, num_clipped = clipped_value_loss(empty, empty, empty, empty, clip=0.2)
+    assert float(loss) == 0 and int(num_clipped) == 0
+
+
+def test_bad_input_is_refused() -> None:
+    one, two = torch.ones(1), torch.ones(2)
+    with pytest.raises(ValueError, match="expected one"):
+        clipped_value_loss(one, one, two, one, clip=None)
+    with pytest.raises(ValueError, match="clip 0"):
+        clipped_value_loss(one, one, one, one, clip=0)
