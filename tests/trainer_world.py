@@ -91,7 +91,8 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
     return MicroBatch(
         token_ids=joined([sample.token_ids for sample in samples], np.int32),
         position_ids=joined([np.arange(length) for length in lengths], np.int32),
-        sample_lengths=np.array(lengths, dtype=np.int32),
+        segment_lengths=np.array(lengths, dtype=np.int32),
+        segment_parents=np.full(len(lengths), -1, dtype=np.int32),
         loss_positions=joined(
             [
                 start + np.flatnonzero(sample.mask) - 1
@@ -109,7 +110,8 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
 FILLER = MicroBatch(
     token_ids=np.zeros(1, np.int32),
     position_ids=np.zeros(1, np.int32),
-    sample_lengths=np.ones(1, np.int32),
+    segment_lengths=np.ones(1, np.int32),
+    segment_parents=np.full(1, -1, np.int32),
     loss_positions=np.zeros(0, np.int32),
     targets=np.zeros(0, np.int32),
     behaviour_logprobs=np.zeros(0, np.float32),

@@ -1,21 +1,26 @@
 """From samples to packed rows: the same number of micro-batches for every rank, balanced in cost.
 
-Invariants: every trained token is in exactly one row; a row is at most `budget` tokens long,
-unless one sample alone is longer; each update carries its own denominator, over all ranks. What a
-rank has less is filled with rows that train nothing, so that collectives stay aligned. Called by
-`step`.
+Invariants: every trained token is in exactly one row; all samples of a trajectory are in the same
+row; a row is at most `budget` tokens long, unless one trajectory alone is longer; each update
+carries its own denominator, over all ranks. What a rank has less is filled with rows that train
+nothing, so that collectives stay aligned. Called by `step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actors.batch import MicroBatch, Minibatch
+from actors.merge.placing import place
 from actors.merge.prefix import Sample
+from actors.merge.prefix_tree import build_flat, build_forest
 
+_Number = TypeVar("_Number", bound=np.generic)
 # A filler is one token: nothing is predicted from it.
 _FILLER_TOKENS = np.zeros(1, np.int32)
 
@@ -26,19 +31,6 @@ class WeightedSample:
 
     sample: Sample
     advantage: float
-
-
-@dataclass(slots=True)
-class _Row:
-    samples: list[int]
-    num_tokens: int = 0
-
-    def has_room(self, length: int, *, budget: int) -> bool:
-        return not self.samples or self.num_tokens + length <= budget
-
-    def add(self, index: int, length: int) -> None:
-        self.samples.append(index)
-        self.num_tokens += length
 
 
 def split_trajectories(
@@ -60,33 +52,6 @@ def split_trajectories(
     return [sorted(order[part::num_parts]) for part in range(num_parts)]
 
 
-def place_samples(
-    lengths: Sequence[int], *, num_ranks: int, budget: int, attention_tokens: int
-) -> list[list[list[int]]]:
-    """Choose rank and row for each sample.
-
-    First fit decreasing within a rank, longest processing time first between ranks: the longest
-    sample left goes to the rank of least cost that has room. Cost of a sample of L tokens:
-    L + L^2 / attention_tokens. Rows a rank: the fewest with which all fit, the same for each.
-
-    Returns: [num_ranks][rows][samples of the row], rows possibly empty.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    rows_each = max(1, -(-sum(lengths) // (budget * num_ranks)))
-    while True:
-        placed = _try_place(
-            lengths,
-            order,
-            num_ranks=num_ranks,
-            rows_each=rows_each,
-            budget=budget,
-            attention_tokens=attention_tokens,
-        )
-        if placed is not None:
-            return placed
-        rows_each += 1
-
-
 def pack_minibatch(
     weighted: Sequence[WeightedSample],
     *,
@@ -94,20 +59,32 @@ def pack_minibatch(
     budget: int,
     attention_tokens: int,
     num_idle_tokens: int = 0,
+    share_prefixes: bool = True,
 ) -> list[Minibatch]:
     """Pack the samples of one update.
 
     num_idle_tokens: tokens with advantage 0 that are not in the rows and count in the denominator.
+    share_prefixes: whether a row computes what its samples have in common once.
     Returns: the minibatch of each rank.
     """
-    placed = place_samples(
-        [each.sample.num_tokens for each in weighted],
+    members: dict[str, list[WeightedSample]] = {}
+    for each in weighted:
+        members.setdefault(each.sample.trajectory_id, []).append(each)
+    trajectories = list(members.values())
+    placed = place(
+        [[each.sample.token_ids for each in samples] for samples in trajectories],
         num_ranks=num_ranks,
         budget=budget,
         attention_tokens=attention_tokens,
+        share_prefixes=share_prefixes,
     )
     packed = [
-        tuple(pack_row([weighted[i] for i in row]) if row else filler() for row in rows)
+        tuple(
+            pack_row([w for i in row for w in trajectories[i]], share_prefixes=share_prefixes)
+            if row
+            else filler()
+            for row in rows
+        )
         for rows in placed
     ]
     num_trained = sum(row.num_trained for rows in packed for row in rows)
@@ -115,28 +92,33 @@ def pack_minibatch(
     return [Minibatch(micro_batches=rows, denominator=denominator) for rows in packed]
 
 
-def pack_row(weighted: Sequence[WeightedSample]) -> MicroBatch:
-    """Lay samples one behind the other; the logits at p predict the token at p + 1.
+def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True) -> MicroBatch:
+    """Lay samples out in one row; the logits at a token predict the next one on its path.
 
     Example: prompt [1,2], response [3,4,5], mask [1,0,1], alone in its row: loss_positions [1,3],
     targets [3,5].
     """
     samples = [each.sample for each in weighted]
-    lengths = np.array([sample.num_tokens for sample in samples], np.int32)
-    starts = np.cumsum(lengths, dtype=np.int32) - lengths
-    token_ids = np.concatenate([sample.token_ids for sample in samples], dtype=np.int32)
-    trained = np.flatnonzero(np.concatenate([sample.mask for sample in samples]))
+    build = build_forest if share_prefixes else build_flat
+    forest = build([sample.token_ids for sample in samples])
+    trained = [np.flatnonzero(sample.mask) for sample in samples]
+    counts = [each.shape[0] for each in trained]
     advantages = np.array([each.advantage for each in weighted], np.float32)
-    row_of_token = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
+
+    def of_trained(columns: Iterable[NDArray[_Number]], *, ahead: int = 0) -> NDArray[_Number]:
+        pairs = zip(columns, trained, strict=True)
+        return np.concatenate([column[positions - ahead] for column, positions in pairs])
+
     return MicroBatch(
-        token_ids=token_ids,
-        position_ids=np.arange(token_ids.shape[0], dtype=np.int32) - starts[row_of_token],
-        sample_lengths=lengths,
-        loss_positions=(trained - 1).astype(np.int32),
-        targets=token_ids[trained],
-        behaviour_logprobs=np.concatenate([sample.logprobs for sample in samples])[trained],
-        advantages=advantages[row_of_token[trained]],
-        sampled_versions=np.concatenate([sample.versions for sample in samples])[trained],
+        token_ids=forest.token_ids,
+        position_ids=forest.position_ids,
+        segment_lengths=forest.segment_lengths,
+        segment_parents=forest.segment_parents,
+        loss_positions=of_trained(forest.paths, ahead=1),
+        targets=of_trained(sample.token_ids for sample in samples),
+        behaviour_logprobs=of_trained(sample.logprobs for sample in samples),
+        advantages=np.repeat(advantages, counts),
+        sampled_versions=of_trained(sample.versions for sample in samples),
     )
 
 
@@ -146,34 +128,11 @@ def filler() -> MicroBatch:
     return MicroBatch(
         token_ids=_FILLER_TOKENS,
         position_ids=_FILLER_TOKENS,
-        sample_lengths=np.ones(1, np.int32),
+        segment_lengths=np.ones(1, np.int32),
+        segment_parents=np.full(1, -1, np.int32),
         loss_positions=no_ids,
         targets=no_ids,
         behaviour_logprobs=no_floats,
         advantages=no_floats,
         sampled_versions=no_ids,
     )
-
-
-def _try_place(
-    lengths: Sequence[int],
-    order: Sequence[int],
-    *,
-    num_ranks: int,
-    rows_each: int,
-    budget: int,
-    attention_tokens: int,
-) -> list[list[list[int]]] | None:
-    ranks = [[_Row([]) for _ in range(rows_each)] for _ in range(num_ranks)]
-    costs = [0.0] * num_ranks
-    for index in order:
-        length = lengths[index]
-        for rank in sorted(range(num_ranks), key=costs.__getitem__):
-            row = next((r for r in ranks[rank] if r.has_room(length, budget=budget)), None)
-            if row is not None:
-                row.add(index, length)
-                costs[rank] += length + length * length / attention_tokens
-                break
-        else:
-            return None
-    return [[row.samples for row in rows] for rows in ranks]

@@ -156,6 +156,7 @@ def _pack(
             num_ranks=settings.num_ranks,
             budget=settings.tokens_per_micro_batch,
             attention_tokens=settings.attention_tokens,
+            share_prefixes=settings.share_prefixes,
         )
         for update, count in zip(updates, counts, strict=True)
     ]
