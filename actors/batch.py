@@ -1,9 +1,11 @@
 """What the merge actor hands to the trainer: packed rows, ready for one forward each.
 
-Letters: [T] packed tokens of a row, [B] samples in the row, [M] trained tokens of the row.
-Invariants: sample_lengths sums to T; position_ids restart at 0 with each sample; every loss
-position p is not the last of its sample, and token_ids[p + 1] is its target; all samples of a
-trajectory are in one row.
+Letters: [T] packed tokens of a row, [S] segments of the row, [M] trained tokens of the row. A row
+is a forest: a segment attends to itself and to its ancestors, backwards; one without shared
+prefixes is all roots. Invariants: segment_lengths sums to T; segments stand in preorder, a parent
+before its children and a subtree without a gap; position_ids count along each path from a root;
+the target of loss position p is the token behind p in its segment, or the first token of a child
+where p is the last of its segment; all samples of a trajectory are in one row.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ Float32s = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One packed row: samples one behind the other, attention only within a sample.
+    """One packed row.
 
-    token_ids, position_ids: [T] int32. sample_lengths: [B] int32.
-    loss_positions: [M] int32, where in the row the logits predict a trained token.
+    token_ids, position_ids: [T] int32. segment_lengths: [S] int32, at least 1.
+    segment_parents: [S] int32, -1 for a root.
+    loss_positions: [M] int32, where in the row the logits predict a trained token. A position that
+    several samples share may appear several times, with different targets.
     targets: [M] int32, the trained tokens. behaviour_logprobs: [M] float32, nats, of the sampler.
     advantages: [M] float32. sampled_versions: [M] int32, the policy version of each token.
     loss_weights: [M] float32, >= 0, each token's share of the update; they make the aggregation.
@@ -33,7 +37,8 @@ class MicroBatch:
 
     token_ids: Int32s
     position_ids: Int32s
-    sample_lengths: Int32s
+    segment_lengths: Int32s
+    segment_parents: Int32s
     loss_positions: Int32s
     targets: Int32s
     behaviour_logprobs: Float32s

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, Qwen3
 
 from actors.trainer.attention import (
     PACKED_ATTENTION,
-    bucket_lengths,
-    build_layout,
     packed_attention,
     register_packed_attention,
 )
+from actors.trainer.forest_layout import build_layout
+from actors.trainer.forest_plan import bucket_lengths, plan_for
 from actors.trainer.model import check_output_head
 
 LENGTHS = [5, 17, 1, 40, 9, 3]
@@ -84,11 +84,12 @@ def test_a_packed_row_equals_each_sample_alone_in_logits_and_gradients(kind, che
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
 def test_padding_never_doubles_a_row_and_every_token_keeps_its_slot(lengths):
     layout = build_layout(lengths, device="cpu")
+    plan = plan_for(layout, window=None)
     assert layout.num_tokens == sum(lengths)
-    assert layout.gather.shape[0] < 2 * sum(lengths)
-    assert sum(b.num_samples * b.length for b in layout.buckets) == layout.gather.shape[0]
-    assert torch.equal(layout.gather[layout.scatter], torch.arange(sum(lengths)))
-    assert len(layout.buckets) <= 9
+    assert plan.gather.shape[0] < 2 * sum(lengths)
+    assert sum(b.num_pieces * b.length for b in plan.buckets) == plan.gather.shape[0]
+    assert torch.equal(plan.gather[plan.scatter], torch.arange(sum(lengths)))
+    assert len(plan.buckets) <= 9 and not plan.blocks
 
 
 def test_buckets_hold_samples_of_similar_length():
@@ -98,7 +99,7 @@ def test_buckets_hold_samples_of_similar_length():
 
 def test_an_empty_row_or_sample_is_refused():
     for lengths in ([], [3, 0]):
-        with pytest.raises(ValueError, match="expected at least one sample"):
+        with pytest.raises(ValueError, match="expected at least one segment"):
             build_layout(lengths, device="cpu")
 
 

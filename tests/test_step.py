@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectory_builders import linear_turns, make_trajectory, make_turn, random_turns
 
+from actors.batch import MicroBatch
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.aggregation import Aggregation
 from actors.merge.payloads import PayloadsLost, read_groups
@@ -52,15 +53,27 @@ def update_weights(result: StepResult, number: int = 0) -> list[float]:
     return sorted(float(weight) for row in rows for weight in row.loss_weights)
 
 
+def read_contexts(row: MicroBatch) -> list[tuple[int, ...]]:
+    """The path of every token of a row, itself included."""
+    found: list[tuple[int, ...]] = []
+    ends = np.cumsum(row.segment_lengths)
+    for end, length, parent in zip(ends, row.segment_lengths, row.segment_parents, strict=True):
+        path = () if parent == -1 else found[ends[parent] - 1]
+        for token in row.token_ids[end - length : end].tolist():
+            path = (*path, token)
+            found.append(path)
+    return found
+
+
 def trained_tokens(result: StepResult) -> Counter[tuple[object, ...]]:
     """Every trained token as the loss sees it: its context, its target and its side data."""
     seen: Counter[tuple[object, ...]] = Counter()
     for shard in result.shards:
         for minibatch in shard.minibatches:
             for row in minibatch.micro_batches:
-                starts = row.loss_positions - row.position_ids[row.loss_positions]
-                for i, (start, end) in enumerate(zip(starts, row.loss_positions, strict=True)):
-                    context = tuple(row.token_ids[start : end + 1].tolist())
+                contexts = read_contexts(row)
+                for i, position in enumerate(row.loss_positions):
+                    context = contexts[position]
                     side = (row.behaviour_logprobs[i], row.advantages[i], row.sampled_versions[i])
                     seen[(context, int(row.targets[i]), *map(float, side))] += 1
     return seen

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from trainer_world import tiny_model
 
-from actors.trainer.attention import build_layout
+from actors.trainer.forest_layout import build_layout
 from actors.trainer.value_loss import clipped_value_loss
 from actors.trainer.value_model import ValueModel, load_value_model, shard_value_model
 

@@ -103,7 +103,8 @@ def pack(samples: Sequence[Sample], *, loss_weight: float = 1.0) -> MicroBatch:
     return MicroBatch(
         token_ids=joined([sample.token_ids for sample in samples], np.int32),
         position_ids=joined([np.arange(length) for length in lengths], np.int32),
-        sample_lengths=np.array(lengths, dtype=np.int32),
+        segment_lengths=np.array(lengths, dtype=np.int32),
+        segment_parents=np.full(len(lengths), -1, dtype=np.int32),
         loss_positions=joined(
             [
                 start + np.flatnonzero(sample.mask) - 1
@@ -123,7 +124,8 @@ def pack(samples: Sequence[Sample], *, loss_weight: float = 1.0) -> MicroBatch:
 FILLER = MicroBatch(
     token_ids=np.zeros(1, np.int32),
     position_ids=np.zeros(1, np.int32),
-    sample_lengths=np.ones(1, np.int32),
+    segment_lengths=np.ones(1, np.int32),
+    segment_parents=np.full(1, -1, np.int32),
     loss_positions=np.zeros(0, np.int32),
     targets=np.zeros(0, np.int32),
     behaviour_logprobs=np.zeros(0, np.float32),

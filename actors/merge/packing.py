@@ -8,15 +8,19 @@ collectives stay aligned. Called by `step`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actors.batch import Float32s, MicroBatch, Minibatch
+from actors.merge.placing import place
 from actors.merge.prefix import Sample
+from actors.merge.prefix_tree import build_flat, build_forest
 
+_Number = TypeVar("_Number", bound=np.generic)
 # A filler is one token: nothing is predicted from it.
 _FILLER_TOKENS = np.zeros(1, np.int32)
 
@@ -50,19 +54,6 @@ class WeightedSample:
         return np.broadcast_to(values, (self.sample.num_tokens,))
 
 
-@dataclass(slots=True)
-class _Row:
-    trajectories: list[int]
-    num_tokens: int = 0
-
-    def has_room(self, length: int, *, budget: int) -> bool:
-        return not self.trajectories or self.num_tokens + length <= budget
-
-    def add(self, index: int, length: int) -> None:
-        self.trajectories.append(index)
-        self.num_tokens += length
-
-
 def split_trajectories(
     group_ids: Sequence[str], *, num_minibatches: int, seed: int, step: int
 ) -> list[list[int]]:
@@ -82,51 +73,38 @@ def split_trajectories(
     return [sorted(order[part::num_parts]) for part in range(num_parts)]
 
 
-def place_trajectories(
-    lengths: Sequence[Sequence[int]], *, num_ranks: int, budget: int, attention_tokens: int
-) -> list[list[list[int]]]:
-    """Choose rank and row for each trajectory.
-
-    First fit decreasing within a rank, longest processing time first between ranks: the longest
-    trajectory left goes to the rank of least cost that has room. Cost of a sample of L tokens:
-    L + L^2 / attention_tokens. Rows a rank: the fewest with which all fit, the same for each.
-
-    Args: lengths: the tokens of each sample of each trajectory.
-    Returns: [num_ranks][rows][trajectories of the row], rows possibly empty.
-    """
-    totals = [sum(samples) for samples in lengths]
-    costs = [sum(n + n * n / attention_tokens for n in samples) for samples in lengths]
-    rows_each = max(1, -(-sum(totals) // (budget * num_ranks)))
-    while True:
-        placed = _try_place(totals, costs, num_ranks=num_ranks, rows_each=rows_each, budget=budget)
-        if placed is not None:
-            return placed
-        rows_each += 1
-
-
 def pack_minibatch(
-    weighted: Sequence[WeightedSample], *, num_ranks: int, budget: int, attention_tokens: int
+    weighted: Sequence[WeightedSample],
+    *,
+    num_ranks: int,
+    budget: int,
+    attention_tokens: int,
+    share_prefixes: bool = True,
 ) -> list[Minibatch]:
     """Pack the samples of one update.
 
+    share_prefixes: whether a row computes what its samples have in common once.
     Returns: the minibatch of each rank.
     Raises: ValueError, naming the trajectory, for an advantage or a weight that is not finite.
     """
-    trajectories: dict[str, list[WeightedSample]] = {}
+    members: dict[str, list[WeightedSample]] = {}
     for each in weighted:
         _check_finite(each)
-        trajectories.setdefault(each.sample.trajectory_id, []).append(each)
-    members = list(trajectories.values())
-    placed = place_trajectories(
-        [[each.sample.num_tokens for each in samples] for samples in members],
+        members.setdefault(each.sample.trajectory_id, []).append(each)
+    trajectories = list(members.values())
+    placed = place(
+        [[each.sample.token_ids for each in samples] for samples in trajectories],
         num_ranks=num_ranks,
         budget=budget,
         attention_tokens=attention_tokens,
+        share_prefixes=share_prefixes,
     )
     return [
         Minibatch(
             micro_batches=tuple(
-                pack_row([each for index in row for each in members[index]]) if row else filler()
+                pack_row([w for i in row for w in trajectories[i]], share_prefixes=share_prefixes)
+                if row
+                else filler()
                 for row in rows
             )
         )
@@ -134,29 +112,33 @@ def pack_minibatch(
     ]
 
 
-def pack_row(weighted: Sequence[WeightedSample]) -> MicroBatch:
-    """Lay samples one behind the other; the logits at p predict the token at p + 1.
+def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True) -> MicroBatch:
+    """Lay samples out in one row; the logits at a token predict the next one on its path.
 
     Example: prompt [1,2], response [3,4,5], mask [1,0,1], alone in its row: loss_positions [1,3],
     targets [3,5].
     """
     samples = [each.sample for each in weighted]
-    lengths = np.array([sample.num_tokens for sample in samples], np.int32)
-    starts = np.cumsum(lengths, dtype=np.int32) - lengths
-    token_ids = np.concatenate([sample.token_ids for sample in samples], dtype=np.int32)
-    trained = np.flatnonzero(np.concatenate([sample.mask for sample in samples]))
+    build = build_forest if share_prefixes else build_flat
+    forest = build([sample.token_ids for sample in samples])
+    trained = [np.flatnonzero(sample.mask) for sample in samples]
+    sample_of_trained = np.repeat(np.arange(len(samples)), [each.shape[0] for each in trained])
     loss_weights = np.array([each.loss_weight for each in weighted], np.float32)
-    row_of_token = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
-    sample_of_trained = row_of_token[trained]
+
+    def of_trained(columns: Iterable[NDArray[_Number]], *, ahead: int = 0) -> NDArray[_Number]:
+        pairs = zip(columns, trained, strict=True)
+        return np.concatenate([column[positions - ahead] for column, positions in pairs])
+
     return MicroBatch(
-        token_ids=token_ids,
-        position_ids=np.arange(token_ids.shape[0], dtype=np.int32) - starts[row_of_token],
-        sample_lengths=lengths,
-        loss_positions=(trained - 1).astype(np.int32),
-        targets=token_ids[trained],
-        behaviour_logprobs=np.concatenate([sample.logprobs for sample in samples])[trained],
-        advantages=np.concatenate([each.token_advantages for each in weighted])[trained],
-        sampled_versions=np.concatenate([sample.versions for sample in samples])[trained],
+        token_ids=forest.token_ids,
+        position_ids=forest.position_ids,
+        segment_lengths=forest.segment_lengths,
+        segment_parents=forest.segment_parents,
+        loss_positions=of_trained(forest.paths, ahead=1),
+        targets=of_trained(sample.token_ids for sample in samples),
+        behaviour_logprobs=of_trained(sample.logprobs for sample in samples),
+        advantages=of_trained(each.token_advantages for each in weighted),
+        sampled_versions=of_trained(sample.versions for sample in samples),
         loss_weights=loss_weights[sample_of_trained],
         trajectory_index=_number_trajectories(samples, sample_of_trained),
     )
@@ -168,7 +150,8 @@ def filler() -> MicroBatch:
     return MicroBatch(
         token_ids=_FILLER_TOKENS,
         position_ids=_FILLER_TOKENS,
-        sample_lengths=np.ones(1, np.int32),
+        segment_lengths=np.ones(1, np.int32),
+        segment_parents=np.full(1, -1, np.int32),
         loss_positions=no_ids,
         targets=no_ids,
         behaviour_logprobs=no_floats,
@@ -189,7 +172,7 @@ def _check_finite(weighted: WeightedSample) -> None:
 
 
 def _number_trajectories(
-    samples: Sequence[Sample], sample_of_trained: NDArray[np.int32]
+    samples: Sequence[Sample], sample_of_trained: NDArray[np.int64]
 ) -> NDArray[np.int32]:
     """Number the trajectories that have a trained token in the row: [M] int32, from 0, no gaps."""
     first_seen: dict[str, int] = {}
@@ -198,25 +181,3 @@ def _number_trajectories(
     )
     _, numbers = np.unique(of_sample[sample_of_trained], return_inverse=True)
     return numbers.astype(np.int32)
-
-
-def _try_place(
-    totals: Sequence[int],
-    costs: Sequence[float],
-    *,
-    num_ranks: int,
-    rows_each: int,
-    budget: int,
-) -> list[list[list[int]]] | None:
-    ranks = [[_Row([]) for _ in range(rows_each)] for _ in range(num_ranks)]
-    loads = [0.0] * num_ranks
-    for index in sorted(range(len(totals)), key=lambda i: (-totals[i], i)):
-        for rank in sorted(range(num_ranks), key=loads.__getitem__):
-            row = next((r for r in ranks[rank] if r.has_room(totals[index], budget=budget)), None)
-            if row is not None:
-                row.add(index, totals[index])
-                loads[rank] += costs[index]
-                break
-        else:
-            return None
-    return [[row.trajectories for row in rows] for rows in ranks]

@@ -104,7 +104,11 @@ def _samples_to_score(group: TrajectoryGroup, settings: StepSettings) -> list[Sa
 
 def _minibatch(rows: Sequence[Sequence[Sample]]) -> Minibatch:
     packed = [
-        pack_row([WeightedSample(sample=sample, advantage=0.0, loss_weight=0.0) for sample in row])
+        pack_row(
+            [WeightedSample(sample=sample, advantage=0.0, loss_weight=0.0) for sample in row],
+            # Values are of every token: each sample has its own.
+            share_prefixes=False,
+        )
         if row
         else filler()
         for row in rows

@@ -22,8 +22,9 @@ class StepSettings:
     rewards. critic: of use with the baseline critic alone.
     trains_without_signal: groups of equal returns are trained with advantage 0, because the loss
     has a term (KL, entropy) whose gradient is not 0 there.
-    tokens_per_micro_batch: budget of a packed row; a longer trajectory gets a row of its
-    own.
+    tokens_per_micro_batch: budget of a packed row, counted after sharing; a longer trajectory gets
+    a row of its own.
+    share_prefixes: compute what samples of a row have in common once.
     num_minibatches: optimiser updates a step. seed: of the split into them.
     attention_tokens: sample length at which attention costs as much as all the rest, for the
     balance between ranks. policies: outcome rules by environment, the defaults where it has none.
@@ -37,6 +38,7 @@ class StepSettings:
     trains_without_signal: bool = False
     num_ranks: int = 1
     tokens_per_micro_batch: int = 4096
+    share_prefixes: bool = True
     num_minibatches: int = 1
     seed: int = 0
     attention_tokens: int = 8192

@@ -247,6 +247,7 @@ def _pack(
             num_ranks=settings.num_ranks,
             budget=settings.tokens_per_micro_batch,
             attention_tokens=settings.attention_tokens,
+            share_prefixes=settings.share_prefixes,
         )
         minibatches.append(packed)
     return tuple(

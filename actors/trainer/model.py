@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from actors.trainer.attention import PackedLayout, build_layout, register_packed_attention
+from actors.trainer.attention import register_packed_attention
+from actors.trainer.forest_layout import PackedLayout, build_layout
 from actors.trainer.logprobs import LogitScorer, chunked_token_logprobs, token_logprobs
 
 # One pass over a few tokens must show the head to be a plain projection; not a tolerance on

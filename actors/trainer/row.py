@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.batch import Float32s, Int32s, MicroBatch
-from actors.trainer.attention import PackedLayout, build_layout
+from actors.trainer.forest_layout import PackedLayout, build_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def row_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
     return RowTensors(
         token_ids=ints(row.token_ids),
         position_ids=ints(row.position_ids),
-        layout=build_layout(row.sample_lengths.tolist(), device=device),
+        layout=build_layout(row.segment_lengths, row.segment_parents, device=device),
         loss_positions=ints(row.loss_positions),
         targets=ints(row.targets),
         behaviour_logprobs=floats(row.behaviour_logprobs),
@@ -76,7 +76,8 @@ def scoring_row(token_ids: Int32s) -> MicroBatch:
     return MicroBatch(
         token_ids=token_ids,
         position_ids=np.arange(num_tokens, dtype=np.int32),
-        sample_lengths=np.array([num_tokens], dtype=np.int32),
+        segment_lengths=np.array([num_tokens], dtype=np.int32),
+        segment_parents=np.full(1, -1, dtype=np.int32),
         loss_positions=np.arange(num_scored, dtype=np.int32),
         targets=token_ids[1:],
         behaviour_logprobs=zeros,

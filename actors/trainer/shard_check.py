@@ -10,6 +10,7 @@ import zlib
 import numpy as np
 
 from actors.batch import MicroBatch, RankShard
+from actors.trainer.forest_layout import Segments, trace_segments
 
 
 class ShardRefused(ValueError):
@@ -34,23 +35,34 @@ def _micro_batch_fault(row: MicroBatch, *, vocab_size: int) -> str | None:
     }
     if any(length != row.num_trained for length in lengths.values()):
         return f"{lengths} beside {row.num_trained} targets, expected equal lengths"
-    if row.position_ids.shape[0] != row.num_tokens:
-        return f"{row.position_ids.shape[0]} positions for {row.num_tokens} tokens"
-    if int(row.sample_lengths.sum()) != row.num_tokens or (row.sample_lengths < 1).any():
-        return f"sample lengths that sum to {int(row.sample_lengths.sum())} of {row.num_tokens}"
-    if (
-        row.num_tokens
-        and not 0 <= int(row.token_ids.min()) <= int(row.token_ids.max()) < vocab_size
-    ):
+    if not row.num_tokens:
+        return "trained tokens in a row without tokens" if row.num_trained else None
+    if not 0 <= int(row.token_ids.min()) <= int(row.token_ids.max()) < vocab_size:
         return f"token ids up to {int(row.token_ids.max())}, expected 0 to {vocab_size - 1}"
-    if not row.num_trained:
-        return None
-    first, last = int(row.loss_positions.min()), int(row.loss_positions.max())
+    try:
+        segments = trace_segments(row.segment_lengths, row.segment_parents)
+    except ValueError as error:
+        return f"a row that is no forest ({error})"
+    if segments.num_tokens != row.num_tokens:
+        return f"segment lengths that sum to {segments.num_tokens} of {row.num_tokens}"
+    if not np.array_equal(segments.token_positions(), row.position_ids):
+        return "position ids that do not count along the paths of its segments"
+    return _target_fault(row, segments, vocab_size=vocab_size) if row.num_trained else None
+
+
+def _target_fault(row: MicroBatch, segments: Segments, *, vocab_size: int) -> str | None:
+    """A target stands behind its loss position, in the segment or at the start of a child."""
+    positions = row.loss_positions
+    first, last = int(positions.min()), int(positions.max())
     if first < 0 or last >= row.num_tokens - 1:
         return f"loss positions {first} to {last}, expected 0 to {row.num_tokens - 2}"
-    if (row.position_ids[row.loss_positions + 1] == 0).any():
-        return "a loss position that is the last of its sample"
-    if (row.token_ids[row.loss_positions + 1] != row.targets).any():
+    segment = np.searchsorted(segments.ends, positions, "right")
+    is_last = positions == segments.ends[segment] - 1
+    is_next = row.token_ids[positions + 1] == row.targets
+    # A parent and a token as one number; roots begin behind no position.
+    children = row.segment_parents.astype(np.int64) * vocab_size + row.token_ids[segments.starts]
+    begins_child = np.isin(segment * vocab_size + row.targets, children[row.segment_parents >= 0])
+    if not np.where(is_last, begins_child, is_next).all():
         return "targets that are not the tokens behind their loss positions"
     return _weight_fault(row)
 
