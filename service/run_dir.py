@@ -49,6 +49,10 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
     def log_file(self) -> Path:
         return self.path / "run.log"
 

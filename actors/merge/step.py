@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from actors.batch import Minibatch, RankShard
 from actors.merge.advantages import group_advantages
 from actors.merge.dispositions import Verdict, judge
+from actors.merge.judged import JudgedTrajectory
 from actors.merge.packing import WeightedSample, pack_minibatch, split_trajectories
 from actors.merge.prefix import Merged, find_misalignment, merge_turns
 from actors.merge.report import StepReport, StepTallies, report_step
@@ -34,11 +37,12 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """shards: one for each rank. settlements: one for each trajectory."""
+    """shards: one for each rank. settlements, judged: one for each trajectory, in their order."""
 
     shards: tuple[RankShard, ...]
     settlements: tuple[Settlement, ...]
     report: StepReport
+    judged: tuple[JudgedTrajectory, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,17 @@ def build_step(
         shards=shards,
         settlements=tuple(Settlement(rollout_id=v.rollout_id, reason=v.reason) for v in verdicts),
         report=report_step(tallies, shards),
+        judged=tuple(_handed_out(member) for member in members),
+    )
+
+
+def _handed_out(member: _Member) -> JudgedTrajectory:
+    samples = member.merged.samples if member.merged is not None and member.is_trained else ()
+    return JudgedTrajectory(
+        trajectory=member.trajectory,
+        merged=member.merged,
+        verdict=member.verdict,
+        advantages=tuple(np.full(s.num_trained, member.advantage, np.float32) for s in samples),
     )
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from actors.environment.settings import EnvironmentActorSettings, EnvironmentSettings
 from actors.environment.turn_loop import EpisodeSettings
+from actors.journal.files import JournalSettings
+from actors.journal.record import GroupRule
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.settings import StepSettings
 from actors.outcomes import OutcomePolicy, OutcomeRule
@@ -149,4 +151,18 @@ def merge_settings(config: Config) -> StepSettings:
         num_minibatches=algorithm.minibatches,
         seed=config.run.seed,
         policies={config.tasks.environment: outcome_policy(config)},
+    )
+
+
+def journal_settings(config: Config, *, directory: Path, epoch: int) -> JournalSettings | None:
+    """None for a run that keeps no journal."""
+    if config.run.journal_steps == 0:
+        return None
+    algorithm = config.algorithm
+    return JournalSettings(
+        directory=directory,
+        epoch=epoch,
+        keep_steps=config.run.journal_steps,
+        max_policy_age=algorithm.max_policy_age,
+        group_rule=GroupRule(baseline=Baseline(algorithm.baseline), scale=Scale(algorithm.scale)),
     )
