@@ -13,7 +13,7 @@ import typer
 
 from service.config.file import ConfigError, dump_config, load_config
 from service.config.tree import MAX_SEED
-from service.display.outlet import OutletConsole, outlet, say
+from service.display.outlet import say
 from service.stop_signals import EXIT_INTERRUPTED, stop_signals
 
 app = typer.Typer(
@@ -170,10 +170,7 @@ def inspect(
     request = InspectRequest(
         target=target, run=run, html=html, audit=audit, step=step, outcome=outcome, limit=limit
     )
-    code = 0
-    with outlet(sys.__stdout__):
-        code = run_inspect(request, OutletConsole())
-    raise typer.Exit(code)
+    raise typer.Exit(run_inspect(request))
 
 
 @model_app.command("tiny")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -98,3 +99,28 @@ def cut_off(member: int) -> Trajectory:
         outcome=Outcome.TRUNCATED_TOKENS,
         detail="the turn was cut off after 8 tokens",
     )
+
+
+def with_trained(step: JournalStep, row: int, positions: list[int]) -> JournalStep:
+    """The step with further positions of a trajectory's first sample handed to the trainer."""
+    entry = step.entries[row]
+    sample = entry.samples[0]
+    last = entry.trajectory.turns[sample.turns[-1]]
+    full = np.concatenate([last.prompt_token_ids, last.sampled_token_ids])
+    at = np.array(positions, np.int32)
+    order = np.argsort(np.concatenate([sample.positions, at]), kind="stable")
+
+    def merged(own: np.ndarray, new: np.ndarray) -> np.ndarray:
+        return np.concatenate([own, new.astype(own.dtype)])[order]
+
+    planted = replace(
+        sample,
+        positions=merged(sample.positions, at),
+        token_ids=merged(sample.token_ids, full[at]),
+        logprobs=merged(sample.logprobs, np.zeros(at.size)),
+        versions=merged(sample.versions, np.full(at.size, -1)),
+        advantages=merged(sample.advantages, np.full(at.size, sample.advantages[0])),
+    )
+    entries = list(step.entries)
+    entries[row] = replace(entry, samples=(planted, *entry.samples[1:]))
+    return replace(step, entries=tuple(entries))

@@ -70,7 +70,7 @@ def test_an_entry_holds_what_the_trainer_was_handed() -> None:
     assert sample.versions.tolist() == [3, 4, 4] and sample.logprobs.tolist() == [-1, -2, -3]
     # Returns 1 and 0: mean 1/2, deviation 1/sqrt(2).
     assert sample.advantages == pytest.approx([0.7071058] * 3, abs=1e-6)
-    assert (step.step, step.queue_step, step.trainer_version) == (6, 5, 5)
+    assert (step.step, step.trainer_version) == (6, 5)
     assert step.num_packed_trained == 6 and step.entries[0].baseline_return == 1.0
 
 

@@ -115,7 +115,6 @@ def _header(step: JournalStep, columns: TrajectoryColumns) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": step.step,
-        "queue_step": step.queue_step,
         "epoch": step.epoch,
         "trainer_version": step.trainer_version,
         "max_policy_age": step.max_policy_age,
@@ -213,7 +212,6 @@ def _step(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Jour
     rule = header["group_rule"]
     return JournalStep(
         step=header["step"],
-        queue_step=header["queue_step"],
         epoch=header["epoch"],
         trainer_version=header["trainer_version"],
         max_policy_age=header["max_policy_age"],

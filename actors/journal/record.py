@@ -75,13 +75,12 @@ class GroupRule:
 class JournalStep:
     """One training step, played in one epoch.
 
-    step: 1, 2, ..., as in the run's records; queue_step: 0, 1, ..., as in the ledger's events.
-    max_policy_age: the run's bound, versions. group_rule: None where advantages are no function of
-    the group's returns alone. num_packed_trained: trained tokens in the packed rows of all ranks.
+    step: 1, 2, ..., as in the run's records and its ledger's rows. max_policy_age: the run's bound,
+    versions. group_rule: None where advantages are no function of the group's returns alone.
+    num_packed_trained: trained tokens in the packed rows of all ranks.
     """
 
     step: int
-    queue_step: int
     epoch: int
     trainer_version: int
     max_policy_age: int
@@ -98,7 +97,6 @@ def journal_step(
     return JournalStep(
         # The trainer holds version n - 1 when it does step n.
         step=report.trainer_version + 1,
-        queue_step=report.step,
         epoch=epoch,
         trainer_version=report.trainer_version,
         max_policy_age=max_policy_age,

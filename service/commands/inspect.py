@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
 
 from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.trajectory import Outcome
 from service.config.file import ConfigError, load_config
+from service.display.outlet import OutletConsole, outlet, say
+from service.inspection.audit.audit import audit, describe
 from service.inspection.build import build_view
 from service.inspection.listing import Filters, list_trajectories
 from service.inspection.page import write_page
@@ -17,6 +18,8 @@ from service.inspection.reader import OpenJournal, find_entry, newest_run, open_
 from service.inspection.terminal import show
 from service.inspection.token_text import TokenText, token_text
 from service.run_dir import RunDir
+
+EXIT_OFFENDERS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,23 +37,34 @@ class InspectRequest:
     limit: int = 50
 
 
-def run_inspect(request: InspectRequest, console: Console) -> int:
+def run_inspect(request: InspectRequest) -> int:
     """Show what was asked for; returns the exit code. Raises: ConfigError."""
     place = Path(request.target)
+    if request.audit and not place.exists():
+        raise ConfigError(
+            f"inspect: --audit checks a whole journal, and {place} is not there; expected a run "
+            "directory or a journal file"
+        )
     if not place.exists():
         journal = open_journal(request.run or newest_run())
-        return _show_one(request, journal, *find_entry(journal, request.target), console)
+        return _show_one(request, journal, *find_entry(journal, request.target))
     journal = open_journal(place)
     if request.html is not None:
         raise ConfigError(
             "inspect: --html shows one trajectory, got a whole journal; expected an id; name one, "
             f"such as `rayloom inspect ID --run {place} --html {request.html}`"
         )
+    if request.audit:
+        return _audit(request, journal)
     filters = Filters(step=request.step, outcome=_outcome(request.outcome), limit=request.limit)
-    console.print(
-        list_trajectories(journal, filters), markup=False, highlight=False, soft_wrap=True
-    )
+    say(list_trajectories(journal, filters))
     return 0
+
+
+def _audit(request: InspectRequest, journal: OpenJournal) -> int:
+    result = audit(journal)
+    say("\n".join(describe(result, limit=request.limit)))
+    return 0 if result.is_clean else EXIT_OFFENDERS
 
 
 def _show_one(
@@ -58,11 +72,11 @@ def _show_one(
     journal: OpenJournal,
     step: JournalStep,
     entry: TrajectoryEntry,
-    console: Console,
 ) -> int:
     view = build_view(step, entry, text_of(journal))
     if request.html is None:
-        show(view, console)
+        with outlet(sys.__stdout__):
+            show(view, OutletConsole())
         return 0
     try:
         write_page(request.html, view)
@@ -71,13 +85,8 @@ def _show_one(
             f"--html {request.html}: cannot be written ({error.strerror or error}); expected a "
             "file in a directory that is there; choose another"
         ) from error
-    _print(console, f"{request.html}: {entry.trajectory.trajectory_id}, step {step.step}")
+    say(f"{request.html}: {entry.trajectory.trajectory_id}, step {step.step}")
     return 0
-
-
-def _print(console: Console, text: str) -> None:
-    """Plain text, its lines as they are however narrow the terminal is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def text_of(journal: OpenJournal) -> TokenText:

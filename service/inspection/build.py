@@ -17,8 +17,9 @@ from actors.merge.mismatch import Mismatch
 from actors.trajectory import Trajectory
 from service.inspection.facts import turn_note
 from service.inspection.sampled import Origin, origins
-from service.inspection.token_text import TokenText, visible
+from service.inspection.token_text import TokenText
 from service.inspection.view import SampleView, Segment, Token, TokenClass, TrajectoryView
+from service.inspection.visible import visible
 
 # A log-probability is stored as it came: any difference at all is one.
 NOT_SAMPLED = "trained, but nobody sampled it"

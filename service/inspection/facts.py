@@ -6,13 +6,14 @@ import math
 
 from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.trajectory import Turn
+from service.inspection.visible import visible_text
 
 
 def facts(step: JournalStep, entry: TrajectoryEntry) -> list[tuple[str, str]]:
     """(label, value): what became of it and why, rewards, tokens, versions."""
     trajectory = entry.trajectory
     brought = entry.baseline_return
-    detail = f": {trajectory.detail}" if trajectory.detail else ""
+    detail = f": {visible_text(trajectory.detail)}" if trajectory.detail else ""
     found = [
         ("outcome", f"{trajectory.outcome.value}{detail}"),
         ("verdict", verdict(entry)),
@@ -25,7 +26,7 @@ def facts(step: JournalStep, entry: TrajectoryEntry) -> list[tuple[str, str]]:
     ]
     if trajectory.render_breaks:
         breaks = ", ".join(f"{name} {count}" for name, count in trajectory.render_breaks.items())
-        found.append(("rendered anew", breaks))
+        found.append(("rendered anew", visible_text(breaks)))
     return found
 
 
@@ -53,7 +54,9 @@ def turn_note(turn: Turn) -> str:
     """Reward with its components, finish reason, malformed."""
     reward = f"reward {number(turn.reward)}"
     if turn.reward_components:
-        parts = ", ".join(f"{k} {number(v)}" for k, v in turn.reward_components.items())
+        parts = visible_text(
+            ", ".join(f"{name} {number(value)}" for name, value in turn.reward_components.items())
+        )
         reward += f" ({parts})"
     malformed = ", malformed" if turn.is_malformed else ""
     return f"{reward}, finished by {turn.finish_reason.value}{malformed}"

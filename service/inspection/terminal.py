@@ -14,6 +14,7 @@ from rich.text import Text
 
 from service.inspection.facts import facts, number
 from service.inspection.view import MEANINGS, Segment, Token, TokenClass, TrajectoryView
+from service.inspection.visible import visible_text
 
 STYLES: dict[TokenClass, str] = {
     TokenClass.TRAINED: "bold green underline",
@@ -49,7 +50,8 @@ def show(view: TrajectoryView, console: Console) -> None:
 
 def _heading(view: TrajectoryView) -> Text:
     trajectory = view.entry.trajectory
-    title = f"{trajectory.trajectory_id}, step {view.step.step}, task {trajectory.task_id}"
+    title = f"{trajectory.trajectory_id}, step {view.step.step}, task "
+    title += visible_text(trajectory.task_id)
     text = Text(title, style="bold")
     for label, value in facts(view.step, view.entry):
         text.append(f"\n  {label:<16} ", style="bright_black").append(value)
@@ -64,7 +66,7 @@ def _heading(view: TrajectoryView) -> Text:
 
 
 def _summary(view: TrajectoryView) -> tuple[str, ...]:
-    return (f"{view.num_faulty} tokens with faults, see the tables",) if view.num_faulty else ()
+    return tuple(f"tokens in red, {n}: {fault}" for fault, n in view.fault_counts.items())
 
 
 def _segment(segment: Segment) -> Text:

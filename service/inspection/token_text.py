@@ -1,8 +1,7 @@
-"""Token ids as the bytes that they stand for, and those bytes as text that hides nothing.
+"""Token ids as the bytes that they stand for; without a tokenizer the ids are shown themselves.
 
-A token need not be whole characters: byte-level tokenizers cut them anywhere. So each token is
-shown by its own bytes, and what is no UTF-8, or would move the cursor, as an escape. Without a
-tokenizer the ids are shown themselves.
+A token need not be whole characters: byte-level tokenizers cut them anywhere. So a token is its
+own bytes, whatever its neighbours are.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from service.inspection.chat_marks import NO_MARKS, ChatMarks, chat_marks
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
-NEWLINE = "⏎"
 
 
 class TokenText(Protocol):
@@ -124,23 +122,6 @@ def text_by(tokenizer: Any, *, template_options: dict[str, Any]) -> TokenizerTex
         is_byte_level="ByteLevel" in str(getattr(backend, "decoder", "")),
         marks=chat_marks(tokenizer, template_options=template_options),
     )
-
-
-def visible(piece: bytes) -> str:
-    r"""Text on one line: newlines as a sign, other controls and what is no UTF-8 as escapes.
-
-    Example: visible(b"a\n\xe4\x1b") -> "a⏎\xe4\x1b", the last two as four characters each.
-    """
-    text = piece.decode("utf-8", "backslashreplace")
-    return "".join(_shown(character) for character in text)
-
-
-def _shown(character: str) -> str:
-    if character == "\n":
-        return NEWLINE
-    if character.isprintable():
-        return character
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def _byte_alphabet() -> dict[str, int]:

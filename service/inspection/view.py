@@ -98,5 +98,11 @@ class TrajectoryView:
         return {kind: found[kind] for kind in TokenClass if found[kind]}
 
     @property
+    def fault_counts(self) -> dict[str, int]:
+        """How many tokens have each fault, in the order of the tokens."""
+        tokens = (token for sample in self.samples for token in sample.tokens)
+        return dict(Counter(fault for token in tokens for fault in token.faults))
+
+    @property
     def num_faulty(self) -> int:
         return sum(bool(token.faults) for sample in self.samples for token in sample.tokens)
