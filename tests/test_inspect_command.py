@@ -16,7 +16,9 @@ from actors.trajectory import Outcome
 from service.commands.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError
 from service.inspection.reader import newest_run, surviving_files
+from service.run_dir import RunDir
 from service.store.lineage import Stretch
+from service.store.run_store import RunStore
 
 ROOT = Path(__file__).parents[1]
 
@@ -163,11 +165,17 @@ def test_the_lineage_chooses_among_the_files_of_a_step() -> None:
     assert [(file.step, file.epoch) for file in kept] == [(1, 1), (2, 1), (3, 2), (4, 1)]
 
 
-def test_the_audit_of_a_run_reads_its_database(tmp_path: Path) -> None:
+def test_the_audit_of_a_run_reads_its_database_and_imports_nothing_heavy(tmp_path: Path) -> None:
     step = sound_step()
     written(tmp_path, step)
     stored(tmp_path, rows_of(step))
-    line = [sys.executable, "-m", "service.cli", "inspect", str(tmp_path), "--audit"]
+    code = (
+        "import sys; from service.cli import main\n"
+        f"sys.argv = ['rayloom', 'inspect', {str(tmp_path)!r}, '--audit']\n"
+        "try: main()\n"
+        "finally: assert not {'torch', 'ray', 'transformers', 'matplotlib'} & sys.modules.keys()"
+    )
+    line = [sys.executable, "-c", code]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "  ok     journal and ledger agree on what was trained" in done.stdout
@@ -179,3 +187,32 @@ def test_what_cannot_be_read_ends_with_2_and_one_sentence(arguments: tuple[str, 
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("rayloom: inspect: ")
+
+
+def test_of_a_step_that_was_played_again_the_surviving_file_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = RunStore(RunDir(path=tmp_path).database_url)
+    store.acquire_lease(holder="first")
+    store.commit_checkpoint(
+        epoch=1, step=1, policy_version=1, directory="step-000001", queue_snapshot={},
+        new_events=(), last_event_seq=-1,
+    )  # fmt: skip
+    store.acquire_lease(holder="second")
+    store.close()
+    groups = [group_of(number, [1, 0]) for number in range(4)]
+    written(
+        tmp_path,
+        step_of(groups[:1]),
+        step_of(groups[1:2], number=2),
+        step_of(groups[2:3], number=3),
+        step_of(groups[3:], number=2, epoch=2),
+    )
+    lines = inspected(capsys, tmp_path).splitlines()
+    assert [line.split()[:2] for line in lines[1:-2]] == [
+        ["2", "g000003.0-0.a0"],
+        ["2", "g000003.0-1.a0"],
+        ["1", "g000000.0-0.a0"],
+        ["1", "g000000.0-1.a0"],
+    ]
+    assert lines[-1].endswith("; 2 files of steps played again")

@@ -13,7 +13,6 @@ from service.display.outlet import OutletConsole, outlet, say
 from service.inspection.audit.audit import audit, describe
 from service.inspection.build import build_view
 from service.inspection.listing import Filters, list_trajectories
-from service.inspection.page import write_page
 from service.inspection.reader import OpenJournal, find_entry, newest_run, open_journal
 from service.inspection.terminal import show
 from service.inspection.token_text import TokenText, token_text
@@ -78,6 +77,8 @@ def _show_one(
         with outlet(sys.__stdout__):
             show(view, OutletConsole())
         return 0
+    from service.inspection.page import write_page  # with the report's figures: seconds of imports
+
     try:
         write_page(request.html, view)
     except OSError as error:

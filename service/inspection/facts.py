@@ -20,7 +20,7 @@ def facts(step: JournalStep, entry: TrajectoryEntry) -> list[tuple[str, str]]:
         ("return", _with_best(trajectory.episode_return, trajectory.best_return)),
         ("in the baseline", "no" if brought is None else number(brought)),
         ("advantage", advantage(entry)),
-        ("turns", f"{len(trajectory.turns)} in {len(entry.samples)} samples"),
+        ("turns", f"{len(trajectory.turns)}, samples {len(entry.samples)}"),
         ("tokens", f"{trajectory.num_sampled} sampled, {entry.num_trained} trained"),
         ("policy versions", _versions(step, entry)),
     ]

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from actors.environment.protocol import Message, Role
 from actors.environment.rendering import ChatRenderer, RenderError
-from actors.environment.tokenizer import load_tokenizer
 from actors.trajectory import TokenIds
 from service.inspection.chat_marks import NO_MARKS, ChatMarks, chat_marks
 
@@ -104,6 +103,8 @@ def token_text(model: str | None, *, template_options: dict[str, Any], why_not: 
     """
     if model is None:
         return BareIds(note=why_not)
+    from actors.environment.tokenizer import load_tokenizer  # a second of imports
+
     try:
         tokenizer: Any = load_tokenizer(model)
     except (OSError, ValueError) as error:
