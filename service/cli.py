@@ -1,4 +1,4 @@
-"""The command line: train, serve, model, tasks, export. Each command has a module of its own."""
+"""The command line: train, serve, model, tasks, export, inspect; each has a module of its own."""
 
 from __future__ import annotations
 
@@ -145,6 +145,32 @@ def export(
     from service.commands.export import export_checkpoint
 
     typer.echo(export_checkpoint(source, directory))
+
+
+@app.command()
+def inspect(
+    target: Annotated[str, typer.Argument(help="a run directory, a journal file, or an id")],
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="of the id; default: the newest")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write one trajectory as a page")
+    ] = None,
+    audit: Annotated[bool, typer.Option(help="check every invariant, name offenders")] = False,
+    step: Annotated[int | None, typer.Option(min=1, help="only of this training step")] = None,
+    outcome: Annotated[str | None, typer.Option(help="only with this outcome")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="lines at most; 0: all")] = 50,
+) -> None:
+    """Show TARGET: a run's trajectories, or one of them token by token.
+
+    --audit ends with 0 where nothing is wrong, 1 with offenders, 2 where it cannot read.
+    """
+    from service.commands.inspect import InspectRequest, run_inspect
+
+    request = InspectRequest(
+        target=target, run=run, html=html, audit=audit, step=step, outcome=outcome, limit=limit
+    )
+    raise typer.Exit(run_inspect(request))
 
 
 @model_app.command("tiny")

@@ -22,6 +22,7 @@ from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
 from service.config.settings_of import (
     environment_settings,
     failure_limits,
+    journal_settings,
     merge_settings,
     queue_settings,
     trainer_settings,
@@ -42,10 +43,11 @@ from service.task_feed import ConfiguredTasks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlaces:
-    """Where a run's model and checkpoints lie, as every node sees them."""
+    """Where a run's model, checkpoints and journal lie, as every node sees them."""
 
     model: str
     checkpoints: Path
+    journal: Path
 
 
 class ParentUnusable(Exception):
@@ -84,7 +86,10 @@ class Epoch:
         queue_class: Any = TrajectoryQueue
         merge_class: Any = MergeActor
         self._queue_actor = queue_class.remote(queue_settings(config), self._snapshot())
-        self._merge_actor = merge_class.options(num_cpus=0).remote(merge_settings(config))
+        self._merge_actor = merge_class.options(num_cpus=0).remote(
+            merge_settings(config),
+            journal_settings(config, directory=places.journal, epoch=lease.epoch),
+        )
         self.queue = QueueParts(self._queue_actor)
         self._group = TrainerGroup(
             trainer_settings(config, model=places.model, checkpoint_dir=places.checkpoints),

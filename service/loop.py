@@ -176,6 +176,8 @@ class Loop:
                 self._parts.recorder.notice(f"step {self._step}: {loss}; they are played again")
                 await self._parts.queue.lost(loss.rollout_ids)
                 continue
+            if built.notice:
+                self._parts.recorder.notice(built.notice)
             await self._train_step(built, StageSeconds(collect=collect_s, merge=watch.lap()))
             self._step += 1
         await self._concluded()

@@ -112,6 +112,7 @@ class MergeParts:
             shards=reply.shards,
             settlements=reply.settlements,
             report=reply.report,
+            notice=reply.notice,
         )
 
 

@@ -27,13 +27,14 @@ class PartLost(Exception):
 class BuiltStep:
     """What the merge actor made of the queue's step number `step` (0, 1, 2, …).
 
-    shards: a reference to each rank's share.
+    shards: a reference to each rank's share. notice: for the run's log; mostly empty.
     """
 
     step: int
     shards: tuple[Any, ...]
     settlements: tuple[Settlement, ...]
     report: StepReport
+    notice: str = ""
 
     def settlements_after(self, stats: StepStats) -> tuple[Settlement, ...]:
         """Nothing was trained by a step whose every update was refused as not finite."""

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.trainer.tiny_model import MARKER
 from service.config.file import ConfigError, dump_config, load_config
 from service.config.tree import Config
 from service.store.run_store import RunStore, StoreError
@@ -47,6 +46,10 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
 
     @property
     def log_file(self) -> Path:
@@ -138,6 +141,8 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
 def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
     """The tiny model, or a configuration as we write it; a user's own is never written over."""
     if path == run_dir.tiny_model:
+        from actors.trainer.tiny_model import MARKER  # seconds of imports
+
         return (path / MARKER).is_file()
     if path != run_dir.config_file:
         return False

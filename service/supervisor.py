@@ -236,7 +236,11 @@ class Supervisor:
     async def _run_one_epoch(self) -> str:
         lease = self._take_lease()
         self._recorder.begin_epoch(lease)
-        places = RunPlaces(model=self._model, checkpoints=self._run_dir.checkpoints)
+        places = RunPlaces(
+            model=self._model,
+            checkpoints=self._run_dir.checkpoints,
+            journal=self._run_dir.journal,
+        )
         epoch = self._epoch = Epoch(
             self._config,
             places,

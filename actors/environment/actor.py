@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import transformers
 from ray.exceptions import RayError
 
 from actors.deadline import is_set_within, within
 from actors.environment.bounded import describe, num_abandoned
 from actors.environment.protocol import Environment
 from actors.environment.registry import UnknownEnvironment, resolve
-from actors.environment.rendering import ChatRenderer, ChatTokenizer
+from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import EnvironmentActorSettings, EnvironmentActorStatus
+from actors.environment.tokenizer import load_tokenizer
 from actors.environment.turn_loop import EpisodeSettings, play_episode
 from actors.policy import PolicyClient
 from actors.trajectory import (
@@ -70,7 +68,7 @@ class EnvironmentActor:
         self._make_policy = make_policy
         self._policy: PolicyClient | None = None
         self._renderer = ChatRenderer(
-            _load_tokenizer(tokenizer_path), template_options=settings.template_options
+            load_tokenizer(tokenizer_path), template_options=settings.template_options
         )
         self._makers: dict[str, Callable[[], Environment]] = {}
         self._limits: dict[str, EpisodeSettings] = {}
@@ -319,18 +317,6 @@ class EnvironmentActor:
     async def _wait_for(self, event: asyncio.Event) -> None:
         event.clear()
         await is_set_within(self._settings.poll_s, event)
-
-
-def _load_tokenizer(path: str) -> ChatTokenizer:
-    # AutoTokenizer imports torch: seconds and 200 MB that a plain fast tokenizer does without.
-    config = Path(path) / "tokenizer_config.json"
-    is_plain = config.is_file() and json.loads(config.read_text()).get("tokenizer_class") in (
-        "PreTrainedTokenizerFast",
-        "TokenizersBackend",
-    )
-    loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
-    tokenizer: ChatTokenizer = loader.from_pretrained(path)
-    return tokenizer
 
 
 def _evaluation(task: Task) -> RolloutAssignment:

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
+from actors.journal.files import Journal, JournalSettings
 from actors.merge.payloads import read_groups
 from actors.merge.report import StepReport
 from actors.merge.settings import StepSettings
@@ -28,20 +29,26 @@ PROBE_DEADLINE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReply:
-    """shards: a reference to each rank's RankShard, in the order of ranks."""
+    """shards: a reference to each rank's RankShard, in the order of ranks.
+
+    notice: what a person should know, once; mostly empty.
+    """
 
     step: int
     shards: tuple[Any, ...]
     settlements: tuple[Settlement, ...]
     report: StepReport
+    notice: str = ""
 
 
 @ray.remote
 class MergeActor:
     """Stateless between steps: a replacement goes on where this one died."""
 
-    def __init__(self, settings: StepSettings) -> None:
+    def __init__(self, settings: StepSettings, journal: JournalSettings | None = None) -> None:
+        """journal: where each step is written down; None: nowhere."""
         self._settings = settings
+        self._journal = Journal(journal) if journal is not None else None
 
     def build(self, step_input: StepInput, trainer_version: int) -> MergeReply:
         """Build the batch of a taken step. trainer_version: what the trainer holds.
@@ -57,6 +64,7 @@ class MergeActor:
             shards=tuple(ray.put(shard) for shard in result.shards),
             settlements=result.settlements,
             report=result.report,
+            notice=self._journal.write(result) if self._journal is not None else "",
         )
 
 

@@ -202,6 +202,14 @@ def sample_advantage(
     return advantages
 
 
+def trained_advantages(
+    credit: Credit, trajectory: Trajectory, merged: Merged, sample: Sample
+) -> Float32s:
+    """[M] float32, of the sample's trained tokens in order."""
+    advantage = np.asarray(sample_advantage(credit, trajectory, merged, sample), np.float32)
+    return np.broadcast_to(advantage, (sample.num_tokens,))[sample.mask == 1]
+
+
 def _span(trajectory: Trajectory, index: int) -> slice:
     """Where a turn's sampled tokens lie in the sample that holds it."""
     turn = trajectory.turns[index]

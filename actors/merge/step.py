@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from actors.batch import Minibatch, RankShard
+from actors.batch import Float32s, Minibatch, RankShard
 from actors.merge.aggregation import (
     IdleCounts,
     TrajectorySize,
@@ -30,8 +30,10 @@ from actors.merge.credit import (
     credit_group,
     normalised,
     sample_advantage,
+    trained_advantages,
 )
 from actors.merge.dispositions import Verdict, judge
+from actors.merge.judged import JudgedTrajectory
 from actors.merge.packing import WeightedSample, pack_minibatch, split_trajectories
 from actors.merge.prefix import Merged, find_misalignment, merge_turns
 from actors.merge.report import StepReport, StepTallies, report_step
@@ -52,13 +54,14 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """shards: one for each rank. settlements: one for each trajectory. value_shards: one for each
-    rank where there is a critic.
+    """shards: one for each rank. settlements, judged: one for each trajectory, in their order.
+    value_shards: one for each rank where there is a critic.
     """
 
     shards: tuple[RankShard, ...]
     settlements: tuple[Settlement, ...]
     report: StepReport
+    judged: tuple[JudgedTrajectory, ...]
     value_shards: tuple[ValueShard, ...] = ()
 
 
@@ -124,7 +127,21 @@ def build_step(
         shards=shards,
         settlements=tuple(Settlement(rollout_id=v.rollout_id, reason=v.reason) for v in verdicts),
         report=report_step(tallies, shards),
+        judged=tuple(_handed_out(member) for member in members),
         value_shards=_value_shards(trained, settings, step=step) if settings.needs_values else (),
+    )
+
+
+def _handed_out(member: _Member) -> JudgedTrajectory:
+    merged, credit = member.merged, member.credit
+    advantages: tuple[Float32s, ...] = ()
+    if merged is not None and credit is not None and member.is_trained:
+        advantages = tuple(
+            trained_advantages(credit, member.trajectory, merged, sample)
+            for sample in merged.samples
+        )
+    return JudgedTrajectory(
+        trajectory=member.trajectory, merged=merged, verdict=member.verdict, advantages=advantages
     )
 
 

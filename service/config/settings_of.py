@@ -7,15 +7,18 @@ from pathlib import Path
 
 from actors.environment.settings import EnvironmentActorSettings, EnvironmentSettings
 from actors.environment.turn_loop import EpisodeSettings
+from actors.journal.files import JournalSettings
+from actors.journal.record import GroupRule
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.aggregation import Aggregation
 from actors.merge.settings import StepSettings
 from actors.merge.shaping import Overlong, ReturnRange, ShapingSettings
-from actors.outcomes import OutcomePolicy, OutcomeRule
+from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trainer.settings import Device, ParamDtype, TrainerSettings, WeightTransport
 from actors.trajectory_queue.messages import QueueSettings
 from actors.trajectory_queue.window import WindowSettings
 from service.config.loss import loss_settings
+from service.config.rewards import RewardConfig
 from service.config.tree import Config
 from service.failing import FailureLimits
 from service.inference.settings import EngineSettings
@@ -172,4 +175,27 @@ def merge_settings(config: Config) -> StepSettings:
         turn_discount=algorithm.turn_discount,
         normalises=algorithm.normalise_advantages,
         shaping=shaping_settings(config),
+    )
+
+
+def journal_settings(config: Config, *, directory: Path, epoch: int) -> JournalSettings | None:
+    """None for a run that keeps no journal."""
+    if config.run.journal_steps == 0:
+        return None
+    algorithm = config.algorithm
+    dispositions = {rule.disposition for rule in config.rollouts.outcomes.values()}
+    is_plain = (
+        algorithm.turn_discount is None
+        and not algorithm.normalise_advantages
+        and algorithm.reward == RewardConfig()
+        and Disposition.TRAIN_PENALISED not in dispositions
+    )
+    rule = GroupRule(baseline=Baseline(algorithm.baseline), scale=Scale(algorithm.scale))
+    return JournalSettings(
+        directory=directory,
+        epoch=epoch,
+        keep_steps=config.run.journal_steps,
+        max_policy_age=algorithm.max_policy_age,
+        # What is shaped, or weighed over the step, no group's returns alone can tell.
+        group_rule=rule if is_plain else None,
     )

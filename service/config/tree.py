@@ -196,6 +196,9 @@ class RunConfig(Section):
     stop_at_reward: Finite | None = Field(
         None, description="end once the mean return of five steps, scaled where known, is as high"
     )
+    journal_steps: Natural = Field(
+        200, description="newest steps whose trajectories `rayloom inspect` can show; 0: none"
+    )
     max_recoveries: Natural = Field(5, description="returns to the last checkpoint after a fault")
 
 

@@ -1,0 +1,255 @@
+"""A journal step as a file: a NumPy archive without pickles, with a header in JSON.
+
+`numpy.load(path, allow_pickle=False)` reads it without this package; `header.json` in it holds
+what is no array. The turns lie as the queue's columns, each token once; trained positions are kept
+as runs. Invariant: read_step(write_step(step)) equals step. Written lightly compressed: a training
+step waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.batch import Int32s
+from actors.journal.record import GroupRule, JournalStep, SampleEntry, TrajectoryEntry
+from actors.merge.advantages import Baseline, Scale
+from actors.merge.mismatch import Mismatch, MismatchKind
+from actors.trajectory_queue.columns import TrajectoryColumns, decode, encode
+from actors.trajectory_queue.ledger import EvictionReason
+
+FORMAT = 1
+HEADER = "header.json"
+_COMPRESSION = 1
+_COLUMN_ARRAYS = (
+    "row_offsets", "turns", "token_ids", "logprobs", "spans", "component_names", "component_values",
+)  # fmt: skip
+_TRAINED_ARRAYS = {
+    "trained_ids": "token_ids",
+    "trained_logprobs": "logprobs",
+    "trained_versions": "versions",
+    "trained_advantages": "advantages",
+}
+_KINDS = tuple(MismatchKind)
+# NumPy gives these no types.
+_write_array: Callable[..., None] = np.lib.format.write_array
+_load_array: Callable[..., NDArray[Any]] = np.lib.format.read_array
+# One row a sample, of trajectory `row`; num_*: how many of its items lie in the arrays.
+SAMPLE_DTYPE = np.dtype(
+    [
+        ("row", np.int32),
+        ("num_turns", np.int32),
+        ("prompt_length", np.int32),
+        ("num_tokens", np.int32),
+        ("num_runs", np.int32),
+        ("num_trained", np.int32),
+    ]
+)
+# One row a mismatch: trajectory, turn, position, index in the kinds.
+_MISMATCH_FIELDS = 4
+
+
+class JournalDamaged(ValueError):
+    """The bytes are no journal step; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepIndex:
+    """What the header alone tells. trajectory_ids: in the order of the entries."""
+
+    step: int
+    epoch: int
+    trajectory_ids: tuple[str, ...]
+
+
+def write_step(file: IO[bytes], step: JournalStep) -> None:
+    """Write a step. Raises: OSError."""
+    columns = encode([entry.trajectory for entry in step.entries])
+    arrays = {name: getattr(columns, name) for name in _COLUMN_ARRAYS} | _sample_arrays(step)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_COMPRESSION) as archive:
+        archive.writestr(HEADER, json.dumps(_header(step, columns), default=_plain))
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                _write_array(member, array, allow_pickle=False)
+
+
+def read_step(file: IO[bytes]) -> JournalStep:
+    """Read a step. Raises: JournalDamaged; OSError."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            header = _read_header(archive)
+            names = [*_COLUMN_ARRAYS, "samples", "sample_turns", "runs", "mismatches"]
+            arrays = {name: _read_array(archive, name) for name in [*names, *_TRAINED_ARRAYS]}
+        return _step(header, arrays)
+    except _UNREADABLE as error:
+        raise JournalDamaged(_first_line(error)) from error
+
+
+def read_index(file: IO[bytes]) -> StepIndex:
+    """Read who is in it. Raises: JournalDamaged; OSError."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            header = _read_header(archive)
+        ids = tuple(f"{row[0]}.a{row[3]}" for row in header["headers"])
+        return StepIndex(step=header["step"], epoch=header["epoch"], trajectory_ids=ids)
+    except _UNREADABLE as error:
+        raise JournalDamaged(_first_line(error)) from error
+
+
+# What zip, NumPy, JSON and the values themselves raise where bytes are not what they should be.
+_UNREADABLE = (
+    zipfile.BadZipFile, zlib.error, EOFError, ValueError, LookupError, TypeError,
+    NotImplementedError, RuntimeError,
+)  # fmt: skip
+
+
+def _header(step: JournalStep, columns: TrajectoryColumns) -> dict[str, Any]:
+    rule = step.group_rule
+    return {
+        "format": FORMAT,
+        "step": step.step,
+        "epoch": step.epoch,
+        "trainer_version": step.trainer_version,
+        "max_policy_age": step.max_policy_age,
+        "num_packed_trained": step.num_packed_trained,
+        "group_rule": rule and {"baseline": rule.baseline.value, "scale": rule.scale.value},
+        "headers": columns.headers,
+        "name_table": columns.name_table,
+        "reasons": [entry.reason and entry.reason.value for entry in step.entries],
+        "baseline_returns": [entry.baseline_return for entry in step.entries],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A user's environment may give NumPy's numbers for Python's."""
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def _sample_arrays(step: JournalStep) -> dict[str, NDArray[Any]]:
+    rows: list[tuple[int, ...]] = []
+    turns: list[int] = []
+    runs: list[Int32s] = []
+    mismatches: list[tuple[int, ...]] = []
+    samples = [(row, each) for row, entry in enumerate(step.entries) for each in entry.samples]
+    for row, sample in samples:
+        own = _runs(sample.positions)
+        sizes = (sample.prompt_length, sample.num_tokens, len(own), sample.num_trained)
+        rows.append((row, len(sample.turns), *sizes))
+        turns += sample.turns
+        runs.append(own)
+    for row, entry in enumerate(step.entries):
+        mismatches += [(row, m.turn, m.position, _KINDS.index(m.kind)) for m in entry.mismatches]
+    trained = {
+        name: np.concatenate([_EMPTY[name], *(getattr(each, field) for _, each in samples)])
+        for name, field in _TRAINED_ARRAYS.items()
+    }
+    return {
+        "samples": np.array(rows, SAMPLE_DTYPE),
+        "sample_turns": np.array(turns, np.int32),
+        "runs": np.concatenate([np.empty((0, 2), np.int32), *runs]),
+        "mismatches": np.array(mismatches, np.int32).reshape(-1, _MISMATCH_FIELDS),
+        **trained,
+    }
+
+
+_EMPTY = {
+    name: np.empty(0, np.float32 if name.endswith(("logprobs", "advantages")) else np.int32)
+    for name in _TRAINED_ARRAYS
+}
+
+
+def _runs(positions: Int32s) -> Int32s:
+    """[U, 2] int32, [start, end) of each run: _runs([3, 4, 7]) -> [[3, 5], [7, 8]]."""
+    if not positions.size:
+        return np.empty((0, 2), np.int32)
+    breaks = np.flatnonzero(np.diff(positions) != 1)
+    starts = positions[np.concatenate(([0], breaks + 1))]
+    ends = positions[np.concatenate((breaks, [positions.size - 1]))] + 1
+    return np.stack([starts, ends], axis=1).astype(np.int32)
+
+
+def _read_header(archive: zipfile.ZipFile) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(archive.read(HEADER))
+    if header["format"] != FORMAT:
+        raise ValueError(f"format {header['format']}, expected {FORMAT}: another Rayloom wrote it")
+    return header
+
+
+def _read_array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
+    with archive.open(f"{name}.npy") as member:
+        return _load_array(member, allow_pickle=False)
+
+
+def _step(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> JournalStep:
+    columns = TrajectoryColumns(
+        headers=tuple(tuple(row) for row in header["headers"]),
+        name_table=tuple(header["name_table"]),
+        **{name: arrays[name] for name in _COLUMN_ARRAYS},
+    )
+    samples = _samples(arrays, num_rows=columns.num_rows)
+    mismatches: list[list[Mismatch]] = [[] for _ in range(columns.num_rows)]
+    for row, turn, position, kind in arrays["mismatches"].tolist():
+        mismatches[row].append(Mismatch(turn=turn, position=position, kind=_KINDS[kind]))
+    entries = [
+        TrajectoryEntry(
+            trajectory=decode(columns, row),
+            reason=None if reason is None else EvictionReason(reason),
+            baseline_return=baseline_return,
+            samples=tuple(samples[row]),
+            mismatches=tuple(mismatches[row]),
+        )
+        for row, (reason, baseline_return) in enumerate(
+            zip(header["reasons"], header["baseline_returns"], strict=True)
+        )
+    ]
+    rule = header["group_rule"]
+    return JournalStep(
+        step=header["step"],
+        epoch=header["epoch"],
+        trainer_version=header["trainer_version"],
+        max_policy_age=header["max_policy_age"],
+        num_packed_trained=header["num_packed_trained"],
+        group_rule=rule
+        and GroupRule(baseline=Baseline(rule["baseline"]), scale=Scale(rule["scale"])),
+        entries=tuple(entries),
+    )
+
+
+def _samples(arrays: Mapping[str, NDArray[Any]], *, num_rows: int) -> list[list[SampleEntry]]:
+    found: list[list[SampleEntry]] = [[] for _ in range(num_rows)]
+    turn_at = run_at = trained_at = 0
+    for record in arrays["samples"].tolist():
+        row, num_turns, prompt_length, num_tokens, num_runs, num_trained = record
+        runs = arrays["runs"][run_at : run_at + num_runs].tolist()
+        end = trained_at + num_trained
+        sample = SampleEntry(
+            turns=tuple(arrays["sample_turns"][turn_at : turn_at + num_turns].tolist()),
+            prompt_length=prompt_length,
+            num_tokens=num_tokens,
+            positions=_positions(runs),
+            **{f: arrays[name][trained_at:end] for name, f in _TRAINED_ARRAYS.items()},
+        )
+        if {sample.num_trained, sample.token_ids.shape[0]} != {num_trained}:
+            raise ValueError(
+                f"a sample of row {row} has {sample.num_trained} trained positions and "
+                f"{sample.token_ids.shape[0]} ids of them, expected {num_trained}"
+            )
+        found[row].append(sample)
+        turn_at, run_at, trained_at = turn_at + num_turns, run_at + num_runs, end
+    return found
+
+
+def _positions(runs: Sequence[Sequence[int]]) -> Int32s:
+    pieces = [np.arange(start, end, dtype=np.int32) for start, end in runs]
+    return np.concatenate([np.empty(0, np.int32), *pieces])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

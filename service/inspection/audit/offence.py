@@ -1,0 +1,40 @@
+"""What the audit looks for, and what it finds: closed sets and plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Check(StrEnum):
+    """An invariant; its value is the sentence that holds where nothing is wrong."""
+
+    LOGPROBS = "every sampled token has a finite log-probability"
+    SPANS = "version spans cover each sampled token once"
+    SAMPLED = "every trained token was sampled"
+    SIDE_DATA = "trained tokens carry the id, log-probability and version that came back"
+    MASK = "the mask counts the sampled tokens with a log-probability, each once"
+    MERGE = "the samples are what the merge makes of the turns"
+    EVICTED = "what is not in the loss has no trained token"
+    PACKED = "the packed rows train as many tokens as were handed out"
+    MALFORMED = "no malformed trajectory has a positive reward"
+    AGE = "no trained token is older than the policy-age bound"
+    BASELINE = "a baseline holds each member's return, capped or as it is"
+    ADVANTAGES = "advantages are what the group's returns give"
+    ZERO_SUM = "the advantages of a group add up to 0"
+    ADMITTED = "group statistics come of every admitted rollout"
+    LEDGER = "journal and ledger agree on what was trained"
+    ONCE = "no rollout is trained twice"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offence:
+    """subject: a trajectory, group or step by name. is_explained: it is as the rules allow, and
+    worth knowing; such a finding alone does not fail an audit.
+    """
+
+    check: Check
+    step: int
+    subject: str
+    text: str
+    is_explained: bool = False

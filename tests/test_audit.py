@@ -1,0 +1,344 @@
+"""The audit: clean on what the real code makes, and each planted fault found and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_examples import branched, with_trained
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from journal_builders import group_of, one_group, random_group, step_of, through_a_file, written
+from record_builders import step_record
+from trajectory_builders import linear_turns, make_trajectory
+
+from actors.journal.record import JournalStep
+from actors.merge.advantages import Baseline, Scale, group_advantages
+from actors.trajectory import Outcome, VersionSpan
+from actors.trajectory_queue.ledger import EvictionReason
+from service.commands.inspect import InspectRequest, run_inspect
+from service.inspection.audit.audit import Audit, audit
+from service.inspection.audit.groups import GroupRule, expected_advantages
+from service.inspection.audit.offence import Check
+from service.inspection.audit.tokens import check_trajectory
+from service.inspection.reader import open_journal
+from service.run_dir import RunDir
+from service.store.run_store import RunStore, StoredEvent
+
+FIRST, SECOND = "g000000.0-0", "g000000.0-1"
+
+
+def sound_step(number: int = 1) -> JournalStep:
+    """Two groups, and one trajectory that branched."""
+    groups = [group_of(0, [1, 0, 0, 1]), group_of(1, [1, 0], version=number - 1)]
+    again = one_group([branched(0), make_trajectory(linear_turns(1), rollout_id="g000003.0-1")])
+    return step_of([*groups, again], number=number)
+
+
+def with_entry(step: JournalStep, row: int, **changes: Any) -> JournalStep:
+    entries = list(step.entries)
+    entries[row] = replace(entries[row], **changes)
+    return replace(step, entries=tuple(entries))
+
+
+def with_turn(step: JournalStep, row: int, **changes: Any) -> JournalStep:
+    """Changes a trajectory's first turn, after the merge has seen it."""
+    trajectory = step.entries[row].trajectory
+    turns = (replace(trajectory.turns[0], **changes), *trajectory.turns[1:])
+    return with_entry(step, row, trajectory=replace(trajectory, turns=turns))
+
+
+def with_sample(step: JournalStep, row: int, **changes: Any) -> JournalStep:
+    samples = step.entries[row].samples
+    return with_entry(step, row, samples=(replace(samples[0], **changes), *samples[1:]))
+
+
+def changed(values: np.ndarray, at: int, value: float) -> np.ndarray:
+    copy = values.copy()
+    copy[at] = value
+    return copy
+
+
+def without_last(step: JournalStep) -> JournalStep:
+    sample = step.entries[0].samples[0]
+    names = ("positions", "token_ids", "logprobs", "versions", "advantages")
+    return with_sample(step, 0, **{name: getattr(sample, name)[:-1] for name in names})
+
+
+def of_version(step: JournalStep, row: int, version: int) -> JournalStep:
+    """The step with a trajectory that another version sampled, by its turns and by its record."""
+    trajectory, sample = step.entries[row].trajectory, step.entries[row].samples[0]
+    turns = tuple(
+        replace(turn, version_spans=(VersionSpan(version=version, start=0, end=turn.num_sampled),))
+        for turn in trajectory.turns
+    )
+    moved = with_sample(step, row, versions=np.full_like(sample.versions, version))
+    return with_entry(moved, row, trajectory=replace(trajectory, turns=turns))
+
+
+def audited(run_dir: Path, *steps: JournalStep) -> Audit:
+    return audit(open_journal(written(run_dir, *steps)))
+
+
+def rows_of(step: JournalStep) -> list[StoredEvent]:
+    """The ledger's rows of a step that was settled as its journal says."""
+    admitted = [StoredEvent(seq=0, rollout_id=e.trajectory.rollout_id, kind="admitted")
+                for e in step.entries]  # fmt: skip
+    left = [
+        StoredEvent(
+            seq=0,
+            rollout_id=entry.trajectory.rollout_id,
+            kind="evicted" if entry.reason else "trained",
+            reason=entry.reason.value if entry.reason else None,
+            step=step.step,
+        )
+        for entry in step.entries
+    ]
+    return [*admitted, *left]
+
+
+def stored(run_dir: Path, rows: Sequence[StoredEvent], *, steps: Sequence[int] = (1,)) -> None:
+    """The run's database with these rows, written as a supervisor writes them."""
+    run_dir.mkdir(exist_ok=True)
+    store = RunStore(RunDir(path=run_dir).database_url)
+    store.acquire_lease(holder="test")
+    events = [replace(row, seq=seq) for seq, row in enumerate(rows)]
+    for step in steps:
+        store.add_step(step_record(step), epoch=1, new_events=events if step == steps[0] else ())
+    store.close()
+
+
+def test_what_the_real_code_made_is_clean(tmp_path: Path) -> None:
+    step = sound_step()
+    stored(tmp_path, rows_of(step))
+    result = audited(tmp_path, step)
+    assert result.offences == () and result.is_clean and result.unchecked == {}
+    assert (result.num_trajectories, result.num_trained) == (8, step.num_packed_trained)
+    assert run_inspect(InspectRequest(target=str(tmp_path), audit=True)) == 0
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1))
+def test_of_trajectories_of_any_shape_only_their_own_faults_are_found(seed: int) -> None:
+    step = through_a_file(step_of([random_group(0, seed)], number=4))
+    found = {offence.check for entry in step.entries for offence in check_trajectory(step, entry)}
+    # Drawn so: log-probabilities that are not finite, rewarded malformed turns, versions to come.
+    assert found <= {Check.LOGPROBS, Check.MALFORMED, Check.AGE}
+
+
+PLANTS: dict[str, tuple[Check, str, Callable[[JournalStep], JournalStep]]] = {
+    "no log-probability": (
+        Check.LOGPROBS, f"{FIRST}.a0",
+        lambda s: with_turn(
+            s, 0, logprobs=changed(s.entries[0].trajectory.turns[0].logprobs, 2, np.nan)
+        ),
+    ),
+    "a log-probability too few": (
+        Check.LOGPROBS, f"{FIRST}.a0",
+        lambda s: with_turn(s, 0, logprobs=s.entries[0].trajectory.turns[0].logprobs[:-1]),
+    ),
+    "a span that ends early": (
+        Check.SPANS, f"{FIRST}.a0",
+        lambda s: with_turn(s, 0, version_spans=(VersionSpan(version=0, start=0, end=3),)),
+    ),
+    "spans that overlap": (
+        Check.SPANS, f"{FIRST}.a0",
+        lambda s: with_turn(
+            s, 0,
+            version_spans=(
+                VersionSpan(version=0, start=0, end=6), VersionSpan(version=0, start=2, end=3),
+            ),
+        ),
+    ),
+    "an observation that is trained": (
+        Check.SAMPLED, f"{FIRST}.a0", lambda s: with_trained(s, 0, [16]),
+    ),
+    "a prompt token that is trained": (
+        Check.SAMPLED, f"{SECOND}.a0", lambda s: with_trained(s, 1, [0]),
+    ),
+    "another log-probability": (
+        Check.SIDE_DATA, f"{FIRST}.a0",
+        lambda s: with_sample(s, 0, logprobs=changed(s.entries[0].samples[0].logprobs, 1, -9)),
+    ),
+    "another version": (
+        Check.SIDE_DATA, f"{FIRST}.a0",
+        lambda s: with_sample(s, 0, versions=changed(s.entries[0].samples[0].versions, 1, 7)),
+    ),
+    "another target": (
+        Check.SIDE_DATA, f"{FIRST}.a0",
+        lambda s: with_sample(s, 0, token_ids=changed(s.entries[0].samples[0].token_ids, 1, 0)),
+    ),
+    "a sampled token left out": (Check.MASK, f"{FIRST}.a0", without_last),
+    "a mismatch that was forgotten": (
+        Check.MERGE, "g000003.0-0.a0", lambda s: with_entry(s, 6, mismatches=()),
+    ),
+    "turns that were not merged so": (
+        Check.MERGE, f"{FIRST}.a0", lambda s: with_sample(s, 0, turns=(1,)),
+    ),
+    "evicted and trained": (
+        Check.EVICTED, f"{FIRST}.a0", lambda s: with_entry(s, 0, reason=EvictionReason.MASKED),
+    ),
+    "rows that lack a token": (
+        Check.PACKED, "step 1", lambda s: replace(s, num_packed_trained=s.num_packed_trained - 1),
+    ),
+    "older than the bound": (
+        Check.AGE, f"{FIRST}.a0", lambda s: of_version(s, 0, -20),
+    ),
+    "of a version to come": (
+        Check.AGE, f"{FIRST}.a0", lambda s: of_version(s, 0, 7),
+    ),
+    "another return in the baseline": (
+        Check.BASELINE, f"{FIRST}.a0", lambda s: with_entry(s, 0, baseline_return=5.0),
+    ),
+    "trained outside of the baseline": (
+        Check.BASELINE, f"{FIRST}.a0", lambda s: with_entry(s, 0, baseline_return=None),
+    ),
+    "one token with another advantage": (
+        Check.ADVANTAGES, "g000000.0",
+        lambda s: with_sample(s, 0, advantages=changed(s.entries[0].samples[0].advantages, 3, 2)),
+    ),
+    "advantages that do not add up": (
+        Check.ZERO_SUM, "g000000.0",
+        lambda s: with_sample(s, 0, advantages=s.entries[0].samples[0].advantages * 2),
+    ),
+    "evicted as zero variance with a signal": (
+        Check.ADVANTAGES, "g000000.0",
+        lambda s: with_entry(s, 0, reason=EvictionReason.ZERO_VARIANCE),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_fault_is_found_and_its_offender_named(
+    plant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check, subject, change = PLANTS[plant]
+    result = audited(tmp_path, change(sound_step()))
+    named = {(offence.check, offence.subject) for offence in result.offences}
+    assert (check, subject) in named
+    # Whatever else follows of it, nobody else is accused.
+    group = subject.partition("-")[0].removesuffix(".a0")
+    assert all(name.startswith((group, "step 1")) for _, name in named)
+    assert run_inspect(InspectRequest(target=str(tmp_path), audit=True)) == 1
+    printed = capsys.readouterr().out
+    assert f"WRONG  {check.value}" in printed and f"step 1, {subject}: " in printed
+
+
+def test_a_malformed_trajectory_with_a_positive_reward_is_named(tmp_path: Path) -> None:
+    group = group_of(0, [1, 0], outcomes={0: Outcome.MALFORMED_TOOL_CALL})
+    (offence,) = audited(tmp_path, step_of([group])).offences
+    assert (offence.check, offence.subject) == (Check.MALFORMED, f"{FIRST}.a0")
+
+
+def test_a_rewarded_malformed_turn_is_named(tmp_path: Path) -> None:
+    won, lost = group_of(0, [1, 0]).trajectories
+    turns = (replace(won.turns[0], is_malformed=True, reward=0.5), won.turns[1])
+    (offence,) = audited(tmp_path, step_of([one_group([replace(won, turns=turns), lost])])).offences
+    assert offence.check is Check.MALFORMED and "turn 0 is malformed" in offence.text
+
+
+def test_a_member_that_left_under_a_reason_is_noted_and_fails_no_audit(tmp_path: Path) -> None:
+    step = sound_step()
+    gone = "g000000.0-4"
+    left = [
+        StoredEvent(seq=0, rollout_id=gone, kind="admitted"),
+        StoredEvent(seq=0, rollout_id=gone, kind="evicted", reason="wall_timeout"),
+    ]
+    stored(tmp_path, [*rows_of(step), *left])
+    result = audited(tmp_path, step)
+    (offence,) = result.offences
+    assert (offence.check, offence.subject) == (Check.ADMITTED, "g000000.0")
+    assert "4 of 5 admitted rollouts" in offence.text and "wall_timeout" in offence.text
+    assert offence.is_explained and result.is_clean
+
+
+def test_a_group_that_lacks_a_member_without_a_reason_fails_the_audit(tmp_path: Path) -> None:
+    step = sound_step()
+    lost = StoredEvent(seq=0, rollout_id="g000000.0-4", kind="admitted")
+    stored(tmp_path, [*rows_of(step), lost])
+    (offence,) = audited(tmp_path, step).offences
+    assert offence.check is Check.ADMITTED and not offence.is_explained
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "evicted", "reason": "masked"}, "trained in the journal, evicted as masked"),
+        ({"kind": "admitted", "step": None}, "still in flight in the ledger"),
+        ({"step": 2}, "settled by step 2"),
+    ],
+)
+def test_a_rollout_with_another_fate_in_the_ledger_is_named(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    step = sound_step()
+    rows = rows_of(step)
+    rows[len(step.entries)] = replace(rows[len(step.entries)], **changes)
+    stored(tmp_path, rows)
+    found = [o for o in audited(tmp_path, step).offences if o.check is Check.LEDGER]
+    assert [offence.subject for offence in found] == [f"{FIRST}.a0"] and words in found[0].text
+
+
+def test_a_rollout_that_the_ledger_alone_calls_trained_is_named(tmp_path: Path) -> None:
+    step = sound_step()
+    stored(tmp_path, rows_of(step))
+    result = audited(tmp_path, replace(step, entries=step.entries[1:]))
+    assert (Check.LEDGER, FIRST) in {(o.check, o.subject) for o in result.offences}
+
+
+def test_a_rollout_that_the_ledger_never_admitted_is_named(tmp_path: Path) -> None:
+    step = sound_step()
+    stored(tmp_path, [row for row in rows_of(step) if row.rollout_id != FIRST])
+    found = [o for o in audited(tmp_path, step).offences if o.check is Check.LEDGER]
+    assert [offence.subject for offence in found] == [f"{FIRST}.a0"]
+
+
+def test_a_step_refused_as_not_finite_agrees_with_its_journal(tmp_path: Path) -> None:
+    step = sound_step()
+    rows = [
+        replace(row, kind="evicted", reason="nonfinite_step") if row.kind == "trained" else row
+        for row in rows_of(step)
+    ]
+    stored(tmp_path, rows)
+    assert audited(tmp_path, step).is_clean
+
+
+def test_a_step_that_the_run_has_not_recorded_is_not_held_against_the_ledger(
+    tmp_path: Path,
+) -> None:
+    step = sound_step()
+    stored(tmp_path, rows_of(step))
+    in_hand = step_of([group_of(7, [1, 0])], number=2)
+    assert audited(tmp_path, step, in_hand).offences == ()
+
+
+def test_a_rollout_that_is_trained_in_two_steps_is_named(tmp_path: Path) -> None:
+    again = step_of([group_of(0, [1, 0])], number=2)
+    first = step_of([group_of(0, [1, 0])])
+    found = [o for o in audited(tmp_path, first, again).offences if o.check is Check.ONCE]
+    assert [(o.subject, o.step) for o in found] == [(FIRST, 2), (SECOND, 2)]
+
+
+def test_recorded_steps_without_a_file_are_told(tmp_path: Path) -> None:
+    first, third = step_of([]), step_of([], number=3)
+    stored(tmp_path, [], steps=(1, 2, 3))
+    assert audited(tmp_path, first, third).missing_steps == (2,)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=6),
+    st.sampled_from(Baseline),
+    st.sampled_from(Scale),
+)
+def test_the_audits_own_statistics_equal_the_merges(
+    returns: list[float], baseline: Baseline, scale: Scale
+) -> None:
+    own = expected_advantages(returns, GroupRule(baseline=baseline, scale=scale))
+    other = group_advantages(returns, baseline=baseline, scale=scale)
+    assert (own is not None) == other.has_signal
+    if own is not None:
+        assert own == pytest.approx(other.values.tolist(), abs=1e-9)
