@@ -3,6 +3,8 @@
 A turn extends a sample when the sample's full ids are an exact prefix of its prompt ids; what lies
 between is observation, mask 0. All samples stay open: the longest match wins, the newest among
 equals, so that a sub-agent's turns or a compacted history branch off and the main line goes on.
+Which turn extends which is known (`Trajectory.lineage`) or found here; the cost is linear in the
+merged tokens where it is known, and in the turns' own tokens where each has to be compared.
 
 Invariants: the mask counts the sampled tokens with a finite log-probability; mask 0 means
 log-probability 0 and version -1; the order of turns is kept; merging the turns of one sample again
@@ -12,178 +14,155 @@ gives that sample; turns that each extend the last give one sample. Called by `s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from actors.merge.mismatch import Mismatch, describe_mismatch
+from actors.lineage import Lineage
+from actors.merge.buffer import TrajectoryBuffer, fill
+from actors.merge.misalignment import find_misalignment
+from actors.merge.sample import ExpertRecords, Merged, Sample
+from actors.merge.side_data import (
+    Pieces,
+    SideData,
+    join_experts,
+    join_logprobs,
+    join_mask,
+    join_token_rewards,
+    join_versions,
+)
 from actors.trajectory import LogProbs, TokenIds, Trajectory, Turn
 
-# Up to here copying the bytes is quicker than asking where they lie.
-_SHORT_TOKENS = 512
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One row of training data.
-
-    token_ids: [T] int32. mask: [T] uint8, 1 = sampled and fit to be trained. logprobs: [T]
-    float32, nats, of the behaviour policy, 0 at mask 0. versions: [T] int32, -1 at mask 0.
-    prompt_length: tokens of the first turn's prompt. turns: indices in the trajectory.
-    """
-
-    trajectory_id: str
-    turns: tuple[int, ...]
-    prompt_length: int
-    token_ids: TokenIds
-    mask: NDArray[np.uint8]
-    logprobs: LogProbs
-    versions: NDArray[np.int32]
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.token_ids.shape[0])
-
-    @property
-    def num_trained(self) -> int:
-        return int(np.count_nonzero(self.mask))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
-    """The samples of one trajectory, in the order in which they began.
-
-    mismatches: one for each turn but the first that extended no sample. num_unmerged_tokens: what
-    one row a turn would take. num_masked_tokens: sampled, without a finite log-probability.
-    """
-
-    samples: tuple[Sample, ...]
-    mismatches: tuple[Mismatch, ...]
-    num_turns: int
-    num_unmerged_tokens: int
-    num_masked_tokens: int
-
-    @property
-    def num_merged_tokens(self) -> int:
-        return sum(sample.num_tokens for sample in self.samples)
-
-    @property
-    def num_trained_tokens(self) -> int:
-        return sum(sample.num_trained for sample in self.samples)
+__all__ = [
+    "ExpertRecords",
+    "Merged",
+    "Sample",
+    "SideData",
+    "find_misalignment",
+    "merge_buffer",
+    "merge_turns",
+]
 
 
 def merge_turns(trajectory: Trajectory) -> Merged:
     """Merge a trajectory's turns into samples.
 
-    Args: trajectory: its turns' lengths agree (`find_misalignment` says whether).
+    Args: trajectory: with its lineage, nothing is compared; without it, each prompt is, once.
+    Raises: ValueError, naming the trajectory and the remedy, when lengths do not fit together
+    (`find_misalignment` says whether) or the lineage is of other turns.
     Example: prompts [10,20,30] and [10,20,30,40,50,60,70], actions [40,50] and [80,90] -> one
     sample: prompt [10,20,30], response [40,50,60,70,80,90], mask of the response [1,1,0,0,1,1].
     """
-    turns = trajectory.turns
-    chains: list[list[int]] = []
-    mismatches: list[Mismatch] = []
-    for index, turn in enumerate(turns):
-        chain = _longest_match(chains, turns, turn.prompt_token_ids)
-        if chain is not None:
-            chain.append(index)
-            continue
-        if chains:
-            open_samples = [[turns[i] for i in chain] for chain in chains]
-            mismatches.append(describe_mismatch(open_samples, turn, index=index))
-        chains.append([index])
-    samples = tuple(_build(trajectory, chain) for chain in chains)
-    num_trained = sum(sample.num_trained for sample in samples)
+    turns, lineage = trajectory.turns, trajectory.lineage
+    side = SideData.of(turns)
+    try:
+        if lineage is None:
+            return merge_buffer(fill(turns), side, trajectory_id=trajectory.trajectory_id)
+        if lineage.num_turns != len(turns):
+            raise ValueError(
+                f"a lineage of {lineage.num_turns} turns for {len(turns)}; leave it out where "
+                "turns are changed"
+            )
+        places = [(len(turn.prompt_token_ids), turn.num_sampled) for turn in turns]
+        ids = [_full_ids(turns[sample.turns[-1]]) for sample in lineage.samples]
+        return _merge(lineage, ids, places, side, trajectory_id=trajectory.trajectory_id)
+    except ValueError as error:
+        reason = find_misalignment(trajectory) or str(error)
+        raise ValueError(f"merge: trajectory {trajectory.trajectory_id}: {reason}") from error
+
+
+def merge_buffer(buffer: TrajectoryBuffer, side: SideData, *, trajectory_id: str) -> Merged:
+    """Merge what a buffer holds: the ids of its samples are taken as they lie, without a copy.
+
+    Args: side: of the buffer's turns, in their order. While the samples live, the buffer takes no
+    more turns. Raises: ValueError when the side data does not fit the turns.
+    """
+    lineage = buffer.lineage()
+    ids = [buffer.token_ids(sample) for sample in range(len(lineage.samples))]
+    places = list(zip(buffer.starts, buffer.counts, strict=True))
+    return _merge(lineage, ids, places, side, trajectory_id=trajectory_id)
+
+
+def _merge(
+    lineage: Lineage,
+    ids: Sequence[TokenIds],
+    places: Sequence[tuple[int, int]],
+    side: SideData,
+    *,
+    trajectory_id: str,
+) -> Merged:
+    """places: of each turn, where its sampled tokens start, and how many they are."""
+    counts = [count for _, count in places]
+    recorded = list(map(len, side.logprobs))
+    if recorded != counts:
+        raise ValueError(_misfit(recorded, counts))
+    samples = tuple(
+        _build(
+            of_sample.turns,
+            token_ids,
+            [(turn, places[turn][0], sum(places[turn])) for turn in of_sample.turns],
+            side,
+            trajectory_id=trajectory_id,
+        )
+        for of_sample, token_ids in zip(lineage.samples, ids, strict=True)
+    )
+    num_sampled = sum(counts)
     return Merged(
         samples=samples,
-        mismatches=tuple(mismatches),
-        num_turns=len(turns),
-        num_unmerged_tokens=sum(t.prompt_token_ids.shape[0] + t.num_sampled for t in turns),
-        num_masked_tokens=trajectory.num_sampled - num_trained,
+        mismatches=lineage.mismatches,
+        num_turns=len(places),
+        num_unmerged_tokens=sum(start for start, _ in places) + num_sampled,
+        num_masked_tokens=num_sampled - sum(sample.num_trained for sample in samples),
     )
 
 
-def find_misalignment(trajectory: Trajectory) -> str | None:
-    """Say what in a trajectory's turns does not fit together; None when all does.
-
-    A turn needs a prompt, one log-probability for each sampled token, and version spans that
-    cover the sampled tokens in order.
-    """
-    for index, turn in enumerate(trajectory.turns):
-        num_sampled = turn.num_sampled
-        if turn.prompt_token_ids.shape[0] == 0:
-            return f"turn {index}: an empty prompt"
-        if turn.logprobs.shape[0] != num_sampled:
-            got = turn.logprobs.shape[0]
-            return f"turn {index}: {got} log-probabilities for {num_sampled} sampled tokens"
-        end = 0
-        for span in turn.version_spans:
-            if span.start != end or span.end < end:
-                return f"turn {index}: a version span from {span.start}, expected {end}"
-            end = span.end
-        if end != num_sampled:
-            return f"turn {index}: version spans cover {end} of {num_sampled} sampled tokens"
-    return None
-
-
-def _longest_match(
-    chains: Sequence[list[int]], turns: Sequence[Turn], prompt: TokenIds
-) -> list[int] | None:
-    best, best_length = None, -1
-    for chain in chains:
-        last = turns[chain[-1]]
-        length = last.prompt_token_ids.shape[0] + last.sampled_token_ids.shape[0]
-        if length >= best_length and _extends(prompt, last):
-            best, best_length = chain, length
-    return best
-
-
-def _extends(prompt: TokenIds, last: Turn) -> bool:
-    """Whether prompt + sampled ids of `last`, that is its sample's full ids, begin `prompt`."""
-    num_prompt = last.prompt_token_ids.shape[0]
-    num_full = num_prompt + last.sampled_token_ids.shape[0]
-    if prompt.shape[0] < num_full:
-        return False
-    return _is_equal(prompt[num_prompt:num_full], last.sampled_token_ids) and _is_equal(
-        prompt[:num_prompt], last.prompt_token_ids
-    )
-
-
-def _is_equal(a: TokenIds, b: TokenIds) -> bool:
-    """Whether two sequences of one length are equal; long views of one memory are not compared."""
-    if a.shape[0] <= _SHORT_TOKENS:
-        return a.tobytes() == b.tobytes()
-    if a.ctypes.data == b.ctypes.data and a.strides == b.strides:
-        return True
-    return bool((a == b).all())
-
-
-def _build(trajectory: Trajectory, chain: Sequence[int]) -> Sample:
-    """A sample is its last turn's full ids; every turn marks its own tokens in them."""
-    last = trajectory.turns[chain[-1]]
-    token_ids = np.concatenate([last.prompt_token_ids, last.sampled_token_ids])
-    mask = np.zeros(token_ids.shape, np.uint8)
-    logprobs = np.zeros(token_ids.shape, np.float32)
-    versions = np.full(token_ids.shape, -1, np.int32)
-    for index in chain:
-        turn = trajectory.turns[index]
-        start = turn.prompt_token_ids.shape[0]
-        end = start + turn.num_sampled
-        mask[start:end] = 1
-        logprobs[start:end] = turn.logprobs
-        for span in turn.version_spans:
-            versions[start + span.start : start + span.end] = span.version
-    unusable = ~np.isfinite(logprobs)
-    if unusable.any():
-        mask[unusable] = 0
-        logprobs[unusable] = 0
-        versions[unusable] = -1
+def _build(
+    turns: tuple[int, ...],
+    token_ids: TokenIds,
+    pieces: Pieces,
+    side: SideData,
+    *,
+    trajectory_id: str,
+) -> Sample:
+    mask = join_mask(pieces)
+    logprobs = join_logprobs(pieces, side)
+    versions = join_versions(pieces, side)
+    if not len(token_ids) == len(mask) == len(logprobs) == len(versions):
+        raise ValueError(
+            f"turns {turns[0]} to {turns[-1]}: {len(token_ids)} ids, {len(logprobs)} "
+            f"log-probabilities (observations included), {len(versions)} policy versions"
+        )
+    if not _is_all_finite(logprobs):
+        usable = np.isfinite(logprobs)
+        mask = mask * usable
+        logprobs = np.where(usable, logprobs, np.float32(0))
+        versions = np.where(usable, versions, np.int32(-1))
     return Sample(
-        trajectory_id=trajectory.trajectory_id,
-        turns=tuple(chain),
-        prompt_length=trajectory.turns[chain[0]].prompt_token_ids.shape[0],
+        trajectory_id=trajectory_id,
+        turns=turns,
+        prompt_length=pieces[0][1],
         token_ids=token_ids,
         mask=mask,
         logprobs=logprobs,
         versions=versions,
+        token_rewards=join_token_rewards(pieces, side),
+        experts=join_experts(pieces, side),
+    )
+
+
+def _is_all_finite(logprobs: LogProbs) -> bool:
+    """False where in doubt: a sum of squares is finite only if each of them is."""
+    return bool(np.isfinite(np.dot(logprobs, logprobs)))
+
+
+def _full_ids(turn: Turn) -> TokenIds:
+    return np.concatenate([turn.prompt_token_ids, turn.sampled_token_ids])
+
+
+def _misfit(recorded: Sequence[int], counts: Sequence[int]) -> str:
+    if len(recorded) != len(counts):
+        return f"records of {len(recorded)} turns for {len(counts)} turns; give one for each"
+    turn = next(i for i, pair in enumerate(zip(recorded, counts, strict=True)) if len({*pair}) > 1)
+    return (
+        f"turn {turn}: {recorded[turn]} log-probabilities for {counts[turn]} sampled tokens; have "
+        "the engine give one for each (logprobs=0)"
     )
