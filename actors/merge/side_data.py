@@ -53,10 +53,10 @@ class SideData:
 
 def join_logprobs(pieces: Pieces, side: SideData) -> LogProbs:
     """[T] float32, nats: 0 where nothing was sampled; what was recorded, finite or not."""
-    joined: list[bytes | LogProbs] = []
+    joined: list[bytes | memoryview] = []
     at = 0
     for turn, start, end in pieces:
-        joined += (bytes(4 * (start - at)), side.logprobs[turn])
+        joined += (bytes(4 * (start - at)), side.logprobs[turn].data)
         at = end
     return np.frombuffer(b"".join(joined), np.float32)
 
