@@ -57,7 +57,8 @@ class PlayedTurns:
             kind = None if self._break is None else _KIND_OF_BREAK[self._break]
             self._sample = self._tokens.add(prompt, sampled, kind=kind)
         else:
-            observed = prompt[self._tokens.length(self._sample) :]
+            # A copy: a view would keep the whole prompt in memory.
+            observed = prompt[self._tokens.length(self._sample) :].copy()
             self._tokens.extend(self._sample, observed, sampled)
         self._replies.append(reply)
         self._scores.append(_Score())

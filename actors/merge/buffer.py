@@ -21,70 +21,64 @@ from actors.merge.open_samples import OpenSamples, Place
 from actors.trajectory import TokenIds, Turn
 
 _IDS = np.dtype(np.int32)
-_NO_IDS = np.empty(0, np.int32)
 
 
 class TrajectoryBuffer:
-    """The open samples of one trajectory.
-
-    starts: of each turn, where its sampled tokens begin in its sample, that is the length of its
-    prompt. counts: of each turn, how many it sampled. chains: the turns of each sample, in order.
-    They are there to be read; `extend` and `add` write.
+    """The open samples of one trajectory. sample_of: the sample of each turn; to be read only.
 
     Example: add([1, 2], [3]) -> sample 0; extend(0, [4], [5]) -> turn 1 of it, whose prompt is
     [1, 2, 3, 4]; add([1, 9], [7]) -> sample 1, which shares 1 token with sample 0.
     """
 
-    __slots__ = ("_grow", "_open", "_origins", "chains", "counts", "starts")
+    __slots__ = ("_open", "_origins", "sample_of")
 
     def __init__(self) -> None:
-        self.chains: list[list[int]] = []
-        self.starts: list[int] = []
-        self.counts: list[int] = []
+        self.sample_of: list[int] = []
         self._open = OpenSamples()
-        self._grow = self._open.grow
         self._origins: list[tuple[int | None, int, MismatchKind | None]] = []
 
     @property
     def num_turns(self) -> int:
-        return len(self.starts)
+        return len(self.sample_of)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._origins)
 
     def extend(self, sample: int, observed: TokenIds, sampled: TokenIds) -> None:
         """Append a turn to a sample: what its prompt has beyond the sample's ids, and the reply.
 
-        Args: observed: [O] int32. sampled: [A] int32; each in one piece.
-        Raises: ValueError when the ids are not int32; IndexError when there is no such sample.
+        The arrays are held, not copied, until the ids are asked for.
+
+        Args: observed: [O] int32. sampled: [A] int32; each in one piece of memory.
+        Raises: IndexError when there is no such sample.
         """
-        if observed.dtype != _IDS or sampled.dtype != _IDS:
-            raise ValueError(
-                f"turn {self.num_turns}: ids of {observed.dtype} and {sampled.dtype}, expected "
-                "int32; convert them where they come in"
-            )
-        self.chains[sample].append(len(self.starts))
-        count = len(sampled)
-        self.starts.append(self._grow(sample, observed, sampled) - count)
-        self.counts.append(count)
+        self._open.grow(sample, observed, sampled)
+        self.sample_of.append(sample)
 
     def add(self, prompt: TokenIds, sampled: TokenIds, *, kind: MismatchKind | None = None) -> int:
         """Append a turn by its whole prompt, to the sample that it extends or to a new one.
 
         Args: prompt: [P] int32. sampled: [A] int32. kind: why the prompt may extend none, where the
         producer knows; None: the ids tell, as well as they can.
-        Returns: the sample's number. Raises: ValueError when the ids are not int32.
+        Returns: the sample's number. Raises: ValueError when ids are not int32.
         """
-        prompt, sampled = np.ascontiguousarray(prompt), np.ascontiguousarray(sampled)
-        if prompt.dtype != _IDS:
+        if prompt.dtype != _IDS or sampled.dtype != _IDS:
             raise ValueError(
-                f"turn {self.num_turns}: a prompt of {prompt.dtype}, expected int32; convert it "
-                "where it comes in"
+                f"turn {self.num_turns}: ids of {prompt.dtype} and {sampled.dtype}, expected "
+                "int32; convert them where they come in"
             )
-        place = self._open.place(prompt)
-        if place.extends is None:
-            sample = self._branch(place, prompt, kind)
-            self.extend(sample, prompt, sampled)
+        if not (prompt.flags.c_contiguous and sampled.flags.c_contiguous):
+            prompt, sampled = np.ascontiguousarray(prompt), np.ascontiguousarray(sampled)
+        if self.num_samples == 1 and self._open.begins(0, prompt):
+            sample = 0
         else:
-            sample = place.extends
-            self.extend(sample, prompt[self._open.length(sample) :], sampled)
+            place = self._open.place(prompt)
+            if place.extends is None:
+                sample = self._branch(place, prompt, kind)
+            else:
+                sample = place.extends
+        self.extend(sample, prompt[self._open.length(sample) :], sampled)
         return sample
 
     def length(self, sample: int) -> int:
@@ -95,23 +89,34 @@ class TrajectoryBuffer:
         """A sample's ids, [T] int32, as a view; while it lives, the sample cannot grow."""
         return self._open.view(sample)
 
+    def lengths(self, sample: int) -> list[int]:
+        """Tokens of a sample's stretches in order: its first prompt, then sampled, observed, ..."""
+        return self._open.lengths(sample)
+
     def lineage(self) -> Lineage:
         """Which turns each sample holds, and where it branched off."""
+        chains: list[list[int]] = [[] for _ in self._origins]
+        for turn, sample in enumerate(self.sample_of):
+            chains[sample].append(turn)
         return Lineage(
             samples=tuple(
-                SampleLineage(turns=tuple(chain), parent=parent, shared=shared, kind=kind)
-                for chain, (parent, shared, kind) in zip(self.chains, self._origins, strict=True)
+                [
+                    SampleLineage(turns=tuple(chain), parent=parent, shared=shared, kind=kind)
+                    for chain, (parent, shared, kind) in zip(chains, self._origins, strict=True)
+                ]
             )
         )
 
     def prompts_and_replies(self) -> list[tuple[TokenIds, TokenIds]]:
         """The prompt and the sampled ids of each turn, as views: no token is copied."""
-        found: list[tuple[TokenIds, TokenIds]] = [(_NO_IDS, _NO_IDS)] * self.num_turns
-        for sample, chain in enumerate(self.chains):
-            ids = self.token_ids(sample)
-            for turn in chain:
-                start = self.starts[turn]
-                found[turn] = ids[:start], ids[start : start + self.counts[turn]]
+        ids = [self.token_ids(sample) for sample in range(self.num_samples)]
+        ends = [np.cumsum(self.lengths(sample)).tolist() for sample in range(self.num_samples)]
+        taken = [0] * self.num_samples
+        found: list[tuple[TokenIds, TokenIds]] = []
+        for sample in self.sample_of:
+            start, end = ends[sample][taken[sample] : taken[sample] + 2]
+            taken[sample] += 2
+            found.append((ids[sample][:start], ids[sample][start:end]))
         return found
 
     def _branch(self, place: Place, prompt: TokenIds, kind: MismatchKind | None) -> int:
@@ -126,16 +131,13 @@ class TrajectoryBuffer:
                 regions=self._regions(place.nearest),
                 position=place.shared,
             )
-        self.chains.append([])
         self._origins.append((parent, shared, kind))
         return self._open.open()
 
     def _regions(self, sample: int) -> NDArray[np.int32]:
         """[T] int32: the first prompt is 0, each action odd, each observation even."""
-        borders = [0]
-        for turn in self.chains[sample]:
-            borders += (self.starts[turn], self.starts[turn] + self.counts[turn])
-        return np.repeat(np.arange(len(borders) - 1, dtype=np.int32), np.diff(borders))
+        lengths = self.lengths(sample)
+        return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
 
 
 def fill(turns: Sequence[Turn]) -> TrajectoryBuffer:

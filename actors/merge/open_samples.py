@@ -10,6 +10,7 @@ Called by `buffer`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -48,43 +49,60 @@ class _Node:
 class OpenSamples:
     """The ids of each open sample, appended to in amortised constant time a token.
 
-    ids: [samples] of int32 ids as bytes: they grow in place and are compared without a copy.
+    Stretches are kept as they come, and joined to a sample's bytes when those are asked for:
+    a join of many costs a fraction of copying each into its place.
     """
 
-    __slots__ = ("_at", "_grown", "_root", "_walked", "ids")
+    __slots__ = ("_at", "_grown", "_ids", "_lengths", "_pieces", "_root", "_walked")
 
     def __init__(self) -> None:
-        self.ids: list[bytearray] = []
+        self._ids: list[bytearray] = []
+        self._pieces: list[list[Any]] = []  # arrays, not yet among the bytes
+        self._lengths: list[list[int]] = []
         self._root = _Node(-1, 0, 0)
         self._at: list[_Node] = []
         self._walked: list[int] = []
         self._grown: set[int] = set()
 
+    @property
+    def num_samples(self) -> int:
+        return len(self._ids)
+
     def open(self) -> int:
         """Begin an empty sample; its number."""
-        number = len(self.ids)
-        self.ids.append(bytearray())
+        number = len(self._ids)
+        self._ids.append(bytearray())
+        self._pieces.append([])
+        self._lengths.append([])
         self._at.append(self._root)
         self._walked.append(0)
         self._root.ends.append(number)
         self._root.newest = number
         return number
 
-    def grow(self, sample: int, first: TokenIds, second: TokenIds) -> int:
-        """Append two stretches of int32 ids, each in one piece; the sample's new length, tokens."""
-        ids = self.ids[sample]
-        ids += first.data
-        ids += second.data
-        self._grown.add(sample)
-        return len(ids) // ID_BYTES
+    def grow(self, sample: int, first: TokenIds, second: TokenIds) -> None:
+        """Append two stretches of int32 ids, each in one piece of memory."""
+        self._pieces[sample] += (first, second)
+
+    def lengths(self, sample: int) -> list[int]:
+        """Tokens of each stretch, in order."""
+        self._joined(sample)
+        return self._lengths[sample]
 
     def length(self, sample: int) -> int:
         """Tokens of a sample."""
-        return len(self.ids[sample]) // ID_BYTES
+        return len(self._joined(sample)) // ID_BYTES
 
     def view(self, sample: int) -> TokenIds:
         """A sample's ids, [T] int32; while such a view lives, the sample cannot grow."""
-        return np.frombuffer(self.ids[sample], np.int32)
+        return np.frombuffer(self._joined(sample), np.int32)
+
+    def begins(self, sample: int, prompt: TokenIds) -> bool:
+        """Whether the sample's ids are the first of the prompt, or all of it."""
+        ids = self._joined(sample)
+        num_ids = len(ids) // ID_BYTES
+        # Equal only if as long: a shorter prompt is a shorter stretch.
+        return len(prompt) >= num_ids and ids.startswith(prompt[:num_ids].data)
 
     def place(self, prompt: TokenIds) -> Place:
         """Walk a prompt, [P] int32 in one piece, down the tree.
@@ -103,10 +121,30 @@ class OpenSamples:
             if depth < node.end:
                 break
             extends = max(node.ends, default=extends)
-        nearest = node.newest if self.ids else None
+        nearest = node.newest if self._ids else None
         return Place(extends=extends, nearest=nearest, shared=depth)
 
+    def _joined(self, sample: int) -> bytearray:
+        """A sample's bytes, with all that it was grown by. Raises: ValueError, ids not int32."""
+        ids, pieces = self._ids[sample], self._pieces[sample]
+        if pieces:
+            lengths, joined = list(map(len, pieces)), b"".join(pieces)
+            if len(joined) != ID_BYTES * sum(lengths):
+                kinds = sorted({str(piece.dtype) for piece in pieces})
+                raise ValueError(
+                    f"sample {sample}: ids of {kinds}, expected int32; convert them where they "
+                    "come in"
+                )
+            ids += joined
+            self._lengths[sample] += lengths
+            pieces.clear()
+            self._grown.add(sample)
+        return ids
+
     def _catch_up(self) -> None:
+        for sample, pieces in enumerate(self._pieces):
+            if pieces:
+                self._joined(sample)
         for sample in sorted(self._grown):
             self._insert(sample)
         self._grown.clear()
@@ -149,7 +187,7 @@ class OpenSamples:
 
     def _common(self, ids: TokenIds, depth: int, node: _Node) -> int:
         """How many of ids[depth:] and the node's stretch, which starts there, are equal."""
-        text = self.ids[node.owner]
+        text = self._ids[node.owner]
         end = min(ids.shape[0], node.end)
         if text.startswith(ids[depth:end].data, depth * ID_BYTES):
             return end - depth

@@ -13,22 +13,24 @@ gives that sample; turns that each extend the last give one sample. Called by `s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
-from actors.lineage import Lineage
+from actors.lineage import Lineage, SampleLineage
 from actors.merge.buffer import TrajectoryBuffer, fill
 from actors.merge.misalignment import find_misalignment
 from actors.merge.sample import ExpertRecords, Merged, Sample
 from actors.merge.side_data import (
-    Pieces,
+    UNRECORDED_VERSION,
     SideData,
-    join_experts,
-    join_logprobs,
-    join_mask,
-    join_token_rewards,
-    join_versions,
+    place_experts,
+    place_floats,
+    place_token_rewards,
+    place_versions,
+    zeros_between,
 )
 from actors.trajectory import LogProbs, TokenIds, Trajectory, Turn
 
@@ -62,9 +64,8 @@ def merge_turns(trajectory: Trajectory) -> Merged:
                 f"a lineage of {lineage.num_turns} turns for {len(turns)}; leave it out where "
                 "turns are changed"
             )
-        places = [(len(turn.prompt_token_ids), turn.num_sampled) for turn in turns]
-        ids = [_full_ids(turns[sample.turns[-1]]) for sample in lineage.samples]
-        return _merge(lineage, ids, places, side, trajectory_id=trajectory.trajectory_id)
+        parts = [_part(turns, of_sample) for of_sample in lineage.samples]
+        return _merge(lineage, parts, side, trajectory_id=trajectory.trajectory_id)
     except ValueError as error:
         reason = find_misalignment(trajectory) or str(error)
         raise ValueError(f"merge: trajectory {trajectory.trajectory_id}: {reason}") from error
@@ -76,93 +77,102 @@ def merge_buffer(buffer: TrajectoryBuffer, side: SideData, *, trajectory_id: str
     Args: side: of the buffer's turns, in their order. While the samples live, the buffer takes no
     more turns. Raises: ValueError when the side data does not fit the turns.
     """
-    lineage = buffer.lineage()
-    ids = [buffer.token_ids(sample) for sample in range(len(lineage.samples))]
-    places = list(zip(buffer.starts, buffer.counts, strict=True))
-    return _merge(lineage, ids, places, side, trajectory_id=trajectory_id)
+    parts = [(buffer.token_ids(i), buffer.lengths(i)) for i in range(buffer.num_samples)]
+    return _merge(buffer.lineage(), parts, side, trajectory_id=trajectory_id)
 
 
 def _merge(
     lineage: Lineage,
-    ids: Sequence[TokenIds],
-    places: Sequence[tuple[int, int]],
+    parts: Sequence[tuple[TokenIds, list[int]]],
     side: SideData,
     *,
     trajectory_id: str,
 ) -> Merged:
-    """places: of each turn, where its sampled tokens start, and how many they are."""
-    counts = [count for _, count in places]
-    recorded = list(map(len, side.logprobs))
-    if recorded != counts:
-        raise ValueError(_misfit(recorded, counts))
-    samples = tuple(
-        _build(
-            of_sample.turns,
-            token_ids,
-            [(turn, places[turn][0], sum(places[turn])) for turn in of_sample.turns],
-            side,
-            trajectory_id=trajectory_id,
+    """parts: of each sample, its ids and the lengths of its stretches."""
+    num_turns = lineage.num_turns
+    if len(side.logprobs) != num_turns:
+        raise ValueError(
+            f"records of {len(side.logprobs)} turns for {num_turns} turns; give one for each"
         )
-        for of_sample, token_ids in zip(lineage.samples, ids, strict=True)
-    )
-    num_sampled = sum(counts)
+    samples: list[Sample] = []
+    num_sampled = num_unmerged = 0
+    for of_sample, (token_ids, lengths) in zip(lineage.samples, parts, strict=True):
+        own = side if len(parts) == 1 else side.pick(of_sample.turns)
+        samples.append(
+            _build(of_sample.turns, token_ids, lengths, own, trajectory_id=trajectory_id)
+        )
+        num_sampled += sum(lengths[1::2])
+        num_unmerged += sum(list(accumulate(lengths))[1::2])
     return Merged(
-        samples=samples,
+        samples=tuple(samples),
         mismatches=lineage.mismatches,
-        num_turns=len(places),
-        num_unmerged_tokens=sum(start for start, _ in places) + num_sampled,
-        num_masked_tokens=num_sampled - sum(sample.num_trained for sample in samples),
+        num_turns=num_turns,
+        num_unmerged_tokens=num_unmerged,
+        num_masked_tokens=num_sampled - sum([sample.num_trained for sample in samples]),
     )
 
 
 def _build(
     turns: tuple[int, ...],
     token_ids: TokenIds,
-    pieces: Pieces,
+    lengths: list[int],
     side: SideData,
     *,
     trajectory_id: str,
 ) -> Sample:
-    mask = join_mask(pieces)
-    logprobs = join_logprobs(pieces, side)
-    versions = join_versions(pieces, side)
-    if not len(token_ids) == len(mask) == len(logprobs) == len(versions):
+    """side: of the sample's turns."""
+    counts, recorded = lengths[1::2], list(map(len, side.logprobs))
+    if recorded != counts:
+        raise ValueError(_misfit(turns, recorded, counts))
+    zeros = zeros_between(lengths)
+    logprobs = place_floats(side.logprobs, zeros)
+    versions = place_versions(side.version_spans, lengths)
+    mask = (versions >= 0).view(np.uint8)
+    if mask.shape != logprobs.shape or np.count_nonzero(mask) != sum(counts):
         raise ValueError(
-            f"turns {turns[0]} to {turns[-1]}: {len(token_ids)} ids, {len(logprobs)} "
-            f"log-probabilities (observations included), {len(versions)} policy versions"
+            f"turns {turns[0]} to {turns[-1]}: policy versions of {np.count_nonzero(mask)} tokens "
+            f"for {sum(counts)} sampled ones; record the version of each, 0 or more"
         )
     if not _is_all_finite(logprobs):
         usable = np.isfinite(logprobs)
         mask = mask * usable
         logprobs = np.where(usable, logprobs, np.float32(0))
-        versions = np.where(usable, versions, np.int32(-1))
+        versions = np.where(usable, versions, np.int32(UNRECORDED_VERSION))
     return Sample(
         trajectory_id=trajectory_id,
         turns=turns,
-        prompt_length=pieces[0][1],
+        prompt_length=lengths[0],
         token_ids=token_ids,
         mask=mask,
         logprobs=logprobs,
         versions=versions,
-        token_rewards=join_token_rewards(pieces, side),
-        experts=join_experts(pieces, side),
+        token_rewards=place_token_rewards(side, lengths, zeros),
+        experts=place_experts(side, lengths),
     )
 
 
 def _is_all_finite(logprobs: LogProbs) -> bool:
     """False where in doubt: a sum of squares is finite only if each of them is."""
-    return bool(np.isfinite(np.dot(logprobs, logprobs)))
+    return math.isfinite(np.dot(logprobs, logprobs))
 
 
-def _full_ids(turn: Turn) -> TokenIds:
-    return np.concatenate([turn.prompt_token_ids, turn.sampled_token_ids])
+def _part(turns: Sequence[Turn], of_sample: SampleLineage) -> tuple[TokenIds, list[int]]:
+    """A sample's ids, which its last turn has all, and the lengths of its stretches."""
+    lengths: list[int] = []
+    end = 0
+    for index in of_sample.turns:
+        num_prompt, num_sampled = len(turns[index].prompt_token_ids), turns[index].num_sampled
+        lengths += (num_prompt - end, num_sampled)
+        end = num_prompt + num_sampled
+    last = turns[of_sample.turns[-1]]
+    if min(lengths) < 0:
+        raise ValueError("a lineage by which a prompt is shorter than what it extends")
+    return np.concatenate([last.prompt_token_ids, last.sampled_token_ids]), lengths
 
 
-def _misfit(recorded: Sequence[int], counts: Sequence[int]) -> str:
-    if len(recorded) != len(counts):
-        return f"records of {len(recorded)} turns for {len(counts)} turns; give one for each"
-    turn = next(i for i, pair in enumerate(zip(recorded, counts, strict=True)) if len({*pair}) > 1)
+def _misfit(turns: Sequence[int], recorded: Sequence[int], counts: Sequence[int]) -> str:
+    index = next(i for i, count in enumerate(counts) if recorded[i] != count)
     return (
-        f"turn {turn}: {recorded[turn]} log-probabilities for {counts[turn]} sampled tokens; have "
-        "the engine give one for each (logprobs=0)"
+        f"turn {turns[index]}: {recorded[index]} log-probabilities for {counts[index]} sampled "
+        "tokens; have the engine give one for each (logprobs=0)"
     )

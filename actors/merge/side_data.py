@@ -1,15 +1,15 @@
 """What was recorded with each turn beside its ids, and how it lands on a sample's positions.
 
-Bytes are joined: that costs a fraction of numpy's concatenation of many small arrays, and what lies
-between two turns needs no array. Each function takes one sample: `pieces` are its turns' places,
-(turn, start, end), ascending, and end where the sample ends. Called by `prefix`.
+A sample is stretches in turn: the first prompt, sampled, observed, sampled, ..., sampled; `lengths`
+are their tokens, [2 K] for K turns. What turns recorded is joined as bytes, with zeros between:
+a join costs a fraction of numpy's concatenation of many small arrays. Called by `prefix`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +17,16 @@ from numpy.typing import NDArray
 from actors.merge.sample import ExpertRecords
 from actors.trajectory import ExpertIndices, LogProbs, Turn, VersionSpan
 
-Pieces = Sequence[tuple[int, int, int]]
-_UNRECORDED_VERSION = (-1).to_bytes(4, sys.byteorder, signed=True)
+UNRECORDED_VERSION = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideData:
-    """Lists by turn.
+    """Lists by turn, of a trajectory or, picked, of a sample.
 
     logprobs: [A] float32 a turn, nats. version_spans: contiguous, covering [0, A). rewards: the
-    turns' own. token_rewards: [A] float32 or None a turn; None when no turn recorded any.
-    expert_indices: [R, L, K] or None a turn; None when no turn recorded any.
+    turns' own; needed with token_rewards only. token_rewards: [A] float32 or None a turn; None when
+    no turn recorded any. expert_indices: [R, L, K] or None a turn; None when no turn recorded any.
     """
 
     logprobs: Sequence[LogProbs]
@@ -41,78 +40,97 @@ class SideData:
         """The side data of turns."""
         rewards = [turn.token_rewards for turn in turns]
         experts = [turn.expert_indices for turn in turns]
-        has_rewards = any(each is not None for each in rewards)
+        has_rewards = any([each is not None for each in rewards])
         return cls(
             logprobs=[turn.logprobs for turn in turns],
             version_spans=[turn.version_spans for turn in turns],
             rewards=[turn.reward for turn in turns] if has_rewards else (),
             token_rewards=rewards if has_rewards else None,
-            expert_indices=experts if any(each is not None for each in experts) else None,
+            expert_indices=experts if any([each is not None for each in experts]) else None,
+        )
+
+    def pick(self, turns: Sequence[int]) -> SideData:
+        """The side data of some turns, in their order."""
+        rewards, experts = self.token_rewards, self.expert_indices
+        return SideData(
+            logprobs=[self.logprobs[turn] for turn in turns],
+            version_spans=[self.version_spans[turn] for turn in turns],
+            rewards=[self.rewards[turn] for turn in turns] if self.rewards else (),
+            token_rewards=None if rewards is None else [rewards[turn] for turn in turns],
+            expert_indices=None if experts is None else [experts[turn] for turn in turns],
         )
 
 
-def join_logprobs(pieces: Pieces, side: SideData) -> LogProbs:
-    """[T] float32, nats: 0 where nothing was sampled; what was recorded, finite or not."""
-    joined: list[bytes | memoryview] = []
-    at = 0
-    for turn, start, end in pieces:
-        joined += (bytes(4 * (start - at)), side.logprobs[turn].data)
-        at = end
-    return np.frombuffer(b"".join(joined), np.float32)
+def zeros_between(lengths: Sequence[int]) -> list[bytes]:
+    """[K] of bytes: four zero bytes for each token of the prompt and of each observation."""
+    return [bytes(4 * length) for length in lengths[::2]]
 
 
-def join_mask(pieces: Pieces) -> NDArray[np.uint8]:
-    """[T] uint8: 1 where a token was sampled."""
-    joined: list[bytes] = []
-    at = 0
-    for _, start, end in pieces:
-        joined += (bytes(start - at), b"\1" * (end - start))
-        at = end
-    return np.frombuffer(b"".join(joined), np.uint8)
+def place_floats(recorded: Sequence[NDArray[np.float32]], zeros: Sequence[bytes]) -> LogProbs:
+    """[T] float32: what each turn recorded for its sampled tokens, 0 elsewhere.
+
+    Example: recorded [-1, -2] and [-3], zeros for 3 and 2 tokens -> [0, 0, 0, -1, -2, 0, 0, -3]
+    """
+    pieces: list[Any] = [None] * (2 * len(zeros))
+    pieces[::2] = zeros
+    pieces[1::2] = recorded
+    return np.frombuffer(b"".join(pieces), np.float32)
 
 
-def join_versions(pieces: Pieces, side: SideData) -> NDArray[np.int32]:
-    """[T] int32: -1 where nothing was sampled."""
-    joined: list[bytes] = []
-    at = 0
-    for turn, start, end in pieces:
-        joined.append(_UNRECORDED_VERSION * (start - at))
-        for span in side.version_spans[turn]:
-            version = span.version.to_bytes(4, sys.byteorder, signed=True)
-            joined.append(version * (span.end - span.start))
-        at = end
-    return np.frombuffer(b"".join(joined), np.int32)
+def place_versions(
+    spans: Sequence[Sequence[VersionSpan]], lengths: Sequence[int]
+) -> NDArray[np.int32]:
+    """[T] int32: the policy version that sampled each token, -1 where none did."""
+    if all([len(of_turn) == 1 for of_turn in spans]):
+        versions = [UNRECORDED_VERSION] * len(lengths)
+        versions[1::2] = [of_turn[0].version for of_turn in spans]
+        return np.repeat(np.array(versions, np.int32), lengths)
+    versions, counts = [], []
+    for of_turn, gap in zip(spans, lengths[::2], strict=True):
+        versions += (UNRECORDED_VERSION, *[span.version for span in of_turn])
+        counts += (gap, *[span.end - span.start for span in of_turn])
+    return np.repeat(np.array(versions, np.int32), counts)
 
 
-def join_token_rewards(pieces: Pieces, side: SideData) -> NDArray[np.float32] | None:
+def place_token_rewards(
+    side: SideData, lengths: Sequence[int], zeros: Sequence[bytes]
+) -> NDArray[np.float32] | None:
     """[T] float32; None when no turn of the sample recorded any.
 
     A turn without a record has its reward on its last sampled token.
-    Example: pieces (0, 2, 4), (1, 5, 7), rewards by token None and [.5, .5], reward of turn 0: 1
+    Example: lengths [2, 2, 1, 2], rewards by token None and [.5, .5], reward of turn 0: 1
     -> [0, 0, 0, 1, 0, .5, .5]
     """
-    recorded = side.token_rewards
-    if recorded is None or all(recorded[turn] is None for turn, _, _ in pieces):
+    if side.token_rewards is None:
         return None
-    found = np.zeros(pieces[-1][2], np.float32)
-    for turn, start, end in pieces:
-        of_turn = recorded[turn]
-        if of_turn is not None:
-            found[start:end] = of_turn
-        elif end > start:
-            found[end - 1] = side.rewards[turn]
-    return found
+    is_missing = [each is None for each in side.token_rewards]
+    if all(is_missing):
+        return None
+    if not any(is_missing):
+        return place_floats([each for each in side.token_rewards if each is not None], zeros)
+    filled: list[NDArray[np.float32]] = []
+    columns = zip(side.token_rewards, side.rewards, lengths[1::2], strict=True)
+    for recorded, reward, count in columns:
+        if recorded is None:
+            recorded = np.zeros(count, np.float32)
+            recorded[-1:] = reward
+        filled.append(recorded)
+    return place_floats(filled, zeros)
 
 
-def join_experts(pieces: Pieces, side: SideData) -> ExpertRecords | None:
+def place_experts(side: SideData, lengths: Sequence[int]) -> ExpertRecords | None:
     """The recorded routing of the sample's tokens; None when there is none.
 
-    Example: pieces (0, 2, 4), (1, 5, 7), 1 record of turn 0, 2 of turn 1 -> positions [2, 5, 6]
+    Example: lengths [2, 2, 1, 2], one record of turn 0 and two of turn 1 -> positions [2, 5, 6]
     """
     if side.expert_indices is None:
         return None
-    found = [(start, side.expert_indices[turn]) for turn, start, _ in pieces]
-    recorded = [(start, each) for start, each in found if each is not None and len(each)]
+    starts = np.cumsum(lengths)[::2].tolist()
+    recorded = [
+        (start, each)
+        for start, each in zip(starts, side.expert_indices, strict=True)
+        if each is not None and len(each)
+    ]
     if not recorded:
         return None
     return ExpertRecords(

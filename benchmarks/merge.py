@@ -1,0 +1,289 @@
+"""Merging turns, by comparison and by delta, against SkyRL 0.3.0's merge_stepwise_output.
+
+    python -m benchmarks.merge --peer-python build/peers/skyrl/bin/python
+
+Both sides merge the same trajectories in one run, by turns (pairs ours, theirs, ours, ...), each in
+its own form of input: Rayloom int32 arrays, SkyRL lists of ints that share their objects, as its own
+generator makes them. *Comparison*: whole prompts, each with memory of its own, nobody says which
+continues which. *Delta*: what a turn loop hands over, observed and sampled ids a turn. CPU seconds of
+one thread. Prints one JSON line; exits with 1 when the upper quartile of a ratio misses its goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.merge.buffer import TrajectoryBuffer
+from actors.merge.prefix import Merged, SideData, merge_buffer, merge_turns
+from actors.trajectory import Trajectory
+from actors.trajectory_queue.columns import decode, encode
+from benchmarks.fingerprint import fingerprint
+from benchmarks.merge_inputs import (
+    Play,
+    Shape,
+    as_trajectory,
+    linear,
+    rewritten,
+    with_sub_agent,
+    write_for_peer,
+)
+
+# Trajectories at each number of turns: enough to time, few enough to run in seconds.
+BATCHES = {4: 64, 16: 32, 64: 8, 200: 3}
+GOALS = {"comparison": 8.0, "delta": 25.0}
+GOAL_TURNS = (16, 64, 200)
+PEER_SCRIPT = Path(__file__).parent / "peers" / "skyrl_merge.py"
+
+
+class Peer:
+    """The peer's process, one command and one answer at a time."""
+
+    def __init__(self, python: str) -> None:
+        self._process = subprocess.Popen(
+            [python, str(PEER_SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._expect("ready")
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def ask(self, command: str) -> str:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _expect(self, word: str) -> None:
+        answer = self._answer()
+        if answer != word:
+            raise SystemExit(f"benchmark: the peer answered {answer!r}, expected {word!r}")
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline().strip()
+        if not answer:
+            raise SystemExit(
+                f"benchmark: the peer ended with code {self._process.wait(timeout=60)}; make its "
+                "environment with `make build/peers/skyrl`, and see what "
+                f"`{self._process.args} </dev/null` says"  # type: ignore[str-bytes-safe]
+            )
+        return answer
+
+
+def by_comparison(trajectories: Sequence[Trajectory]) -> list[Merged]:
+    """Merge foreign turns."""
+    return [merge_turns(trajectory) for trajectory in trajectories]
+
+
+def by_delta(played: Sequence[tuple[Trajectory, Sequence[tuple[NDArray[np.int32], ...]]]]) -> None:
+    """Append what each turn adds, then take the samples."""
+    for trajectory, deltas in played:
+        buffer = TrajectoryBuffer()
+        buffer.add(*deltas[0])
+        extend = buffer.extend
+        for observed, sampled in deltas[1:]:
+            extend(0, observed, sampled)
+        side = SideData.of(trajectory.turns)
+        merge_buffer(buffer, side, trajectory_id=trajectory.trajectory_id)
+
+
+def through_queue(trajectories: Sequence[Trajectory]) -> None:
+    """Store trajectories whose lineage is known as columns, read them back, and merge them."""
+    columns = encode(trajectories)
+    for row in range(columns.num_rows):
+        merge_turns(decode(columns, row))
+
+
+def deltas_of(play: Play) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+    """(observed, sampled) a turn of a linear play, each with memory of its own."""
+    found = [(play.prompts[0].copy(), play.sampled[0].copy())]
+    known = len(play.prompts[0]) + len(play.sampled[0])
+    for prompt, sampled in zip(play.prompts[1:], play.sampled[1:], strict=True):
+        found.append((prompt[known:].copy(), sampled.copy()))
+        known = len(prompt) + len(sampled)
+    return found
+
+
+def cpu_seconds(function: Callable[[], object], *, at_least_s: float = 0.01) -> float:
+    """CPU seconds of one pass, over as many as take at_least_s."""
+    count = 0
+    started = time.process_time()
+    while (spent := time.process_time() - started) < at_least_s or not count:
+        function()
+        count += 1
+    return spent / count
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+    return {"median": round(middle, 2), "q1": round(low, 2), "q3": round(high, 2)}
+
+
+def measure(
+    num_turns: int, shape: Shape, peer: Peer, folder: Path, *, pairs: int
+) -> dict[str, object]:
+    """Times and ratios at one number of turns."""
+    number = BATCHES[num_turns]
+    plays = [linear(num_turns, shape, seed=seed) for seed in range(number)]
+    trajectories = [as_trajectory(play, number=i) for i, play in enumerate(plays)]
+    played = [(t, deltas_of(play)) for t, play in zip(trajectories, plays, strict=True)]
+    ways: dict[str, Callable[[], object]] = {
+        "comparison": lambda: by_comparison(trajectories),
+        "delta": lambda: by_delta(played),
+    }
+    path = folder / "plays.npz"
+    write_for_peer(plays, path)
+    peer.ask(f"load {path} 1")
+    merged = by_comparison(trajectories)
+    by_delta(played)
+    gc.collect()
+    gc.freeze()
+    times: dict[str, list[float]] = {name: [] for name in (*ways, "peer")}
+    for _ in range(pairs):
+        for name, way in ways.items():
+            times[name].append(cpu_seconds(way) / number)
+        times["peer"].append(float(peer.ask("time 1")) / number)
+    peer.ask(f"load {path} 0")
+    own_objects = [float(peer.ask("time 1")) / number for _ in range(3)]
+    queued = [decode(encode([t]), 0) for t in trajectories]
+    return {
+        "turns": num_turns,
+        "merged_tokens": merged[0].num_merged_tokens,
+        "input_tokens": merged[0].num_unmerged_tokens,
+        "us": {name: quartiles([t * 1e6 for t in each]) for name, each in times.items()},
+        "us_peer_own_ints": round(float(np.median(own_objects)) * 1e6, 1),
+        "us_encode_decode_merge": round(
+            cpu_seconds(lambda: through_queue(queued)) / number * 1e6, 1
+        ),
+        "ratio": {
+            name: quartiles([b / a for a, b in zip(times[name], times["peer"], strict=True)])
+            for name in ways
+        },
+        "is_equal": is_equal(plays, peer, folder),
+    }
+
+
+def is_equal(plays: Sequence[Play], peer: Peer, folder: Path) -> bool:
+    """Whether both give the same rows, field by field: prompt, response, mask, log-probabilities
+    and rewards by token, of the same trajectories in the same order.
+    """
+    trajectories = [as_trajectory(play, number=i) for i, play in enumerate(plays)]
+    write_for_peer(list(plays), folder / "plays.npz")
+    peer.ask(f"load {folder / 'plays.npz'} 1")
+    peer.ask(f"save {folder / 'merged.npz'}")
+    theirs = np.load(folder / "merged.npz")
+    ours = [(i, s) for i, m in enumerate(by_comparison(trajectories)) for s in m.samples]
+    rows = [(i, s.prompt_length, s.num_tokens - s.prompt_length) for i, s in ours]
+    if rows != [tuple(row) for row in theirs["rows"].tolist()]:
+        return False
+    columns = {
+        "prompt_token_ids": [s.token_ids[: s.prompt_length] for _, s in ours],
+        "response_ids": [s.token_ids[s.prompt_length :] for _, s in ours],
+        "loss_masks": [s.mask[s.prompt_length :] for _, s in ours],
+        "rollout_logprobs": [s.logprobs[s.prompt_length :] for _, s in ours],
+        "rewards": [
+            s.token_rewards[s.prompt_length :] for _, s in ours if s.token_rewards is not None
+        ],
+    }
+    return all(np.array_equal(np.concatenate(each), theirs[name]) for name, each in columns.items())
+
+
+def compare_shapes(peer: Peer, folder: Path, shape: Shape) -> dict[str, object]:
+    """Where turns branch: equal rows for rewritten histories; more rows than ours where a
+    conversation goes on after another's turn, because it keeps one sample open.
+    """
+    stripped = [rewritten(8, shape, seed=seed) for seed in range(2)]
+    woven = [with_sub_agent(8, shape, seed=seed) for seed in range(2)]
+    equal = is_equal(stripped, peer, folder)
+    is_equal(woven, peer, folder)
+    return {
+        "rewritten_is_equal": equal,
+        "sub_agent_rows_peer": len(np.load(folder / "merged.npz")["rows"]) // 2,
+        "sub_agent_rows": len(by_comparison([as_trajectory(woven[0], number=0)])[0].samples),
+    }
+
+
+def slope(rows: Sequence[dict[str, object]], way: str, tokens: str) -> float:
+    """Exponent of time in tokens, fitted from 16 turns up; 1 is linear."""
+    chosen = [row for row in rows if row["turns"] in GOAL_TURNS]
+    counts = [row[tokens] for row in chosen]
+    medians = [row["us"][way]["median"] for row in chosen]  # type: ignore[index]
+    return round(float(np.polyfit(np.log(counts), np.log(medians), 1)[0]), 2)  # type: ignore[arg-type]
+
+
+def missed(rows: Sequence[dict[str, object]]) -> list[str]:
+    """The goals that even the upper quartile of the pairs misses."""
+    return [
+        f"{name} at {row['turns']} turns: {row['ratio'][name]['q3']} < {goal}"  # type: ignore[index]
+        for row in rows
+        if row["turns"] in GOAL_TURNS
+        for name, goal in GOALS.items()
+        if row["ratio"][name]["q3"] < goal  # type: ignore[index]
+    ]
+
+
+def main() -> int:
+    """Run, print one JSON line, say what missed its goal."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--peer-python", required=True, help="Python of the peer's environment")
+    parser.add_argument("--turns", type=int, nargs="+", default=list(BATCHES), choices=BATCHES)
+    parser.add_argument("--pairs", type=int, default=9, help="measurements of each side")
+    options = parser.parse_args()
+    shape = Shape()
+    with tempfile.TemporaryDirectory() as folder, Peer(options.peer_python) as peer:
+        rows = [
+            measure(turns, shape, peer, Path(folder), pairs=options.pairs)
+            for turns in options.turns
+        ]
+        result = {
+            "benchmark": "merge",
+            "peer": "skyrl 0.3.0",
+            "pairs": options.pairs,
+            "shape": {"prompt": shape.prompt, "sampled": shape.sampled, "observed": shape.observed},
+            "rows": rows,
+            "branching": compare_shapes(peer, Path(folder), shape),
+            "missed": missed(rows),
+            "environment": fingerprint(),
+        }
+    if len(options.turns) > 1:
+        result["slope"] = {
+            "delta_over_merged_tokens": slope(rows, "delta", "merged_tokens"),
+            "comparison_over_input_tokens": slope(rows, "comparison", "input_tokens"),
+            "comparison_over_merged_tokens": slope(rows, "comparison", "merged_tokens"),
+            "peer_over_merged_tokens": slope(rows, "peer", "merged_tokens"),
+        }
+    print(json.dumps(result))
+    return 1 if result["missed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
