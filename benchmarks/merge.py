@@ -104,8 +104,11 @@ def by_comparison(trajectories: Sequence[Trajectory]) -> list[Merged]:
     return [merge_turns(trajectory) for trajectory in trajectories]
 
 
-def by_delta(played: Sequence[tuple[Trajectory, Sequence[tuple[NDArray[np.int32], ...]]]]) -> None:
+def by_delta(
+    played: Sequence[tuple[Trajectory, Sequence[tuple[NDArray[np.int32], ...]]]],
+) -> list[Merged]:
     """Append what each turn adds, then take the samples."""
+    merged: list[Merged] = []
     for trajectory, deltas in played:
         buffer = TrajectoryBuffer()
         buffer.add(*deltas[0])
@@ -113,7 +116,8 @@ def by_delta(played: Sequence[tuple[Trajectory, Sequence[tuple[NDArray[np.int32]
         for observed, sampled in deltas[1:]:
             extend(0, observed, sampled)
         side = SideData.of(trajectory.turns)
-        merge_buffer(buffer, side, trajectory_id=trajectory.trajectory_id)
+        merged.append(merge_buffer(buffer, side, trajectory_id=trajectory.trajectory_id))
+    return merged
 
 
 def through_queue(trajectories: Sequence[Trajectory]) -> None:

@@ -68,16 +68,14 @@ class TrajectoryBuffer:
                 f"turn {self.num_turns}: ids of {prompt.dtype} and {sampled.dtype}, expected "
                 "int32; convert them where they come in"
             )
-        if not (prompt.flags.c_contiguous and sampled.flags.c_contiguous):
+        if not (prompt.data.contiguous and sampled.data.contiguous):
             prompt, sampled = np.ascontiguousarray(prompt), np.ascontiguousarray(sampled)
-        if self.num_samples == 1 and self._open.begins(0, prompt):
-            sample = 0
-        else:
-            place = self._open.place(prompt)
-            if place.extends is None:
-                sample = self._branch(place, prompt, kind)
-            else:
-                sample = place.extends
+        # Only with one open sample is the first that fits the longest.
+        if self.num_samples == 1 and self._open.grow_if_begun(0, prompt, sampled):
+            self.sample_of.append(0)
+            return 0
+        place = self._open.place(prompt)
+        sample = self._branch(place, prompt, kind) if place.extends is None else place.extends
         self.extend(sample, prompt[self._open.length(sample) :], sampled)
         return sample
 
@@ -93,17 +91,21 @@ class TrajectoryBuffer:
         """Tokens of a sample's stretches in order: its first prompt, then sampled, observed, ..."""
         return self._open.lengths(sample)
 
-    def lineage(self) -> Lineage:
-        """Which turns each sample holds, and where it branched off."""
+    def chains(self) -> list[tuple[int, ...]]:
+        """The turns of each sample, in order."""
+        if self.num_samples == 1:
+            return [tuple(range(self.num_turns))]
         chains: list[list[int]] = [[] for _ in self._origins]
         for turn, sample in enumerate(self.sample_of):
             chains[sample].append(turn)
+        return [tuple(chain) for chain in chains]
+
+    def lineage(self) -> Lineage:
+        """Which turns each sample holds, and where it branched off."""
         return Lineage(
             samples=tuple(
-                [
-                    SampleLineage(turns=tuple(chain), parent=parent, shared=shared, kind=kind)
-                    for chain, (parent, shared, kind) in zip(chains, self._origins, strict=True)
-                ]
+                SampleLineage(turns=chain, parent=parent, shared=shared, kind=kind)
+                for chain, (parent, shared, kind) in zip(self.chains(), self._origins, strict=True)
             )
         )
 

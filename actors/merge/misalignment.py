@@ -62,6 +62,8 @@ def _in_spans(turn: Turn) -> str | None:
     for span in turn.version_spans:
         if span.start != end or span.end < end:
             return f"a version span from {span.start}, expected {end}; order the spans by token"
+        if span.version < 0:
+            return f"policy version {span.version}; record the version that sampled each token"
         end = span.end
     if end != turn.num_sampled:
         return (

@@ -97,12 +97,18 @@ class OpenSamples:
         """A sample's ids, [T] int32; while such a view lives, the sample cannot grow."""
         return np.frombuffer(self._joined(sample), np.int32)
 
-    def begins(self, sample: int, prompt: TokenIds) -> bool:
-        """Whether the sample's ids are the first of the prompt, or all of it."""
+    def grow_if_begun(self, sample: int, prompt: TokenIds, sampled: TokenIds) -> bool:
+        """Append what a prompt has beyond the sample's ids, and the reply, if they begin it."""
         ids = self._joined(sample)
-        num_ids = len(ids) // ID_BYTES
-        # Equal only if as long: a shorter prompt is a shorter stretch.
-        return len(prompt) >= num_ids and ids.startswith(prompt[:num_ids].data)
+        num_ids, text = len(ids) // ID_BYTES, prompt.data
+        # As long as the sample, or it would be enough that the sample begins with the prompt.
+        if len(prompt) < num_ids or not ids.startswith(text[:num_ids]):
+            return False
+        ids += text[num_ids:]
+        ids += sampled.data
+        self._lengths[sample] += (len(prompt) - num_ids, len(sampled))
+        self._grown.add(sample)
+        return True
 
     def place(self, prompt: TokenIds) -> Place:
         """Walk a prompt, [P] int32 in one piece, down the tree.

@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 
-from actors.lineage import Lineage, SampleLineage
+from actors.lineage import Mismatch, SampleLineage
 from actors.merge.buffer import TrajectoryBuffer, fill
 from actors.merge.misalignment import find_misalignment
 from actors.merge.sample import ExpertRecords, Merged, Sample
@@ -45,6 +46,10 @@ __all__ = [
 ]
 
 
+# The turns of a sample, its ids, and the lengths of its stretches: prompt, sampled, observed, ...
+_Part: TypeAlias = tuple[tuple[int, ...], TokenIds, list[int]]
+
+
 def merge_turns(trajectory: Trajectory) -> Merged:
     """Merge a trajectory's turns into samples.
 
@@ -65,7 +70,7 @@ def merge_turns(trajectory: Trajectory) -> Merged:
                 "turns are changed"
             )
         parts = [_part(turns, of_sample) for of_sample in lineage.samples]
-        return _merge(lineage, parts, side, trajectory_id=trajectory.trajectory_id)
+        return _merge(parts, side, lineage.mismatches, trajectory_id=trajectory.trajectory_id)
     except ValueError as error:
         reason = find_misalignment(trajectory) or str(error)
         raise ValueError(f"merge: trajectory {trajectory.trajectory_id}: {reason}") from error
@@ -77,38 +82,41 @@ def merge_buffer(buffer: TrajectoryBuffer, side: SideData, *, trajectory_id: str
     Args: side: of the buffer's turns, in their order. While the samples live, the buffer takes no
     more turns. Raises: ValueError when the side data does not fit the turns.
     """
-    parts = [(buffer.token_ids(i), buffer.lengths(i)) for i in range(buffer.num_samples)]
-    return _merge(buffer.lineage(), parts, side, trajectory_id=trajectory_id)
+    if len(side.logprobs) != buffer.num_turns:
+        raise ValueError(
+            f"records of {len(side.logprobs)} turns for {buffer.num_turns}; give one for each"
+        )
+    parts = [
+        (turns, buffer.token_ids(sample), buffer.lengths(sample))
+        for sample, turns in enumerate(buffer.chains())
+    ]
+    mismatches = () if len(parts) == 1 else buffer.lineage().mismatches
+    return _merge(parts, side, mismatches, trajectory_id=trajectory_id)
 
 
 def _merge(
-    lineage: Lineage,
-    parts: Sequence[tuple[TokenIds, list[int]]],
+    parts: Sequence[_Part],
     side: SideData,
+    mismatches: tuple[Mismatch, ...],
     *,
     trajectory_id: str,
 ) -> Merged:
-    """parts: of each sample, its ids and the lengths of its stretches."""
-    num_turns = lineage.num_turns
-    if len(side.logprobs) != num_turns:
-        raise ValueError(
-            f"records of {len(side.logprobs)} turns for {num_turns} turns; give one for each"
-        )
     samples: list[Sample] = []
-    num_sampled = num_unmerged = 0
-    for of_sample, (token_ids, lengths) in zip(lineage.samples, parts, strict=True):
-        own = side if len(parts) == 1 else side.pick(of_sample.turns)
-        samples.append(
-            _build(of_sample.turns, token_ids, lengths, own, trajectory_id=trajectory_id)
-        )
+    num_sampled = num_trained = num_unmerged = 0
+    for turns, token_ids, lengths in parts:
+        own = side if len(parts) == 1 else side.pick(turns)
+        sample = _build(turns, token_ids, lengths, own, trajectory_id=trajectory_id)
+        samples.append(sample)
+        num_trained += sample.num_trained
         num_sampled += sum(lengths[1::2])
+        # A row for each turn would end where the turn ends.
         num_unmerged += sum(list(accumulate(lengths))[1::2])
     return Merged(
         samples=tuple(samples),
-        mismatches=lineage.mismatches,
-        num_turns=num_turns,
+        mismatches=mismatches,
+        num_turns=len(side.logprobs),
         num_unmerged_tokens=num_unmerged,
-        num_masked_tokens=num_sampled - sum([sample.num_trained for sample in samples]),
+        num_masked_tokens=num_sampled - num_trained,
     )
 
 
@@ -121,19 +129,20 @@ def _build(
     trajectory_id: str,
 ) -> Sample:
     """side: of the sample's turns."""
-    counts, recorded = lengths[1::2], list(map(len, side.logprobs))
-    if recorded != counts:
-        raise ValueError(_misfit(turns, recorded, counts))
+    counts = lengths[1::2]
+    if list(map(len, side.logprobs)) != counts:
+        raise ValueError(_misfit(turns, side.logprobs, counts))
     zeros = zeros_between(lengths)
     logprobs = place_floats(side.logprobs, zeros)
     versions = place_versions(side.version_spans, lengths)
-    mask = (versions >= 0).view(np.uint8)
-    if mask.shape != logprobs.shape or np.count_nonzero(mask) != sum(counts):
+    mask = (versions != UNRECORDED_VERSION).view(np.uint8)
+    if not len(token_ids) == len(logprobs) == len(mask):
         raise ValueError(
-            f"turns {turns[0]} to {turns[-1]}: policy versions of {np.count_nonzero(mask)} tokens "
-            f"for {sum(counts)} sampled ones; record the version of each, 0 or more"
+            f"{len(token_ids)} ids, {len(logprobs)} log-probabilities and {len(mask)} versions in "
+            "one sample; give log-probabilities as float32"
         )
-    if not _is_all_finite(logprobs):
+    # A sum of squares is finite only if each of them is; where it is not, there may be doubt.
+    if not math.isfinite(np.dot(logprobs, logprobs)):
         usable = np.isfinite(logprobs)
         mask = mask * usable
         logprobs = np.where(usable, logprobs, np.float32(0))
@@ -151,13 +160,8 @@ def _build(
     )
 
 
-def _is_all_finite(logprobs: LogProbs) -> bool:
-    """False where in doubt: a sum of squares is finite only if each of them is."""
-    return math.isfinite(np.dot(logprobs, logprobs))
-
-
-def _part(turns: Sequence[Turn], of_sample: SampleLineage) -> tuple[TokenIds, list[int]]:
-    """A sample's ids, which its last turn has all, and the lengths of its stretches."""
+def _part(turns: Sequence[Turn], of_sample: SampleLineage) -> _Part:
+    """A sample's part; its last turn has all of its ids."""
     lengths: list[int] = []
     end = 0
     for index in of_sample.turns:
@@ -167,12 +171,13 @@ def _part(turns: Sequence[Turn], of_sample: SampleLineage) -> tuple[TokenIds, li
     last = turns[of_sample.turns[-1]]
     if min(lengths) < 0:
         raise ValueError("a lineage by which a prompt is shorter than what it extends")
-    return np.concatenate([last.prompt_token_ids, last.sampled_token_ids]), lengths
+    ids = np.concatenate([last.prompt_token_ids, last.sampled_token_ids])
+    return of_sample.turns, ids, lengths
 
 
-def _misfit(turns: Sequence[int], recorded: Sequence[int], counts: Sequence[int]) -> str:
-    index = next(i for i, count in enumerate(counts) if recorded[i] != count)
+def _misfit(turns: Sequence[int], logprobs: Sequence[LogProbs], counts: Sequence[int]) -> str:
+    index = next(i for i, count in enumerate(counts) if len(logprobs[i]) != count)
     return (
-        f"turn {turns[index]}: {recorded[index]} log-probabilities for {counts[index]} sampled "
-        "tokens; have the engine give one for each (logprobs=0)"
+        f"turn {turns[index]}: {len(logprobs[index])} log-probabilities for {counts[index]} "
+        "sampled tokens; have the engine give one for each (logprobs=0)"
     )

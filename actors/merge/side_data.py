@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -40,13 +41,13 @@ class SideData:
         """The side data of turns."""
         rewards = [turn.token_rewards for turn in turns]
         experts = [turn.expert_indices for turn in turns]
-        has_rewards = any([each is not None for each in rewards])
+        has_rewards = _has_any(rewards)
         return cls(
             logprobs=[turn.logprobs for turn in turns],
             version_spans=[turn.version_spans for turn in turns],
             rewards=[turn.reward for turn in turns] if has_rewards else (),
             token_rewards=rewards if has_rewards else None,
-            expert_indices=experts if any([each is not None for each in experts]) else None,
+            expert_indices=experts if _has_any(experts) else None,
         )
 
     def pick(self, turns: Sequence[int]) -> SideData:
@@ -81,14 +82,19 @@ def place_versions(
     spans: Sequence[Sequence[VersionSpan]], lengths: Sequence[int]
 ) -> NDArray[np.int32]:
     """[T] int32: the policy version that sampled each token, -1 where none did."""
-    if all([len(of_turn) == 1 for of_turn in spans]):
-        versions = [UNRECORDED_VERSION] * len(lengths)
-        versions[1::2] = [of_turn[0].version for of_turn in spans]
+    flat = list(chain.from_iterable(spans))
+    versions = [UNRECORDED_VERSION] * len(lengths)
+    if [span.end for span in flat] == lengths[1::2]:
+        # One span a turn, which is how it mostly is.
+        versions[1::2] = [span.version for span in flat]
         return np.repeat(np.array(versions, np.int32), lengths)
     versions, counts = [], []
-    for of_turn, gap in zip(spans, lengths[::2], strict=True):
+    for of_turn, gap, count in zip(spans, lengths[::2], lengths[1::2], strict=True):
+        sizes = [span.end - span.start for span in of_turn]
+        if sum(sizes) != count:
+            raise ValueError(f"version spans cover {sum(sizes)} of {count} sampled tokens")
         versions += (UNRECORDED_VERSION, *[span.version for span in of_turn])
-        counts += (gap, *[span.end - span.start for span in of_turn])
+        counts += (gap, *sizes)
     return np.repeat(np.array(versions, np.int32), counts)
 
 
@@ -103,18 +109,20 @@ def place_token_rewards(
     """
     if side.token_rewards is None:
         return None
-    is_missing = [each is None for each in side.token_rewards]
-    if all(is_missing):
+    recorded = [each for each in side.token_rewards if each is not None]
+    if not recorded:
         return None
-    if not any(is_missing):
-        return place_floats([each for each in side.token_rewards if each is not None], zeros)
+    if list(map(len, recorded)) == lengths[1::2]:
+        return place_floats(recorded, zeros)
     filled: list[NDArray[np.float32]] = []
     columns = zip(side.token_rewards, side.rewards, lengths[1::2], strict=True)
-    for recorded, reward, count in columns:
-        if recorded is None:
-            recorded = np.zeros(count, np.float32)
-            recorded[-1:] = reward
-        filled.append(recorded)
+    for of_turn, reward, count in columns:
+        if of_turn is None:
+            of_turn = np.zeros(count, np.float32)
+            of_turn[-1:] = reward
+        if len(of_turn) != count:
+            raise ValueError(f"{len(of_turn)} token rewards for {count} sampled tokens")
+        filled.append(of_turn)
     return place_floats(filled, zeros)
 
 
@@ -139,3 +147,7 @@ def place_experts(side: SideData, lengths: Sequence[int]) -> ExpertRecords | Non
         ),
         indices=np.concatenate([each for _, each in recorded]),
     )
+
+
+def _has_any(recorded: Sequence[object]) -> bool:
+    return any([each is not None for each in recorded])
