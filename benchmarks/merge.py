@@ -23,8 +23,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,6 +45,13 @@ from benchmarks.merge_inputs import (
 BATCHES = {4: 64, 16: 32, 64: 8, 200: 3}
 GOALS = {"comparison": 8.0, "delta": 25.0}
 GOAL_TURNS = (16, 64, 200)
+# For both sides: one thread, and memory that was freed is kept, as in a process that goes on working:
+# otherwise each pass would pay the kernel for the same pages again.
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+}
 PEER_SCRIPT = Path(__file__).parent / "peers" / "skyrl_merge.py"
 
 
@@ -56,6 +61,7 @@ class Peer:
     def __init__(self, python: str) -> None:
         self._process = subprocess.Popen(
             [python, str(PEER_SCRIPT)],
+            env={**os.environ, **QUIET},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -262,6 +268,10 @@ def main() -> int:
     parser.add_argument("--turns", type=int, nargs="+", default=list(BATCHES), choices=BATCHES)
     parser.add_argument("--pairs", type=int, default=9, help="measurements of each side")
     options = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in QUIET.items()):
+        # The allocator and the BLAS read them when a process starts.
+        command = [sys.executable, "-m", "benchmarks.merge", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **QUIET})
     shape = Shape()
     with tempfile.TemporaryDirectory() as folder, Peer(options.peer_python) as peer:
         rows = [
