@@ -2,10 +2,10 @@
 
     python -m benchmarks.merge --peer-python build/peers/skyrl/bin/python
 
-Both sides merge the same trajectories in one run, by turns (pairs ours, theirs, ours, ...), each in
-its own form of input: Rayloom int32 arrays, SkyRL lists of ints that share their objects, as its own
-generator makes them. *Comparison*: whole prompts, each with memory of its own, nobody says which
-continues which. *Delta*: what a turn loop hands over, observed and sampled ids a turn. CPU seconds of
+Both sides merge the same trajectories in one run, in turn (ours, theirs, ours, ...), each in its
+own form of input: Rayloom int32 arrays, SkyRL lists of ints that share their objects, as its generator
+makes them. *Comparison*: whole prompts, each with memory of its own, nobody says which continues
+which. *Delta*: what a turn loop hands over, observed and sampled ids of each turn. CPU seconds of
 one thread. Prints one JSON line; exits with 1 when the upper quartile of a ratio misses its goal.
 """
 
@@ -22,12 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actors.merge.buffer import TrajectoryBuffer
-from actors.merge.prefix import Merged, SideData, merge_buffer, merge_turns
+from actors.merge.prefix import Merged, Played, SideData, merge_all, merge_played
 from actors.trajectory import Trajectory
 from actors.trajectory_queue.columns import decode, encode
 from benchmarks.fingerprint import fingerprint
@@ -41,12 +42,16 @@ from benchmarks.merge_inputs import (
     write_for_peer,
 )
 
-# Trajectories at each number of turns: enough to time, few enough to run in seconds.
-BATCHES = {4: 64, 16: 32, 64: 8, 200: 3}
+# Trajectories at each number of turns: a group, but as many as fit in seconds for the longest.
+BATCHES = {4: 8, 16: 8, 64: 8, 200: 3}
+# One measurement of either side is the quietest of three windows of equal length: what runs beside
+# costs caches, and is not what is measured.
+WINDOWS = 3
+WINDOW_S = 0.03
 GOALS = {"comparison": 8.0, "delta": 25.0}
 GOAL_TURNS = (16, 64, 200)
-# For both sides: one thread, and memory that was freed is kept, as in a process that goes on working:
-# otherwise each pass would pay the kernel for the same pages again.
+# For both sides: one thread, and freed memory is kept, as in a process that goes on working, or
+# each pass would pay the kernel for the same pages.
 QUIET = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
@@ -88,6 +93,10 @@ class Peer:
         self._process.stdin.flush()
         return self._answer()
 
+    def seconds(self, passes: int) -> float:
+        """CPU seconds of one of so many passes."""
+        return float(self.ask(f"time {passes}"))
+
     def _expect(self, word: str) -> None:
         answer = self._answer()
         if answer != word:
@@ -105,16 +114,12 @@ class Peer:
         return answer
 
 
-def by_comparison(trajectories: Sequence[Trajectory]) -> list[Merged]:
-    """Merge foreign turns."""
-    return [merge_turns(trajectory) for trajectory in trajectories]
+Deltas: TypeAlias = list[tuple[NDArray[np.int32], NDArray[np.int32]]]
 
 
-def by_delta(
-    played: Sequence[tuple[Trajectory, Sequence[tuple[NDArray[np.int32], ...]]]],
-) -> list[Merged]:
+def by_delta(played: Sequence[tuple[Trajectory, Deltas]]) -> list[Merged]:
     """Append what each turn adds, then take the samples."""
-    merged: list[Merged] = []
+    found: list[Played] = []
     for trajectory, deltas in played:
         buffer = TrajectoryBuffer()
         buffer.add(*deltas[0])
@@ -122,18 +127,17 @@ def by_delta(
         for observed, sampled in deltas[1:]:
             extend(0, observed, sampled)
         side = SideData.of(trajectory.turns)
-        merged.append(merge_buffer(buffer, side, trajectory_id=trajectory.trajectory_id))
-    return merged
+        found.append(Played(trajectory_id=trajectory.trajectory_id, buffer=buffer, side=side))
+    return merge_played(found)
 
 
-def through_queue(trajectories: Sequence[Trajectory]) -> None:
+def through_queue(trajectories: Sequence[Trajectory]) -> list[Merged]:
     """Store trajectories whose lineage is known as columns, read them back, and merge them."""
     columns = encode(trajectories)
-    for row in range(columns.num_rows):
-        merge_turns(decode(columns, row))
+    return merge_all([decode(columns, row) for row in range(columns.num_rows)])
 
 
-def deltas_of(play: Play) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+def deltas_of(play: Play) -> Deltas:
     """(observed, sampled) a turn of a linear play, each with memory of its own."""
     found = [(play.prompts[0].copy(), play.sampled[0].copy())]
     known = len(play.prompts[0]) + len(play.sampled[0])
@@ -143,14 +147,22 @@ def deltas_of(play: Play) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
     return found
 
 
-def cpu_seconds(function: Callable[[], object], *, at_least_s: float = 0.01) -> float:
-    """CPU seconds of one pass, over as many as take at_least_s."""
-    count = 0
-    started = time.process_time()
-    while (spent := time.process_time() - started) < at_least_s or not count:
-        function()
-        count += 1
-    return spent / count
+def cpu_seconds(function: Callable[[], object]) -> float:
+    """CPU seconds of one pass over about WINDOW_S of them, the quietest of WINDOWS."""
+
+    def window(passes: int) -> float:
+        started = time.process_time()
+        for _ in range(passes):
+            function()
+        return (time.process_time() - started) / passes
+
+    return quietest(window)
+
+
+def quietest(window: Callable[[int], float]) -> float:
+    """window: takes a number of passes, gives the seconds of one."""
+    passes = max(1, round(WINDOW_S / window(1)))
+    return min(window(passes) for _ in range(WINDOWS))
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
@@ -160,20 +172,20 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 def measure(
     num_turns: int, shape: Shape, peer: Peer, folder: Path, *, pairs: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Times and ratios at one number of turns."""
     number = BATCHES[num_turns]
     plays = [linear(num_turns, shape, seed=seed) for seed in range(number)]
     trajectories = [as_trajectory(play, number=i) for i, play in enumerate(plays)]
     played = [(t, deltas_of(play)) for t, play in zip(trajectories, plays, strict=True)]
     ways: dict[str, Callable[[], object]] = {
-        "comparison": lambda: by_comparison(trajectories),
+        "comparison": lambda: merge_all(trajectories),
         "delta": lambda: by_delta(played),
     }
     path = folder / "plays.npz"
     write_for_peer(plays, path)
     peer.ask(f"load {path} 1")
-    merged = by_comparison(trajectories)
+    merged = merge_all(trajectories)
     by_delta(played)
     gc.collect()
     gc.freeze()
@@ -183,14 +195,14 @@ def measure(
             times[name].append(cpu_seconds(way) / number)
         times["peer"].append(float(peer.ask("time 1")) / number)
     peer.ask(f"load {path} 0")
-    own_objects = [float(peer.ask("time 1")) / number for _ in range(3)]
+    own_ints = quietest(peer.seconds) / number
     queued = [decode(encode([t]), 0) for t in trajectories]
     return {
         "turns": num_turns,
         "merged_tokens": merged[0].num_merged_tokens,
         "input_tokens": merged[0].num_unmerged_tokens,
         "us": {name: quartiles([t * 1e6 for t in each]) for name, each in times.items()},
-        "us_peer_own_ints": round(float(np.median(own_objects)) * 1e6, 1),
+        "us_peer_own_ints": round(own_ints * 1e6, 1),
         "us_encode_decode_merge": round(
             cpu_seconds(lambda: through_queue(queued)) / number * 1e6, 1
         ),
@@ -211,11 +223,11 @@ def is_equal(plays: Sequence[Play], peer: Peer, folder: Path) -> bool:
     peer.ask(f"load {folder / 'plays.npz'} 1")
     peer.ask(f"save {folder / 'merged.npz'}")
     theirs = np.load(folder / "merged.npz")
-    ours = [(i, s) for i, m in enumerate(by_comparison(trajectories)) for s in m.samples]
+    ours = [(i, s) for i, m in enumerate(merge_all(trajectories)) for s in m.samples]
     rows = [(i, s.prompt_length, s.num_tokens - s.prompt_length) for i, s in ours]
     if rows != [tuple(row) for row in theirs["rows"].tolist()]:
         return False
-    columns = {
+    columns: dict[str, list[NDArray[Any]]] = {
         "prompt_token_ids": [s.token_ids[: s.prompt_length] for _, s in ours],
         "response_ids": [s.token_ids[s.prompt_length :] for _, s in ours],
         "loss_masks": [s.mask[s.prompt_length :] for _, s in ours],
@@ -227,7 +239,7 @@ def is_equal(plays: Sequence[Play], peer: Peer, folder: Path) -> bool:
     return all(np.array_equal(np.concatenate(each), theirs[name]) for name, each in columns.items())
 
 
-def compare_shapes(peer: Peer, folder: Path, shape: Shape) -> dict[str, object]:
+def compare_shapes(peer: Peer, folder: Path, shape: Shape) -> dict[str, Any]:
     """Where turns branch: equal rows for rewritten histories; more rows than ours where a
     conversation goes on after another's turn, because it keeps one sample open.
     """
@@ -238,26 +250,26 @@ def compare_shapes(peer: Peer, folder: Path, shape: Shape) -> dict[str, object]:
     return {
         "rewritten_is_equal": equal,
         "sub_agent_rows_peer": len(np.load(folder / "merged.npz")["rows"]) // 2,
-        "sub_agent_rows": len(by_comparison([as_trajectory(woven[0], number=0)])[0].samples),
+        "sub_agent_rows": len(merge_all([as_trajectory(woven[0], number=0)])[0].samples),
     }
 
 
-def slope(rows: Sequence[dict[str, object]], way: str, tokens: str) -> float:
+def slope(rows: Sequence[dict[str, Any]], way: str, tokens: str) -> float:
     """Exponent of time in tokens, fitted from 16 turns up; 1 is linear."""
     chosen = [row for row in rows if row["turns"] in GOAL_TURNS]
     counts = [row[tokens] for row in chosen]
-    medians = [row["us"][way]["median"] for row in chosen]  # type: ignore[index]
-    return round(float(np.polyfit(np.log(counts), np.log(medians), 1)[0]), 2)  # type: ignore[arg-type]
+    medians = [row["us"][way]["median"] for row in chosen]
+    return round(float(np.polyfit(np.log(counts), np.log(medians), 1)[0]), 2)
 
 
-def missed(rows: Sequence[dict[str, object]]) -> list[str]:
+def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The goals that even the upper quartile of the pairs misses."""
     return [
-        f"{name} at {row['turns']} turns: {row['ratio'][name]['q3']} < {goal}"  # type: ignore[index]
+        f"{name} at {row['turns']} turns: {row['ratio'][name]['q3']} < {goal}"
         for row in rows
         if row["turns"] in GOAL_TURNS
         for name, goal in GOALS.items()
-        if row["ratio"][name]["q3"] < goal  # type: ignore[index]
+        if row["ratio"][name]["q3"] < goal
     ]
 
 

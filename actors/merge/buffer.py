@@ -74,6 +74,10 @@ class TrajectoryBuffer:
         if self.num_samples == 1 and self._open.grow_if_begun(0, prompt, sampled):
             self.sample_of.append(0)
             return 0
+        if not self.num_samples:
+            self._origins.append((None, 0, None))
+            self.extend(self._open.open(), prompt, sampled)
+            return 0
         place = self._open.place(prompt)
         sample = self._branch(place, prompt, kind) if place.extends is None else place.extends
         self.extend(sample, prompt[self._open.length(sample) :], sampled)
@@ -122,18 +126,16 @@ class TrajectoryBuffer:
         return found
 
     def _branch(self, place: Place, prompt: TokenIds, kind: MismatchKind | None) -> int:
-        """Open a sample for a prompt that extends none."""
-        parent, shared = (place.nearest, place.shared) if place.shared else (None, 0)
-        if place.nearest is None:
-            kind = None
-        elif kind is None:
+        """Open a sample for a prompt that extends none of those that are open."""
+        parent = place.nearest if place.shared else None
+        if kind is None:
             kind = classify(
                 self._open.view(place.nearest),
                 prompt,
                 regions=self._regions(place.nearest),
                 position=place.shared,
             )
-        self._origins.append((parent, shared, kind))
+        self._origins.append((parent, place.shared, kind))
         return self._open.open()
 
     def _regions(self, sample: int) -> NDArray[np.int32]:

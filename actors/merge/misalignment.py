@@ -24,6 +24,12 @@ def find_misalignment(trajectory: Trajectory, *, vocab_size: int | None = None) 
 
     Args: vocab_size: None: ids must not be negative, and have no upper bound.
     """
+    lineage, num_turns = trajectory.lineage, len(trajectory.turns)
+    if lineage is not None and lineage.num_turns != num_turns:
+        return (
+            f"a lineage of {lineage.num_turns} turns for {num_turns}; leave it out where turns are "
+            "changed"
+        )
     shape: tuple[int, ...] | None = None
     for index, turn in enumerate(trajectory.turns):
         found = _in_lengths(turn) or _in_spans(turn) or _in_rewards(turn)

@@ -24,11 +24,11 @@ _BLOCK_TOKENS = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a prompt belongs. extends: the sample whose ids begin it, None: none does. nearest: the
-    newest of the samples that share most with it, None: there is no sample. shared: how many ids.
+    newest of the samples that share most with it. shared: how many ids they share.
     """
 
     extends: int | None
-    nearest: int | None
+    nearest: int
     shared: int
 
 
@@ -111,7 +111,7 @@ class OpenSamples:
         return True
 
     def place(self, prompt: TokenIds) -> Place:
-        """Walk a prompt, [P] int32 in one piece, down the tree.
+        """Walk a prompt, [P] int32 in one piece, down the tree of one or more samples.
 
         The longest sample that begins it wins, the newest among equals.
         """
@@ -127,8 +127,7 @@ class OpenSamples:
             if depth < node.end:
                 break
             extends = max(node.ends, default=extends)
-        nearest = node.newest if self._ids else None
-        return Place(extends=extends, nearest=nearest, shared=depth)
+        return Place(extends=extends, nearest=node.newest, shared=depth)
 
     def _joined(self, sample: int) -> bytearray:
         """A sample's bytes, with all that it was grown by. Raises: ValueError, ids not int32."""

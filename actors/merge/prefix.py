@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import TypeAlias
+from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
+from numpy.typing import NDArray
 
-from actors.lineage import Mismatch, SampleLineage
+from actors.lineage import Mismatch
 from actors.merge.buffer import TrajectoryBuffer, fill
 from actors.merge.misalignment import find_misalignment
 from actors.merge.sample import ExpertRecords, Merged, Sample
@@ -38,146 +39,252 @@ from actors.trajectory import LogProbs, TokenIds, Trajectory, Turn
 __all__ = [
     "ExpertRecords",
     "Merged",
+    "Played",
     "Sample",
     "SideData",
     "find_misalignment",
-    "merge_buffer",
+    "merge_all",
+    "merge_played",
     "merge_turns",
 ]
 
 
-# The turns of a sample, its ids, and the lengths of its stretches: prompt, sampled, observed, ...
-_Part: TypeAlias = tuple[tuple[int, ...], TokenIds, list[int]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """A trajectory whose turns were appended as they were played.
+
+    side: of the buffer's turns, in their order. Once merged, the buffer takes no more turns.
+    """
+
+    trajectory_id: str
+    buffer: TrajectoryBuffer
+    side: SideData
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A trajectory before its columns are made. chains, ids, lengths: of each sample its turns, its
+    ids, and the tokens of its stretches: prompt, sampled, observed, ... side: sample by sample.
+    """
+
+    trajectory_id: str
+    mismatches: tuple[Mismatch, ...]
+    chains: list[tuple[int, ...]]
+    ids: list[TokenIds]
+    lengths: list[list[int]]
+    side: SideData
 
 
 def merge_turns(trajectory: Trajectory) -> Merged:
-    """Merge a trajectory's turns into samples.
+    """Merge a trajectory's turns into samples: `merge_all` of one.
 
-    Args: trajectory: with its lineage, nothing is compared; without it, each prompt is, once.
-    Raises: ValueError, naming the trajectory and the remedy, when lengths do not fit together
-    (`find_misalignment` says whether) or the lineage is of other turns.
     Example: prompts [10,20,30] and [10,20,30,40,50,60,70], actions [40,50] and [80,90] -> one
     sample: prompt [10,20,30], response [40,50,60,70,80,90], mask of the response [1,1,0,0,1,1].
     """
+    return merge_all([trajectory])[0]
+
+
+def merge_all(trajectories: Sequence[Trajectory]) -> list[Merged]:
+    """Merge each trajectory's turns into samples, each trajectory by itself.
+
+    The columns of all samples are made at once, and a sample's are views of them: for short
+    trajectories that is what costs.
+
+    Args: trajectories: with their lineage, nothing is compared; without it, each prompt is, once.
+    Raises: ValueError, naming the trajectory and the remedy, when lengths do not fit together
+    (`find_misalignment` says whether) or a lineage is of other turns.
+    """
+    drafts: list[_Draft] = []
+    for trajectory in trajectories:
+        try:
+            drafts.append(_draft(trajectory))
+        except ValueError as error:
+            reason = find_misalignment(trajectory) or str(error)
+            raise ValueError(f"merge: trajectory {trajectory.trajectory_id}: {reason}") from error
+    return _finish(drafts)
+
+
+def merge_played(played: Sequence[Played]) -> list[Merged]:
+    """Merge what buffers hold: the ids of their samples are taken as they lie, without a copy.
+
+    Raises: ValueError, naming the trajectory, when the side data does not fit the turns.
+    """
+    drafts: list[_Draft] = []
+    for each in played:
+        try:
+            drafts.append(_draft_of(each.buffer, each.side, trajectory_id=each.trajectory_id))
+        except ValueError as error:
+            raise ValueError(f"merge: trajectory {each.trajectory_id}: {error}") from error
+    return _finish(drafts)
+
+
+def _draft(trajectory: Trajectory) -> _Draft:
     turns, lineage = trajectory.turns, trajectory.lineage
     side = SideData.of(turns)
-    try:
-        if lineage is None:
-            return merge_buffer(fill(turns), side, trajectory_id=trajectory.trajectory_id)
-        if lineage.num_turns != len(turns):
-            raise ValueError(
-                f"a lineage of {lineage.num_turns} turns for {len(turns)}; leave it out where "
-                "turns are changed"
-            )
-        parts = [_part(turns, of_sample) for of_sample in lineage.samples]
-        return _merge(parts, side, lineage.mismatches, trajectory_id=trajectory.trajectory_id)
-    except ValueError as error:
-        reason = find_misalignment(trajectory) or str(error)
-        raise ValueError(f"merge: trajectory {trajectory.trajectory_id}: {reason}") from error
+    if lineage is None:
+        return _draft_of(fill(turns), side, trajectory_id=trajectory.trajectory_id)
+    if lineage.num_turns != len(turns):
+        raise ValueError(
+            f"a lineage of {lineage.num_turns} turns for {len(turns)}; leave it out where turns "
+            "are changed"
+        )
+    chains = [sample.turns for sample in lineage.samples]
+    return _checked(
+        _Draft(
+            trajectory.trajectory_id,
+            lineage.mismatches,
+            chains,
+            [_whole_ids(turns[of_sample[-1]]) for of_sample in chains],
+            [_lengths(turns, of_sample) for of_sample in chains],
+            side if len(chains) == 1 else side.pick([*chain.from_iterable(chains)]),
+        )
+    )
 
 
-def merge_buffer(buffer: TrajectoryBuffer, side: SideData, *, trajectory_id: str) -> Merged:
-    """Merge what a buffer holds: the ids of its samples are taken as they lie, without a copy.
-
-    Args: side: of the buffer's turns, in their order. While the samples live, the buffer takes no
-    more turns. Raises: ValueError when the side data does not fit the turns.
-    """
+def _draft_of(buffer: TrajectoryBuffer, side: SideData, *, trajectory_id: str) -> _Draft:
+    chains = buffer.chains()
+    is_one = len(chains) == 1
     if len(side.logprobs) != buffer.num_turns:
         raise ValueError(
             f"records of {len(side.logprobs)} turns for {buffer.num_turns}; give one for each"
         )
-    parts = [
-        (turns, buffer.token_ids(sample), buffer.lengths(sample))
-        for sample, turns in enumerate(buffer.chains())
-    ]
-    mismatches = () if len(parts) == 1 else buffer.lineage().mismatches
-    return _merge(parts, side, mismatches, trajectory_id=trajectory_id)
-
-
-def _merge(
-    parts: Sequence[_Part],
-    side: SideData,
-    mismatches: tuple[Mismatch, ...],
-    *,
-    trajectory_id: str,
-) -> Merged:
-    samples: list[Sample] = []
-    num_sampled = num_trained = num_unmerged = 0
-    for turns, token_ids, lengths in parts:
-        own = side if len(parts) == 1 else side.pick(turns)
-        sample = _build(turns, token_ids, lengths, own, trajectory_id=trajectory_id)
-        samples.append(sample)
-        num_trained += sample.num_trained
-        num_sampled += sum(lengths[1::2])
-        # A row for each turn would end where the turn ends.
-        num_unmerged += sum(list(accumulate(lengths))[1::2])
-    return Merged(
-        samples=tuple(samples),
-        mismatches=mismatches,
-        num_turns=len(side.logprobs),
-        num_unmerged_tokens=num_unmerged,
-        num_masked_tokens=num_sampled - num_trained,
+    return _checked(
+        _Draft(
+            trajectory_id,
+            () if is_one else buffer.lineage().mismatches,
+            chains,
+            [buffer.token_ids(sample) for sample in range(len(chains))],
+            [buffer.lengths(sample) for sample in range(len(chains))],
+            side if is_one else side.pick([*chain.from_iterable(chains)]),
+        )
     )
 
 
-def _build(
-    turns: tuple[int, ...],
-    token_ids: TokenIds,
-    lengths: list[int],
-    side: SideData,
-    *,
-    trajectory_id: str,
-) -> Sample:
-    """side: of the sample's turns."""
-    counts = lengths[1::2]
-    if list(map(len, side.logprobs)) != counts:
-        raise ValueError(_misfit(turns, side.logprobs, counts))
+def _checked(draft: _Draft) -> _Draft:
+    counts = [count for lengths in draft.lengths for count in lengths[1::2]]
+    recorded = list(map(len, draft.side.logprobs))
+    if recorded != counts:
+        turns = [*chain.from_iterable(draft.chains)]
+        index = next(i for i, count in enumerate(counts) if recorded[i] != count)
+        raise ValueError(
+            f"turn {turns[index]}: {recorded[index]} log-probabilities for {counts[index]} sampled "
+            "tokens; have the engine give one for each (logprobs=0)"
+        )
+    if list(map(len, draft.ids)) != list(map(sum, draft.lengths)):
+        raise ValueError("a lineage that does not fit the turns; leave it out where turns change")
+    return draft
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """All samples of all drafts, one behind the other; see `Sample` for the fields."""
+
+    mask: NDArray[np.uint8]
+    logprobs: LogProbs
+    versions: NDArray[np.int32]
+    token_rewards: NDArray[np.float32] | None
+
+
+def _columns(drafts: Sequence[_Draft]) -> _Columns:
+    lengths = [length for draft in drafts for each in draft.lengths for length in each]
+    side = SideData.joined([draft.side for draft in drafts])
     zeros = zeros_between(lengths)
     logprobs = place_floats(side.logprobs, zeros)
     versions = place_versions(side.version_spans, lengths)
-    mask = (versions != UNRECORDED_VERSION).view(np.uint8)
-    if not len(token_ids) == len(logprobs) == len(mask):
+    if logprobs.shape != versions.shape:
         raise ValueError(
-            f"{len(token_ids)} ids, {len(logprobs)} log-probabilities and {len(mask)} versions in "
-            "one sample; give log-probabilities as float32"
+            "log-probabilities that are not all float32; convert them where they come in"
         )
+    mask = (versions != UNRECORDED_VERSION).view(np.uint8)
     # A sum of squares is finite only if each of them is; where it is not, there may be doubt.
     if not math.isfinite(np.dot(logprobs, logprobs)):
         usable = np.isfinite(logprobs)
         mask = mask * usable
         logprobs = np.where(usable, logprobs, np.float32(0))
         versions = np.where(usable, versions, np.int32(UNRECORDED_VERSION))
+    return _Columns(mask, logprobs, versions, place_token_rewards(side, lengths, zeros))
+
+
+def _finish(drafts: Sequence[_Draft]) -> list[Merged]:
+    try:
+        return _cut(drafts, _columns(drafts))
+    except ValueError:
+        for draft in drafts:
+            try:
+                _columns([draft])
+            except ValueError as error:
+                raise ValueError(f"merge: trajectory {draft.trajectory_id}: {error}") from error
+        raise
+
+
+def _cut(drafts: Sequence[_Draft], columns: _Columns) -> list[Merged]:
+    merged: list[Merged] = []
+    start = 0
+    for draft in drafts:
+        samples: list[Sample] = []
+        num_turns = num_unmerged = num_trained = 0
+        for turns, ids, lengths in zip(draft.chains, draft.ids, draft.lengths, strict=True):
+            end = start + len(ids)
+            sample = _sample(draft, turns, ids, lengths, columns, slice(start, end))
+            samples.append(sample)
+            # A row for each turn would end where the turn ends.
+            num_unmerged += sum(list(accumulate(lengths))[1::2])
+            num_turns += len(turns)
+            num_trained += sample.num_trained
+            start = end
+        merged.append(
+            Merged(
+                samples=tuple(samples),
+                mismatches=draft.mismatches,
+                num_turns=num_turns,
+                num_unmerged_tokens=num_unmerged,
+                num_masked_tokens=sum(map(len, draft.side.logprobs)) - num_trained,
+            )
+        )
+    return merged
+
+
+def _sample(
+    draft: _Draft,
+    turns: tuple[int, ...],
+    ids: TokenIds,
+    lengths: list[int],
+    columns: _Columns,
+    place: slice,
+) -> Sample:
+    rewards, experts = columns.token_rewards, None
+    if draft.side.expert_indices is not None:
+        by_turn = zip(chain.from_iterable(draft.chains), draft.side.expert_indices, strict=True)
+        own = dict(by_turn)
+        experts = place_experts([own[turn] for turn in turns], lengths)
     return Sample(
-        trajectory_id=trajectory_id,
+        trajectory_id=draft.trajectory_id,
         turns=turns,
         prompt_length=lengths[0],
-        token_ids=token_ids,
-        mask=mask,
-        logprobs=logprobs,
-        versions=versions,
-        token_rewards=place_token_rewards(side, lengths, zeros),
-        experts=place_experts(side, lengths),
+        token_ids=ids,
+        mask=columns.mask[place],
+        logprobs=columns.logprobs[place],
+        versions=columns.versions[place],
+        token_rewards=None
+        if rewards is None or draft.side.token_rewards is None
+        else rewards[place],
+        experts=experts,
     )
 
 
-def _part(turns: Sequence[Turn], of_sample: SampleLineage) -> _Part:
-    """A sample's part; its last turn has all of its ids."""
+def _whole_ids(last: Turn) -> TokenIds:
+    """A sample's ids: its last turn has them all."""
+    return np.concatenate([last.prompt_token_ids, last.sampled_token_ids])
+
+
+def _lengths(turns: Sequence[Turn], of_sample: Sequence[int]) -> list[int]:
+    """The tokens of a sample's stretches: prompt, sampled, observed, sampled, ..."""
     lengths: list[int] = []
     end = 0
-    for index in of_sample.turns:
+    for index in of_sample:
         num_prompt, num_sampled = len(turns[index].prompt_token_ids), turns[index].num_sampled
         lengths += (num_prompt - end, num_sampled)
         end = num_prompt + num_sampled
-    last = turns[of_sample.turns[-1]]
     if min(lengths) < 0:
         raise ValueError("a lineage by which a prompt is shorter than what it extends")
-    ids = np.concatenate([last.prompt_token_ids, last.sampled_token_ids])
-    return of_sample.turns, ids, lengths
-
-
-def _misfit(turns: Sequence[int], logprobs: Sequence[LogProbs], counts: Sequence[int]) -> str:
-    index = next(i for i, count in enumerate(counts) if len(logprobs[i]) != count)
-    return (
-        f"turn {turns[index]}: {len(logprobs[index])} log-probabilities for {counts[index]} "
-        "sampled tokens; have the engine give one for each (logprobs=0)"
-    )
+    return lengths

@@ -33,8 +33,8 @@ class Sample:
     token_ids: [T] int32. mask: [T] uint8, 1 = sampled and fit to be trained. logprobs: [T]
     float32, nats, of the behaviour policy, 0 at mask 0. versions: [T] int32, -1 at mask 0.
     prompt_length: tokens of the first turn's prompt. turns: indices in the trajectory.
-    token_rewards: [T] float32, 0 where nothing was sampled; None when no turn recorded any. A turn
-    that recorded none beside others that did has its reward on its last sampled token.
+    token_rewards: [T] float32, 0 where nothing was sampled; None when no turn of the trajectory
+    recorded any. A turn that recorded none beside others that did has its reward on its last token.
     experts: recorded routing, None when there is none; also of tokens with mask 0.
     """
 

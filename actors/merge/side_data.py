@@ -1,8 +1,9 @@
 """What was recorded with each turn beside its ids, and how it lands on a sample's positions.
 
 A sample is stretches in turn: the first prompt, sampled, observed, sampled, ..., sampled; `lengths`
-are their tokens, [2 K] for K turns. What turns recorded is joined as bytes, with zeros between:
-a join costs a fraction of numpy's concatenation of many small arrays. Called by `prefix`.
+are their tokens, [2 K] for K turns, of one sample or of many, one behind the other. What turns
+recorded is joined as bytes, with zeros between: a join costs a fraction of numpy's concatenation of
+many small arrays. Called by `prefix`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,25 @@ class SideData:
             expert_indices=None if experts is None else [experts[turn] for turn in turns],
         )
 
+    @classmethod
+    def joined(cls, sides: Sequence[SideData]) -> SideData:
+        """One behind the other; without the expert indices. Where one recorded no token rewards,
+        each of its turns did not.
+        """
+        has_rewards = _has_any([side.token_rewards for side in sides])
+        rewards: list[NDArray[np.float32] | None] = []
+        returns: list[float] = []
+        for side in sides if has_rewards else ():
+            missing = [None] * len(side.logprobs)
+            rewards += missing if side.token_rewards is None else side.token_rewards
+            returns += side.rewards or [0.0] * len(side.logprobs)
+        return cls(
+            logprobs=list(chain.from_iterable([side.logprobs for side in sides])),
+            version_spans=list(chain.from_iterable([side.version_spans for side in sides])),
+            rewards=returns,
+            token_rewards=rewards if has_rewards else None,
+        )
+
 
 def zeros_between(lengths: Sequence[int]) -> list[bytes]:
     """[K] of bytes: four zero bytes for each token of the prompt and of each observation."""
@@ -88,7 +108,8 @@ def place_versions(
         # One span a turn, which is how it mostly is.
         versions[1::2] = [span.version for span in flat]
         return np.repeat(np.array(versions, np.int32), lengths)
-    versions, counts = [], []
+    versions = []
+    counts: list[int] = []
     for of_turn, gap, count in zip(spans, lengths[::2], lengths[1::2], strict=True):
         sizes = [span.end - span.start for span in of_turn]
         if sum(sizes) != count:
@@ -101,7 +122,7 @@ def place_versions(
 def place_token_rewards(
     side: SideData, lengths: Sequence[int], zeros: Sequence[bytes]
 ) -> NDArray[np.float32] | None:
-    """[T] float32; None when no turn of the sample recorded any.
+    """[T] float32; None when no turn recorded any.
 
     A turn without a record has its reward on its last sampled token.
     Example: lengths [2, 2, 1, 2], rewards by token None and [.5, .5], reward of turn 0: 1
@@ -126,26 +147,24 @@ def place_token_rewards(
     return place_floats(filled, zeros)
 
 
-def place_experts(side: SideData, lengths: Sequence[int]) -> ExpertRecords | None:
-    """The recorded routing of the sample's tokens; None when there is none.
+def place_experts(
+    recorded: Sequence[ExpertIndices | None], lengths: Sequence[int]
+) -> ExpertRecords | None:
+    """The recorded routing of one sample's tokens; None when there is none.
 
     Example: lengths [2, 2, 1, 2], one record of turn 0 and two of turn 1 -> positions [2, 5, 6]
     """
-    if side.expert_indices is None:
-        return None
     starts = np.cumsum(lengths)[::2].tolist()
-    recorded = [
-        (start, each)
-        for start, each in zip(starts, side.expert_indices, strict=True)
+    places = [
+        (np.arange(start, start + len(each), dtype=np.int32), each)
+        for start, each in zip(starts, recorded, strict=True)
         if each is not None and len(each)
     ]
-    if not recorded:
+    if not places:
         return None
     return ExpertRecords(
-        positions=np.concatenate(
-            [np.arange(start, start + len(each), dtype=np.int32) for start, each in recorded]
-        ),
-        indices=np.concatenate([each for _, each in recorded]),
+        positions=np.concatenate([positions for positions, _ in places]),
+        indices=np.concatenate([each for _, each in places]),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import typing_extensions
 
+# ruff: noqa: E402
 # Pydantic refuses typing.TypedDict on Python 3.11, and this release uses it.
 typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
 
