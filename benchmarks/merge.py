@@ -3,10 +3,11 @@
     python -m benchmarks.merge --peer-python build/peers/skyrl/bin/python
 
 Both sides merge the same trajectories in one run, in turn (ours, theirs, ours, ...), each in its
-own form of input: Rayloom int32 arrays, SkyRL lists of ints that share their objects, as its generator
-makes them. *Comparison*: whole prompts, each with memory of its own, nobody says which continues
-which. *Delta*: what a turn loop hands over, observed and sampled ids of each turn. CPU seconds of
-one thread. Prints one JSON line; exits with 1 when the upper quartile of a ratio misses its goal.
+own form of input: Rayloom int32 arrays, SkyRL lists of ints that share their objects, as its own
+generator makes them. *Comparison*: whole prompts, each with memory of its own, nobody says which
+continues which. *Delta*: what a turn loop hands over, observed and sampled ids of each turn. CPU
+seconds of one thread. Prints one JSON line; exits with 1 when the upper quartile of a ratio misses
+its goal.
 """
 
 from __future__ import annotations

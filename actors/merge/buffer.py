@@ -30,11 +30,12 @@ class TrajectoryBuffer:
     [1, 2, 3, 4]; add([1, 9], [7]) -> sample 1, which shares 1 token with sample 0.
     """
 
-    __slots__ = ("_open", "_origins", "sample_of")
+    __slots__ = ("_open", "_origins", "_pieces", "sample_of")
 
     def __init__(self) -> None:
         self.sample_of: list[int] = []
         self._open = OpenSamples()
+        self._pieces = self._open.pieces
         self._origins: list[tuple[int | None, int, MismatchKind | None]] = []
 
     @property
@@ -53,7 +54,7 @@ class TrajectoryBuffer:
         Args: observed: [O] int32. sampled: [A] int32; each in one piece of memory.
         Raises: IndexError when there is no such sample.
         """
-        self._open.grow(sample, observed, sampled)
+        self._pieces[sample] += (observed, sampled)
         self.sample_of.append(sample)
 
     def add(self, prompt: TokenIds, sampled: TokenIds, *, kind: MismatchKind | None = None) -> int:

@@ -49,15 +49,16 @@ class _Node:
 class OpenSamples:
     """The ids of each open sample, appended to in amortised constant time a token.
 
-    Stretches are kept as they come, and joined to a sample's bytes when those are asked for:
-    a join of many costs a fraction of copying each into its place.
+    pieces: of each sample, the stretches of int32 ids that it was grown by, each in one piece of
+    memory: append to it. They are joined to the sample's bytes when those are asked for: a join of
+    many costs a fraction of copying each into its place.
     """
 
-    __slots__ = ("_at", "_grown", "_ids", "_lengths", "_pieces", "_root", "_walked")
+    __slots__ = ("_at", "_grown", "_ids", "_lengths", "_root", "_walked", "pieces")
 
     def __init__(self) -> None:
         self._ids: list[bytearray] = []
-        self._pieces: list[list[Any]] = []  # arrays, not yet among the bytes
+        self.pieces: list[list[Any]] = []
         self._lengths: list[list[int]] = []
         self._root = _Node(-1, 0, 0)
         self._at: list[_Node] = []
@@ -72,17 +73,13 @@ class OpenSamples:
         """Begin an empty sample; its number."""
         number = len(self._ids)
         self._ids.append(bytearray())
-        self._pieces.append([])
+        self.pieces.append([])
         self._lengths.append([])
         self._at.append(self._root)
         self._walked.append(0)
         self._root.ends.append(number)
         self._root.newest = number
         return number
-
-    def grow(self, sample: int, first: TokenIds, second: TokenIds) -> None:
-        """Append two stretches of int32 ids, each in one piece of memory."""
-        self._pieces[sample] += (first, second)
 
     def lengths(self, sample: int) -> list[int]:
         """Tokens of each stretch, in order."""
@@ -131,7 +128,7 @@ class OpenSamples:
 
     def _joined(self, sample: int) -> bytearray:
         """A sample's bytes, with all that it was grown by. Raises: ValueError, ids not int32."""
-        ids, pieces = self._ids[sample], self._pieces[sample]
+        ids, pieces = self._ids[sample], self.pieces[sample]
         if pieces:
             lengths, joined = list(map(len, pieces)), b"".join(pieces)
             if len(joined) != ID_BYTES * sum(lengths):
@@ -147,7 +144,7 @@ class OpenSamples:
         return ids
 
     def _catch_up(self) -> None:
-        for sample, pieces in enumerate(self._pieces):
+        for sample, pieces in enumerate(self.pieces):
             if pieces:
                 self._joined(sample)
         for sample in sorted(self._grown):

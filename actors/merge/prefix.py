@@ -61,7 +61,7 @@ class Played:
     side: SideData
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Draft:
     """A trajectory before its columns are made. chains, ids, lengths: of each sample its turns, its
     ids, and the tokens of its stretches: prompt, sampled, observed, ... side: sample by sample.
@@ -161,7 +161,7 @@ def _draft_of(buffer: TrajectoryBuffer, side: SideData, *, trajectory_id: str) -
 
 
 def _checked(draft: _Draft) -> _Draft:
-    counts = [count for lengths in draft.lengths for count in lengths[1::2]]
+    counts = [*chain.from_iterable(draft.lengths)][1::2]
     recorded = list(map(len, draft.side.logprobs))
     if recorded != counts:
         turns = [*chain.from_iterable(draft.chains)]
@@ -186,7 +186,8 @@ class _Columns:
 
 
 def _columns(drafts: Sequence[_Draft]) -> _Columns:
-    lengths = [length for draft in drafts for each in draft.lengths for length in each]
+    of_samples = chain.from_iterable([draft.lengths for draft in drafts])
+    lengths = [*chain.from_iterable(of_samples)]
     side = SideData.joined([draft.side for draft in drafts])
     zeros = zeros_between(lengths)
     logprobs = place_floats(side.logprobs, zeros)

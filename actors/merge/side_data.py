@@ -22,7 +22,7 @@ from actors.trajectory import ExpertIndices, LogProbs, Turn, VersionSpan
 UNRECORDED_VERSION = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SideData:
     """Lists by turn, of a trajectory or, picked, of a sample.
 
