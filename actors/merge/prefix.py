@@ -170,8 +170,6 @@ def _checked(draft: _Draft) -> _Draft:
             f"turn {turns[index]}: {recorded[index]} log-probabilities for {counts[index]} sampled "
             "tokens; have the engine give one for each (logprobs=0)"
         )
-    if list(map(len, draft.ids)) != list(map(sum, draft.lengths)):
-        raise ValueError("a lineage that does not fit the turns; leave it out where turns change")
     return draft
 
 
@@ -223,23 +221,23 @@ def _cut(drafts: Sequence[_Draft], columns: _Columns) -> list[Merged]:
     start = 0
     for draft in drafts:
         samples: list[Sample] = []
-        num_turns = num_unmerged = num_trained = 0
+        num_unmerged = num_sampled = num_trained = 0
         for turns, ids, lengths in zip(draft.chains, draft.ids, draft.lengths, strict=True):
             end = start + len(ids)
-            sample = _sample(draft, turns, ids, lengths, columns, slice(start, end))
+            sample = _sample(draft, turns, ids, lengths[0], columns, slice(start, end))
             samples.append(sample)
             # A row for each turn would end where the turn ends.
-            num_unmerged += sum(list(accumulate(lengths))[1::2])
-            num_turns += len(turns)
+            num_unmerged += sum([*accumulate(lengths)][1::2])
+            num_sampled += sum(lengths[1::2])
             num_trained += sample.num_trained
             start = end
         merged.append(
             Merged(
                 samples=tuple(samples),
                 mismatches=draft.mismatches,
-                num_turns=num_turns,
+                num_turns=len(draft.side.logprobs),
                 num_unmerged_tokens=num_unmerged,
-                num_masked_tokens=sum(map(len, draft.side.logprobs)) - num_trained,
+                num_masked_tokens=num_sampled - num_trained,
             )
         )
     return merged
@@ -249,28 +247,31 @@ def _sample(
     draft: _Draft,
     turns: tuple[int, ...],
     ids: TokenIds,
-    lengths: list[int],
+    prompt_length: int,
     columns: _Columns,
     place: slice,
 ) -> Sample:
-    rewards, experts = columns.token_rewards, None
-    if draft.side.expert_indices is not None:
-        by_turn = zip(chain.from_iterable(draft.chains), draft.side.expert_indices, strict=True)
-        own = dict(by_turn)
-        experts = place_experts([own[turn] for turn in turns], lengths)
+    rewards = columns.token_rewards
+    has_rewards = draft.side.token_rewards is not None
     return Sample(
         trajectory_id=draft.trajectory_id,
         turns=turns,
-        prompt_length=lengths[0],
+        prompt_length=prompt_length,
         token_ids=ids,
         mask=columns.mask[place],
         logprobs=columns.logprobs[place],
         versions=columns.versions[place],
-        token_rewards=None
-        if rewards is None or draft.side.token_rewards is None
-        else rewards[place],
-        experts=experts,
+        token_rewards=rewards[place] if rewards is not None and has_rewards else None,
+        experts=None if draft.side.expert_indices is None else _experts(draft, turns),
     )
+
+
+def _experts(draft: _Draft, turns: tuple[int, ...]) -> ExpertRecords | None:
+    recorded = draft.side.expert_indices
+    assert recorded is not None
+    first = [*chain.from_iterable(draft.chains)].index(turns[0])
+    own = draft.chains.index(turns)
+    return place_experts(recorded[first : first + len(turns)], draft.lengths[own])
 
 
 def _whole_ids(last: Turn) -> TokenIds:
