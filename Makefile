@@ -40,13 +40,13 @@ test: setup ## all the tests
 proof: setup ## the long proofs: three seeds, the other CPU configurations, kill -9
 	$(BIN)/python -m pytest -m proof --timeout 3600
 
-bench-merge: setup build/peers/skyrl ## merging turns beside SkyRL 0.3.0, in an environment of its own
+bench-merge: setup build/peers/skyrl/.installed ## merging turns beside SkyRL 0.3.0, in an environment of its own
 	$(BIN)/python -m benchmarks.merge --peer-python build/peers/skyrl/bin/python
 
-build/peers/skyrl: benchmarks/peers/skyrl.txt
-	$(PYTHON) -m venv $@
-	$@/bin/python -m pip install --quiet --no-deps '$(TORCH)' || $@/bin/python -m pip install --quiet --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
-	$@/bin/python -m pip install --quiet --no-deps -r benchmarks/peers/skyrl.txt
+build/peers/skyrl/.installed: benchmarks/peers/skyrl.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-deps '$(TORCH)' || $(@D)/bin/python -m pip install --quiet --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
+	$(@D)/bin/python -m pip install --quiet --no-deps -r $<
 	@touch $@
 
 lint: setup ## style and types

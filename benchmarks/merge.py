@@ -109,7 +109,7 @@ class Peer:
         if not answer:
             raise SystemExit(
                 f"benchmark: the peer ended with code {self._process.wait(timeout=60)}; make its "
-                "environment with `make build/peers/skyrl`, and see what "
+                "environment with `make bench-merge`, and see what "
                 f"`{self._process.args} </dev/null` says"  # type: ignore[str-bytes-safe]
             )
         return answer
@@ -280,12 +280,21 @@ def main() -> int:
     parser.add_argument("--peer-python", required=True, help="Python of the peer's environment")
     parser.add_argument("--turns", type=int, nargs="+", default=list(BATCHES), choices=BATCHES)
     parser.add_argument("--pairs", type=int, default=9, help="measurements of each side")
+    parser.add_argument(
+        "--shape",
+        type=int,
+        nargs=3,
+        default=(512, 100, 200),
+        metavar=("PROMPT", "SAMPLED", "OBSERVED"),
+        help="tokens of the first prompt, and of each turn's reply and observation",
+    )
     options = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in QUIET.items()):
         # The allocator and the BLAS read them when a process starts.
         command = [sys.executable, "-m", "benchmarks.merge", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **QUIET})
-    shape = Shape()
+    prompt, sampled, observed = options.shape
+    shape = Shape(prompt=prompt, sampled=sampled, observed=observed)
     with tempfile.TemporaryDirectory() as folder, Peer(options.peer_python) as peer:
         rows = [
             measure(turns, shape, peer, Path(folder), pairs=options.pairs)

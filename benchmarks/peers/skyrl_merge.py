@@ -87,12 +87,17 @@ def save(merged: dict[str, Any], path: str) -> None:
             strict=True,
         )
     ]
-    names = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", "rewards")
-    np.savez(
-        path,
-        rows=np.array(rows, np.int64),
-        **{name: np.array([value for row in merged[name] for value in row]) for name in names},
-    )
+    columns: dict[str, Any] = {
+        name: np.array([value for row in merged[name] for value in row])
+        for name in (
+            "prompt_token_ids",
+            "response_ids",
+            "loss_masks",
+            "rollout_logprobs",
+            "rewards",
+        )
+    }
+    np.savez(path, rows=np.array(rows, np.int64), **columns)
 
 
 def main() -> None:
