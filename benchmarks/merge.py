@@ -109,8 +109,7 @@ class Peer:
         if not answer:
             raise SystemExit(
                 f"benchmark: the peer ended with code {self._process.wait(timeout=60)}; make its "
-                "environment with `make bench-merge`, and see what "
-                f"`{self._process.args} </dev/null` says"  # type: ignore[str-bytes-safe]
+                f"environment with `make bench-merge`, or run {PEER_SCRIPT} with its Python to see why"
             )
         return answer
 
@@ -310,7 +309,7 @@ def main() -> int:
             "missed": missed(rows),
             "environment": fingerprint(),
         }
-    if len(options.turns) > 1:
+    if len({*options.turns} & {*GOAL_TURNS}) > 1:
         result["slope"] = {
             "delta_over_merged_tokens": slope(rows, "delta", "merged_tokens"),
             "comparison_over_input_tokens": slope(rows, "comparison", "input_tokens"),
