@@ -109,7 +109,7 @@ class Peer:
         if not answer:
             raise SystemExit(
                 f"benchmark: the peer ended with code {self._process.wait(timeout=60)}; make its "
-                f"environment with `make bench-merge`, or run {PEER_SCRIPT} with its Python to see why"
+                f"environment with `make bench-merge`, or run {PEER_SCRIPT} with its Python"
             )
         return answer
 
