@@ -9,7 +9,7 @@ TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo test proof lint lock clean
+.PHONY: help setup deps demo test proof bench-merge lint lock clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,15 @@ test: setup ## all the tests
 proof: setup ## the long proofs: three seeds, the other CPU configurations, kill -9
 	$(BIN)/python -m pytest -m proof --timeout 3600
 
+bench-merge: setup build/peers/skyrl/.installed ## merging turns beside SkyRL 0.3.0, in an environment of its own
+	$(BIN)/python -m benchmarks.merge --peer-python build/peers/skyrl/bin/python
+
+build/peers/skyrl/.installed: benchmarks/peers/skyrl.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-deps '$(TORCH)' || $(@D)/bin/python -m pip install --quiet --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
+	$(@D)/bin/python -m pip install --quiet --no-deps -r $<
+	@touch $@
+
 lint: setup ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,4 +59,4 @@ lock: setup ## resolve locks/cpu.in again (needs uv)
 		--no-emit-index-url --no-header --no-annotate --python-version 3.11 -o locks/cpu.txt
 
 clean: ## remove the environment and the caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

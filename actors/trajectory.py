@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.lineage import Lineage
+
 TokenIds = NDArray[np.int32]
 LogProbs = NDArray[np.float32]
+ExpertIndices = NDArray[np.uint8] | NDArray[np.int16]
 
 
 class FinishReason(StrEnum):
@@ -66,6 +69,9 @@ class Turn:
     logprobs: [A] float32, nats, of the behaviour policy (processed: temperature applied).
     version_spans: contiguous, covering [0, A).
     reward: of this turn, with its named components (their sum is not required to be the reward).
+    token_rewards: [A] float32, what each sampled token earned, their sum is the reward; None: not
+    recorded. expert_indices: [R, L, K] uint8 or int16, the K experts that a mixture of L routed
+    layers chose for each of the first R <= A sampled tokens; None: not recorded.
     """
 
     prompt_token_ids: TokenIds
@@ -76,6 +82,8 @@ class Turn:
     reward: float = 0.0
     reward_components: Mapping[str, float] = field(default_factory=dict)
     is_malformed: bool = False
+    token_rewards: NDArray[np.float32] | None = None
+    expert_indices: ExpertIndices | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -127,6 +135,7 @@ class Trajectory:
     best_return: the return of best possible play, where the environment knows it.
     render_breaks: reasons why the history could not be appended to, with their counts.
     detail: one sentence on an outcome that is not `completed`; never a payload.
+    lineage: which turns continue which; None: not known, to be found by comparison.
     """
 
     rollout_id: str
@@ -142,6 +151,7 @@ class Trajectory:
     render_breaks: Mapping[str, int] = field(default_factory=dict)
     timings: Timings = field(default_factory=Timings)
     detail: str = ""
+    lineage: Lineage | None = None
 
     @property
     def trajectory_id(self) -> str:

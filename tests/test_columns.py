@@ -16,6 +16,7 @@ from trajectory_builders import (
     trajectories_strategy,
 )
 
+from actors.merge.buffer import fill
 from actors.trajectory import Trajectory, Turn, summarize
 from actors.trajectory_queue.columns import decode, encode
 
@@ -31,8 +32,9 @@ def assert_same_turn(got: Turn, expected: Turn) -> None:
 
 
 def assert_same(got: Trajectory, expected: Trajectory) -> None:
+    assert got.lineage == (expected.lineage or fill(expected.turns).lineage())
     for each in fields(Trajectory):
-        if each.name != "turns":
+        if each.name not in ("turns", "lineage"):
             assert getattr(got, each.name) == getattr(expected, each.name)
     assert len(got.turns) == len(expected.turns)
     for a, b in zip(got.turns, expected.turns, strict=True):
@@ -55,7 +57,7 @@ def test_a_trajectory_whose_lengths_disagree_survives_the_round_trip() -> None:
 def test_a_linear_trajectory_stores_each_token_once_and_is_decoded_without_a_copy() -> None:
     trajectory = make_trajectory(linear_turns(5, prompt=9, sampled=6, observed=4))
     columns = encode([make_trajectory(linear_turns(2, seed=1)), trajectory])
-    own = int(columns.row_offsets[2, 1] - columns.row_offsets[1, 1])
+    own = int(columns.row_offsets[2, 2] - columns.row_offsets[1, 2])
     assert own == 9 + 5 * 6 + 4 * 4
     for turn in decode(columns, 1).turns:
         assert np.shares_memory(turn.prompt_token_ids, columns.token_ids)
@@ -74,6 +76,7 @@ def test_a_branch_off_an_earlier_turn_shares_its_tokens() -> None:
 def test_row_bytes_add_up_to_the_bytes_of_the_arrays() -> None:
     columns = encode([make_trajectory(linear_turns(n, seed=n)) for n in (1, 2, 3)])
     arrays = [columns.turns, columns.token_ids, columns.logprobs, columns.spans]
+    arrays += [columns.samples, columns.token_rewards, columns.experts]
     arrays += [columns.component_names, columns.component_values, columns.row_offsets]
     assert columns.num_bytes == sum(array.nbytes for array in arrays)
     summary = summarize(decode(columns, 1), num_bytes=columns.row_num_bytes(1))

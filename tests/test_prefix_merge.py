@@ -15,10 +15,10 @@ from trajectory_builders import (
     turns_strategy,
 )
 
-from actors.merge.mismatch import MismatchKind
+from actors.merge.mismatch import MismatchKind, common_prefix
 from actors.merge.prefix import Merged, find_misalignment, merge_turns
 from actors.trajectory import Trajectory, Turn, VersionSpan
-from actors.trajectory_queue.columns import decode, encode, shared_with_turn
+from actors.trajectory_queue.columns import decode, encode
 
 
 def merge(turns: list[Turn]) -> Merged:
@@ -221,6 +221,7 @@ def test_a_turn_that_opens_a_sample_extends_none_that_was_open(trajectory: Traje
             last = max((i for i in sample.turns if i < mismatch.turn), default=None)
             if last is not None:
                 turn = trajectory.turns[last]
-                shared.append(shared_with_turn(prompt, turn))
+                full = np.concatenate([turn.prompt_token_ids, turn.sampled_token_ids])
+                shared.append(common_prefix(prompt, full))
                 assert shared[-1] < turn.prompt_token_ids.shape[0] + turn.num_sampled
         assert mismatch.position == max(shared)

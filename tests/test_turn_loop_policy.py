@@ -11,6 +11,9 @@ from chatml import chatml_tokenizer
 from episode_builders import DONE, GO_ON, SETTINGS, FakeEnvironment, FakePolicy, play, reply
 
 from actors.environment.rendering import ChatRenderer
+from actors.lineage import Lineage, MismatchKind, SampleLineage
+from actors.merge.buffer import fill
+from actors.merge.prefix import merge_turns
 from actors.policy import PolicyDeadlineExceeded, PolicyUnavailable
 from actors.trajectory import FinishReason, Outcome, VersionSpan
 
@@ -102,3 +105,29 @@ async def test_a_template_that_looks_back_breaks_the_prompt_and_is_counted() -> 
     trajectory = await play(FakeEnvironment(GO_ON, GO_ON, DONE), chat=counts_turns)
     assert trajectory.outcome is Outcome.COMPLETED
     assert trajectory.render_breaks == {"template_looks_back": 2}
+    merged = merge_turns(trajectory)
+    assert [mismatch.kind for mismatch in merged.mismatches] == [MismatchKind.TEMPLATE] * 2
+    compared = merge_turns(replace(trajectory, lineage=None))
+    assert [sample.turns for sample in compared.samples] == [(0,), (1,), (2,)]
+
+
+async def test_a_template_that_looks_back_in_vain_goes_on_with_the_same_sample() -> None:
+    # Rendered anew, every prompt is the one before it and more: nothing was broken after all.
+    numbers_questions = renderer_with(
+        "{% for m in messages %}{% if m.role != 'assistant' %}{{ loop.index0 // 4 }}{% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    trajectory = await play(FakeEnvironment(GO_ON, GO_ON, DONE), chat=numbers_questions)
+    assert trajectory.render_breaks == {"template_looks_back": 2}
+    assert trajectory.lineage is not None and len(trajectory.turns) == 3
+    assert len(trajectory.lineage.samples) == 1
+
+
+async def test_an_episode_keeps_each_token_once_and_sends_each_prompt_whole() -> None:
+    policy = FakePolicy(reply())
+    trajectory = await play(FakeEnvironment(GO_ON, GO_ON, DONE), policy)
+    assert trajectory.lineage == Lineage(samples=(SampleLineage(turns=(0, 1, 2)),))
+    assert trajectory.lineage == fill(trajectory.turns).lineage()
+    for turn, request in zip(trajectory.turns, policy.requests, strict=True):
+        np.testing.assert_array_equal(turn.prompt_token_ids, request.prompt_token_ids)
+        assert np.shares_memory(turn.prompt_token_ids, trajectory.turns[-1].prompt_token_ids)

@@ -13,11 +13,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from actors.environment.bounded import CallFailed, CallTimedOut, bounded, describe
 from actors.environment.fault_log import FaultLog
+from actors.environment.played import PlayedTurns
 from actors.environment.protocol import (
     Action,
     Environment,
@@ -44,7 +45,6 @@ from actors.trajectory import (
     Timings,
     TokenIds,
     Trajectory,
-    Turn,
 )
 
 # The client is told the deadline and ends by itself; only one that does not is cut off.
@@ -137,7 +137,7 @@ class _Episode:
         self._renderer = renderer
         self._settings = settings
         self._environment: Environment | None = None
-        self._turns: list[Turn] = []
+        self._played = PlayedTurns()
         self._best_return: float | None = None
         self._cache_salt: str | None = None
         self._num_inserted = 0
@@ -176,7 +176,7 @@ class _Episode:
             attempt=assignment.attempt,
             task_id=assignment.task.task_id,
             environment=assignment.task.environment,
-            turns=tuple(self._turns),
+            turns=self._played.turns(),
             outcome=end.outcome,
             best_return=self._best_return,
             num_inserted_tokens=self._num_inserted,
@@ -187,6 +187,7 @@ class _Episode:
                 wall_s=time.monotonic() - self._started,
             ),
             detail=end.detail,
+            lineage=self._played.lineage(),
         )
 
     async def close(self) -> None:
@@ -252,6 +253,7 @@ class _Episode:
         self._num_inserted += extension.num_inserted
         if extension.break_reason is not None:
             self._breaks[extension.break_reason.value] += 1
+            self._played.break_off(extension.break_reason)
         return extension.prompt_token_ids
 
     async def _generate(self, prompt: TokenIds) -> GenerateReply:
@@ -265,15 +267,7 @@ class _Episode:
         limit = min(self._settings.max_tokens_per_turn, room)
         reply = await self._call_policy(prompt, max_tokens=limit)
         self._cache_salt = reply.cache_salt if self._cache_salt is None else self._cache_salt
-        self._turns.append(
-            Turn(
-                prompt_token_ids=prompt,
-                sampled_token_ids=reply.token_ids,
-                logprobs=reply.logprobs,
-                finish_reason=reply.finish_reason,
-                version_spans=reply.version_spans,
-            )
-        )
+        self._played.record(prompt, reply)
         if reply.finish_reason is FinishReason.ABORT:
             raise _Ended(Outcome.INFRASTRUCTURE_ERROR, "the engine aborted the turn")
         if reply.finish_reason is FinishReason.LENGTH:
@@ -322,12 +316,7 @@ class _Episode:
             raise _wrong_type("step", result)
         if not is_finite_reward(result):
             raise _Ended(Outcome.REWARD_ERROR, "the reward is not a finite number")
-        self._turns[-1] = replace(
-            self._turns[-1],
-            reward=float(result.reward),
-            reward_components={str(k): float(v) for k, v in result.reward_components.items()},
-            is_malformed=result.is_malformed,
-        )
+        self._played.score(result)
         if result.ended_by_malformed:
             raise _Ended(Outcome.MALFORMED_TOOL_CALL, "too many malformed turns in a row")
         if result.terminated:

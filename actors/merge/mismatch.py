@@ -16,57 +16,18 @@ turn look like a rewritten history: read the counts as a hint where to look, not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.trajectory import TokenIds, Turn
-from actors.trajectory_queue.columns import common_prefix
+from actors.lineage import Mismatch, MismatchKind
+from actors.trajectory import TokenIds
+
+__all__ = ["Mismatch", "MismatchKind", "classify", "common_prefix"]
 
 # As many tokens have to come back for two histories to count as alike again, and in short turns
 # as few.
 ANCHOR_TOKENS = 4
 SHORTEST_ANCHOR_TOKENS = 2
-
-
-class MismatchKind(StrEnum):
-    """What changed between a sample and the prompt that should have extended it."""
-
-    RETOKENISED = "retokenised"
-    TEMPLATE = "template"
-    HISTORY_REWRITTEN = "history_rewritten"
-    TOOLS_CHANGED = "tools_changed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """turn: index of the turn that began a sample. position: first divergence, in tokens from the
-    start of its prompt, from the sample that it shares most with.
-    """
-
-    turn: int
-    position: int
-    kind: MismatchKind
-
-
-def describe_mismatch(
-    open_samples: Sequence[Sequence[Turn]], turn: Turn, *, index: int
-) -> Mismatch:
-    """Find the nearest of the open samples (each its turns in order) and classify the divergence.
-
-    Raises: ValueError when there is no open sample.
-    """
-    prompt = turn.prompt_token_ids
-    full = [_full_ids(turns[-1]) for turns in open_samples]
-    shared = [common_prefix(prompt, ids) for ids in full]
-    nearest = max(range(len(full)), key=lambda i: (shared[i], i))
-    kind = classify(
-        full[nearest], prompt, regions=_regions(open_samples[nearest]), position=shared[nearest]
-    )
-    return Mismatch(turn=index, position=shared[nearest], kind=kind)
 
 
 def classify(
@@ -96,18 +57,12 @@ def classify(
     return MismatchKind.RETOKENISED if changed[0] % 2 else MismatchKind.TEMPLATE
 
 
-def _full_ids(turn: Turn) -> TokenIds:
-    return np.concatenate([turn.prompt_token_ids, turn.sampled_token_ids])
-
-
-def _regions(turns: Sequence[Turn]) -> NDArray[np.int32]:
-    """[T] int32: the first prompt is 0, each action odd, each observation even."""
-    regions = np.zeros(turns[-1].prompt_token_ids.shape[0] + turns[-1].num_sampled, np.int32)
-    for number, turn in enumerate(turns):
-        start = turn.prompt_token_ids.shape[0]
-        regions[start:] = 2 * number + 1
-        regions[start + turn.num_sampled :] = 2 * number + 2
-    return regions
+def common_prefix(a: TokenIds, b: TokenIds) -> int:
+    """How many ids two sequences have in common from the start."""
+    length = min(a.shape[0], b.shape[0])
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
 
 
 def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | None:
@@ -128,6 +83,9 @@ def _find(ids: TokenIds, pattern: TokenIds, *, start: int) -> int | None:
     if width == 0:
         # Only the sample's last token differs: nothing can come back, one token was replaced.
         return start + 1
-    windows = np.lib.stride_tricks.sliding_window_view(ids[start:], width)
-    hits = np.flatnonzero((windows == pattern).all(axis=1))
-    return start + int(hits[0]) + width if hits.size else None
+    text, wanted = ids.tobytes(), pattern.tobytes()
+    at = text.find(wanted, start * ids.itemsize)
+    while at >= 0 and at % ids.itemsize:
+        # Bytes may come back across the border of two ids.
+        at = text.find(wanted, at + 1)
+    return at // ids.itemsize + width if at >= 0 else None

@@ -3,6 +3,8 @@
 A turn extends a sample when the sample's full ids are an exact prefix of its prompt ids; what lies
 between is observation, mask 0. All samples stay open: the longest match wins, the newest among
 equals, so that a sub-agent's turns or a compacted history branch off and the main line goes on.
+Which turn extends which is known (`Trajectory.lineage`) or found here; the cost is linear in the
+merged tokens where it is known, and in the turns' own tokens where each has to be compared.
 
 Invariants: the mask counts the sampled tokens with a finite log-probability; mask 0 means
 log-probability 0 and version -1; the order of turns is kept; merging the turns of one sample again
@@ -11,179 +13,280 @@ gives that sample; turns that each extend the last give one sample. Called by `s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.merge.mismatch import Mismatch, describe_mismatch
+from actors.lineage import Mismatch
+from actors.merge.buffer import TrajectoryBuffer, fill
+from actors.merge.misalignment import find_misalignment
+from actors.merge.sample import ExpertRecords, Merged, Sample
+from actors.merge.side_data import (
+    UNRECORDED_VERSION,
+    SideData,
+    place_experts,
+    place_floats,
+    place_token_rewards,
+    place_versions,
+    zeros_between,
+)
 from actors.trajectory import LogProbs, TokenIds, Trajectory, Turn
 
-# Up to here copying the bytes is quicker than asking where they lie.
-_SHORT_TOKENS = 512
+__all__ = [
+    "ExpertRecords",
+    "Merged",
+    "Played",
+    "Sample",
+    "SideData",
+    "find_misalignment",
+    "merge_all",
+    "merge_played",
+    "merge_turns",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One row of training data.
+class Played:
+    """A trajectory whose turns were appended as they were played.
 
-    token_ids: [T] int32. mask: [T] uint8, 1 = sampled and fit to be trained. logprobs: [T]
-    float32, nats, of the behaviour policy, 0 at mask 0. versions: [T] int32, -1 at mask 0.
-    prompt_length: tokens of the first turn's prompt. turns: indices in the trajectory.
+    side: of the buffer's turns, in their order. Once merged, the buffer takes no more turns.
     """
 
     trajectory_id: str
-    turns: tuple[int, ...]
-    prompt_length: int
-    token_ids: TokenIds
-    mask: NDArray[np.uint8]
-    logprobs: LogProbs
-    versions: NDArray[np.int32]
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.token_ids.shape[0])
-
-    @property
-    def num_trained(self) -> int:
-        return int(np.count_nonzero(self.mask))
+    buffer: TrajectoryBuffer
+    side: SideData
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
-    """The samples of one trajectory, in the order in which they began.
-
-    mismatches: one for each turn but the first that extended no sample. num_unmerged_tokens: what
-    one row a turn would take. num_masked_tokens: sampled, without a finite log-probability.
+@dataclass(slots=True)
+class _Draft:
+    """A trajectory before its columns are made. chains, ids, lengths: of each sample its turns, its
+    ids, and the tokens of its stretches: prompt, sampled, observed, ... side: sample by sample.
     """
 
-    samples: tuple[Sample, ...]
+    trajectory_id: str
     mismatches: tuple[Mismatch, ...]
-    num_turns: int
-    num_unmerged_tokens: int
-    num_masked_tokens: int
-
-    @property
-    def num_merged_tokens(self) -> int:
-        return sum(sample.num_tokens for sample in self.samples)
-
-    @property
-    def num_trained_tokens(self) -> int:
-        return sum(sample.num_trained for sample in self.samples)
+    chains: list[tuple[int, ...]]
+    ids: list[TokenIds]
+    lengths: list[list[int]]
+    side: SideData
 
 
 def merge_turns(trajectory: Trajectory) -> Merged:
-    """Merge a trajectory's turns into samples.
+    """Merge a trajectory's turns into samples: `merge_all` of one.
 
-    Args: trajectory: its turns' lengths agree (`find_misalignment` says whether).
     Example: prompts [10,20,30] and [10,20,30,40,50,60,70], actions [40,50] and [80,90] -> one
     sample: prompt [10,20,30], response [40,50,60,70,80,90], mask of the response [1,1,0,0,1,1].
     """
-    turns = trajectory.turns
-    chains: list[list[int]] = []
-    mismatches: list[Mismatch] = []
-    for index, turn in enumerate(turns):
-        chain = _longest_match(chains, turns, turn.prompt_token_ids)
-        if chain is not None:
-            chain.append(index)
-            continue
-        if chains:
-            open_samples = [[turns[i] for i in chain] for chain in chains]
-            mismatches.append(describe_mismatch(open_samples, turn, index=index))
-        chains.append([index])
-    samples = tuple(_build(trajectory, chain) for chain in chains)
-    num_trained = sum(sample.num_trained for sample in samples)
-    return Merged(
-        samples=samples,
-        mismatches=tuple(mismatches),
-        num_turns=len(turns),
-        num_unmerged_tokens=sum(t.prompt_token_ids.shape[0] + t.num_sampled for t in turns),
-        num_masked_tokens=trajectory.num_sampled - num_trained,
-    )
+    return merge_all([trajectory])[0]
 
 
-def find_misalignment(trajectory: Trajectory) -> str | None:
-    """Say what in a trajectory's turns does not fit together; None when all does.
+def merge_all(trajectories: Sequence[Trajectory]) -> list[Merged]:
+    """Merge each trajectory's turns into samples, each trajectory by itself.
 
-    A turn needs a prompt, one log-probability for each sampled token, and version spans that
-    cover the sampled tokens in order.
+    The columns of all samples are made at once, and a sample's are views of them: for short
+    trajectories that is what costs.
+
+    Args: trajectories: with their lineage, nothing is compared; without it, each prompt is, once.
+    Raises: ValueError, naming the trajectory and the remedy, when lengths do not fit together
+    (`find_misalignment` says whether) or a lineage is of other turns.
     """
-    for index, turn in enumerate(trajectory.turns):
-        num_sampled = turn.num_sampled
-        if turn.prompt_token_ids.shape[0] == 0:
-            return f"turn {index}: an empty prompt"
-        if turn.logprobs.shape[0] != num_sampled:
-            got = turn.logprobs.shape[0]
-            return f"turn {index}: {got} log-probabilities for {num_sampled} sampled tokens"
-        end = 0
-        for span in turn.version_spans:
-            if span.start != end or span.end < end:
-                return f"turn {index}: a version span from {span.start}, expected {end}"
-            end = span.end
-        if end != num_sampled:
-            return f"turn {index}: version spans cover {end} of {num_sampled} sampled tokens"
-    return None
+    drafts: list[_Draft] = []
+    for trajectory in trajectories:
+        try:
+            drafts.append(_draft(trajectory))
+        except ValueError as error:
+            reason = find_misalignment(trajectory) or str(error)
+            raise ValueError(f"merge: trajectory {trajectory.trajectory_id}: {reason}") from error
+    return _finish(drafts)
 
 
-def _longest_match(
-    chains: Sequence[list[int]], turns: Sequence[Turn], prompt: TokenIds
-) -> list[int] | None:
-    best, best_length = None, -1
-    for chain in chains:
-        last = turns[chain[-1]]
-        length = last.prompt_token_ids.shape[0] + last.sampled_token_ids.shape[0]
-        if length >= best_length and _extends(prompt, last):
-            best, best_length = chain, length
-    return best
+def merge_played(played: Sequence[Played]) -> list[Merged]:
+    """Merge what buffers hold: the ids of their samples are taken as they lie, without a copy.
+
+    Raises: ValueError, naming the trajectory, when the side data does not fit the turns.
+    """
+    drafts: list[_Draft] = []
+    for each in played:
+        try:
+            drafts.append(_draft_of(each.buffer, each.side, trajectory_id=each.trajectory_id))
+        except ValueError as error:
+            raise ValueError(f"merge: trajectory {each.trajectory_id}: {error}") from error
+    return _finish(drafts)
 
 
-def _extends(prompt: TokenIds, last: Turn) -> bool:
-    """Whether prompt + sampled ids of `last`, that is its sample's full ids, begin `prompt`."""
-    num_prompt = last.prompt_token_ids.shape[0]
-    num_full = num_prompt + last.sampled_token_ids.shape[0]
-    if prompt.shape[0] < num_full:
-        return False
-    return _is_equal(prompt[num_prompt:num_full], last.sampled_token_ids) and _is_equal(
-        prompt[:num_prompt], last.prompt_token_ids
+def _draft(trajectory: Trajectory) -> _Draft:
+    turns, lineage = trajectory.turns, trajectory.lineage
+    side = SideData.of(turns)
+    if lineage is None:
+        return _draft_of(fill(turns), side, trajectory_id=trajectory.trajectory_id)
+    if lineage.num_turns != len(turns):
+        raise ValueError(
+            f"a lineage of {lineage.num_turns} turns for {len(turns)}; leave it out where turns "
+            "are changed"
+        )
+    chains = [sample.turns for sample in lineage.samples]
+    return _checked(
+        _Draft(
+            trajectory.trajectory_id,
+            lineage.mismatches,
+            chains,
+            [_whole_ids(turns[of_sample[-1]]) for of_sample in chains],
+            [_lengths(turns, of_sample) for of_sample in chains],
+            side if len(chains) == 1 else side.pick([*chain.from_iterable(chains)]),
+        )
     )
 
 
-def _is_equal(a: TokenIds, b: TokenIds) -> bool:
-    """Whether two sequences of one length are equal; long views of one memory are not compared."""
-    if a.shape[0] <= _SHORT_TOKENS:
-        return a.tobytes() == b.tobytes()
-    if a.ctypes.data == b.ctypes.data and a.strides == b.strides:
-        return True
-    return bool((a == b).all())
+def _draft_of(buffer: TrajectoryBuffer, side: SideData, *, trajectory_id: str) -> _Draft:
+    chains = buffer.chains()
+    is_one = len(chains) == 1
+    if len(side.logprobs) != buffer.num_turns:
+        raise ValueError(
+            f"records of {len(side.logprobs)} turns for {buffer.num_turns}; give one for each"
+        )
+    return _checked(
+        _Draft(
+            trajectory_id,
+            () if is_one else buffer.lineage().mismatches,
+            chains,
+            [buffer.token_ids(sample) for sample in range(len(chains))],
+            [buffer.lengths(sample) for sample in range(len(chains))],
+            side if is_one else side.pick([*chain.from_iterable(chains)]),
+        )
+    )
 
 
-def _build(trajectory: Trajectory, chain: Sequence[int]) -> Sample:
-    """A sample is its last turn's full ids; every turn marks its own tokens in them."""
-    last = trajectory.turns[chain[-1]]
-    token_ids = np.concatenate([last.prompt_token_ids, last.sampled_token_ids])
-    mask = np.zeros(token_ids.shape, np.uint8)
-    logprobs = np.zeros(token_ids.shape, np.float32)
-    versions = np.full(token_ids.shape, -1, np.int32)
-    for index in chain:
-        turn = trajectory.turns[index]
-        start = turn.prompt_token_ids.shape[0]
-        end = start + turn.num_sampled
-        mask[start:end] = 1
-        logprobs[start:end] = turn.logprobs
-        for span in turn.version_spans:
-            versions[start + span.start : start + span.end] = span.version
-    unusable = ~np.isfinite(logprobs)
-    if unusable.any():
-        mask[unusable] = 0
-        logprobs[unusable] = 0
-        versions[unusable] = -1
+def _checked(draft: _Draft) -> _Draft:
+    counts = [*chain.from_iterable(draft.lengths)][1::2]
+    recorded = list(map(len, draft.side.logprobs))
+    if recorded != counts:
+        turns = [*chain.from_iterable(draft.chains)]
+        index = next(i for i, count in enumerate(counts) if recorded[i] != count)
+        raise ValueError(
+            f"turn {turns[index]}: {recorded[index]} log-probabilities for {counts[index]} sampled "
+            "tokens; have the engine give one for each (logprobs=0)"
+        )
+    return draft
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """All samples of all drafts, one behind the other; see `Sample` for the fields."""
+
+    mask: NDArray[np.uint8]
+    logprobs: LogProbs
+    versions: NDArray[np.int32]
+    token_rewards: NDArray[np.float32] | None
+
+
+def _columns(drafts: Sequence[_Draft]) -> _Columns:
+    of_samples = chain.from_iterable([draft.lengths for draft in drafts])
+    lengths = [*chain.from_iterable(of_samples)]
+    side = SideData.joined([draft.side for draft in drafts])
+    zeros = zeros_between(lengths)
+    logprobs = place_floats(side.logprobs, zeros)
+    versions = place_versions(side.version_spans, lengths)
+    if logprobs.shape != versions.shape:
+        raise ValueError(
+            "log-probabilities that are not all float32; convert them where they come in"
+        )
+    mask = (versions != UNRECORDED_VERSION).view(np.uint8)
+    # A sum of squares is finite only if each of them is; where it is not, there may be doubt.
+    if not math.isfinite(np.dot(logprobs, logprobs)):
+        usable = np.isfinite(logprobs)
+        mask = mask * usable
+        logprobs = np.where(usable, logprobs, np.float32(0))
+        versions = np.where(usable, versions, np.int32(UNRECORDED_VERSION))
+    return _Columns(mask, logprobs, versions, place_token_rewards(side, lengths, zeros))
+
+
+def _finish(drafts: Sequence[_Draft]) -> list[Merged]:
+    try:
+        return _cut(drafts, _columns(drafts))
+    except ValueError:
+        for draft in drafts:
+            try:
+                _columns([draft])
+            except ValueError as error:
+                raise ValueError(f"merge: trajectory {draft.trajectory_id}: {error}") from error
+        raise
+
+
+def _cut(drafts: Sequence[_Draft], columns: _Columns) -> list[Merged]:
+    merged: list[Merged] = []
+    start = 0
+    for draft in drafts:
+        samples: list[Sample] = []
+        num_unmerged = num_sampled = num_trained = 0
+        for turns, ids, lengths in zip(draft.chains, draft.ids, draft.lengths, strict=True):
+            end = start + len(ids)
+            sample = _sample(draft, turns, ids, lengths[0], columns, slice(start, end))
+            samples.append(sample)
+            # A row for each turn would end where the turn ends.
+            num_unmerged += sum([*accumulate(lengths)][1::2])
+            num_sampled += sum(lengths[1::2])
+            num_trained += sample.num_trained
+            start = end
+        merged.append(
+            Merged(
+                samples=tuple(samples),
+                mismatches=draft.mismatches,
+                num_turns=len(draft.side.logprobs),
+                num_unmerged_tokens=num_unmerged,
+                num_masked_tokens=num_sampled - num_trained,
+            )
+        )
+    return merged
+
+
+def _sample(
+    draft: _Draft,
+    turns: tuple[int, ...],
+    ids: TokenIds,
+    prompt_length: int,
+    columns: _Columns,
+    place: slice,
+) -> Sample:
+    rewards = columns.token_rewards
+    has_rewards = draft.side.token_rewards is not None
     return Sample(
-        trajectory_id=trajectory.trajectory_id,
-        turns=tuple(chain),
-        prompt_length=trajectory.turns[chain[0]].prompt_token_ids.shape[0],
-        token_ids=token_ids,
-        mask=mask,
-        logprobs=logprobs,
-        versions=versions,
+        trajectory_id=draft.trajectory_id,
+        turns=turns,
+        prompt_length=prompt_length,
+        token_ids=ids,
+        mask=columns.mask[place],
+        logprobs=columns.logprobs[place],
+        versions=columns.versions[place],
+        token_rewards=rewards[place] if rewards is not None and has_rewards else None,
+        experts=None if draft.side.expert_indices is None else _experts(draft, turns),
     )
+
+
+def _experts(draft: _Draft, turns: tuple[int, ...]) -> ExpertRecords | None:
+    recorded = draft.side.expert_indices
+    assert recorded is not None
+    first = [*chain.from_iterable(draft.chains)].index(turns[0])
+    own = draft.chains.index(turns)
+    return place_experts(recorded[first : first + len(turns)], draft.lengths[own])
+
+
+def _whole_ids(last: Turn) -> TokenIds:
+    """A sample's ids: its last turn has them all."""
+    return np.concatenate([last.prompt_token_ids, last.sampled_token_ids])
+
+
+def _lengths(turns: Sequence[Turn], of_sample: Sequence[int]) -> list[int]:
+    """The tokens of a sample's stretches: prompt, sampled, observed, sampled, ..."""
+    lengths: list[int] = []
+    end = 0
+    for index in of_sample:
+        num_prompt, num_sampled = len(turns[index].prompt_token_ids), turns[index].num_sampled
+        lengths += (num_prompt - end, num_sampled)
+        end = num_prompt + num_sampled
+    if min(lengths) < 0:
+        raise ValueError("a lineage by which a prompt is shorter than what it extends")
+    return lengths

@@ -1,0 +1,131 @@
+"""Whether a trajectory's turns fit together: lengths, version spans, ids, routing records.
+
+Says what is wrong and what to do about it, never with a payload. Called by `step` before merging;
+`prefix` names the trajectory where it is asked to merge such turns all the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from actors.trajectory import TokenIds, Trajectory, Turn
+
+# Rewards by token are float32: their sum may differ from the turn's reward by rounding.
+REWARD_TOLERANCE = 1e-4
+
+
+def find_misalignment(trajectory: Trajectory, *, vocab_size: int | None = None) -> str | None:
+    """Say what in a trajectory's turns does not fit together; None when all does.
+
+    A turn needs a prompt, one log-probability for each sampled token, version spans that cover the
+    sampled tokens in order, ids in [0, vocab_size), and side data of the same lengths. A trajectory
+    without turns fits together; log-probabilities that are not finite are masked and counted when
+    the turns are merged.
+
+    Args: vocab_size: None: ids must not be negative, and have no upper bound.
+    """
+    lineage, num_turns = trajectory.lineage, len(trajectory.turns)
+    if lineage is not None and lineage.num_turns != num_turns:
+        return (
+            f"a lineage of {lineage.num_turns} turns for {num_turns}; leave it out where turns are "
+            "changed"
+        )
+    shape: tuple[int, ...] | None = None
+    for index, turn in enumerate(trajectory.turns):
+        found = _in_lengths(turn) or _in_spans(turn) or _in_rewards(turn)
+        found = found or _in_experts(turn, shape)
+        if found is not None:
+            return f"turn {index}: {found}"
+        if turn.expert_indices is not None:
+            shape = turn.expert_indices.shape[1:]
+    for index in _whole_prompts(trajectory):
+        found = _in_ids(trajectory.turns[index], vocab_size)
+        if found is not None:
+            return f"turn {index}: {found}"
+    return None
+
+
+def _whole_prompts(trajectory: Trajectory) -> list[int]:
+    """Turns whose prompts and replies hold all ids: with a lineage, the last of each sample."""
+    if trajectory.lineage is None:
+        return list(range(len(trajectory.turns)))
+    return sorted(sample.turns[-1] for sample in trajectory.lineage.samples)
+
+
+def _in_lengths(turn: Turn) -> str | None:
+    if turn.prompt_token_ids.shape[0] == 0:
+        return "an empty prompt; send the ids that the engine was given"
+    if turn.logprobs.shape[0] != turn.num_sampled:
+        return (
+            f"{turn.logprobs.shape[0]} log-probabilities for {turn.num_sampled} sampled tokens; "
+            "have the engine give one for each (logprobs=0)"
+        )
+    return None
+
+
+def _in_spans(turn: Turn) -> str | None:
+    end = 0
+    for span in turn.version_spans:
+        if span.start != end or span.end < end:
+            return f"a version span from {span.start}, expected {end}; order the spans by token"
+        if span.version < 0:
+            return f"policy version {span.version}; record the version that sampled each token"
+        end = span.end
+    if end != turn.num_sampled:
+        return (
+            f"version spans cover {end} of {turn.num_sampled} sampled tokens; record the policy "
+            "version of each"
+        )
+    return None
+
+
+def _in_rewards(turn: Turn) -> str | None:
+    rewards = turn.token_rewards
+    if rewards is None:
+        return None
+    if rewards.shape != (turn.num_sampled,):
+        return (
+            f"token rewards of shape {rewards.shape} for {turn.num_sampled} sampled tokens; give "
+            "one for each, or none"
+        )
+    total = float(rewards.sum(dtype=np.float64))
+    if not abs(total - turn.reward) <= REWARD_TOLERANCE * max(1.0, abs(turn.reward)):
+        return f"token rewards sum to {total:g}, the reward is {turn.reward:g}; make them agree"
+    return None
+
+
+def _in_experts(turn: Turn, shape: tuple[int, ...] | None) -> str | None:
+    indices = turn.expert_indices
+    if indices is None:
+        return None
+    if indices.ndim != 3 or indices.shape[0] > turn.num_sampled:
+        return (
+            f"expert indices of shape {indices.shape} for {turn.num_sampled} sampled tokens, "
+            "expected [tokens, layers, experts]; leave out the prompt's"
+        )
+    if shape is not None and indices.shape[1:] != shape:
+        return (
+            f"expert indices for {indices.shape[1:]} layers and experts, {shape} in an earlier "
+            "turn; record every turn with one model"
+        )
+    return None
+
+
+def _in_ids(turn: Turn, vocab_size: int | None) -> str | None:
+    for name, ids in (("prompt", turn.prompt_token_ids), ("sampled", turn.sampled_token_ids)):
+        num_outside = _num_outside(ids, vocab_size)
+        if num_outside:
+            end = "upwards" if vocab_size is None else f"to {vocab_size - 1}"
+            return (
+                f"{num_outside} {name} ids are outside the vocabulary, expected 0 {end}; use the "
+                "policy's own tokenizer"
+            )
+    return None
+
+
+def _num_outside(ids: TokenIds, vocab_size: int | None) -> int:
+    """Ids below 0 count as large ones when they are read without a sign: one pass finds both."""
+    limit = 2**31 if vocab_size is None else vocab_size
+    if not ids.size or int(ids.view(np.uint32).max()) < limit:
+        return 0
+    return int(np.count_nonzero(ids.view(np.uint32) >= limit))

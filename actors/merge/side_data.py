@@ -1,0 +1,172 @@
+"""What was recorded with each turn beside its ids, and how it lands on a sample's positions.
+
+A sample is stretches in turn: the first prompt, sampled, observed, sampled, ..., sampled; `lengths`
+are their tokens, [2 K] for K turns, of one sample or of many, one behind the other. What turns
+recorded is joined as bytes, with zeros between: a join costs a fraction of numpy's concatenation of
+many small arrays. Called by `prefix`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.merge.sample import ExpertRecords
+from actors.trajectory import ExpertIndices, LogProbs, Turn, VersionSpan
+
+UNRECORDED_VERSION = -1
+
+
+@dataclass(slots=True, kw_only=True)
+class SideData:
+    """Lists by turn, of a trajectory or, picked, of a sample.
+
+    logprobs: [A] float32 a turn, nats. version_spans: contiguous, covering [0, A). rewards: the
+    turns' own; needed with token_rewards only. token_rewards: [A] float32 or None a turn; None when
+    no turn recorded any. expert_indices: [R, L, K] or None a turn; None when no turn recorded any.
+    """
+
+    logprobs: Sequence[LogProbs]
+    version_spans: Sequence[Sequence[VersionSpan]]
+    rewards: Sequence[float] = ()
+    token_rewards: Sequence[NDArray[np.float32] | None] | None = None
+    expert_indices: Sequence[ExpertIndices | None] | None = None
+
+    @classmethod
+    def of(cls, turns: Sequence[Turn]) -> SideData:
+        """The side data of turns."""
+        rewards = [turn.token_rewards for turn in turns]
+        experts = [turn.expert_indices for turn in turns]
+        has_rewards = _has_any(rewards)
+        return cls(
+            logprobs=[turn.logprobs for turn in turns],
+            version_spans=[turn.version_spans for turn in turns],
+            rewards=[turn.reward for turn in turns] if has_rewards else (),
+            token_rewards=rewards if has_rewards else None,
+            expert_indices=experts if _has_any(experts) else None,
+        )
+
+    def pick(self, turns: Sequence[int]) -> SideData:
+        """The side data of some turns, in their order."""
+        rewards, experts = self.token_rewards, self.expert_indices
+        return SideData(
+            logprobs=[self.logprobs[turn] for turn in turns],
+            version_spans=[self.version_spans[turn] for turn in turns],
+            rewards=[self.rewards[turn] for turn in turns] if self.rewards else (),
+            token_rewards=None if rewards is None else [rewards[turn] for turn in turns],
+            expert_indices=None if experts is None else [experts[turn] for turn in turns],
+        )
+
+    @classmethod
+    def joined(cls, sides: Sequence[SideData]) -> SideData:
+        """One behind the other; without the expert indices. Where one recorded no token rewards,
+        each of its turns did not.
+        """
+        has_rewards = _has_any([side.token_rewards for side in sides])
+        rewards: list[NDArray[np.float32] | None] = []
+        returns: list[float] = []
+        for side in sides if has_rewards else ():
+            missing = [None] * len(side.logprobs)
+            rewards += missing if side.token_rewards is None else side.token_rewards
+            returns += side.rewards or [0.0] * len(side.logprobs)
+        return cls(
+            logprobs=list(chain.from_iterable([side.logprobs for side in sides])),
+            version_spans=list(chain.from_iterable([side.version_spans for side in sides])),
+            rewards=returns,
+            token_rewards=rewards if has_rewards else None,
+        )
+
+
+def zeros_between(lengths: Sequence[int]) -> list[bytes]:
+    """[K] of bytes: four zero bytes for each token of the prompt and of each observation."""
+    return [bytes(4 * length) for length in lengths[::2]]
+
+
+def place_floats(recorded: Sequence[NDArray[np.float32]], zeros: Sequence[bytes]) -> LogProbs:
+    """[T] float32: what each turn recorded for its sampled tokens, 0 elsewhere.
+
+    Example: recorded [-1, -2] and [-3], zeros for 3 and 2 tokens -> [0, 0, 0, -1, -2, 0, 0, -3]
+    """
+    pieces: list[Any] = [None] * (2 * len(zeros))
+    pieces[::2] = zeros
+    pieces[1::2] = recorded
+    return np.frombuffer(b"".join(pieces), np.float32)
+
+
+def place_versions(
+    spans: Sequence[Sequence[VersionSpan]], lengths: Sequence[int]
+) -> NDArray[np.int32]:
+    """[T] int32: the policy version that sampled each token, -1 where none did."""
+    flat = list(chain.from_iterable(spans))
+    versions = [UNRECORDED_VERSION] * len(lengths)
+    if [span.end for span in flat] == lengths[1::2]:
+        # One span a turn, which is how it mostly is.
+        versions[1::2] = [span.version for span in flat]
+        return np.repeat(np.array(versions, np.int32), lengths)
+    versions = []
+    counts: list[int] = []
+    for of_turn, gap, count in zip(spans, lengths[::2], lengths[1::2], strict=True):
+        sizes = [span.end - span.start for span in of_turn]
+        if sum(sizes) != count:
+            raise ValueError(f"version spans cover {sum(sizes)} of {count} sampled tokens")
+        versions += (UNRECORDED_VERSION, *[span.version for span in of_turn])
+        counts += (gap, *sizes)
+    return np.repeat(np.array(versions, np.int32), counts)
+
+
+def place_token_rewards(
+    side: SideData, lengths: Sequence[int], zeros: Sequence[bytes]
+) -> NDArray[np.float32] | None:
+    """[T] float32; None when no turn recorded any.
+
+    A turn without a record has its reward on its last sampled token.
+    Example: lengths [2, 2, 1, 2], rewards by token None and [.5, .5], reward of turn 0: 1
+    -> [0, 0, 0, 1, 0, .5, .5]
+    """
+    if side.token_rewards is None:
+        return None
+    recorded = [each for each in side.token_rewards if each is not None]
+    if not recorded:
+        return None
+    if list(map(len, recorded)) == lengths[1::2]:
+        return place_floats(recorded, zeros)
+    filled: list[NDArray[np.float32]] = []
+    columns = zip(side.token_rewards, side.rewards, lengths[1::2], strict=True)
+    for of_turn, reward, count in columns:
+        if of_turn is None:
+            of_turn = np.zeros(count, np.float32)
+            of_turn[-1:] = reward
+        if len(of_turn) != count:
+            raise ValueError(f"{len(of_turn)} token rewards for {count} sampled tokens")
+        filled.append(of_turn)
+    return place_floats(filled, zeros)
+
+
+def place_experts(
+    recorded: Sequence[ExpertIndices | None], lengths: Sequence[int]
+) -> ExpertRecords | None:
+    """The recorded routing of one sample's tokens; None when there is none.
+
+    Example: lengths [2, 2, 1, 2], one record of turn 0 and two of turn 1 -> positions [2, 5, 6]
+    """
+    starts = np.cumsum(lengths)[::2].tolist()
+    places = [
+        (np.arange(start, start + len(each), dtype=np.int32), each)
+        for start, each in zip(starts, recorded, strict=True)
+        if each is not None and len(each)
+    ]
+    if not places:
+        return None
+    return ExpertRecords(
+        positions=np.concatenate([positions for positions, _ in places]),
+        indices=np.concatenate([each for _, each in places]),
+    )
+
+
+def _has_any(recorded: Sequence[object]) -> bool:
+    return any([each is not None for each in recorded])

@@ -1,0 +1,324 @@
+"""Merging turns, by comparison and by delta, against SkyRL 0.3.0's merge_stepwise_output.
+
+    python -m benchmarks.merge --peer-python build/peers/skyrl/bin/python
+
+Both sides merge the same trajectories in one run, in turn (ours, theirs, ours, ...), each in its
+own form of input: Rayloom int32 arrays, SkyRL lists of ints that share their objects, as its own
+generator makes them. *Comparison*: whole prompts, each with memory of its own, nobody says which
+continues which. *Delta*: what a turn loop hands over, observed and sampled ids of each turn. CPU
+seconds of one thread. Prints one JSON line; exits with 1 when the upper quartile of a ratio misses
+its goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.merge.buffer import TrajectoryBuffer
+from actors.merge.prefix import Merged, Played, SideData, merge_all, merge_played
+from actors.trajectory import Trajectory
+from actors.trajectory_queue.columns import decode, encode
+from benchmarks.fingerprint import fingerprint
+from benchmarks.merge_inputs import (
+    Play,
+    Shape,
+    as_trajectory,
+    linear,
+    rewritten,
+    with_sub_agent,
+    write_for_peer,
+)
+
+# Trajectories at each number of turns: a group, but as many as fit in seconds for the longest.
+BATCHES = {4: 8, 16: 8, 64: 8, 200: 3}
+# One measurement of either side is the quietest of three windows of equal length: what runs beside
+# costs caches, and is not what is measured.
+WINDOWS = 3
+WINDOW_S = 0.03
+GOALS = {"comparison": 8.0, "delta": 25.0}
+GOAL_TURNS = (16, 64, 200)
+# For both sides: one thread, and freed memory is kept, as in a process that goes on working, or
+# each pass would pay the kernel for the same pages.
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+}
+PEER_SCRIPT = Path(__file__).parent / "peers" / "skyrl_merge.py"
+
+
+class Peer:
+    """The peer's process, one command and one answer at a time."""
+
+    def __init__(self, python: str) -> None:
+        self._process = subprocess.Popen(
+            [python, str(PEER_SCRIPT)],
+            env={**os.environ, **QUIET},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._expect("ready")
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def ask(self, command: str) -> str:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def seconds(self, passes: int) -> float:
+        """CPU seconds of one of so many passes."""
+        return float(self.ask(f"time {passes}"))
+
+    def _expect(self, word: str) -> None:
+        answer = self._answer()
+        if answer != word:
+            raise SystemExit(f"benchmark: the peer answered {answer!r}, expected {word!r}")
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline().strip()
+        if not answer:
+            raise SystemExit(
+                f"benchmark: the peer ended with code {self._process.wait(timeout=60)}; make its "
+                f"environment with `make bench-merge`, or run {PEER_SCRIPT} with its Python"
+            )
+        return answer
+
+
+Deltas: TypeAlias = list[tuple[NDArray[np.int32], NDArray[np.int32]]]
+
+
+def by_delta(played: Sequence[tuple[Trajectory, Deltas]]) -> list[Merged]:
+    """Append what each turn adds, then take the samples."""
+    found: list[Played] = []
+    for trajectory, deltas in played:
+        buffer = TrajectoryBuffer()
+        buffer.add(*deltas[0])
+        extend = buffer.extend
+        for observed, sampled in deltas[1:]:
+            extend(0, observed, sampled)
+        side = SideData.of(trajectory.turns)
+        found.append(Played(trajectory_id=trajectory.trajectory_id, buffer=buffer, side=side))
+    return merge_played(found)
+
+
+def through_queue(trajectories: Sequence[Trajectory]) -> list[Merged]:
+    """Store trajectories whose lineage is known as columns, read them back, and merge them."""
+    columns = encode(trajectories)
+    return merge_all([decode(columns, row) for row in range(columns.num_rows)])
+
+
+def deltas_of(play: Play) -> Deltas:
+    """(observed, sampled) a turn of a linear play, each with memory of its own."""
+    found = [(play.prompts[0].copy(), play.sampled[0].copy())]
+    known = len(play.prompts[0]) + len(play.sampled[0])
+    for prompt, sampled in zip(play.prompts[1:], play.sampled[1:], strict=True):
+        found.append((prompt[known:].copy(), sampled.copy()))
+        known = len(prompt) + len(sampled)
+    return found
+
+
+def cpu_seconds(function: Callable[[], object]) -> float:
+    """CPU seconds of one pass over about WINDOW_S of them, the quietest of WINDOWS."""
+
+    def window(passes: int) -> float:
+        started = time.process_time()
+        for _ in range(passes):
+            function()
+        return (time.process_time() - started) / passes
+
+    return quietest(window)
+
+
+def quietest(window: Callable[[int], float]) -> float:
+    """window: takes a number of passes, gives the seconds of one."""
+    passes = max(1, round(WINDOW_S / window(1)))
+    return min(window(passes) for _ in range(WINDOWS))
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+    return {"median": round(middle, 2), "q1": round(low, 2), "q3": round(high, 2)}
+
+
+def measure(
+    num_turns: int, shape: Shape, peer: Peer, folder: Path, *, pairs: int
+) -> dict[str, Any]:
+    """Times and ratios at one number of turns."""
+    number = BATCHES[num_turns]
+    plays = [linear(num_turns, shape, seed=seed) for seed in range(number)]
+    trajectories = [as_trajectory(play, number=i) for i, play in enumerate(plays)]
+    played = [(t, deltas_of(play)) for t, play in zip(trajectories, plays, strict=True)]
+    ways: dict[str, Callable[[], object]] = {
+        "comparison": lambda: merge_all(trajectories),
+        "delta": lambda: by_delta(played),
+    }
+    path = folder / "plays.npz"
+    write_for_peer(plays, path)
+    peer.ask(f"load {path} 1")
+    merged = merge_all(trajectories)
+    by_delta(played)
+    gc.collect()
+    gc.freeze()
+    times: dict[str, list[float]] = {name: [] for name in (*ways, "peer")}
+    for _ in range(pairs):
+        for name, way in ways.items():
+            times[name].append(cpu_seconds(way) / number)
+        times["peer"].append(float(peer.ask("time 1")) / number)
+    peer.ask(f"load {path} 0")
+    own_ints = quietest(peer.seconds) / number
+    queued = [decode(encode([t]), 0) for t in trajectories]
+    return {
+        "turns": num_turns,
+        "merged_tokens": merged[0].num_merged_tokens,
+        "input_tokens": merged[0].num_unmerged_tokens,
+        "us": {name: quartiles([t * 1e6 for t in each]) for name, each in times.items()},
+        "us_peer_own_ints": round(own_ints * 1e6, 1),
+        "us_encode_decode_merge": round(
+            cpu_seconds(lambda: through_queue(queued)) / number * 1e6, 1
+        ),
+        "ratio": {
+            name: quartiles([b / a for a, b in zip(times[name], times["peer"], strict=True)])
+            for name in ways
+        },
+        "is_equal": is_equal(plays, peer, folder),
+    }
+
+
+def is_equal(plays: Sequence[Play], peer: Peer, folder: Path) -> bool:
+    """Whether both give the same rows, field by field: prompt, response, mask, log-probabilities
+    and rewards by token, of the same trajectories in the same order.
+    """
+    trajectories = [as_trajectory(play, number=i) for i, play in enumerate(plays)]
+    write_for_peer(list(plays), folder / "plays.npz")
+    peer.ask(f"load {folder / 'plays.npz'} 1")
+    peer.ask(f"save {folder / 'merged.npz'}")
+    theirs = np.load(folder / "merged.npz")
+    ours = [(i, s) for i, m in enumerate(merge_all(trajectories)) for s in m.samples]
+    rows = [(i, s.prompt_length, s.num_tokens - s.prompt_length) for i, s in ours]
+    if rows != [tuple(row) for row in theirs["rows"].tolist()]:
+        return False
+    columns: dict[str, list[NDArray[Any]]] = {
+        "prompt_token_ids": [s.token_ids[: s.prompt_length] for _, s in ours],
+        "response_ids": [s.token_ids[s.prompt_length :] for _, s in ours],
+        "loss_masks": [s.mask[s.prompt_length :] for _, s in ours],
+        "rollout_logprobs": [s.logprobs[s.prompt_length :] for _, s in ours],
+        "rewards": [
+            s.token_rewards[s.prompt_length :] for _, s in ours if s.token_rewards is not None
+        ],
+    }
+    return all(np.array_equal(np.concatenate(each), theirs[name]) for name, each in columns.items())
+
+
+def compare_shapes(peer: Peer, folder: Path, shape: Shape) -> dict[str, Any]:
+    """Where turns branch: equal rows for rewritten histories; more rows than ours where a
+    conversation goes on after another's turn, because it keeps one sample open.
+    """
+    stripped = [rewritten(8, shape, seed=seed) for seed in range(2)]
+    woven = [with_sub_agent(8, shape, seed=seed) for seed in range(2)]
+    equal = is_equal(stripped, peer, folder)
+    is_equal(woven, peer, folder)
+    return {
+        "rewritten_is_equal": equal,
+        "sub_agent_rows_peer": len(np.load(folder / "merged.npz")["rows"]) // 2,
+        "sub_agent_rows": len(merge_all([as_trajectory(woven[0], number=0)])[0].samples),
+    }
+
+
+def slope(rows: Sequence[dict[str, Any]], way: str, tokens: str) -> float:
+    """Exponent of time in tokens, fitted from 16 turns up; 1 is linear."""
+    chosen = [row for row in rows if row["turns"] in GOAL_TURNS]
+    counts = [row[tokens] for row in chosen]
+    medians = [row["us"][way]["median"] for row in chosen]
+    return round(float(np.polyfit(np.log(counts), np.log(medians), 1)[0]), 2)
+
+
+def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The goals that even the upper quartile of the pairs misses."""
+    return [
+        f"{name} at {row['turns']} turns: {row['ratio'][name]['q3']} < {goal}"
+        for row in rows
+        if row["turns"] in GOAL_TURNS
+        for name, goal in GOALS.items()
+        if row["ratio"][name]["q3"] < goal
+    ]
+
+
+def main() -> int:
+    """Run, print one JSON line, say what missed its goal."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--peer-python", required=True, help="Python of the peer's environment")
+    parser.add_argument("--turns", type=int, nargs="+", default=list(BATCHES), choices=BATCHES)
+    parser.add_argument("--pairs", type=int, default=9, help="measurements of each side")
+    parser.add_argument(
+        "--shape",
+        type=int,
+        nargs=3,
+        default=(512, 100, 200),
+        metavar=("PROMPT", "SAMPLED", "OBSERVED"),
+        help="tokens of the first prompt, and of each turn's reply and observation",
+    )
+    options = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in QUIET.items()):
+        # The allocator and the BLAS read them when a process starts.
+        command = [sys.executable, "-m", "benchmarks.merge", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **QUIET})
+    prompt, sampled, observed = options.shape
+    shape = Shape(prompt=prompt, sampled=sampled, observed=observed)
+    with tempfile.TemporaryDirectory() as folder, Peer(options.peer_python) as peer:
+        rows = [
+            measure(turns, shape, peer, Path(folder), pairs=options.pairs)
+            for turns in options.turns
+        ]
+        result = {
+            "benchmark": "merge",
+            "peer": "skyrl 0.3.0",
+            "pairs": options.pairs,
+            "shape": {"prompt": shape.prompt, "sampled": shape.sampled, "observed": shape.observed},
+            "rows": rows,
+            "branching": compare_shapes(peer, Path(folder), shape),
+            "missed": missed(rows),
+            "environment": fingerprint(),
+        }
+    if len({*options.turns} & {*GOAL_TURNS}) > 1:
+        result["slope"] = {
+            "delta_over_merged_tokens": slope(rows, "delta", "merged_tokens"),
+            "comparison_over_input_tokens": slope(rows, "comparison", "input_tokens"),
+            "comparison_over_merged_tokens": slope(rows, "comparison", "merged_tokens"),
+            "peer_over_merged_tokens": slope(rows, "peer", "merged_tokens"),
+        }
+    print(json.dumps(result))
+    return 1 if result["missed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Trajectories for the merge benchmark, and the file in which the peer gets the same ones.
+
+A trajectory is its merged ids and, for each turn, where its prompt ends and how many tokens it
+sampled. From that each side makes its own inputs: Rayloom arrays of int32, the peer lists of ints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.trajectory import FinishReason, Outcome, Trajectory, Turn, VersionSpan
+
+VOCAB_SIZE = 151_936
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Tokens of the first prompt, and of each turn's reply and observation."""
+
+    prompt: int = 512
+    sampled: int = 100
+    observed: int = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """One trajectory. prompts: [K] the ids that each turn's engine call was given; sampled,
+    logprobs, rewards: [K] of [A]."""
+
+    prompts: list[NDArray[np.int32]]
+    sampled: list[NDArray[np.int32]]
+    logprobs: list[NDArray[np.float32]]
+    rewards: list[NDArray[np.float32]]
+
+
+def linear(num_turns: int, shape: Shape, *, seed: int) -> Play:
+    """Every turn extends the last. Each prompt has memory of its own, as it has when it arrives
+    from elsewhere; the reward stands on the last token.
+    """
+    rng = np.random.default_rng(seed)
+    history = _ids(rng, shape.prompt)
+    play = Play(prompts=[], sampled=[], logprobs=[], rewards=[])
+    for _ in range(num_turns):
+        reply = _ids(rng, shape.sampled)
+        _take(play, rng, history, reply)
+        history = np.concatenate([history, reply, _ids(rng, shape.observed)])
+    play.rewards[-1][-1] = 1.0
+    return play
+
+
+def rewritten(num_turns: int, shape: Shape, *, seed: int) -> Play:
+    """The first half of each reply is a thought, which later prompts do not have."""
+    rng = np.random.default_rng(seed)
+    history = _ids(rng, shape.prompt)
+    play = Play(prompts=[], sampled=[], logprobs=[], rewards=[])
+    for _ in range(num_turns):
+        reply = _ids(rng, shape.sampled)
+        _take(play, rng, history, reply)
+        answer = reply[shape.sampled // 2 :]
+        history = np.concatenate([history, answer, _ids(rng, shape.observed)])
+    return play
+
+
+def with_sub_agent(num_turns: int, shape: Shape, *, seed: int) -> Play:
+    """Two conversations take turns: the main line goes on after each turn of the sub-agent."""
+    main = linear(num_turns // 2, shape, seed=seed)
+    aside = linear(num_turns // 2, shape, seed=seed + 1)
+    names = ("prompts", "sampled", "logprobs", "rewards")
+    woven = {
+        name: [
+            each
+            for pair in zip(getattr(main, name), getattr(aside, name), strict=True)
+            for each in pair
+        ]
+        for name in names
+    }
+    return Play(**woven)
+
+
+def as_trajectory(play: Play, *, number: int) -> Trajectory:
+    """A play as foreign turns: whole prompts, and nobody says which continues which."""
+    turns = tuple(
+        Turn(
+            prompt_token_ids=prompt,
+            sampled_token_ids=sampled,
+            logprobs=logprobs,
+            finish_reason=FinishReason.STOP,
+            version_spans=(VersionSpan(version=number, start=0, end=len(sampled)),),
+            reward=float(rewards.sum()),
+            token_rewards=rewards,
+        )
+        for prompt, sampled, logprobs, rewards in zip(
+            play.prompts, play.sampled, play.logprobs, play.rewards, strict=True
+        )
+    )
+    return Trajectory(
+        rollout_id=f"g-{number}",
+        group_id="g",
+        group_number=0,
+        attempt=0,
+        task_id="t",
+        environment="benchmark",
+        turns=turns,
+        outcome=Outcome.COMPLETED,
+    )
+
+
+def write_for_peer(plays: list[Play], path: Path) -> None:
+    """Write plays as flat arrays: the peer needs numpy to read them, and nothing of ours."""
+    turns = [
+        (number, len(prompt), len(sampled))
+        for number, play in enumerate(plays)
+        for prompt, sampled in zip(play.prompts, play.sampled, strict=True)
+    ]
+    np.savez(
+        path,
+        turns=np.array(turns, np.int64),
+        prompts=np.concatenate([each for play in plays for each in play.prompts]),
+        sampled=np.concatenate([each for play in plays for each in play.sampled]),
+        logprobs=np.concatenate([each for play in plays for each in play.logprobs]),
+        rewards=np.concatenate([each for play in plays for each in play.rewards]),
+    )
+
+
+def _ids(rng: np.random.Generator, count: int) -> NDArray[np.int32]:
+    return rng.integers(0, VOCAB_SIZE, count, np.int32)
+
+
+def _take(
+    play: Play, rng: np.random.Generator, prompt: NDArray[np.int32], reply: NDArray[np.int32]
+) -> None:
+    play.prompts.append(prompt.copy())
+    play.sampled.append(reply)
+    play.logprobs.append(rng.uniform(-4, 0, len(reply)).astype(np.float32))
+    play.rewards.append(np.zeros(len(reply), np.float32))

@@ -1,0 +1,72 @@
+"""What is wrong with a trajectory's turns is said, with its place and a remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from trajectory_builders import linear_turns, make_trajectory, make_turn
+
+from actors.merge.misalignment import find_misalignment
+from actors.trajectory import Turn, VersionSpan
+from actors.trajectory_queue.columns import decode, encode
+
+TURN = make_turn([1, 2], [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        (
+            replace(TURN, version_spans=(VersionSpan(version=-1, start=0, end=2),)),
+            "policy version -1; record",
+        ),
+        (replace(TURN, token_rewards=np.zeros(1, np.float32)), "shape (1,) for 2 sampled tokens"),
+        (
+            replace(TURN, token_rewards=np.array([0, 0.5], np.float32), reward=1.0),
+            "token rewards sum to 0.5, the reward is 1; make them agree",
+        ),
+        (
+            replace(TURN, token_rewards=np.array([0, np.nan], np.float32)),
+            "token rewards sum to nan",
+        ),
+        (
+            replace(TURN, expert_indices=np.zeros((3, 2, 2), np.uint8)),
+            "expert indices of shape (3, 2, 2) for 2 sampled tokens",
+        ),
+        (make_turn([1, -2], [3]), "1 prompt ids are outside the vocabulary, expected 0 upwards"),
+        (make_turn([1], [3, -4, -5]), "2 sampled ids are outside the vocabulary"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_a_remedy(turn: Turn, words: str) -> None:
+    found = find_misalignment(make_trajectory([make_turn([9], [9]), turn]))
+    assert found is not None and found.startswith("turn 1: ") and words in found
+
+
+def test_ids_above_the_vocabulary_are_told_where_its_size_is_known() -> None:
+    trajectory = make_trajectory([make_turn([1, 99], [3])])
+    assert find_misalignment(trajectory) is None
+    assert find_misalignment(trajectory, vocab_size=100) is None
+    found = find_misalignment(trajectory, vocab_size=99)
+    assert (
+        found is not None and "1 prompt ids are outside the vocabulary, expected 0 to 98" in found
+    )
+
+
+def test_ids_are_found_in_every_sample_of_a_trajectory_whose_lineage_is_known() -> None:
+    main, aside = linear_turns(3, seed=1), make_turn([4, -7], [5])
+    known = decode(encode([make_trajectory([main[0], aside, *main[1:]])]), 0)
+    found = find_misalignment(known)
+    assert found is not None and found.startswith("turn 1: 1 prompt ids are outside")
+
+
+def test_routing_of_two_models_in_one_trajectory_is_told() -> None:
+    two, four = np.zeros((2, 1, 2), np.uint8), np.zeros((2, 1, 4), np.uint8)
+    turns = [replace(TURN, expert_indices=two), replace(TURN, expert_indices=four)]
+    found = find_misalignment(make_trajectory(turns))
+    assert found is not None and "record every turn with one model" in found
+
+
+def test_no_turns_fit_together() -> None:
+    assert find_misalignment(make_trajectory([])) is None
