@@ -32,7 +32,7 @@ from actors.merge.buffer import TrajectoryBuffer
 from actors.merge.prefix import Merged, Played, SideData, merge_all, merge_played
 from actors.trajectory import Trajectory
 from actors.trajectory_queue.columns import decode, encode
-from benchmarks.fingerprint import fingerprint
+from benchmarks.environment import describe_environment
 from benchmarks.merge_inputs import (
     Play,
     Shape,
@@ -307,7 +307,7 @@ def main() -> int:
             "rows": rows,
             "branching": compare_shapes(peer, Path(folder), shape),
             "missed": missed(rows),
-            "environment": fingerprint(),
+            "environment": describe_environment("numpy"),
         }
     if len({*options.turns} & {*GOAL_TURNS}) > 1:
         result["slope"] = {

@@ -164,7 +164,8 @@ def main() -> None:
         "prompt_tokens": options.prompt,
         "answer_tokens": options.answer,
         **measured,
-        **describe_environment(),
+        "threads_per_rank": options.threads,
+        **describe_environment("torch"),
     }
     print(json.dumps(result))
 
