@@ -331,7 +331,7 @@ def test_recorded_steps_without_a_file_are_told(tmp_path: Path) -> None:
 
 @given(
     st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=6),
-    st.sampled_from(Baseline),
+    st.sampled_from([each for each in Baseline if each is not Baseline.CRITIC]),
     st.sampled_from(Scale),
 )
 def test_the_audits_own_statistics_equal_the_merges(

@@ -29,7 +29,8 @@ FORMAT = 1
 HEADER = "header.json"
 _COMPRESSION = 1
 _COLUMN_ARRAYS = (
-    "row_offsets", "turns", "token_ids", "logprobs", "spans", "component_names", "component_values",
+    "row_offsets", "turns", "samples", "token_ids", "logprobs", "spans", "component_names",
+    "component_values", "token_rewards", "experts",
 )  # fmt: skip
 _TRAINED_ARRAYS = {
     "trained_ids": "token_ids",
@@ -42,7 +43,7 @@ _KINDS = tuple(MismatchKind)
 _write_array: Callable[..., None] = np.lib.format.write_array
 _load_array: Callable[..., NDArray[Any]] = np.lib.format.read_array
 # One row a sample, of trajectory `row`; num_*: how many of its items lie in the arrays.
-SAMPLE_DTYPE = np.dtype(
+ENTRY_DTYPE = np.dtype(
     [
         ("row", np.int32),
         ("num_turns", np.int32),
@@ -85,7 +86,7 @@ def read_step(file: IO[bytes]) -> JournalStep:
     try:
         with zipfile.ZipFile(file) as archive:
             header = _read_header(archive)
-            names = [*_COLUMN_ARRAYS, "samples", "sample_turns", "runs", "mismatches"]
+            names = [*_COLUMN_ARRAYS, "sample_entries", "sample_turns", "runs", "mismatches"]
             arrays = {name: _read_array(archive, name) for name in [*names, *_TRAINED_ARRAYS]}
         return _step(header, arrays)
     except _UNREADABLE as error:
@@ -151,7 +152,7 @@ def _sample_arrays(step: JournalStep) -> dict[str, NDArray[Any]]:
         for name, field in _TRAINED_ARRAYS.items()
     }
     return {
-        "samples": np.array(rows, SAMPLE_DTYPE),
+        "sample_entries": np.array(rows, ENTRY_DTYPE),
         "sample_turns": np.array(turns, np.int32),
         "runs": np.concatenate([np.empty((0, 2), np.int32), *runs]),
         "mismatches": np.array(mismatches, np.int32).reshape(-1, _MISMATCH_FIELDS),
@@ -225,7 +226,7 @@ def _step(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Jour
 def _samples(arrays: Mapping[str, NDArray[Any]], *, num_rows: int) -> list[list[SampleEntry]]:
     found: list[list[SampleEntry]] = [[] for _ in range(num_rows)]
     turn_at = run_at = trained_at = 0
-    for record in arrays["samples"].tolist():
+    for record in arrays["sample_entries"].tolist():
         row, num_turns, prompt_length, num_tokens, num_runs, num_trained = record
         runs = arrays["runs"][run_at : run_at + num_runs].tolist()
         end = trained_at + num_trained

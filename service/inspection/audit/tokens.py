@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -165,7 +166,8 @@ def check_merge(entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
         if entry.reason is not EvictionReason.TOKEN_MISALIGNED or entry.samples:
             yield Check.MERGE, f"its turns do not fit together ({reason}), and it was not put aside"
         return
-    merged = merge_turns(entry.trajectory)
+    # Without its lineage: what the source said of it is what is to be checked.
+    merged = merge_turns(replace(entry.trajectory, lineage=None))
     expected = [(each.turns, each.prompt_length, each.num_tokens) for each in merged.samples]
     got = [(each.turns, each.prompt_length, each.num_tokens) for each in entry.samples]
     if got != expected:
