@@ -13,7 +13,7 @@ import pytest
 from intake_desk import Desk
 
 from service.api.app import create_app
-from service.api.guards import digest_of
+from service.api.key import digest_of
 from service.api.port import HttpSettings, RunUnavailable
 from service.intake.submission import SubmissionView, SubmitReply, Wanted
 from service.readiness import Readiness, readiness

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.api.guards import digest_of
+from service.api.key import digest_of
 from service.commands.serve import api_address, http_settings, is_loopback, with_free_port
 from service.config.file import ConfigError
 from service.config.tree import Config
@@ -45,6 +49,26 @@ def test_a_key_that_can_be_guessed_is_refused(key: str, monkeypatch: pytest.Monk
     monkeypatch.setenv("RAYLOOM_API_KEY", key)
     with pytest.raises(ConfigError, match=f"got {len(key)} characters, expected at least 16"):
         http_settings(config())
+
+
+def test_the_key_is_not_inherited_by_what_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
+    assert http_settings(config()).key_digest == digest_of(KEY)
+    child = [sys.executable, "-c", "import os; print('RAYLOOM_API_KEY' in os.environ)"]
+    assert subprocess.run(child, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc on this machine")
+def test_the_key_can_no_longer_be_read_in_proc_of_the_process_that_took_it() -> None:
+    code = (
+        "from pathlib import Path; from service.api.key import take_key; "
+        "print(take_key(), Path('/proc/self/environ').read_text())"
+    )
+    environ = {**os.environ, "RAYLOOM_API_KEY": KEY}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ
+    )
+    assert found.stdout.count(KEY) == 1 and "RAYLOOM_API_KEY=xxxx" in found.stdout
 
 
 def test_the_routes_get_what_the_configuration_says() -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import hmac
-from hashlib import sha256
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.key import digest_of
 from service.api.problems import Problem, problem_response
 
 # What probes and people may read without a key.
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-
-
-def digest_of(key: str) -> str:
-    """SHA-256 of a key, hexadecimal: the key itself is kept nowhere."""
-    return sha256(key.encode()).hexdigest()
 
 
 class Guards:
