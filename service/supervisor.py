@@ -182,12 +182,13 @@ class Supervisor:
 
     async def cancel(self, submission_id: str) -> SubmissionView | None:
         """Cancel what no step has taken. Raises: LeaseLost, StoreError."""
-        view, group_id = self._own_intake.cancel(submission_id)
-        if group_id is not None and self._epoch is not None:
-            # A queue that is gone meanwhile is told when the next epoch starts.
-            with suppress(PartLost):
-                await self._epoch.queue.cancel_group(group_id)
-        return view
+        return await self._own_intake.cancel(submission_id, evict=self._evict)
+
+    async def _evict(self, group_id: str) -> bool:
+        """Returns: False when a step has it. A queue that is gone is told by the next epoch."""
+        with suppress(PartLost):
+            return self._epoch is None or await self._epoch.queue.cancel_group(group_id)
+        return True
 
     async def readiness(self) -> Readiness:
         return readiness(

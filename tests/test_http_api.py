@@ -42,11 +42,8 @@ class DeskRun:
         return self.desk.intake.view(submission_id)
 
     async def cancel(self, submission_id: str) -> SubmissionView | None:
-        view, group_id = self.desk.intake.cancel(submission_id)
-        if group_id is not None:
-            self.desk.queue.cancel_group(group_id)
-            self.desk.drain()
-        return view
+        await self.desk.cancel(submission_id)
+        return self.desk.intake.view(submission_id)
 
     async def readiness(self) -> Readiness:
         if self.is_gone:
@@ -224,6 +221,20 @@ async def test_a_task_is_cancelled_once_and_for_all(
     run.desk.play()
     run.desk.train()
     problem(await client.post(f"{URL}/a/cancel"), 409, "already-over")
+
+
+async def test_what_a_step_has_taken_cannot_be_cancelled(
+    client: httpx.AsyncClient, run: DeskRun
+) -> None:
+    await client.post(URL, json=batch("a", "b"))
+    await run.desk.admit()
+    run.desk.play()
+    run.desk.take()
+    body = problem(await client.post(f"{URL}/a/cancel"), 409, "already-over")
+    assert "a training step has it" in body["detail"]
+    assert (await client.get(f"{URL}/a")).json()["status"] == "finished"
+    run.desk.train()
+    assert (await client.get(f"{URL}/a")).json()["status"] == "trained"
 
 
 async def test_what_is_not_there_is_404(client: httpx.AsyncClient) -> None:

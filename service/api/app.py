@@ -77,11 +77,7 @@ def _add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         """Take a task back, as long as no training step has taken it; may be repeated."""
         view = _found(rollout_id, await run.cancel(rollout_id))
         if view.status is not Status.CANCELLED:
-            raise Problem(
-                409,
-                "already-over",
-                f"{rollout_id} is {view.status.value} already and cannot be taken back",
-            )
+            raise Problem(409, "already-over", _why_not_cancelled(view))
         return RolloutAnswer.of(view)
 
 
@@ -89,6 +85,15 @@ def _found(rollout_id: str, view: SubmissionView | None) -> SubmissionView:
     if view is None:
         raise Problem(404, "unknown-rollout", f"no task {rollout_id!r} was accepted by this run")
     return view
+
+
+def _why_not_cancelled(view: SubmissionView) -> str:
+    if view.status in (Status.TRAINED, Status.EVICTED):
+        return f"{view.id} is {view.status.value} already and cannot be taken back"
+    return (
+        f"{view.id} has left the queue: a training step has it, or it was evicted just now; it "
+        "cannot be taken back; GET it later to see what became of it"
+    )
 
 
 def _check(environment: str, wanted: Sequence[Wanted], settings: HttpSettings) -> None:
