@@ -47,6 +47,9 @@ RunDirOption = Annotated[
 ResumeOption = Annotated[
     str | None, typer.Option(metavar="RUN_DIR", help="go on from its newest checkpoint")
 ]
+TakeOverOption = Annotated[
+    bool, typer.Option("--take-over", help="resume a run although another process holds it")
+]
 
 
 @app.command()
@@ -56,10 +59,11 @@ def train(
     address: AddressOption = None,
     run_dir: RunDirOption = None,
     resume: ResumeOption = None,
+    take_over: TakeOverOption = False,
     overrides: Overrides = None,
 ) -> None:
     """Train by CONFIG until its last step, and write a report."""
-    places = _Places(address=address, run_dir=run_dir, resume=resume)
+    places = _Places(address=address, run_dir=run_dir, resume=resume, takes_over=take_over)
     _start(config, _with_model(overrides or [], model), places, is_service=False)
 
 
@@ -70,13 +74,14 @@ def serve(
     address: AddressOption = None,
     run_dir: RunDirOption = None,
     resume: ResumeOption = None,
+    take_over: TakeOverOption = False,
     overrides: Overrides = None,
 ) -> None:
     """Train by CONFIG on the tasks that clients submit over HTTP.
 
     Beyond loopback a key is needed: set RAYLOOM_API_KEY.
     """
-    places = _Places(address=address, run_dir=run_dir, resume=resume)
+    places = _Places(address=address, run_dir=run_dir, resume=resume, takes_over=take_over)
     _start(config, _with_model(overrides or [], model), places, is_service=True)
 
 
@@ -87,6 +92,7 @@ class _Places:
     address: str | None
     run_dir: str | None
     resume: str | None
+    takes_over: bool
 
 
 def _start(config: Path, overrides: list[str], places: _Places, *, is_service: bool) -> NoReturn:
@@ -95,6 +101,8 @@ def _start(config: Path, overrides: list[str], places: _Places, *, is_service: b
             settings = load_config(config, overrides)
             run_dir = _place("--run-dir", places.run_dir)
             resume = _place("--resume", places.resume)
+            if places.takes_over and resume is None:
+                raise ConfigError("--take-over: got no --resume, expected the run to take; name it")
             # Seconds of imports, which a Ctrl-C may meet too.
             from service.commands.serve import http_settings, with_free_port
             from service.commands.train import TrainRequest, run_training
@@ -106,6 +114,7 @@ def _start(config: Path, overrides: list[str], places: _Places, *, is_service: b
                 address=places.address,
                 run_dir=run_dir,
                 resume=resume,
+                takes_over=places.takes_over,
                 api=http_settings(settings) if is_service else None,
             )
             code = run_training(request, signals)

@@ -57,6 +57,12 @@ def test_a_configuration_that_is_not_there_is_refused_before_the_heavy_imports()
     assert answer.returncode == 2 and "nofile.yaml is not there" in answer.stderr
 
 
+def test_taking_over_without_naming_the_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {tiny: {}}\ntasks: {environment: guessing}\n")
+    answer = rayloom("serve", str(tmp_path / "config.yaml"), "--take-over")
+    assert answer.returncode == 2 and "--take-over: got no --resume" in answer.stderr
+
+
 @pytest.mark.parametrize("run_dir", ["", "/proc/foo", "/dev/null/run"])
 def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, run_dir: str) -> None:
     answer = rayloom("train", str(small_config(tmp_path)), "--run-dir", run_dir)
