@@ -166,6 +166,19 @@ async def test_data_that_json_cannot_keep_is_refused(client: httpx.AsyncClient, 
     assert "plain JSON" in problem(answer, 422, "invalid-request")["detail"]
 
 
+@pytest.mark.parametrize("depth", [65, 480, 900])
+async def test_data_is_taken_up_to_a_depth(client: httpx.AsyncClient, depth: int) -> None:
+    def text(levels: int) -> bytes:
+        data = '{"x": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+        head = '{"environment": "guessing", "tasks": [{"id": "a", "seed": 3, "data": '
+        return (head + data + "}]}").encode()
+
+    headers = {"content-type": "application/json"}
+    refused = await client.post(URL, content=text(depth), headers=headers)
+    assert "at most 64 objects and lists" in problem(refused, 422, "invalid-request")["detail"]
+    assert (await client.post(URL, content=text(64), headers=headers)).status_code == 202
+
+
 async def test_what_the_run_does_not_play_is_refused_with_what_it_does(
     client: httpx.AsyncClient,
 ) -> None:
