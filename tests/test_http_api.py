@@ -223,6 +223,16 @@ async def test_a_full_line_is_429_with_the_time_to_come_again(client: httpx.Asyn
     assert (await client.get(f"{URL}/d")).status_code == 404
 
 
+async def test_a_batch_that_no_waiting_makes_fit_is_413(tmp_path: Path) -> None:
+    run = DeskRun(Desk(tmp_path, capacity=3).begin())
+    async with client_of(run) as client:
+        body = problem(await client.post(URL, json=batch(*"abcd")), 413, "batch-too-large")
+        assert "expected at most 3" in body["detail"] and "split the batch" in body["detail"]
+        assert (await client.post(URL, json=batch(*"abc"))).status_code == 202
+        # Only what is new needs room.
+        assert (await client.post(URL, json=batch(*"abcd"))).status_code == 429
+
+
 async def test_a_task_is_cancelled_once_and_for_all(
     client: httpx.AsyncClient, run: DeskRun
 ) -> None:

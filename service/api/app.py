@@ -136,6 +136,12 @@ def _refuse_if_needed(reply: SubmitReply) -> None:
             errors=[{"loc": ["body", "tasks", each]} for each in reply.conflicts],
             headers={"x-should-retry": "false"},
         )
+    if reply.is_too_large:
+        raise Problem(
+            413,
+            "batch-too-large",
+            f"{reply.refusal}; split the batch, or raise service.max_waiting_tasks",
+        )
     if reply.retry_after_s is not None:
         raise Problem(
             429,

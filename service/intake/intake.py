@@ -97,6 +97,15 @@ class Intake:
             return SubmitReply(conflicts=conflicts, line=self.line)
         if new and self._closed_because:
             return SubmitReply(refusal=self._closed_because, line=self.line)
+        if len(new) > self._settings.capacity:
+            return SubmitReply(
+                refusal=(
+                    f"{len(new)} new tasks are offered at once, expected at most "
+                    f"{self._settings.capacity}, for which there is room"
+                ),
+                is_too_large=True,
+                line=self.line,
+            )
         if new and self._book.num_waiting + len(new) > self._settings.capacity:
             return SubmitReply(
                 refusal=(
