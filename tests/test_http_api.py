@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import pytest
 from intake_desk import Desk
 
 from service.api.app import create_app
+from service.api.guards import Guards
 from service.api.key import digest_of
 from service.api.port import HttpSettings, RunUnavailable
 from service.intake.submission import SubmissionView, SubmitReply, Wanted
@@ -147,13 +149,74 @@ async def test_a_body_of_another_shape_says_where(
     assert words in json.dumps(found) and found["errors"]
 
 
-@pytest.mark.parametrize("text", ["{", "", "\xff", '{"environment": }', "[" * 4000])
-async def test_a_body_that_is_no_json_is_told_apart(client: httpx.AsyncClient, text: str) -> None:
-    answer = await client.post(
-        URL, content=text.encode("latin-1"), headers={"content-type": "application/json"}
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "at character 1"),
+        ('{"environment": }', "at character 16"),
+        ("\xff", "can't decode byte 0xff"),
+        ("[" * 4000, "recursion"),
+        ("9" * 4000 + "9" * 1000, "digits"),
+    ],
+)
+async def test_a_body_that_is_no_json_says_why_and_what_to_send(
+    run: DeskRun, text: str, words: str
+) -> None:
+    async with client_of(run, replace(SETTINGS, max_body_bytes=8192)) as client:
+        answer = await client.post(
+            URL, content=text.encode("latin-1"), headers={"content-type": "application/json"}
+        )
+    detail = problem(answer, 400, "malformed-body")["detail"]
+    assert words in detail and "send one JSON object" in detail
+
+
+async def test_no_body_at_all_is_told_as_a_missing_one(client: httpx.AsyncClient) -> None:
+    assert problem(await client.post(URL), 422, "invalid-request")["detail"].startswith("body")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {},
+        {"content-type": "application/json", "content-encoding": "gzip"},
+    ],
+)
+async def test_a_body_of_another_format_is_415(
+    client: httpx.AsyncClient, headers: dict[str, str]
+) -> None:
+    content = json.dumps(batch("a")).encode()
+    answer = await client.post(URL, content=content, headers=headers)
+    assert "expected" in problem(answer, 415, "unsupported-media-type")["detail"]
+    utf8 = {"content-type": "application/json; charset=utf-8"}
+    assert (await client.post(URL, content=content, headers=utf8)).status_code == 202
+    # What has no body needs no format.
+    assert (await client.post(f"{URL}/a/cancel")).status_code == 200
+
+
+async def test_of_what_was_sent_only_a_part_is_sent_back(client: httpx.AsyncClient) -> None:
+    long = "x" * 3000
+    for body in (batch("a", environment=long), batch("a", **{long: 1}), batch(long)):
+        assert len((await client.post(URL, json=body)).text) < 1500
+    assert len((await client.get(f"/{long}")).text) < 1500
+    many = {"environment": "guessing", "tasks": [{"id": "a b"}] * 100}
+    assert len(problem(await client.post(URL, json=many), 422, "invalid-request")["errors"]) == 20
+
+
+async def test_a_body_that_stalls_is_given_up(run: DeskRun) -> None:
+    guarded = Guards(
+        create_app(run, SETTINGS), max_body_bytes=4096, key_digest=None, body_limit_s=0.1
     )
-    assert answer.status_code in (400, 422)
-    assert answer.headers["content-type"] == "application/problem+json"
+
+    async def stalling() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    transport = httpx.ASGITransport(app=guarded)
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+        answer = await client.post(URL, content=stalling())
+    assert "0.1 s" in problem(answer, 408, "body-too-slow")["detail"]
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", '"\\ud800"'])
@@ -263,8 +326,12 @@ async def test_what_a_step_has_taken_cannot_be_cancelled(
 async def test_what_is_not_there_is_404(client: httpx.AsyncClient) -> None:
     problem(await client.get(f"{URL}/nobody"), 404, "unknown-rollout")
     problem(await client.post(f"{URL}/nobody/cancel"), 404, "unknown-rollout")
-    problem(await client.get("/api/v2/rollouts"), 404, "not-found")
-    problem(await client.delete(f"{URL}/a"), 405, "method-not-allowed")
+    body = problem(await client.get("/api/v2/rollouts"), 404, "not-found")
+    assert "POST /api/v1/rollouts, GET /api/v1/rollouts/{rollout_id}" in body["detail"]
+    answer = await client.delete(f"{URL}/a")
+    body = problem(answer, 405, "method-not-allowed")
+    assert "got DELETE" in body["detail"] and "expected GET" in body["detail"]
+    assert answer.headers["allow"] == "GET"
 
 
 async def test_the_key_guards_all_but_the_probes(run: DeskRun) -> None:

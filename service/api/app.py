@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from service.api import problems
 from service.api.guards import Guards
 from service.api.port import HttpSettings, RunPort
-from service.api.problems import Problem
+from service.api.problems import Problem, shown
 from service.api.schemas import (
     ID_PATTERN,
     ReadyAnswer,
@@ -101,8 +101,8 @@ def _check(environment: str, wanted: Sequence[Wanted], settings: HttpSettings) -
         raise Problem(
             422,
             "unknown-environment",
-            f"environment is {environment!r}, expected one of {', '.join(settings.environments)}; "
-            "the run's configuration names them (tasks.environment)",
+            f"environment is {shown(environment)!r}, expected one of "
+            f"{', '.join(settings.environments)}; the run's configuration names them (tasks.environment)",
         )
     if len(wanted) > settings.max_tasks:
         raise Problem(
