@@ -13,6 +13,7 @@ import typer
 
 from service.config.fields import MAX_SEED
 from service.config.file import ConfigError, dump_config, load_config
+from service.config.tree import Config
 from service.display.outlet import say
 from service.stop_signals import EXIT_INTERRUPTED, stop_signals
 
@@ -103,25 +104,38 @@ def _start(config: Path, overrides: list[str], places: _Places, *, is_service: b
             resume = _place("--resume", places.resume)
             if places.takes_over and resume is None:
                 raise ConfigError("--take-over: got no --resume, expected the run to take; name it")
-            # Seconds of imports, which a Ctrl-C may meet too.
-            from service.commands.serve import http_settings, with_free_port
+            from service.commands.serve import checked_service
+
+            api = None
+            if is_service:
+                settings, api = checked_service(settings, is_local=places.address is None)
+            _check_places(settings, run_dir if resume is None else None)
+            # Seconds of imports, which a Ctrl-C may meet too; what can be refused is by now.
             from service.commands.train import TrainRequest, run_training
 
-            if is_service:
-                settings = with_free_port(settings, is_local=places.address is None)
             request = TrainRequest(
                 config=settings,
                 address=places.address,
                 run_dir=run_dir,
                 resume=resume,
                 takes_over=places.takes_over,
-                api=http_settings(settings) if is_service else None,
+                api=api,
             )
             code = run_training(request, signals)
         except KeyboardInterrupt:
             say("rayloom: interrupted before the run began", err=True)
             code = EXIT_INTERRUPTED
     raise typer.Exit(code)
+
+
+def _check_places(config: Config, new_run: Path | None) -> None:
+    """What a look at this machine tells. Raises: ConfigError."""
+    from service.config.preflight import check_metrics_address
+    from service.run_dir import RunDir, check_new
+
+    check_metrics_address(config)
+    if new_run is not None:
+        check_new(RunDir(path=new_run))
 
 
 def _with_model(overrides: list[str], model: str | None) -> list[str]:

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.trainer.tiny_model import MARKER
 from service.config.file import ConfigError, dump_config, load_config
 from service.config.resumable import refused_changes
 from service.config.tree import Config
@@ -136,6 +135,9 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
 def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
     """The tiny model, or a configuration as we write it; a user's own is never written over."""
     if path == run_dir.tiny_model:
+        # Seconds of imports, which most refusals do without.
+        from actors.trainer.tiny_model import MARKER
+
         return (path / MARKER).is_file()
     if path != run_dir.config_file:
         return False

@@ -12,9 +12,15 @@ from typing import Any
 import pytest
 
 from service.api.key import digest_of
-from service.commands.serve import api_address, http_settings, is_loopback, with_free_port
+from service.commands.serve import (
+    api_address,
+    checked_service,
+    http_settings,
+    is_loopback,
+    with_free_port,
+)
 from service.config.file import ConfigError
-from service.config.tree import Config
+from service.config.tree import Config, MetricsConfig
 
 KEY = "0123456789abcdef"
 
@@ -88,6 +94,12 @@ def test_port_0_becomes_a_free_one_and_a_taken_one_is_refused() -> None:
         with pytest.raises(ConfigError, match=f"service.port {port}: cannot listen there"):
             with_free_port(config(port=port), is_local=True)
         assert with_free_port(config(port=port), is_local=False).service.port == port
+
+
+def test_the_api_and_the_metrics_need_two_ports() -> None:
+    both = config(port=8123).model_copy(update={"metrics": MetricsConfig(port=8123)})
+    with pytest.raises(ConfigError, match=r"service\.port and metrics\.port are both 8123"):
+        checked_service(both, is_local=False)
 
 
 def test_on_another_machine_the_port_has_to_be_named() -> None:

@@ -102,7 +102,8 @@ def _check(environment: str, wanted: Sequence[Wanted], settings: HttpSettings) -
             422,
             "unknown-environment",
             f"environment is {shown(environment)!r}, expected one of "
-            f"{', '.join(settings.environments)}; the run's configuration names them (tasks.environment)",
+            f"{', '.join(settings.environments)}; the run's configuration names them "
+            "(tasks.environment)",
         )
     if len(wanted) > settings.max_tasks:
         raise Problem(

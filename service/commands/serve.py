@@ -13,6 +13,18 @@ from service.config.tree import Config, ServiceConfig
 MIN_KEY_CHARACTERS = 16
 
 
+def checked_service(config: Config, *, is_local: bool) -> tuple[Config, HttpSettings]:
+    """What can be refused before anything is started or imported. Raises: ConfigError."""
+    api = http_settings(config)
+    config = with_free_port(config, is_local=is_local)
+    if config.service.port == config.metrics.port:
+        raise ConfigError(
+            f"service.port and metrics.port are both {config.service.port}; expected two ports; "
+            "set another metrics.port, or 0 for any free one"
+        )
+    return config, api
+
+
 def with_free_port(config: Config, *, is_local: bool) -> Config:
     """Replace port 0 by a port that is free now. is_local: the API will listen on this machine.
 
