@@ -13,6 +13,7 @@ import typer
 
 from service.config.fields import MAX_SEED
 from service.config.file import ConfigError, dump_config, load_config
+from service.config.tree import Config
 from service.display.outlet import say
 from service.stop_signals import EXIT_INTERRUPTED, stop_signals
 
@@ -47,6 +48,9 @@ RunDirOption = Annotated[
 ResumeOption = Annotated[
     str | None, typer.Option(metavar="RUN_DIR", help="go on from its newest checkpoint")
 ]
+TakeOverOption = Annotated[
+    bool, typer.Option("--take-over", help="resume a run although another process holds it")
+]
 
 
 @app.command()
@@ -56,10 +60,11 @@ def train(
     address: AddressOption = None,
     run_dir: RunDirOption = None,
     resume: ResumeOption = None,
+    take_over: TakeOverOption = False,
     overrides: Overrides = None,
 ) -> None:
     """Train by CONFIG until its last step, and write a report."""
-    places = _Places(address=address, run_dir=run_dir, resume=resume)
+    places = _Places(address=address, run_dir=run_dir, resume=resume, takes_over=take_over)
     _start(config, _with_model(overrides or [], model), places, is_service=False)
 
 
@@ -70,13 +75,14 @@ def serve(
     address: AddressOption = None,
     run_dir: RunDirOption = None,
     resume: ResumeOption = None,
+    take_over: TakeOverOption = False,
     overrides: Overrides = None,
 ) -> None:
     """Train by CONFIG on the tasks that clients submit over HTTP.
 
     Beyond loopback a key is needed: set RAYLOOM_API_KEY.
     """
-    places = _Places(address=address, run_dir=run_dir, resume=resume)
+    places = _Places(address=address, run_dir=run_dir, resume=resume, takes_over=take_over)
     _start(config, _with_model(overrides or [], model), places, is_service=True)
 
 
@@ -87,6 +93,7 @@ class _Places:
     address: str | None
     run_dir: str | None
     resume: str | None
+    takes_over: bool
 
 
 def _start(config: Path, overrides: list[str], places: _Places, *, is_service: bool) -> NoReturn:
@@ -95,24 +102,40 @@ def _start(config: Path, overrides: list[str], places: _Places, *, is_service: b
             settings = load_config(config, overrides)
             run_dir = _place("--run-dir", places.run_dir)
             resume = _place("--resume", places.resume)
-            # Seconds of imports, which a Ctrl-C may meet too.
-            from service.commands.serve import http_settings, with_free_port
+            if places.takes_over and resume is None:
+                raise ConfigError("--take-over: got no --resume, expected the run to take; name it")
+            from service.commands.serve import checked_service
+
+            api = None
+            if is_service:
+                settings, api = checked_service(settings, is_local=places.address is None)
+            _check_places(settings, run_dir if resume is None else None)
+            # Seconds of imports, which a Ctrl-C may meet too; what can be refused is by now.
             from service.commands.train import TrainRequest, run_training
 
-            if is_service:
-                settings = with_free_port(settings, is_local=places.address is None)
             request = TrainRequest(
                 config=settings,
                 address=places.address,
                 run_dir=run_dir,
                 resume=resume,
-                api=http_settings(settings) if is_service else None,
+                takes_over=places.takes_over,
+                api=api,
             )
             code = run_training(request, signals)
         except KeyboardInterrupt:
             say("rayloom: interrupted before the run began", err=True)
             code = EXIT_INTERRUPTED
     raise typer.Exit(code)
+
+
+def _check_places(config: Config, new_run: Path | None) -> None:
+    """What a look at this machine tells. Raises: ConfigError."""
+    from service.config.preflight import check_metrics_address
+    from service.run_dir import RunDir, check_new
+
+    check_metrics_address(config)
+    if new_run is not None:
+        check_new(RunDir(path=new_run))
 
 
 def _with_model(overrides: list[str], model: str | None) -> list[str]:

@@ -194,7 +194,7 @@ class Epoch:
 
     async def _start(self) -> EngineParts:
         config, version = self._config, self.first_step - 1
-        self._recorder.phase(Phase.STARTING, "engines and trainer")
+        self._recorder.starting("engines and trainer")
         claim(self._places.checkpoints, self._lease.epoch)
         await self._engines.open_epoch(self._lease.epoch)
         try:
@@ -224,7 +224,7 @@ class Epoch:
             told=self._recorder,
         )
         await self._cancel_again()
-        self._recorder.phase(Phase.STARTING, "waiting for the engines")
+        self._recorder.starting("waiting for the engines")
         await self._engines.wait_ready(deadline_s=config.inference.start_deadline_s)
         await engine_parts.wait(version)
         return engine_parts

@@ -53,11 +53,11 @@ def readiness(
     publish_limit_s: float,
 ) -> Readiness:
     """behind_s: since when an engine lacks the current version; borne for as long as a publish
-    may take."""
+    may take, and told only of a run that trains: any other waits for more than the engines."""
     reasons = []
     if phase is not Phase.TRAINING:
         reasons.append(f"the run is {phase.value}" + (f": {detail}" if detail else ""))
-    if behind_s > publish_limit_s:
+    elif behind_s > publish_limit_s:
         reasons.append(
             f"{engines_ready} of {engines_expected} engines hold the current version, for "
             f"{behind_s:.0f} s now; a publish may take {publish_limit_s:g} s; look at the logs of "

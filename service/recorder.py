@@ -83,6 +83,11 @@ class RunRecorder:
             log.info("%s%s", phase.value, f": {detail}" if detail else "")
         self.current_phase, self.phase_detail = phase, detail
 
+    def starting(self, detail: str) -> None:
+        """Parts are being started; after a fault that belongs to the recovery."""
+        is_recovery = self.current_phase is Phase.RECOVERING
+        self.phase(Phase.RECOVERING if is_recovery else Phase.STARTING, detail)
+
     def notice(self, text: str) -> None:
         """Something a user should see: a fault, a recovery, a warning."""
         log.warning("%s", text)

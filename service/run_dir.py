@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.config.file import ConfigError, dump_config, load_config
+from service.config.resumable import refused_changes
 from service.config.tree import Config
 from service.store.run_store import RunStore, StoreError
-
-# What must not change between a run and its resumption, because the checkpoint depends on it.
-FIXED_SECTIONS = ("model", "tasks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +139,8 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
 def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
     """The tiny model, or a configuration as we write it; a user's own is never written over."""
     if path == run_dir.tiny_model:
-        from actors.trainer.tiny_model import MARKER  # seconds of imports
+        # Seconds of imports, which most refusals do without.
+        from actors.trainer.tiny_model import MARKER
 
         return (path / MARKER).is_file()
     if path != run_dir.config_file:
@@ -167,17 +166,10 @@ def check_resumable(run_dir: RunDir, config: Config) -> None:
             f"({' '.join(str(error).split())}); restore it, or start a new run"
         ) from error
     _check_database(run_dir)
-    for section in FIXED_SECTIONS:
-        if getattr(before, section) != getattr(config, section):
-            raise ConfigError(
-                f"--resume {run_dir.path}: section {section} differs from the run's own "
-                f"({run_dir.config_file}); expected the same, because the checkpoint and the task "
-                "order depend on it; use the run's configuration, or start a new run"
-            )
-    if before.run.seed != config.run.seed:
+    if refused := refused_changes(before, config):
         raise ConfigError(
-            f"--resume {run_dir.path}: run.seed is {config.run.seed}, the run began with "
-            f"{before.run.seed}; expected the same, because the tasks derive from it"
+            f"--resume {run_dir.path}: {refused[0]}; use the run's own configuration "
+            f"({run_dir.config_file}), or start a new run"
         )
 
 

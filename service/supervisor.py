@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -42,6 +40,7 @@ from service.resuming import fallback_notice, find_faults
 from service.run_dir import RunDir
 from service.status import Phase, RunStatus
 from service.store.lineage import read_history
+from service.store.presence import RENEW_EVERY_S, own_name, release, renew
 from service.store.run_store import Lease, LeaseLost, RunStore, StoreError
 from service.summary import LedgerTotals, summarize_run, write_summary
 
@@ -116,7 +115,8 @@ class Supervisor:
             many recoveries; LeaseLost; StoreError when no checkpoint is left, or the database
             cannot be written; CheckpointError for one that cannot; whatever a bug raises.
         """
-        observing = asyncio.create_task(self._observe_forever())
+        watching = [asyncio.create_task(self._observe_forever())]
+        watching.append(asyncio.create_task(self._renew_forever()))
         try:
             reason = await self._run_epochs()
         except _EXPLAINED as error:
@@ -132,10 +132,13 @@ class Supervisor:
             has_report = await self._end(Phase.FINISHED, reason)
             return Ending(reason=reason, has_report=has_report)
         finally:
-            observing.cancel()
+            for watch in watching:
+                watch.cancel()
             await self._engines.stop()
             self._metrics_server.shutdown()
             self._metrics_server.server_close()
+            with suppress(LeaseLost, StoreError):
+                release(self._store, epoch=self._recorder.epoch)
 
     async def stop(self) -> None:
         """Finish the step in hand, leave a checkpoint, end; or give the start up."""
@@ -182,12 +185,13 @@ class Supervisor:
 
     async def cancel(self, submission_id: str) -> SubmissionView | None:
         """Cancel what no step has taken. Raises: LeaseLost, StoreError."""
-        view, group_id = self._own_intake.cancel(submission_id)
-        if group_id is not None and self._epoch is not None:
-            # A queue that is gone meanwhile is told when the next epoch starts.
-            with suppress(PartLost):
-                await self._epoch.queue.cancel_group(group_id)
-        return view
+        return await self._own_intake.cancel(submission_id, evict=self._evict)
+
+    async def _evict(self, group_id: str) -> bool:
+        """Returns: False when a step has it. A queue that is gone is told by the next epoch."""
+        with suppress(PartLost):
+            return self._epoch is None or await self._epoch.queue.cancel_group(group_id)
+        return True
 
     async def readiness(self) -> Readiness:
         return readiness(
@@ -279,9 +283,8 @@ class Supervisor:
         commits = self._store.commits()
         sound = [commit for commit in commits if commit.directory not in self._faults]
         self._faults |= find_faults(self._run_dir.checkpoints, sound)
-        lease = self._store.acquire_lease(
-            holder=f"{socket.gethostname()}:{os.getpid()}", passed_over=self._faults.keys()
-        )
+        lease = self._store.acquire_lease(holder=own_name(), passed_over=self._faults.keys())
+        renew(self._store, epoch=lease.epoch)
         used = [commit for commit in commits if lease.parent and commit.id == lease.parent.id]
         if used and used[0] is not commits[0]:
             self._recorder.notice(fallback_notice(self._faults, commits[0], used[0]))
@@ -296,6 +299,13 @@ class Supervisor:
                     self._stats = await epoch.stats()
                     self._recorder.queue(self._stats)
                 await self._look_at_engines()
+
+    async def _renew_forever(self) -> None:
+        """Show that the run is held; what is wrong with the store the run meets by itself."""
+        while True:
+            await asyncio.sleep(RENEW_EVERY_S)
+            with suppress(LeaseLost, StoreError):
+                renew(self._store, epoch=self._recorder.epoch)
 
     async def _look_at_engines(self) -> None:
         try:

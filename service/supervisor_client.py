@@ -17,6 +17,8 @@ from service.readiness import Readiness
 from service.store.run_store import LeaseLost, StoreError
 
 DEADLINE_S = 20.0
+# Of a first contact: a supervisor that is being started answers nothing, and a probe must.
+CONTACT_DEADLINE_S = 5.0
 
 
 class SupervisorClient:
@@ -40,7 +42,7 @@ class SupervisorClient:
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         try:
-            call = getattr(self._found(), method).remote(*arguments)
+            call = getattr(await self._found(), method).remote(*arguments)
             return await answer(call, part="supervisor", deadline_s=DEADLINE_S)
         except (LeaseLost, StoreError) as error:
             raise RunUnavailable(str(error)) from error
@@ -49,10 +51,18 @@ class SupervisorClient:
             self._actor = None
             raise RunUnavailable(f"the run does not answer: {error}") from error
 
-    def _found(self) -> Any:
-        if self._actor is None:
-            try:
-                self._actor = ray.get_actor(self._run_id, namespace=NAMESPACE)
-            except (ValueError, RayError) as error:
-                raise RunUnavailable(f"the run {self._run_id} is not there: {error}") from error
-        return self._actor
+    async def _found(self) -> Any:
+        """The supervisor, once it has answered. Raises: RunUnavailable for one that starts."""
+        if self._actor is not None:
+            return self._actor
+        try:
+            actor = ray.get_actor(self._run_id, namespace=NAMESPACE)
+        except (ValueError, RayError) as error:
+            raise RunUnavailable(f"the run {self._run_id} is not there: {error}") from error
+        contact = actor.readiness.remote()
+        try:
+            await answer(contact, part="supervisor", deadline_s=CONTACT_DEADLINE_S)
+        except PartLost as error:
+            raise RunUnavailable(f"the run is starting, or has died: {error}") from error
+        self._actor = actor
+        return actor

@@ -11,6 +11,7 @@ from record_builders import step_record
 from actors.metrics import Metrics
 from actors.outcomes import OutcomePolicy
 from actors.trajectory import Outcome, Task
+from actors.trajectory_queue.groups import Group
 from actors.trajectory_queue.messages import QueueCut, QueueSnapshot
 from actors.trajectory_queue.queue_state import QueueState
 from service.intake.intake import Intake, IntakeSettings
@@ -19,6 +20,7 @@ from service.recorder import RunRecorder
 from service.store.run_store import RunStore
 
 GROUPS_PER_STEP = 2
+TakenStep = tuple[int, list[Group]]
 
 
 def wanted(name: str, *, seed: int = 1, num_samples: int = 2) -> Wanted:
@@ -34,6 +36,7 @@ class Desk:
     capacity: int = 8
     step: int = 0
     queue: QueueState = field(init=False)
+    taken: TakenStep | None = None
 
     def __post_init__(self) -> None:
         self.store = RunStore(f"sqlite:///{self.directory / 'run.db'}")
@@ -75,17 +78,34 @@ class Desk:
         self.drain()
         return len(assignments)
 
+    def take(self) -> None:
+        """Let the next step take its groups, where it is complete; `train` goes on with it."""
+        self.taken = self.taken or self.queue.take_step()
+
     def train(self) -> list[str]:
         """Train the next step and publish it; its rollouts, none where it is not complete."""
-        taken = self.queue.take_step()
-        if taken is None:
+        self.take()
+        if self.taken is None:
             return []
-        rollouts = settle_all(self.queue, *taken)
+        rollouts = settle_all(self.queue, *self.taken)
+        self.taken = None
         self.step += 1
         self.queue.publish(self.step)
         self.drain()
         self.recorder.step(step_record(self.step))
         return rollouts
+
+    async def cancel(self, name: str) -> str | None:
+        """As the supervisor does it; how the task stands then."""
+
+        async def evict(group_id: str) -> bool:
+            is_evicted = self.queue.cancel_group(group_id)
+            # The ledger may tell of it before the answer comes.
+            self.drain()
+            return is_evicted
+
+        view = await self.intake.cancel(name, evict=evict)
+        return None if view is None else view.status.value
 
     def commit(self) -> None:
         cut = QueueCut(drained=self.queue.drain(), snapshot=self.queue.snapshot())

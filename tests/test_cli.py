@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,38 @@ def test_a_configuration_that_is_not_there_is_refused_before_the_heavy_imports()
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert answer.returncode == 2 and "nofile.yaml is not there" in answer.stderr
+
+
+def test_what_serve_refuses_is_refused_before_the_heavy_imports(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {tiny: {}}\ntasks: {environment: guessing}\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rayloom.db").touch()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        for arguments, words in (
+            (["--set", "service.port=0", "--set", "service.host=0.0.0.0"], "no key is set"),
+            (["--set", f"service.port={taken}"], "service.port"),
+            (["--set", "service.port=0", "--set", f"metrics.port={taken}"], "metrics.port"),
+            (["--set", "service.port=0", "--run-dir", str(tmp_path / "run")], "holds a run"),
+        ):
+            line = ["rayloom", "serve", str(tmp_path / "config.yaml"), *arguments]
+            code = (
+                f"import sys; from service.cli import main\nsys.argv = {line}\n"
+                "try: main()\n"
+                "finally: assert not {'torch', 'ray', 'transformers', 'vllm'} & sys.modules.keys()"
+            )
+            answer = subprocess.run(
+                [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+            )
+            assert answer.returncode == 2 and words in answer.stderr, answer.stderr
+
+
+def test_taking_over_without_naming_the_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {tiny: {}}\ntasks: {environment: guessing}\n")
+    answer = rayloom("serve", str(tmp_path / "config.yaml"), "--take-over")
+    assert answer.returncode == 2 and "--take-over: got no --resume" in answer.stderr
 
 
 @pytest.mark.parametrize("run_dir", ["", "/proc/foo", "/dev/null/run"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ import pytest
 from intake_desk import Desk
 
 from service.api.app import create_app
-from service.api.guards import digest_of
+from service.api.guards import Guards
+from service.api.key import digest_of
 from service.api.port import HttpSettings, RunUnavailable
 from service.intake.submission import SubmissionView, SubmitReply, Wanted
 from service.readiness import Readiness, readiness
@@ -42,11 +44,8 @@ class DeskRun:
         return self.desk.intake.view(submission_id)
 
     async def cancel(self, submission_id: str) -> SubmissionView | None:
-        view, group_id = self.desk.intake.cancel(submission_id)
-        if group_id is not None:
-            self.desk.queue.cancel_group(group_id)
-            self.desk.drain()
-        return view
+        await self.desk.cancel(submission_id)
+        return self.desk.intake.view(submission_id)
 
     async def readiness(self) -> Readiness:
         if self.is_gone:
@@ -150,13 +149,74 @@ async def test_a_body_of_another_shape_says_where(
     assert words in json.dumps(found) and found["errors"]
 
 
-@pytest.mark.parametrize("text", ["{", "", "\xff", '{"environment": }', "[" * 4000])
-async def test_a_body_that_is_no_json_is_told_apart(client: httpx.AsyncClient, text: str) -> None:
-    answer = await client.post(
-        URL, content=text.encode("latin-1"), headers={"content-type": "application/json"}
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "at character 1"),
+        ('{"environment": }', "at character 16"),
+        ("\xff", "can't decode byte 0xff"),
+        ("[" * 4000, "recursion"),
+        ("9" * 4000 + "9" * 1000, "digits"),
+    ],
+)
+async def test_a_body_that_is_no_json_says_why_and_what_to_send(
+    run: DeskRun, text: str, words: str
+) -> None:
+    async with client_of(run, replace(SETTINGS, max_body_bytes=8192)) as client:
+        answer = await client.post(
+            URL, content=text.encode("latin-1"), headers={"content-type": "application/json"}
+        )
+    detail = problem(answer, 400, "malformed-body")["detail"]
+    assert words in detail and "send one JSON object" in detail
+
+
+async def test_no_body_at_all_is_told_as_a_missing_one(client: httpx.AsyncClient) -> None:
+    assert problem(await client.post(URL), 422, "invalid-request")["detail"].startswith("body")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {},
+        {"content-type": "application/json", "content-encoding": "gzip"},
+    ],
+)
+async def test_a_body_of_another_format_is_415(
+    client: httpx.AsyncClient, headers: dict[str, str]
+) -> None:
+    content = json.dumps(batch("a")).encode()
+    answer = await client.post(URL, content=content, headers=headers)
+    assert "expected" in problem(answer, 415, "unsupported-media-type")["detail"]
+    utf8 = {"content-type": "application/json; charset=utf-8"}
+    assert (await client.post(URL, content=content, headers=utf8)).status_code == 202
+    # What has no body needs no format.
+    assert (await client.post(f"{URL}/a/cancel")).status_code == 200
+
+
+async def test_of_what_was_sent_only_a_part_is_sent_back(client: httpx.AsyncClient) -> None:
+    long = "x" * 3000
+    for body in (batch("a", environment=long), batch("a", **{long: 1}), batch(long)):
+        assert len((await client.post(URL, json=body)).text) < 1500
+    assert len((await client.get(f"/{long}")).text) < 1500
+    many = {"environment": "guessing", "tasks": [{"id": "a b"}] * 100}
+    assert len(problem(await client.post(URL, json=many), 422, "invalid-request")["errors"]) == 20
+
+
+async def test_a_body_that_stalls_is_given_up(run: DeskRun) -> None:
+    guarded = Guards(
+        create_app(run, SETTINGS), max_body_bytes=4096, key_digest=None, body_limit_s=0.1
     )
-    assert answer.status_code in (400, 422)
-    assert answer.headers["content-type"] == "application/problem+json"
+
+    async def stalling() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    transport = httpx.ASGITransport(app=guarded)
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+        answer = await client.post(URL, content=stalling())
+    assert "0.1 s" in problem(answer, 408, "body-too-slow")["detail"]
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", '"\\ud800"'])
@@ -167,6 +227,19 @@ async def test_data_that_json_cannot_keep_is_refused(client: httpx.AsyncClient, 
         URL, content=text.encode(), headers={"content-type": "application/json"}
     )
     assert "plain JSON" in problem(answer, 422, "invalid-request")["detail"]
+
+
+@pytest.mark.parametrize("depth", [65, 480, 900])
+async def test_data_is_taken_up_to_a_depth(client: httpx.AsyncClient, depth: int) -> None:
+    def text(levels: int) -> bytes:
+        data = '{"x": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+        head = '{"environment": "guessing", "tasks": [{"id": "a", "seed": 3, "data": '
+        return (head + data + "}]}").encode()
+
+    headers = {"content-type": "application/json"}
+    refused = await client.post(URL, content=text(depth), headers=headers)
+    assert "at most 64 objects and lists" in problem(refused, 422, "invalid-request")["detail"]
+    assert (await client.post(URL, content=text(64), headers=headers)).status_code == 202
 
 
 async def test_what_the_run_does_not_play_is_refused_with_what_it_does(
@@ -213,6 +286,16 @@ async def test_a_full_line_is_429_with_the_time_to_come_again(client: httpx.Asyn
     assert (await client.get(f"{URL}/d")).status_code == 404
 
 
+async def test_a_batch_that_no_waiting_makes_fit_is_413(tmp_path: Path) -> None:
+    run = DeskRun(Desk(tmp_path, capacity=3).begin())
+    async with client_of(run) as client:
+        body = problem(await client.post(URL, json=batch(*"abcd")), 413, "batch-too-large")
+        assert "expected at most 3" in body["detail"] and "split the batch" in body["detail"]
+        assert (await client.post(URL, json=batch(*"abc"))).status_code == 202
+        # Only what is new needs room.
+        assert (await client.post(URL, json=batch(*"abcd"))).status_code == 429
+
+
 async def test_a_task_is_cancelled_once_and_for_all(
     client: httpx.AsyncClient, run: DeskRun
 ) -> None:
@@ -226,11 +309,29 @@ async def test_a_task_is_cancelled_once_and_for_all(
     problem(await client.post(f"{URL}/a/cancel"), 409, "already-over")
 
 
+async def test_what_a_step_has_taken_cannot_be_cancelled(
+    client: httpx.AsyncClient, run: DeskRun
+) -> None:
+    await client.post(URL, json=batch("a", "b"))
+    await run.desk.admit()
+    run.desk.play()
+    run.desk.take()
+    body = problem(await client.post(f"{URL}/a/cancel"), 409, "already-over")
+    assert "a training step has it" in body["detail"]
+    assert (await client.get(f"{URL}/a")).json()["status"] == "finished"
+    run.desk.train()
+    assert (await client.get(f"{URL}/a")).json()["status"] == "trained"
+
+
 async def test_what_is_not_there_is_404(client: httpx.AsyncClient) -> None:
     problem(await client.get(f"{URL}/nobody"), 404, "unknown-rollout")
     problem(await client.post(f"{URL}/nobody/cancel"), 404, "unknown-rollout")
-    problem(await client.get("/api/v2/rollouts"), 404, "not-found")
-    problem(await client.delete(f"{URL}/a"), 405, "method-not-allowed")
+    body = problem(await client.get("/api/v2/rollouts"), 404, "not-found")
+    assert "POST /api/v1/rollouts, GET /api/v1/rollouts/{rollout_id}" in body["detail"]
+    answer = await client.delete(f"{URL}/a")
+    body = problem(answer, 405, "method-not-allowed")
+    assert "got DELETE" in body["detail"] and "expected GET" in body["detail"]
+    assert answer.headers["allow"] == "GET"
 
 
 async def test_the_key_guards_all_but_the_probes(run: DeskRun) -> None:

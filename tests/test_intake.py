@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 
@@ -134,31 +135,73 @@ async def test_an_attempt_that_is_repeated_is_still_running(desk: Desk) -> None:
 
 async def test_cancelling_takes_back_what_no_step_has_taken(desk: Desk) -> None:
     submit(desk, "a", "b", "c", "d", "e")
-    view, group = desk.intake.cancel("e")
-    assert view is not None and view.status is Status.CANCELLED and group is None
+    assert await desk.cancel("e") == "cancelled"
     assert await desk.admit() == ["a", "b", "c", "d"]
-    view, group = desk.intake.cancel("a")
-    assert group is not None and desk.queue.cancel_group(group)
-    desk.drain()
-    assert view is not None and view.status is Status.CANCELLED
+    assert await desk.cancel("a") == await desk.cancel("a") == "cancelled"
     assert desk.play() == 6
     # Its number is free again, and the next steps go on without it.
     submit(desk, "f")
     assert await desk.admit() == ["f"]
     desk.play()
     desk.train()
-    trained, group = desk.intake.cancel("b")
-    assert trained is not None and trained.status is Status.TRAINED and group is None
-    assert desk.intake.cancel("unknown") == (None, None)
+    assert await desk.cancel("b") == "trained"
+    assert await desk.cancel("unknown") is None
+
+
+async def test_what_a_step_has_taken_is_not_called_cancelled(desk: Desk) -> None:
+    submit(desk, "a", "b")
+    await desk.admit()
+    desk.play()
+    desk.take()
+    assert await desk.cancel("a") == "finished"
+    assert desk.restart().status("a") != "cancelled"
+
+
+async def test_two_who_cancel_at_once_are_both_told_so(desk: Desk) -> None:
+    submit(desk, "a", "b")
+    await desk.admit()
+
+    async def evict(group_id: str) -> bool:
+        await asyncio.sleep(0)
+        return desk.queue.cancel_group(group_id)
+
+    views = await asyncio.gather(*(desk.intake.cancel("a", evict=evict) for _ in range(2)))
+    assert [view.status for view in views if view] == [Status.CANCELLED] * 2
+
+
+async def test_a_queue_that_is_gone_is_told_of_it_by_the_next_epoch(desk: Desk) -> None:
+    submit(desk, "a", "b", "c")
+    await desk.admit()
+    desk.commit()
+    assert await cancel_without_a_queue(desk, "a") is Status.CANCELLED
+    later = desk.restart()
+    assert later.status("a") == "cancelled"
+    assert later.play() == 4
+
+
+async def test_a_task_that_was_trained_all_the_same_is_told_as_trained(desk: Desk) -> None:
+    submit(desk, "a", "b")
+    await desk.admit()
+    desk.play()
+    assert await cancel_without_a_queue(desk, "a") is Status.CANCELLED
+    desk.train()
+    desk.commit()
+    assert desk.status("a") == desk.restart().status("a") == "trained"
+
+
+async def cancel_without_a_queue(desk: Desk, name: str) -> Status | None:
+    async def is_gone(group_id: str) -> bool:
+        return True
+
+    view = await desk.intake.cancel(name, evict=is_gone)
+    return None if view is None else view.status
 
 
 async def test_what_was_cancelled_after_the_checkpoint_stays_cancelled(desk: Desk) -> None:
     submit(desk, "a", "b", "c")
     await desk.admit()
     desk.commit()
-    _, group = desk.intake.cancel("a")
-    assert group is not None
-    desk.queue.cancel_group(group)
+    assert await desk.cancel("a") == "cancelled"
     later = desk.restart()
     assert later.status("a") == "cancelled"
     assert later.play() == 4
@@ -166,7 +209,9 @@ async def test_what_was_cancelled_after_the_checkpoint_stays_cancelled(desk: Des
 
 
 ACTIONS = st.lists(
-    st.sampled_from(["submit", "admit", "play", "fail", "train", "commit", "cancel", "kill"]),
+    st.sampled_from(
+        ["submit", "admit", "play", "fail", "take", "train", "commit", "cancel", "kill"]
+    ),
     min_size=5,
     max_size=40,
 )
@@ -179,6 +224,7 @@ async def test_whatever_happens_none_is_lost_and_none_is_trained_twice(
 ) -> None:
     desk = Desk(tmp_path_factory.mktemp("desk"), capacity=6).begin()
     accepted: list[str] = []
+    cancelled: set[str] = set()
     for action in actions:
         match action:
             case "submit":
@@ -191,18 +237,21 @@ async def test_whatever_happens_none_is_lost_and_none_is_trained_twice(
                 desk.play()
             case "fail":
                 desk.play(outcome=Outcome.WALL_TIMEOUT)
+            case "take":
+                desk.take()
             case "train":
                 desk.train()
             case "commit":
                 desk.commit()
             case "cancel" if accepted:
-                _, group = desk.intake.cancel(accepted[len(accepted) // 2])
-                if group is not None:
-                    desk.queue.cancel_group(group)
-                    desk.drain()
+                name = accepted[len(accepted) // 2]
+                if await desk.cancel(name) == "cancelled":
+                    cancelled.add(name)
             case "kill":
                 desk = desk.restart()
     await check(desk, accepted)
+    # What was answered as cancelled is never trained, whatever came after.
+    assert {name for name in accepted if desk.status(name) == "cancelled"} == cancelled
 
 
 async def check(desk: Desk, accepted: list[str]) -> None:

@@ -239,6 +239,17 @@ def test_phases_are_shown_with_their_detail(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def test_a_start_after_a_fault_is_shown_as_the_recovery(tmp_path: Path) -> None:
+    recorder, _, _ = make_recorder(tmp_path)
+    recorder.starting("engines and trainer")
+    assert recorder.current_phase is Phase.STARTING
+    recorder.phase(Phase.RECOVERING, "rank 0 died")
+    recorder.starting("engines and trainer")
+    assert (recorder.current_phase, recorder.phase_detail) == (
+        Phase.RECOVERING, "engines and trainer",
+    )  # fmt: skip
+
+
 def test_the_first_fault_of_each_kind_is_told_with_its_text(tmp_path: Path) -> None:
     recorder, _, _ = make_recorder(tmp_path)
     broken = replace(

@@ -169,6 +169,39 @@ def test_a_broken_configuration_or_database_is_refused_before_anything_starts(
         assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"groups_per_step": 3}, "groups_per_step is 3, the run has 4; expected the same"),
+        ({"groups_per_step": 8}, "groups_per_step is 8, the run has 4; expected the same"),
+        ({"max_lag": 1}, "max_lag is 1, the run has 2; expected at least as many"),
+        ({"min_group_size": 3}, "min_group_size is 3, the run has 2; expected at most as many"),
+    ],
+)
+def test_settings_that_stored_groups_rest_on_cannot_change(
+    tmp_path: Path, change: dict[str, int], words: str
+) -> None:
+    place = make_run(tmp_path / "run")
+    own = {"groups_per_step": 4, "group_size": 4, "max_lag": 2, "min_group_size": 2}
+    place.config_file.write_text(yaml.safe_dump({**SMALL, "algorithm": own}))
+    with pytest.raises(ConfigError, match=words) as refusal:
+        resume(place, algorithm={**own, **change})
+    assert "use the run's own configuration" in str(refusal.value)
+    assert not place.log_file.exists()
+
+
+def test_settings_that_nothing_stored_rests_on_may_change(tmp_path: Path) -> None:
+    place = make_run(tmp_path / "run")
+    changed = small_config(
+        tmp_path,
+        run={"steps": 9},
+        algorithm={"group_size": 8, "max_lag": 1, "window_groups": 2},
+        trainer={"num_ranks": 1, "learning_rate": 1e-4},
+        inference={"num_replicas": 2},
+    )
+    check_resumable(place, load_config(changed))
+
+
 def test_an_export_of_what_is_no_run_says_so(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ConfigError, match="no run or checkpoint lies there"):

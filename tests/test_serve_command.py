@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.api.guards import digest_of
-from service.commands.serve import api_address, http_settings, is_loopback, with_free_port
+from service.api.key import digest_of
+from service.commands.serve import (
+    api_address,
+    checked_service,
+    http_settings,
+    is_loopback,
+    with_free_port,
+)
 from service.config.file import ConfigError
-from service.config.tree import Config
+from service.config.tree import Config, MetricsConfig
 
 KEY = "0123456789abcdef"
 
@@ -47,6 +57,26 @@ def test_a_key_that_can_be_guessed_is_refused(key: str, monkeypatch: pytest.Monk
         http_settings(config())
 
 
+def test_the_key_is_not_inherited_by_what_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
+    assert http_settings(config()).key_digest == digest_of(KEY)
+    child = [sys.executable, "-c", "import os; print('RAYLOOM_API_KEY' in os.environ)"]
+    assert subprocess.run(child, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc on this machine")
+def test_the_key_can_no_longer_be_read_in_proc_of_the_process_that_took_it() -> None:
+    code = (
+        "from pathlib import Path; from service.api.key import take_key; "
+        "print(take_key(), Path('/proc/self/environ').read_text())"
+    )
+    environ = {**os.environ, "RAYLOOM_API_KEY": KEY}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ
+    )
+    assert found.stdout.count(KEY) == 1 and "RAYLOOM_API_KEY=xxxx" in found.stdout
+
+
 def test_the_routes_get_what_the_configuration_says() -> None:
     settings = http_settings(config(max_body_kib=2, max_tasks_per_request=3))
     assert (settings.max_body_bytes, settings.max_tasks) == (2048, 3)
@@ -64,6 +94,12 @@ def test_port_0_becomes_a_free_one_and_a_taken_one_is_refused() -> None:
         with pytest.raises(ConfigError, match=f"service.port {port}: cannot listen there"):
             with_free_port(config(port=port), is_local=True)
         assert with_free_port(config(port=port), is_local=False).service.port == port
+
+
+def test_the_api_and_the_metrics_need_two_ports() -> None:
+    both = config(port=8123).model_copy(update={"metrics": MetricsConfig(port=8123)})
+    with pytest.raises(ConfigError, match=r"service\.port and metrics\.port are both 8123"):
+        checked_service(both, is_local=False)
 
 
 def test_on_another_machine_the_port_has_to_be_named() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from service.commands.train import EXIT_FAILED, _report_loss
 from service.config.file import load_config
 from service.run_dir import RunDir
 from service.status import Phase
+from service.store.presence import live_holder
 from service.store.run_store import LeaseLost, RunStore, StoreError
 from service.supervisor import Cursor, Supervisor
 
@@ -65,6 +68,29 @@ async def test_a_run_without_a_usable_checkpoint_ends_with_that_sentence(
     with pytest.raises(StoreError, match="none of the run's 1 checkpoints can be used"):
         await supervisor.run()
     assert "step-000003-e1" in str((await supervisor.status(Cursor())).exit_reason)
+
+
+async def test_a_supervisor_shows_that_it_holds_the_run_until_its_end(
+    supervisor: Supervisor, place: RunDir
+) -> None:
+    lease = supervisor._take_lease()
+    supervisor._recorder.begin_epoch(lease)
+    store = RunStore(place.database_url)
+    holder = live_holder(store, now=time.time())
+    assert holder is not None and holder.name.endswith(f":{os.getpid()}")
+    store.commit_checkpoint(
+        epoch=lease.epoch,
+        step=1,
+        policy_version=1,
+        directory="step-000001-e1",
+        queue_snapshot={},
+        new_events=(),
+        last_event_seq=-1,
+    )
+    with pytest.raises(StoreError):
+        await supervisor.run()
+    assert live_holder(store, now=time.time()) is None
+    store.close()
 
 
 def test_who_lost_the_run_to_another_process_is_not_told_to_take_it_back(

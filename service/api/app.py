@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from service.api import problems
 from service.api.guards import Guards
 from service.api.port import HttpSettings, RunPort
-from service.api.problems import Problem
+from service.api.problems import Problem, shown
 from service.api.schemas import (
     ID_PATTERN,
     ReadyAnswer,
@@ -77,11 +77,7 @@ def _add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         """Take a task back, as long as no training step has taken it; may be repeated."""
         view = _found(rollout_id, await run.cancel(rollout_id))
         if view.status is not Status.CANCELLED:
-            raise Problem(
-                409,
-                "already-over",
-                f"{rollout_id} is {view.status.value} already and cannot be taken back",
-            )
+            raise Problem(409, "already-over", _why_not_cancelled(view))
         return RolloutAnswer.of(view)
 
 
@@ -91,13 +87,23 @@ def _found(rollout_id: str, view: SubmissionView | None) -> SubmissionView:
     return view
 
 
+def _why_not_cancelled(view: SubmissionView) -> str:
+    if view.status in (Status.TRAINED, Status.EVICTED):
+        return f"{view.id} is {view.status.value} already and cannot be taken back"
+    return (
+        f"{view.id} has left the queue: a training step has it, or it was evicted just now; it "
+        "cannot be taken back; GET it later to see what became of it"
+    )
+
+
 def _check(environment: str, wanted: Sequence[Wanted], settings: HttpSettings) -> None:
     if environment not in settings.environments:
         raise Problem(
             422,
             "unknown-environment",
-            f"environment is {environment!r}, expected one of {', '.join(settings.environments)}; "
-            "the run's configuration names them (tasks.environment)",
+            f"environment is {shown(environment)!r}, expected one of "
+            f"{', '.join(settings.environments)}; the run's configuration names them "
+            "(tasks.environment)",
         )
     if len(wanted) > settings.max_tasks:
         raise Problem(
@@ -130,6 +136,12 @@ def _refuse_if_needed(reply: SubmitReply) -> None:
             "tasks ids of their own",
             errors=[{"loc": ["body", "tasks", each]} for each in reply.conflicts],
             headers={"x-should-retry": "false"},
+        )
+    if reply.is_too_large:
+        raise Problem(
+            413,
+            "batch-too-large",
+            f"{reply.refusal}; split the batch, or raise service.max_waiting_tasks",
         )
     if reply.retry_after_s is not None:
         raise Problem(

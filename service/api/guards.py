@@ -2,48 +2,65 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-from hashlib import sha256
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.problems import Problem, problem_response
+from service.api.key import digest_of
+from service.api.problems import Problem, problem_response, shown
 
 # What probes and people may read without a key.
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-
-
-def digest_of(key: str) -> str:
-    """SHA-256 of a key, hexadecimal: the key itself is kept nowhere."""
-    return sha256(key.encode()).hexdigest()
+# From the first look at a body to its end.
+BODY_LIMIT_S = 30.0
 
 
 class Guards:
     """ASGI middleware. A body is counted as it comes: its header may be missing, or lie."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, key_digest: str | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        key_digest: str | None,
+        body_limit_s: float = BODY_LIMIT_S,
+    ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._key_digest = key_digest
+        self._body_limit_s = body_limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers, path = Headers(scope=scope), scope["path"]
-        if path not in OPEN_PATHS and not self._has_key(headers):
-            await problem_response(_wrong_key(headers), instance=path)(scope, receive, send)
-            return
-        announced = headers.get("content-length", "0")
-        if announced.isdigit() and int(announced) > self._max_body_bytes:
-            await problem_response(self._too_large(), instance=path)(scope, receive, send)
-            return
-        body = await self._read(receive)
-        if body is None:
-            await problem_response(self._too_large(), instance=path)(scope, receive, send)
+        try:
+            body = await self._checked(scope, receive)
+        except Problem as problem:
+            await problem_response(problem, instance=scope["path"])(scope, receive, send)
             return
         await self._app(scope, _replay(body, receive), send)
+
+    async def _checked(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body of a request that may pass. Raises: Problem."""
+        headers = Headers(scope=scope)
+        if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
+            raise _wrong_key(headers)
+        announced = headers.get("content-length", "0")
+        # Digits beyond these make no length that could be taken.
+        if announced.isdecimal() and int(announced[:20]) > self._max_body_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self._body_limit_s):
+                body = await self._read(receive)
+        except TimeoutError:
+            raise self._too_slow() from None
+        if body:
+            _check_format(headers)
+        return body
 
     def _has_key(self, headers: Headers) -> bool:
         if self._key_digest is None:
@@ -52,8 +69,8 @@ class Guards:
         is_bearer = scheme.lower() == "bearer"
         return is_bearer and hmac.compare_digest(digest_of(key.strip()), self._key_digest)
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body; None when it is too large."""
+    async def _read(self, receive: Receive) -> bytes:
+        """Raises: Problem when the body is too large."""
         parts: list[bytes] = []
         size = 0
         while True:
@@ -61,7 +78,7 @@ class Guards:
             part = message.get("body", b"")
             size += len(part)
             if size > self._max_body_bytes:
-                return None
+                raise self._too_large()
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)
@@ -72,6 +89,35 @@ class Guards:
             "body-too-large",
             f"the body is larger than {self._max_body_bytes} bytes; send fewer tasks a request, or "
             "raise service.max_body_kib",
+        )
+
+    def _too_slow(self) -> Problem:
+        return Problem(
+            408,
+            "body-too-slow",
+            f"the body had not come whole after {self._body_limit_s:g} s; send it again, in one "
+            "piece or with fewer tasks",
+            headers={"Connection": "close"},
+        )
+
+
+def _check_format(headers: Headers) -> None:
+    """Raises: Problem for a body that is not announced as plain JSON."""
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise Problem(
+            415,
+            "unsupported-media-type",
+            f"Content-Encoding is {shown(encoding)!r}; expected none; send the body as it is",
+            headers={"Accept-Encoding": "identity"},
+        )
+    media_type = headers.get("content-type", "")
+    if media_type.partition(";")[0].strip().lower() != "application/json":
+        raise Problem(
+            415,
+            "unsupported-media-type",
+            f"Content-Type is {shown(media_type)!r}, expected application/json; send one JSON "
+            "object with Content-Type: application/json",
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from service.api.port import RunUnavailable
@@ -16,6 +17,16 @@ from service.api.port import RunUnavailable
 MEDIA_TYPE = "application/problem+json"
 # How long a client should wait for a run that is starting or going back to a checkpoint.
 UNAVAILABLE_RETRY_S = 5
+
+
+# Of what a client sent, so much is sent back.
+MAX_ECHO_CHARACTERS = 200
+MAX_ERRORS = 20
+
+
+def shown(text: str) -> str:
+    """What a client sent, cut to a length that an answer can hold."""
+    return text if len(text) <= MAX_ECHO_CHARACTERS else f"{text[:MAX_ECHO_CHARACTERS]}…"
 
 
 class Problem(Exception):
@@ -41,11 +52,11 @@ def problem_response(problem: Problem, *, instance: str) -> JSONResponse:
         "title": HTTPStatus(problem.status).phrase,
         "status": problem.status,
         "detail": problem.detail,
-        "instance": instance,
+        "instance": shown(instance),
         "code": problem.code,
     }
     if problem.errors:
-        body["errors"] = list(problem.errors)
+        body["errors"] = list(problem.errors[:MAX_ERRORS])
     return JSONResponse(
         body, status_code=problem.status, headers=problem.headers, media_type=MEDIA_TYPE
     )
@@ -72,22 +83,48 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
-        problem = Problem(error.status_code, code, str(error.detail), headers=error.headers)
-        return problem_response(problem, instance=request.url.path)
+        return problem_response(_of_http(error, request), instance=request.url.path)
+
+
+def _of_http(error: HTTPException, request: Request) -> Problem:
+    """What FastAPI raises by itself."""
+    status, path, headers = error.status_code, shown(request.url.path), error.headers
+    if status == HTTPStatus.BAD_REQUEST:
+        return _malformed(shown(str(error.__cause__ or error.detail)))
+    if status == HTTPStatus.NOT_FOUND:
+        routes = [route for route in request.app.routes if isinstance(route, APIRoute)]
+        there = ", ".join(f"{'/'.join(sorted(each.methods))} {each.path}" for each in routes)
+        return Problem(404, "not-found", f"nothing is at {path}; there are {there}; see /docs")
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (headers or {}).get("Allow", "another")
+        detail = f"got {shown(request.method)} for {path}, expected {allowed}; see /docs"
+        return Problem(405, "method-not-allowed", detail, headers=headers)
+    code = HTTPStatus(status).phrase.lower().replace(" ", "-")
+    return Problem(status, code, str(error.detail), headers=headers)
+
+
+def _malformed(what: str) -> Problem:
+    return Problem(
+        400,
+        "malformed-body",
+        f"the body is not JSON that can be read: {what}; send one JSON object in UTF-8 with "
+        "Content-Type: application/json",
+    )
 
 
 def _of_validation(error: RequestValidationError) -> Problem:
     found = error.errors()
     if any(item["type"] == "json_invalid" for item in found):
         place = found[0]["loc"][-1]
-        return Problem(
-            400,
-            "malformed-body",
-            f"the body is not JSON: {found[0]['ctx']['error']} at character {place}; send one JSON "
-            "object with Content-Type: application/json",
-        )
-    errors = [{"loc": list(item["loc"]), "message": item["msg"]} for item in found]
+        return _malformed(f"{found[0]['ctx']['error']} at character {place}")
+    errors = [
+        {"loc": [_shown_part(part) for part in item["loc"]], "message": shown(item["msg"])}
+        for item in found[:MAX_ERRORS]
+    ]
     first = errors[0]
     where = ".".join(str(part) for part in first["loc"])
     return Problem(422, "invalid-request", f"{where}: {first['message']}; see /docs", errors=errors)
+
+
+def _shown_part(part: int | str) -> int | str:
+    return shown(part) if isinstance(part, str) else part

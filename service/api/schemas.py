@@ -21,6 +21,8 @@ from service.intake.submission import (
 
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
 MAX_SEED = 2**31 - 1
+# What stores, copies and shows the data goes down into it by calls.
+MAX_DEPTH = 64
 
 RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
 NumSamples = Annotated[int, Field(ge=1, strict=True)]
@@ -46,6 +48,11 @@ class TaskBody(_Strict):
     @field_validator("data")
     @classmethod
     def _is_storable(cls, data: dict[str, Any]) -> dict[str, Any]:
+        if is_deeper(data, MAX_DEPTH):
+            raise ValueError(
+                f"expected at most {MAX_DEPTH} objects and lists inside each other; flatten it, "
+                "or give it as one text"
+            )
         try:
             json.dumps(data, allow_nan=False, ensure_ascii=False).encode()
         except ValueError as error:
@@ -85,6 +92,15 @@ class SubmitBody(_Strict):
             )
             for task in self.tasks
         ]
+
+
+def is_deeper(tree: Any, limit: int) -> bool:
+    """Whether more than `limit` containers lie inside each other. Example: {"a": [1]} has 2."""
+    level = [tree]
+    for _ in range(limit):
+        inner = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [each for part in inner for each in part if isinstance(each, dict | list)]
+    return bool(level)
 
 
 class SampleAnswer(_Strict):

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 
-from service.api.guards import digest_of
+from service.api.key import KEY_VARIABLE, digest_of, take_key
 from service.api.port import HttpSettings
 from service.config.file import ConfigError
 from service.config.tree import Config, ServiceConfig
 
-KEY_VARIABLE = "RAYLOOM_API_KEY"
 MIN_KEY_CHARACTERS = 16
+
+
+def checked_service(config: Config, *, is_local: bool) -> tuple[Config, HttpSettings]:
+    """What can be refused before anything is started or imported. Raises: ConfigError."""
+    api = http_settings(config)
+    config = with_free_port(config, is_local=is_local)
+    if config.service.port == config.metrics.port:
+        raise ConfigError(
+            f"service.port and metrics.port are both {config.service.port}; expected two ports; "
+            "set another metrics.port, or 0 for any free one"
+        )
+    return config, api
 
 
 def with_free_port(config: Config, *, is_local: bool) -> Config:
@@ -44,9 +54,12 @@ def with_free_port(config: Config, *, is_local: bool) -> Config:
 
 
 def http_settings(config: Config) -> HttpSettings:
-    """What the API checks. Raises: ConfigError for one that anybody in the network could use."""
+    """What the API checks. The key is taken out of the environment: call it once, and first.
+
+    Raises: ConfigError for an API that anybody in the network could use.
+    """
     service, algorithm = config.service, config.algorithm
-    key = os.environ.get(KEY_VARIABLE)
+    key = take_key()
     if key is not None and len(key) < MIN_KEY_CHARACTERS:
         raise ConfigError(
             f"{KEY_VARIABLE}: got {len(key)} characters, expected at least {MIN_KEY_CHARACTERS}; "

@@ -19,6 +19,7 @@ from service.config.preflight import check_model_source
 from service.config.tree import Config
 from service.display.outlet import say
 from service.display.progress import Display, open_display
+from service.holding import check_free
 from service.inference.places import session_directory
 from service.preparing import prepared_run, run_id_of
 from service.resuming import finished_step
@@ -36,12 +37,16 @@ EXIT_OK, EXIT_FAILED = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRequest:
-    """What the user asked for. api: listen for tasks over HTTP; None: play the own ones."""
+    """What the user asked for. api: listen for tasks over HTTP; None: play the own ones.
+
+    takes_over: resume a run although another process holds it.
+    """
 
     config: Config
     address: str | None = None
     run_dir: Path | None = None
     resume: Path | None = None
+    takes_over: bool = False
     api: HttpSettings | None = None
 
 
@@ -57,6 +62,8 @@ def run_training(request: TrainRequest, signals: StopSignals) -> int:
         code = _look_before_resuming(run_dir, config)
         if code is not None:
             return code
+        if not request.takes_over:
+            check_free(run_dir)
     is_local = request.address is None
     with prepared_run(config, run_dir, is_local=is_local, between=signals.check) as model:
         # A cluster that is half up is let up and then ended.

@@ -186,7 +186,8 @@ def rebuild(
 
 def _overall(rollouts: Sequence[RolloutView], *, is_cancelled: bool) -> Status:
     found = {item.status for item in rollouts}
-    if is_cancelled:
+    # A step that had it when the queue was lost may have trained it: what happened is told.
+    if is_cancelled and Status.TRAINED not in found:
         return Status.CANCELLED
     for status in (Status.QUEUED, Status.RUNNING, Status.FINISHED, Status.TRAINED):
         if status in found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from actors.deadline import is_set_within
@@ -50,6 +50,7 @@ class Intake:
         self._epoch = 0
         self._book = Book(settings.policy)
         self._news = asyncio.Event()
+        self._cancelling = asyncio.Lock()
         self._step_s = 5.0
         self._closed_because = "the run has not begun; wait until /readyz says 200"
 
@@ -96,6 +97,15 @@ class Intake:
             return SubmitReply(conflicts=conflicts, line=self.line)
         if new and self._closed_because:
             return SubmitReply(refusal=self._closed_because, line=self.line)
+        if len(new) > self._settings.capacity:
+            return SubmitReply(
+                refusal=(
+                    f"{len(new)} new tasks are offered at once, expected at most "
+                    f"{self._settings.capacity}, for which there is room"
+                ),
+                is_too_large=True,
+                line=self.line,
+            )
         if new and self._book.num_waiting + len(new) > self._settings.capacity:
             return SubmitReply(
                 refusal=(
@@ -117,18 +127,30 @@ class Intake:
     def view(self, submission_id: str) -> SubmissionView | None:
         return self._book.view(submission_id) if submission_id in self._book else None
 
-    def cancel(self, submission_id: str) -> tuple[SubmissionView | None, str | None]:
-        """Cancel what has not been trained. Returns: how it stands; the group to evict, if any.
+    async def cancel(
+        self, submission_id: str, *, evict: Callable[[str], Awaitable[bool]]
+    ) -> SubmissionView | None:
+        """Cancel what no step has taken; returns how it stands then.
 
-        Nothing changes for one that is unknown, has left already, or is cancelled.
+        evict: asks the queue to give a group up; False: a step has it, and nothing changes here.
+        Nothing changes either for one that is unknown, has left already, or is cancelled.
         Raises: LeaseLost, StoreError.
         """
-        view = self.view(submission_id)
-        if view is None or view.status in (Status.TRAINED, Status.EVICTED, Status.CANCELLED):
-            return view, None
-        self._store.cancel(submission_id, epoch=self._epoch)
-        self._book.cancel(submission_id)
-        return self.view(submission_id), self._book.group_of(submission_id)
+        # One at a time: a second call would find the group evicted by the first, not yet stored.
+        async with self._cancelling:
+            view = self.view(submission_id)
+            if view is None or view.status in (Status.TRAINED, Status.EVICTED, Status.CANCELLED):
+                return view
+            while (group_id := self._book.group_of(submission_id)) is not None:
+                epoch = self._epoch
+                if not await evict(group_id):
+                    return self.view(submission_id)
+                # A newer epoch's queue may hold the group again.
+                if epoch == self._epoch:
+                    break
+            self._store.cancel(submission_id, epoch=self._epoch)
+            self._book.cancel(submission_id)
+            return self.view(submission_id)
 
     async def fill(self, vacancies: Sequence[Vacancy]) -> list[GroupRequest]:
         """The next in line for as many vacancies as there are tasks for, waited for a moment.

@@ -145,7 +145,7 @@ class SubmitReply:
 
     views: one for each task, in order; new_ids: those that were not known before. conflicts: ids
     that are known with another content. refusal: why nothing can be taken in now, with
-    retry_after_s where waiting helps.
+    retry_after_s where waiting helps, and is_too_large where only a smaller request does.
     """
 
     views: tuple[SubmissionView, ...] = ()
@@ -153,6 +153,7 @@ class SubmitReply:
     conflicts: tuple[str, ...] = ()
     refusal: str = ""
     retry_after_s: int | None = None
+    is_too_large: bool = False
     line: Line = field(default_factory=lambda: Line(waiting=0, capacity=0))
 
 

@@ -21,6 +21,14 @@ leases = Table(
     Column("parent_checkpoint", Integer, ForeignKey("checkpoints.id"), nullable=True),
 )
 
+# When the holder of an epoch last showed that it is alive; no row: it ended in order.
+presence = Table(
+    "presence",
+    metadata,
+    Column("epoch", Integer, ForeignKey("leases.epoch"), primary_key=True),
+    Column("renewed_at", Float, nullable=False),
+)
+
 checkpoints = Table(
     "checkpoints",
     metadata,

@@ -1,0 +1,52 @@
+"""What may not change between a run and its resumption: pure, over two configurations.
+
+A resumed run plays the stored groups again, under the numbers that they had. Everything else may
+change: `run.steps`, the learning rate, the numbers of ranks, engines and actors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from service.config.tree import Config
+
+# Here the checkpoint and the order of the tasks depend on every key.
+FIXED_SECTIONS = ("model", "tasks")
+
+
+def refused_changes(before: Config, now: Config) -> list[str]:
+    """Each a sentence with got, expected and the reason; none where the run can go on."""
+    found = [
+        f"section {section} differs from the run's own; expected the same, because the checkpoint "
+        "and the task order depend on it"
+        for section in FIXED_SECTIONS
+        if getattr(before, section) != getattr(now, section)
+    ]
+    if before.run.seed != now.run.seed:
+        found.append(
+            f"run.seed is {now.run.seed}, the run began with {before.run.seed}; expected the same, "
+            "because the tasks derive from it"
+        )
+    return [*found, *_refused_of_algorithm(before, now)]
+
+
+def _refused_of_algorithm(before: Config, now: Config) -> Iterator[str]:
+    own, new = before.algorithm, now.algorithm
+    if new.groups_per_step != own.groups_per_step:
+        yield (
+            f"algorithm.groups_per_step is {new.groups_per_step}, the run has "
+            f"{own.groups_per_step}; expected the same, because admission counts its groups from "
+            "the first step on, and the bound on the policy's age rests on that"
+        )
+    if new.max_lag < own.max_lag:
+        yield (
+            f"algorithm.max_lag is {new.max_lag}, the run has {own.max_lag}; expected at least as "
+            "many, because groups that were admitted so far ahead are played again and would be "
+            "too old"
+        )
+    if new.min_group_size > own.min_group_size:
+        yield (
+            f"algorithm.min_group_size is {new.min_group_size}, the run has {own.min_group_size}; "
+            "expected at most as many, because tasks that wait may have been accepted with fewer "
+            "rollouts"
+        )
