@@ -115,6 +115,8 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
         assert any("recovering" in each or "starting" in each for each in reasons), reasons
         api.wait_ready(is_ready=True, limit_s=START_S)
         assert api.submit(*later).json()["accepted"] == 20
+        answer = api.submit(*(f"many-{number}" for number in range(20)))
+        assert answer.status_code == 429 and answer.headers["retry-after"]
         wait_for_waiting_tasks(run, limit_s=STEP_S)
         run.advance(1, limit_s=STEP_S)
         run.process.kill()
@@ -163,8 +165,8 @@ def check_refusals(api: Api) -> None:
     assert api.submit("first-0", num_samples=2).status_code == 409
     answer = api.client.get("/api/v1/rollouts/first-0", headers={"authorization": "Bearer no"})
     assert answer.status_code == 401
-    answer = api.submit(*(f"many-{number}" for number in range(40)))
-    assert answer.status_code == 429 and answer.headers["retry-after"]
-    large = api.client.post("/api/v1/rollouts", content=b"x" * (2 << 20))
+    assert api.submit(*(f"many-{number}" for number in range(40))).status_code == 413
+    json = {"content-type": "application/json"}
+    large = api.client.post("/api/v1/rollouts", content=b"x" * (2 << 20), headers=json)
     assert large.status_code == 413
     assert large.headers["content-type"] == "application/problem+json"
