@@ -12,7 +12,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 import numpy as np
@@ -120,7 +120,7 @@ def _header(step: JournalStep, columns: TrajectoryColumns) -> dict[str, Any]:
         "trainer_version": step.trainer_version,
         "max_policy_age": step.max_policy_age,
         "num_packed_trained": step.num_packed_trained,
-        "group_rule": rule and {"baseline": rule.baseline.value, "scale": rule.scale.value},
+        "group_rule": rule and asdict(rule),
         "headers": columns.headers,
         "name_table": columns.name_table,
         "reasons": [entry.reason and entry.reason.value for entry in step.entries],
@@ -218,7 +218,11 @@ def _step(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Jour
         max_policy_age=header["max_policy_age"],
         num_packed_trained=header["num_packed_trained"],
         group_rule=rule
-        and GroupRule(baseline=Baseline(rule["baseline"]), scale=Scale(rule["scale"])),
+        and GroupRule(
+            baseline=Baseline(rule["baseline"]),
+            scale=Scale(rule["scale"]),
+            trains_without_signal=rule.get("trains_without_signal", False),
+        ),
         entries=tuple(entries),
     )
 

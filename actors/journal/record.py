@@ -65,10 +65,14 @@ class TrajectoryEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRule:
-    """How advantages came of a group's returns, one number for each trajectory."""
+    """How advantages came of a group's returns, one number for each trajectory.
+
+    trains_without_signal: groups of equal returns are trained, as StepSettings has it.
+    """
 
     baseline: Baseline
     scale: Scale
+    trains_without_signal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,7 +190,12 @@ def journal_settings(config: Config, *, directory: Path, epoch: int) -> JournalS
         and algorithm.reward == RewardConfig()
         and Disposition.TRAIN_PENALISED not in dispositions
     )
-    rule = GroupRule(baseline=Baseline(algorithm.baseline), scale=Scale(algorithm.scale))
+    steps = merge_settings(config)
+    rule = GroupRule(
+        baseline=steps.baseline,
+        scale=steps.scale,
+        trains_without_signal=steps.trains_without_signal,
+    )
     return JournalSettings(
         directory=directory,
         epoch=epoch,

@@ -78,15 +78,15 @@ def _findings(
     if expected is not None:
         by_member = dict(zip(by_member, expected, strict=True))
     for entry in entries:
-        yield from _check_member(entry, by_member, has_signal=expected is not None)
+        yield from _check_member(entry, by_member, rule, has_signal=expected is not None)
     yield from _check_sum(members, by_member, rule)
 
 
 def _check_member(
-    entry: TrajectoryEntry, expected: Mapping[str, float], *, has_signal: bool
+    entry: TrajectoryEntry, expected: Mapping[str, float], rule: GroupRule, *, has_signal: bool
 ) -> Iterator[tuple[Check, str]]:
     name = entry.trajectory.trajectory_id
-    if entry.reason is None and not has_signal:
+    if entry.reason is None and not has_signal and not rule.trains_without_signal:
         yield Check.ADVANTAGES, f"{name} is trained, its group's returns are equal"
     if entry.reason is EvictionReason.ZERO_VARIANCE and has_signal:
         yield Check.ADVANTAGES, f"{name} is evicted as zero_variance, its group's returns differ"
