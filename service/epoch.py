@@ -7,12 +7,13 @@ next one from the newest committed checkpoint. So a resumed run and a recovered 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
+from ray.actor import ActorHandle
 
 from actors.merge.actor import MergeActor
 from actors.trainer.checkpoint import CheckpointError, claim
@@ -84,18 +85,14 @@ class Epoch:
         self._recorder = recorder
         self._intake = intake
         queue_class: Any = TrajectoryQueue
-        merge_class: Any = MergeActor
         self._queue_actor = queue_class.remote(queue_settings(config), self._snapshot())
-        self._merge_actor = merge_class.options(num_cpus=0).remote(
-            merge_settings(config),
-            journal_settings(config, directory=places.journal, epoch=lease.epoch),
-        )
         self.queue = QueueParts(self._queue_actor)
         self._group = TrainerGroup(
             trainer_settings(config, model=places.model, checkpoint_dir=places.checkpoints),
             deadlines=Deadlines(step_s=config.trainer.step_deadline_s),
             gpus_per_rank=config.trainer.gpus_per_rank,
         )
+        self._merge_actor: ActorHandle | None = None
         self._pool: EnvironmentPool | None = None
         self._loop: Loop | None = None
         self._stop_asked = asyncio.Event()
@@ -131,7 +128,7 @@ class Epoch:
             return
         self._recorder.phase(Phase.TRAINING, "")
         assert self._pool is not None
-        self._loop = Loop(self._parts(engine_parts, self._pool), self._loop_settings())
+        self._loop = Loop(self._parts(engine_parts), self._loop_settings())
         training = asyncio.create_task(self._loop.run())
         watching = [
             asyncio.create_task(self._pool.watch()),
@@ -169,7 +166,8 @@ class Epoch:
                 self._pool.kill()
             self._group.kill()
         for actor in (self._merge_actor, self._queue_actor):
-            ray.kill(actor)
+            if actor is not None:
+                ray.kill(actor)
 
     async def stats(self) -> QueueStats:
         return await self.queue.stats()
@@ -202,6 +200,7 @@ class Epoch:
             await self._load_parent()
         except TrainerRankLost as error:
             raise PartLost(str(error)) from error
+        self._merge_actor = self._start_merge_actor()
         engine_parts = EngineParts(
             self._group,
             self._engines.board,
@@ -229,6 +228,15 @@ class Epoch:
         await engine_parts.wait(version)
         return engine_parts
 
+    def _start_merge_actor(self) -> ActorHandle:
+        """Behind the trainer's start, which tells the size of the vocabulary."""
+        config, merge_class = self._config, cast(Any, MergeActor)
+        actor: ActorHandle = merge_class.options(num_cpus=0).remote(
+            replace(merge_settings(config), vocab_size=self._group.vocab_size),
+            journal_settings(config, directory=self._places.journal, epoch=self._lease.epoch),
+        )
+        return actor
+
     async def _cancel_again(self) -> None:
         """What was cancelled after the checkpoint is in the restored queue once more."""
         for group_id in self._intake.groups_to_cancel if self._intake else ():
@@ -243,7 +251,8 @@ class Epoch:
         except CheckpointError as error:
             raise ParentUnusable(parent.directory, str(error)) from error
 
-    def _parts(self, engines: EngineParts, pool: EnvironmentPool) -> Parts:
+    def _parts(self, engines: EngineParts) -> Parts:
+        assert self._pool is not None and self._merge_actor is not None
         config, algorithm = self._config, self._config.algorithm
         tasks = open_tasks(config)
         own = ConfiguredTasks(
@@ -261,7 +270,7 @@ class Epoch:
                 keep=config.run.keep_checkpoints,
             ),
             engines=engines,
-            environments=pool,
+            environments=self._pool,
             tasks=self._intake or own,
             evaluation_tasks=tasks.held_out(config.tasks.evaluation_tasks),
             recorder=self._recorder,
@@ -276,6 +285,7 @@ class Epoch:
             evaluate_every=run.evaluate_every,
             overlaps_publish=self._config.algorithm.max_lag > 0,
             failures=failure_limits(self._config) if self._intake is None else None,
+            scores_first=self._config.algorithm.scores_first,
             # A service ends with its steps: clients may still bring what it cannot do yet.
             stop_at_reward=run.stop_at_reward if self._intake is None else None,
             checkpoint=parent.directory if parent else "",

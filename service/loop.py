@@ -47,8 +47,10 @@ class LoopSettings:
 
     overlaps_publish: go on while the engines load; pointless at lag 0, where nothing can be
     sampled meanwhile. failures: None for a run that no row of failed groups ends, because clients
-    bring the tasks. stop_at_reward: mean return of the last EDGE_STEPS steps at which the run is
-    complete. checkpoint: of which this epoch goes on, by name; empty for a fresh start.
+    bring the tasks. scores_first: rewards or advantages need a reference or a critic, which the
+    trainer is asked for before a step is built. stop_at_reward: mean return of the last EDGE_STEPS
+    steps at which the run is complete. checkpoint: of which this epoch goes on, by name; empty for
+    a fresh start.
     """
 
     first_step: int
@@ -57,6 +59,7 @@ class LoopSettings:
     evaluate_every: int
     overlaps_publish: bool
     failures: FailureLimits | None
+    scores_first: bool = False
     stop_at_reward: float | None = None
     checkpoint: str = ""
 
@@ -171,14 +174,16 @@ class Loop:
                 break
             collect_s = watch.lap()
             try:
-                built = await self._parts.merge.build(step_input, version=self._step - 1)
+                built, score_s = await self._build(step_input)
             except PayloadsLost as loss:
                 self._parts.recorder.notice(f"step {self._step}: {loss}; they are played again")
                 await self._parts.queue.lost(loss.rollout_ids)
                 continue
             if built.notice:
                 self._parts.recorder.notice(built.notice)
-            await self._train_step(built, StageSeconds(collect=collect_s, merge=watch.lap()))
+            merge_s = watch.lap() - score_s
+            stages = StageSeconds(collect=collect_s, merge=merge_s, score=score_s)
+            await self._train_step(built, stages)
             self._step += 1
         await self._concluded()
 
@@ -194,6 +199,17 @@ class Loop:
             await self._check_failures(drained.failed_groups)
         return None
 
+    async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
+        """Returns: the step, and the seconds that the trainer scored. Raises: PayloadsLost."""
+        parts, version = self._parts, self._step - 1
+        if not self._settings.scores_first:
+            return await parts.merge.build(step_input, version=version), 0.0
+        shards = await parts.merge.plan(step_input, version=version)
+        watch = Stopwatch()
+        scores = await parts.trainer.score(shards)
+        score_s = watch.lap()
+        return await parts.merge.build(step_input, version=version, scores=scores), score_s
+
     async def _check_failures(self, failed: FailedGroups | None) -> None:
         """Raises: NoUsableGroups when the run gets nowhere."""
         if self._failures is None:
@@ -204,7 +220,7 @@ class Loop:
 
     async def _train_step(self, built: BuiltStep, stages: StageSeconds) -> None:
         parts, step, watch = self._parts, self._step, Stopwatch()
-        stats = await parts.trainer.step(built.shards)
+        stats = await parts.trainer.step(built)
         stages = replace(stages, train=watch.lap())
         await self._concluded()
         await parts.engines.offer(step)

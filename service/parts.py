@@ -101,9 +101,18 @@ class MergeParts:
     def __init__(self, actor: ActorHandle) -> None:
         self._actor = actor
 
-    async def build(self, step_input: StepInput, *, version: int) -> BuiltStep:
+    async def plan(self, step_input: StepInput, *, version: int) -> Sequence[Any]:
+        return await answer(
+            self._actor.plan.remote(step_input, version),
+            part="merge actor",
+            deadline_s=MERGE_DEADLINE_S,
+        )
+
+    async def build(
+        self, step_input: StepInput, *, version: int, scores: Sequence[Any] = ()
+    ) -> BuiltStep:
         reply: MergeReply = await answer(
-            self._actor.build.remote(step_input, version),
+            self._actor.build.remote(step_input, version, list(scores)),
             part="merge actor",
             deadline_s=MERGE_DEADLINE_S,
         )
@@ -112,6 +121,7 @@ class MergeParts:
             shards=reply.shards,
             settlements=reply.settlements,
             report=reply.report,
+            value_shards=reply.value_shards,
             notice=reply.notice,
         )
 
@@ -125,9 +135,13 @@ class TrainerParts:
         self._epoch = epoch
         self._keep = keep
 
-    async def step(self, shards: Sequence[Any]) -> StepStats:
+    async def score(self, shards: Sequence[Any]) -> Sequence[Any]:
         with _rank_loss():
-            return await self._group.step(list(shards))
+            return await self._group.score(shards)
+
+    async def step(self, built: BuiltStep) -> StepStats:
+        with _rank_loss():
+            return await self._group.step(built.shards, built.value_shards)
 
     async def save(self, *, step: int, version: int) -> str:
         with _rank_loss():

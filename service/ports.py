@@ -27,13 +27,15 @@ class PartLost(Exception):
 class BuiltStep:
     """What the merge actor made of the queue's step number `step` (0, 1, 2, …).
 
-    shards: a reference to each rank's share. notice: for the run's log; mostly empty.
+    shards: a reference to each rank's share. value_shards: likewise of the critic's rows; empty
+    without a critic. notice: for the run's log; mostly empty.
     """
 
     step: int
     shards: tuple[Any, ...]
     settlements: tuple[Settlement, ...]
     report: StepReport
+    value_shards: tuple[Any, ...] = ()
     notice: str = ""
 
     def settlements_after(self, stats: StepStats) -> tuple[Settlement, ...]:
@@ -70,13 +72,26 @@ class QueuePort(Protocol):
 
 
 class MergePort(Protocol):
-    async def build(self, step_input: StepInput, *, version: int) -> BuiltStep:
-        """version: what the trainer holds. Raises: PayloadsLost."""
+    async def plan(self, step_input: StepInput, *, version: int) -> Sequence[Any]:
+        """Returns: a reference to the rows that each rank must score before `build`.
+
+        version: what the trainer holds. Raises: PayloadsLost.
+        """
+        ...
+
+    async def build(
+        self, step_input: StepInput, *, version: int, scores: Sequence[Any] = ()
+    ) -> BuiltStep:
+        """scores: what the trainer said of the plan. Raises: PayloadsLost."""
         ...
 
 
 class TrainerPort(Protocol):
-    async def step(self, shards: Sequence[Any]) -> StepStats: ...
+    async def score(self, shards: Sequence[Any]) -> Sequence[Any]:
+        """Returns: of each rank, a reference to its scores."""
+        ...
+
+    async def step(self, built: BuiltStep) -> StepStats: ...
 
     async def save(self, *, step: int, version: int) -> str:
         """Write a checkpoint durably; returns its directory's name."""

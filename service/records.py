@@ -15,13 +15,15 @@ from typing import Any
 class StageSeconds:
     """Wall seconds that the loop stood at each stage of a step; they add up to the step's time.
 
-    collect: the wait for closed groups. publish: gathering the weights and the wait for the
+    collect: the wait for closed groups. score: by a reference or a critic, before the rewards are
+    shaped; 0 where the algorithm asks for none. publish: gathering the weights and the wait for the
     engines; with a lag the loop goes on, and waits only for engines that still hold the version
     before.
     """
 
     collect: float = 0.0
     merge: float = 0.0
+    score: float = 0.0
     train: float = 0.0
     publish: float = 0.0
     checkpoint: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from trajectory_builders import linear_turns, make_trajectory, random_turns
 from actors.journal.codec import read_step, write_step
 from actors.journal.files import write_file
 from actors.journal.record import GroupRule, JournalStep, journal_step
+from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.settings import StepSettings
-from actors.merge.step import TrajectoryGroup, build_step
+from actors.merge.step import build_step
 from actors.trajectory import Outcome, Trajectory
 
 RULE = GroupRule(baseline=StepSettings().baseline, scale=StepSettings().scale)
@@ -57,11 +59,19 @@ def random_group(number: int, seed: int) -> TrajectoryGroup:
 
 
 def step_of(
-    groups: Sequence[TrajectoryGroup], *, number: int = 1, epoch: int = 1, max_policy_age: int = 9
+    groups: Sequence[TrajectoryGroup],
+    *,
+    number: int = 1,
+    epoch: int = 1,
+    max_policy_age: int = 9,
+    trains_without_signal: bool = False,
 ) -> JournalStep:
     """What step `number` of a run writes for these groups; the trainer holds number - 1."""
-    result = build_step(groups, StepSettings(), step=number - 1, trainer_version=number - 1)
-    return journal_step(result, epoch=epoch, max_policy_age=max_policy_age, group_rule=RULE)
+    settings = StepSettings(trains_without_signal=trains_without_signal)
+    merged = merge_groups(groups, settings)
+    result = build_step(merged, settings, step=number - 1, trainer_version=number - 1)
+    rule = replace(RULE, trains_without_signal=trains_without_signal)
+    return journal_step(result, epoch=epoch, max_policy_age=max_policy_age, group_rule=rule)
 
 
 def through_a_file(step: JournalStep) -> JournalStep:

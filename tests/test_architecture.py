@@ -108,7 +108,8 @@ for module in pkgutil.iter_modules(actors.merge.__path__):
         importlib.import_module(f"actors.merge.{module.name}")
 import numpy as np
 from actors.merge.settings import StepSettings
-from actors.merge.step import TrajectoryGroup, build_step
+from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.step import build_step
 from actors.trajectory import FinishReason, Outcome, Trajectory, Turn, VersionSpan
 
 def trajectory(member, reward):
@@ -126,7 +127,8 @@ def trajectory(member, reward):
     )
 
 group = TrajectoryGroup(group_id="g", trajectories=(trajectory(0, 1.0), trajectory(1, 0.0)))
-result = build_step([group], StepSettings(), step=0, trainer_version=0)
+merged = merge_groups([group], StepSettings())
+result = build_step(merged, StepSettings(), step=0, trainer_version=0)
 print(result.report.num_trained_tokens)
 """
 

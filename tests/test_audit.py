@@ -121,6 +121,17 @@ def test_what_the_real_code_made_is_clean(tmp_path: Path) -> None:
     assert run_inspect(InspectRequest(target=str(tmp_path), audit=True)) == 0
 
 
+def test_equal_returns_are_trained_only_where_the_loss_has_another_term(tmp_path: Path) -> None:
+    step = step_of([group_of(0, [1, 1])], trains_without_signal=True)
+    assert audited(tmp_path / "with", step).is_clean and step.num_packed_trained > 0
+    assert step.group_rule is not None
+    rule = replace(step.group_rule, trains_without_signal=False)
+    offences = audited(tmp_path / "without", replace(step, group_rule=rule)).offences
+    assert [offence.check for offence in offences] == [Check.ADVANTAGES] * 2
+    for offence, name in zip(offences, (FIRST, SECOND), strict=True):
+        assert offence.text == f"{name}.a0 is trained, its group's returns are equal"
+
+
 @settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1))
 def test_of_trajectories_of_any_shape_only_their_own_faults_are_found(seed: int) -> None:

@@ -14,10 +14,11 @@ from trajectory_builders import ids, linear_turns, make_trajectory, make_turn
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.credit import SampleScores, Scores
 from actors.merge.gae import CriticSettings, Truncation
+from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.prefix import merge_turns
 from actors.merge.settings import StepSettings
 from actors.merge.shaping import KlEstimate, KlInReward, ReturnRange, ShapingSettings
-from actors.merge.step import StepResult, TrajectoryGroup, build_step
+from actors.merge.step import StepResult, build_step
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trajectory import Outcome, Trajectory
 from actors.trajectory_queue.ledger import EvictionReason
@@ -69,7 +70,9 @@ def scored(*groups: TrajectoryGroup) -> Scores:
 
 def build(*groups: TrajectoryGroup, scores: Scores | None = None, **fields: Any) -> StepResult:
     found = scored(*groups) if scores is None else scores
-    return build_step(groups, StepSettings(**fields), step=0, trainer_version=0, scores=found)
+    settings = StepSettings(**fields)
+    merged = merge_groups(groups, settings)
+    return build_step(merged, settings, step=0, trainer_version=0, scores=found)
 
 
 def advantages(result: StepResult) -> dict[float, float]:

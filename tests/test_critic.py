@@ -16,10 +16,13 @@ from trainer_world import tiny_model
 from trajectory_builders import linear_turns, make_trajectory
 
 from actors.merge.advantages import Baseline, Scale
-from actors.merge.scoring import RowScores, plan_scores, read_scores
+from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.settings import StepSettings
-from actors.merge.step import StepResult, TrajectoryGroup, build_step
-from actors.trainer.critic import Critic, CriticTraining
+from actors.merge.step import StepResult, build_step
+from actors.row_scores import RowScores
+from actors.trainer.critic import Critic
+from actors.trainer.critic_settings import CriticTraining
 from actors.value_batch import ValueShard
 
 STEP = StepSettings(baseline=Baseline.CRITIC, scale=Scale.NONE, tokens_per_micro_batch=64)
@@ -54,7 +57,7 @@ def make_critic(model: str, mesh: DeviceMesh, **fields: float | None) -> Critic:
 
 def build_with_values_of_zero(num_ranks: int) -> StepResult:
     settings = replace(STEP, num_ranks=num_ranks)
-    plan = plan_scores([GROUP], settings, step=0, trainer_version=0)
+    plan = plan_scores(merge_groups([GROUP], settings), settings, step=0, trainer_version=0)
     answers = [
         [
             RowScores(values=np.zeros(row.num_tokens, np.float32))
@@ -63,16 +66,18 @@ def build_with_values_of_zero(num_ranks: int) -> StepResult:
         for shard in plan.shards
     ]
     scores = read_scores(plan, answers)
-    return build_step([GROUP], settings, step=0, trainer_version=0, scores=scores)
+    return build_step(
+        merge_groups([GROUP], settings), settings, step=0, trainer_version=0, scores=scores
+    )
 
 
 def build(critic: Critic) -> StepResult:
     """A whole step: rows out, values back, advantages and the critic's own batch."""
-    plan = plan_scores([GROUP], STEP, step=0, trainer_version=0)
+    plan = plan_scores(merge_groups([GROUP], STEP), STEP, step=0, trainer_version=0)
     values = [critic.score(shard.minibatches[0].micro_batches) for shard in plan.shards]
     answers = [[RowScores(values=row) for row in of_rank] for of_rank in values]
     scores = read_scores(plan, answers)
-    return build_step([GROUP], STEP, step=0, trainer_version=0, scores=scores)
+    return build_step(merge_groups([GROUP], STEP), STEP, step=0, trainer_version=0, scores=scores)
 
 
 def test_a_new_critic_makes_the_advantages_the_returns_to_go(model: str, mesh: DeviceMesh) -> None:
@@ -102,13 +107,15 @@ def test_rows_are_only_a_way_of_cutting(model: str, mesh: DeviceMesh) -> None:
     shard = build(apart).value_shards[0]
     wide = replace(STEP, tokens_per_micro_batch=4096)
     scores = read_scores(
-        plan := plan_scores([GROUP], wide, step=0, trainer_version=0),
+        plan := plan_scores(merge_groups([GROUP], wide), wide, step=0, trainer_version=0),
         [
             [RowScores(values=v) for v in together.score(shard.minibatches[0].micro_batches)]
             for shard in plan.shards
         ],
     )
-    whole = build_step([GROUP], wide, step=0, trainer_version=0, scores=scores).value_shards[0]
+    whole = build_step(
+        merge_groups([GROUP], wide), wide, step=0, trainer_version=0, scores=scores
+    ).value_shards[0]
     assert (len(shard.rows), len(whole.rows)) == (3, 1)
     left, right = apart.update(shard), together.update(whole)
     assert left.loss == pytest.approx(right.loss, rel=1e-5)

@@ -19,8 +19,9 @@ from trajectory_builders import make_trajectory, make_turn
 from actors.journal.codec import JournalDamaged, read_index, read_step, write_step
 from actors.journal.files import Journal, JournalSettings, file_name, list_files, write_file
 from actors.journal.record import JournalStep, SampleEntry
+from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.settings import StepSettings
-from actors.merge.step import TrajectoryGroup, build_step
+from actors.merge.step import build_step
 from actors.trajectory import Outcome
 from actors.trajectory_queue.ledger import EvictionReason
 
@@ -135,9 +136,8 @@ def settings(directory: Path, *, keep_steps: int = 9, epoch: int = 1) -> Journal
 
 
 def result_of(number: int) -> object:
-    return build_step(
-        [group_of(number, [1, 0])], StepSettings(), step=number - 1, trainer_version=number - 1
-    )
+    merged = merge_groups([group_of(number, [1, 0])], StepSettings())
+    return build_step(merged, StepSettings(), step=number - 1, trainer_version=number - 1)
 
 
 def test_the_newest_steps_are_kept_and_an_epoch_never_writes_over_another(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ class World:
     records: list[StepRecord] = field(default_factory=list)
     checkpoints: list[tuple[int, str]] = field(default_factory=list)
     published_versions: list[int] = field(default_factory=list)
+    value_shards: list[tuple[str, ...]] = field(default_factory=list)
 
     def calls_of(self, *kinds: str) -> list[str]:
         return [call for call in self.calls if call.startswith(kinds)]
@@ -127,13 +128,28 @@ class World:
     async def cancel_all(self) -> None:
         self.calls.append("cancel_all")
 
-    async def build(self, step_input: StepInput, *, version: int) -> BuiltStep:
-        if self.lose_payloads_at == step_input.step:
+    def _lose_payloads(self, step: int) -> None:
+        if self.lose_payloads_at == step:
             self.lose_payloads_at = None
             raise PayloadsLost(["r1"])
+
+    async def plan(self, step_input: StepInput, *, version: int) -> Sequence[Any]:
+        self._lose_payloads(step_input.step)
+        self.calls.append(f"plan {step_input.step}")
+        return (f"rows {step_input.step}",)
+
+    async def score(self, shards: Sequence[Any]) -> Sequence[Any]:
+        return [f"scores of {rows}" for rows in shards]
+
+    async def build(
+        self, step_input: StepInput, *, version: int, scores: Sequence[Any] = ()
+    ) -> BuiltStep:
+        self._lose_payloads(step_input.step)
+        self.calls.append(f"build {step_input.step} {' '.join(scores)}".rstrip())
         return BuiltStep(
             step=step_input.step,
             shards=("shard",),
+            value_shards=("values",) if scores else (),
             settlements=(
                 Settlement(rollout_id="r0"),
                 Settlement(rollout_id="r1", reason=EvictionReason.MASKED),
@@ -144,8 +160,9 @@ class World:
     def _scaled_return(self, step: int) -> float | None:
         return self.scaled_returns[step] if step < len(self.scaled_returns) else None
 
-    async def step(self, shards: Sequence[Any]) -> StepStats:
+    async def step(self, built: BuiltStep) -> StepStats:
         step = self.num_taken - 1
+        self.value_shards.append(built.value_shards)
         if self.lose_trainer_at == step:
             raise PartLost("rank 0 is gone")
         self.calls.append(f"train {step}")
@@ -209,6 +226,7 @@ def make_loop(
     checkpoint: str = "",
     overlaps_publish: bool = False,
     stop_at_reward: float | None = None,
+    scores_first: bool = False,
 ) -> Loop:
     tasks = GeneratedTasks("guessing", run_seed=0)
     world.num_taken = first_step - 1
@@ -220,6 +238,7 @@ def make_loop(
     settings = LoopSettings(
         first_step=first_step, steps=steps, checkpoint_every=2, evaluate_every=2, failures=LIMITS,
         checkpoint=checkpoint, overlaps_publish=overlaps_publish, stop_at_reward=stop_at_reward,
+        scores_first=scores_first,
     )  # fmt: skip
     return Loop(parts, settings)
 
@@ -233,6 +252,20 @@ async def test_each_step_is_trained_published_and_settled_before_its_version_cou
         "train 0", "offer 1", "settle 0", "published 1", "record 1",
     ]  # fmt: skip
     assert [record.policy_version for record in world.records] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("lose_payloads_at", [None, 1])
+async def test_where_rewards_need_a_model_the_trainer_is_asked_before_a_step_is_built(
+    lose_payloads_at: int | None,
+) -> None:
+    world = World(lose_payloads_at=lose_payloads_at)
+    await make_loop(world, steps=2, scores_first=True).run()
+    assert world.calls_of("plan", "build", "train", "lost") == [
+        "plan 0", "build 0 scores of rows 0", "train 0",
+        *(["lost r1"] if lose_payloads_at else []),
+        "plan 1", "build 1 scores of rows 1", "train 1",
+    ]  # fmt: skip
+    assert world.value_shards == [("values",)] * 2
 
 
 async def test_with_a_lag_the_next_step_is_trained_while_the_engines_load_this_version() -> None:

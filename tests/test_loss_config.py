@@ -41,7 +41,7 @@ def test_every_key_reaches_the_room_that_it_is_for() -> None:
         "sapo_tau_negative": 3.0, "divergence_bound": 0.05, "negative_weight": 0.5,
         "correction": "truncate_sequence", "correction_cap": 5.0, "token_band": [0.5, 5.0],
         "sequence_band": [0.9, 1.1], "outlier_below": 1e-5, "entropy_coefficient": 0.001,
-        "kl": {"coefficient": 0.1, "estimator": "k1", "corrected": True, "reference": "base"},
+        "kl": {"coefficient": 0.1, "estimator": "k1", "corrected": True},
         "aggregation": "constant",
     }  # fmt: skip
     config = config_with(**given)
@@ -53,8 +53,6 @@ def test_every_key_reaches_the_room_that_it_is_for() -> None:
     plain = LossSettings()
     unchanged = [name for name in loss.__slots__ if getattr(loss, name) == getattr(plain, name)]
     assert unchanged == []
-    settings = trainer_settings(config, model="m", checkpoint_dir=Path("c"))
-    assert settings.reference_model == "base"
     merge = merge_settings(config)
     assert (merge.aggregation, merge.constant_tokens) == (Aggregation.CONSTANT, 512)
     assert merge_settings(config_with(constant_tokens=7)).constant_tokens == 7
@@ -80,7 +78,6 @@ def test_groups_without_a_signal_are_trained_where_a_term_of_the_loss_is_not_zer
         ({"correction": "truncate_token"}, ["count twice", "set denominator to old"]),
         ({"objective": "sapo", "ratio": "sequence"}, ["expected ratio token"]),
         ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, ["k1 without importance correction"]),
-        ({"kl": {"reference": "base"}}, ["kl.reference", "coefficient"]),
     ],
 )
 def test_a_loss_that_makes_no_sense_is_refused(loss: dict[str, Any], words: list[str]) -> None:

@@ -15,8 +15,10 @@ from ray.exceptions import ObjectLostError, RayActorError
 from trajectory_builders import linear_turns, make_task, make_trajectory
 
 from actors.merge.actor import MergeActor
+from actors.merge.advantages import Baseline, Scale
 from actors.merge.payloads import PayloadsLost
 from actors.merge.settings import StepSettings
+from actors.row_scores import RowScores
 from actors.trajectory import Outcome, RolloutAssignment, Trajectory, summarize
 from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.trajectory_queue.columns import decode, encode
@@ -136,6 +138,36 @@ def test_finished_trajectories_outlive_their_player_and_its_rollouts_are_played_
     assert ledger.is_balanced and (ledger.trained, ledger.in_flight) == (8, 0)
     drained = get(queue.drain_events.remote())
     assert len(drained.events) == 16 and len(drained.summaries) == 8
+
+
+def test_a_step_with_a_critic_is_scored_between_its_plan_and_its_batch() -> None:
+    queue = start_queue()
+    player = Player.remote(queue, "player")
+    settings = StepSettings(baseline=Baseline.CRITIC, scale=Scale.NONE, num_ranks=2)
+    merge = MergeActor.options(num_cpus=0).remote(settings)
+    admit_all(queue)
+    get(player.take.remote(8, LIMIT_S))
+    get(player.hand_in.remote(8, 2))
+    step_input = get(queue.take_step.remote(LIMIT_S))
+    with pytest.raises(ValueError, match="ask the trainer to score the samples of this step first"):
+        get(merge.build.remote(step_input, 0))
+    scores = [
+        ray.put([RowScores(values=np.full(row.num_tokens, 0.25, np.float32)) for row in rows])
+        for shard in get(list(get(merge.plan.remote(step_input, 0))))
+        for rows in [shard.minibatches[0].micro_batches]
+    ]
+    reply = get(merge.build.remote(step_input, 0, scores))
+    rows = [row for shard in get(list(reply.value_shards)) for row in shard.rows]
+    assert len(reply.value_shards) == 2
+    assert {float(value) for row in rows for value in row.old_values} == {0.25}
+    assert {float(value) for row in rows for value in row.value_targets} == {0.0, 1.0}
+    found = {
+        float(value)
+        for shard in get(list(reply.shards))
+        for row in shard.minibatches[0].micro_batches
+        for value in row.advantages
+    }
+    assert found == {-0.25, 0.75}
 
 
 def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:

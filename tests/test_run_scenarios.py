@@ -9,6 +9,8 @@ import pytest
 from run_driver import Run, running, small_config
 
 from service.config.file import load_config
+from service.inspection.audit.audit import audit
+from service.inspection.reader import open_journal
 from service.store.lineage import History
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
@@ -41,6 +43,12 @@ def check_finished(run: Run, *, steps: int) -> None:
     check_lineage(history)
 
 
+def check_audit(run: Run) -> None:
+    """What the journal kept of the run breaks no invariant."""
+    found = audit(open_journal(run.place.path))
+    assert found.is_clean and found.num_trained > 0, found.offences
+
+
 # The weights of both kinds are compared at every publish in test_inference_scenarios.py.
 @pytest.mark.parametrize(
     "is_tied", [pytest.param(True, id="tied"), pytest.param(False, id="untied", marks=PROOF)]
@@ -66,20 +74,25 @@ def test_at_lag_0_the_engines_hold_what_the_trainer_holds_at_every_step(
         assert run.place.report_file.read_text().startswith("<!doctype html>")
         assert [item.step for item in run.history().evaluations] == [0, 2, 4]
         assert load_config(run.place.config_file).run.steps == 4
+        check_audit(run)
 
 
 def test_a_run_survives_the_death_of_each_part(tmp_path: Path) -> None:
     """An environment actor killed, one frozen; kill -9 of engine and trainer rank.
 
+    With a critic and a reference, which die with the ranks and come back with the checkpoint.
     kill -9 of the whole run: test_serve_scenarios.py, and test_proofs.py to the end.
     """
     steps = 40
     config = small_config(
         tmp_path,
         run={"steps": steps, "evaluate_every": 50},
-        algorithm={"max_lag": 1},
+        algorithm={
+            "max_lag": 1, "baseline": "critic", "scale": "none",
+            "reward": {"kl": {"coefficient": 0.01}},
+        },
         rollouts={"num_actors": 2, "turn_deadline_s": 90, "frozen_after_s": 10},
-    )
+    )  # fmt: skip
     with running(config, tmp_path / "run") as run:
         run.wait_for_step(2, limit_s=START_S)
         run.kill_part("ray::EnvironmentActor")
@@ -97,3 +110,5 @@ def test_a_run_survives_the_death_of_each_part(tmp_path: Path) -> None:
         assert run.history().num_epochs >= 2
         bound = load_config(run.place.config_file).algorithm.max_policy_age
         assert max(record.policy_age_max for record in run.history().steps) <= bound
+        assert all(record.stages.score > 0 for record in run.history().steps)
+        check_audit(run)

@@ -14,9 +14,10 @@ from trajectory_builders import linear_turns, make_trajectory, make_turn, random
 from actors.batch import MicroBatch
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.aggregation import Aggregation
+from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.payloads import PayloadsLost, read_groups
 from actors.merge.settings import StepSettings
-from actors.merge.step import StepResult, TrajectoryGroup, build_step
+from actors.merge.step import StepResult, build_step
 from actors.trajectory import Outcome, Trajectory, summarize
 from actors.trajectory_queue.columns import encode
 from actors.trajectory_queue.ledger import EvictionReason
@@ -44,7 +45,8 @@ def make_group(
 
 
 def build(groups: list[TrajectoryGroup], *, version: int = 0, **fields: object) -> StepResult:
-    return build_step(groups, StepSettings(**fields), step=7, trainer_version=version)  # type: ignore[arg-type]
+    settings = StepSettings(**fields)  # type: ignore[arg-type]
+    return build_step(merge_groups(groups, settings), settings, step=7, trainer_version=version)
 
 
 def update_weights(result: StepResult, number: int = 0) -> list[float]:
@@ -194,6 +196,20 @@ def test_misaligned_trajectories_leave_under_their_own_reason_and_the_others_go_
     broken = replace(group.trajectories[2], turns=(turn,))
     result = build([replace(group, trajectories=(*group.trajectories[:2], broken))])
     assert [s.reason for s in result.settlements] == [None, None, EvictionReason.TOKEN_MISALIGNED]
+
+
+@pytest.mark.parametrize("prompt, sampled", [([1, 500], [2, 3]), ([1], [2, 500])])
+def test_ids_outside_the_vocabulary_cost_their_trajectory_alone(
+    prompt: list[int], sampled: list[int]
+) -> None:
+    group = make_group(0, [1, 0, 1])
+    foreign = replace(group.trajectories[2], turns=(make_turn(prompt, sampled),))
+    groups = [replace(group, trajectories=(*group.trajectories[:2], foreign))]
+    reasons = [
+        [s.reason for s in build(groups, vocab_size=vocab_size).settlements]
+        for vocab_size in (500, 501)
+    ]
+    assert reasons == [[None, None, EvictionReason.TOKEN_MISALIGNED], [None] * 3]
 
 
 def test_negative_returns_under_scale_mean_are_refused_with_the_group_named() -> None:

@@ -14,8 +14,11 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from actors.journal.files import Journal, JournalSettings
+from actors.merge.credit import NO_SCORES
+from actors.merge.groups import MergedGroup, merge_groups
 from actors.merge.payloads import read_groups
 from actors.merge.report import StepReport
+from actors.merge.scoring import ScorePlan, plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.step import build_step
 from actors.trajectory_queue.columns import TrajectoryColumns
@@ -29,7 +32,8 @@ PROBE_DEADLINE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReply:
-    """shards: a reference to each rank's RankShard, in the order of ranks.
+    """shards: a reference to each rank's RankShard, in the order of ranks. value_shards: likewise
+    to its ValueShard; empty without a critic.
 
     notice: what a person should know, once; mostly empty.
     """
@@ -38,34 +42,75 @@ class MergeReply:
     shards: tuple[Any, ...]
     settlements: tuple[Settlement, ...]
     report: StepReport
+    value_shards: tuple[Any, ...] = ()
     notice: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """A step whose samples are being scored: it is merged already."""
+
+    step: int
+    groups: tuple[MergedGroup, ...]
+    plan: ScorePlan
 
 
 @ray.remote
 class MergeActor:
-    """Stateless between steps: a replacement goes on where this one died."""
+    """Keeps nothing from one step to the next: a replacement goes on where this one died."""
 
     def __init__(self, settings: StepSettings, journal: JournalSettings | None = None) -> None:
         """journal: where each step is written down; None: nowhere."""
         self._settings = settings
         self._journal = Journal(journal) if journal is not None else None
+        self._planned: _Planned | None = None
 
-    def build(self, step_input: StepInput, trainer_version: int) -> MergeReply:
+    def plan(self, step_input: StepInput, trainer_version: int) -> tuple[Any, ...]:
+        """Merge a taken step; return a reference to what each rank must score before `build`.
+
+        Asked for only where rewards or advantages need a reference or a critic.
+        Raises: PayloadsLost, naming the rollouts.
+        """
+        groups = self._merge(step_input)
+        plan = plan_scores(
+            groups, self._settings, step=step_input.step, trainer_version=trainer_version
+        )
+        self._planned = _Planned(step=step_input.step, groups=groups, plan=plan)
+        return tuple(ray.put(shard) for shard in plan.shards)
+
+    def build(
+        self, step_input: StepInput, trainer_version: int, scores: Sequence[Any] = ()
+    ) -> MergeReply:
         """Build the batch of a taken step. trainer_version: what the trainer holds.
 
-        Raises: PayloadsLost, naming the rollouts; ValueError, as build_step.
+        Args: scores: of each rank, a reference to its answers to the plan; empty where none was
+        asked for.
+        Raises: PayloadsLost, naming the rollouts; ValueError, as build_step and read_scores.
         """
-        groups = read_groups(step_input, _fetch(step_input.blocks))
+        planned, self._planned = self._planned, None
+        if scores and planned is not None and planned.step == step_input.step:
+            groups = planned.groups
+            found = read_scores(planned.plan, ray.get(list(scores), timeout=FETCH_DEADLINE_S))
+        else:
+            groups, found = self._merge(step_input), NO_SCORES
         result = build_step(
-            groups, self._settings, step=step_input.step, trainer_version=trainer_version
+            groups,
+            self._settings,
+            step=step_input.step,
+            trainer_version=trainer_version,
+            scores=found,
         )
         return MergeReply(
             step=step_input.step,
             shards=tuple(ray.put(shard) for shard in result.shards),
             settlements=result.settlements,
             report=result.report,
+            value_shards=tuple(ray.put(shard) for shard in result.value_shards),
             notice=self._journal.write(result) if self._journal is not None else "",
         )
+
+    def _merge(self, step_input: StepInput) -> tuple[MergedGroup, ...]:
+        return merge_groups(read_groups(step_input, _fetch(step_input.blocks)), self._settings)
 
 
 def _fetch(blocks: Sequence[Any]) -> list[TrajectoryColumns | None]:

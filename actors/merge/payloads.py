@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.merge.step import TrajectoryGroup
+from actors.merge.groups import TrajectoryGroup
 from actors.trajectory_queue.columns import TrajectoryColumns, decode
 from actors.trajectory_queue.messages import StepGroup, StepInput
 

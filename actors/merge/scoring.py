@@ -15,24 +15,12 @@ import numpy as np
 
 from actors.batch import Float32s, Minibatch, RankShard
 from actors.merge.credit import SampleScores, Scores
-from actors.merge.dispositions import judge
+from actors.merge.groups import MergedGroup
 from actors.merge.packing import WeightedSample, filler, pack_row
-from actors.merge.prefix import Sample, find_misalignment, merge_turns
+from actors.merge.prefix import Sample
 from actors.merge.rows import deal_rows
 from actors.merge.settings import StepSettings
-from actors.merge.step import TrajectoryGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowScores:
-    """A model's answer to one row; None: it was not asked.
-
-    reference_logprobs: [M] float32, nats, of the row's targets. values: [T] float32, of the state
-    that ends with each token.
-    """
-
-    reference_logprobs: Float32s | None = None
-    values: Float32s | None = None
+from actors.row_scores import RowScores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +32,16 @@ class ScorePlan:
 
 
 def plan_scores(
-    groups: Sequence[TrajectoryGroup], settings: StepSettings, *, step: int, trainer_version: int
+    groups: Sequence[MergedGroup], settings: StepSettings, *, step: int, trainer_version: int
 ) -> ScorePlan:
     """Lay out all samples that a baseline needs scores of, over ranks and rows."""
-    samples = [sample for group in groups for sample in _samples_to_score(group, settings)]
+    samples = [
+        sample
+        for group in groups
+        for member in group.members
+        if member.merged is not None and member.verdict.baseline_return is not None
+        for sample in member.merged.samples
+    ]
     dealt = deal_rows(
         [sample.num_tokens for sample in samples],
         num_ranks=settings.num_ranks,
@@ -88,18 +82,6 @@ def read_scores(plan: ScorePlan, answers: Sequence[Sequence[RowScores]]) -> Scor
                 token_at += sample.num_tokens
                 target_at += sample.num_trained
     return {name: tuple(by[turn] for turn in sorted(by)) for name, by in found.items()}
-
-
-def _samples_to_score(group: TrajectoryGroup, settings: StepSettings) -> list[Sample]:
-    found: list[Sample] = []
-    for trajectory in group.trajectories:
-        if find_misalignment(trajectory) is not None:
-            continue
-        merged = merge_turns(trajectory)
-        verdict = judge(trajectory, merged, policies=settings.policies, shaping=settings.shaping)
-        if verdict.baseline_return is not None:
-            found += merged.samples
-    return found
 
 
 def _minibatch(rows: Sequence[Sequence[Sample]]) -> Minibatch:

@@ -27,7 +27,8 @@ class StepSettings:
     share_prefixes: compute what samples of a row have in common once.
     num_minibatches: optimiser updates a step. seed: of the split into them.
     attention_tokens: sample length at which attention costs as much as all the rest, for the
-    balance between ranks. policies: outcome rules by environment, the defaults where it has none.
+    balance between ranks. vocab_size: token ids that the policy knows; None: ids have no upper
+    bound. policies: outcome rules by environment, the defaults where it has none.
     Raises: ValueError when a number is out of range.
     """
 
@@ -42,6 +43,7 @@ class StepSettings:
     num_minibatches: int = 1
     seed: int = 0
     attention_tokens: int = 8192
+    vocab_size: int | None = None
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
     min_group_size: int = 1
     turn_discount: float | None = None

@@ -1,12 +1,12 @@
-"""One training step's data, from closed groups to what each rank trains on; pure.
+"""One training step's data, from merged groups to what each rank trains on; pure.
 
-Order: merge the turns, shape the rewards, apply the outcome policy, group statistics (by group,
-over trajectories) or GAE, packing. Invariant: every trajectory that comes in leaves with exactly
-one settlement, and it is `trained` exactly when its tokens are in the batch. A group without a
-signal (equal returns, or one member) has advantage 0. Where nothing else in the loss asks anything
-of its tokens it is settled as zero_variance and not in the rows, but it counts in the loss weights,
-so that solved groups weaken the update instead of leaving it to the few others. Where an entropy
-bonus or a KL term does, it is trained. Called by the merge actor.
+Order: `groups` has merged the turns, shaped the rewards and applied the outcome policy; then group
+statistics (by group, over trajectories) or GAE, and packing. Invariant: every trajectory that comes
+in leaves with exactly one settlement, and it is `trained` exactly when its tokens are in the batch.
+A group without a signal (equal returns, or one member) has advantage 0. Where nothing else in the
+loss asks anything of its tokens it is settled as zero_variance and not in the rows, but it counts
+in the loss weights, so that solved groups weaken the update instead of leaving it to the few
+others. Where an entropy bonus or a KL term does, it is trained. Called by the merge actor.
 """
 
 from __future__ import annotations
@@ -32,24 +32,17 @@ from actors.merge.credit import (
     sample_advantage,
     trained_advantages,
 )
-from actors.merge.dispositions import Verdict, judge
+from actors.merge.dispositions import Verdict
+from actors.merge.groups import MergedGroup, MergedTrajectory
 from actors.merge.judged import JudgedTrajectory
 from actors.merge.packing import WeightedSample, pack_minibatch, split_trajectories
-from actors.merge.prefix import Merged, find_misalignment, merge_turns
+from actors.merge.prefix import Merged
 from actors.merge.report import StepReport, StepTallies, report_step
 from actors.merge.settings import StepSettings
 from actors.merge.value_rows import ValuedSample, pack_values
 from actors.trajectory import Trajectory
 from actors.trajectory_queue.ledger import EvictionReason, Settlement
 from actors.value_batch import ValueShard
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryGroup:
-    """The members of one closed group that the queue kept."""
-
-    group_id: str
-    trajectories: tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +79,7 @@ class _Member:
 
 
 def build_step(
-    groups: Sequence[TrajectoryGroup],
+    groups: Sequence[MergedGroup],
     settings: StepSettings,
     *,
     step: int,
@@ -95,12 +88,13 @@ def build_step(
 ) -> StepResult:
     """Make the batch of one step.
 
-    Args: step: its number. trainer_version: the policy version that the trainer holds. scores: of
-    the samples, where the settings need a critic's values or a reference's log-probabilities.
+    Args: groups: as `merge_groups` made them with these settings. step: its number.
+    trainer_version: the policy version that the trainer holds. scores: of the samples, where the
+    settings need a critic's values or a reference's log-probabilities.
     Raises: ValueError when the advantages refuse a group's returns (scale mean, negative ones),
     or scores are missing.
     """
-    judged = [_judge_group(group, settings, scores) for group in groups]
+    judged = [_credit_members(group, settings, scores) for group in groups]
     if settings.normalises:
         judged = _normalise(judged)
     members = [member for group in judged for member in group]
@@ -145,8 +139,8 @@ def _handed_out(member: _Member) -> JudgedTrajectory:
     )
 
 
-def _judge_group(group: TrajectoryGroup, settings: StepSettings, scores: Scores) -> list[_Member]:
-    members = [_judge(trajectory, settings) for trajectory in group.trajectories]
+def _credit_members(group: MergedGroup, settings: StepSettings, scores: Scores) -> list[_Member]:
+    members = [_member(merged) for merged in group.members]
     try:
         in_baseline = {
             index: found
@@ -167,13 +161,12 @@ def _judge_group(group: TrajectoryGroup, settings: StepSettings, scores: Scores)
     return [_without_signal(member, settings) for member in members]
 
 
-def _judge(trajectory: Trajectory, settings: StepSettings) -> _Member:
-    merged = merge_turns(trajectory) if find_misalignment(trajectory) is None else None
-    verdict = judge(trajectory, merged, policies=settings.policies, shaping=settings.shaping)
+def _member(merged: MergedTrajectory) -> _Member:
+    trajectory, verdict = merged.trajectory, merged.verdict
     shaped = verdict.shaped_return
     return _Member(
         trajectory=trajectory,
-        merged=merged,
+        merged=merged.merged,
         verdict=verdict,
         shaped_return=trajectory.episode_return if shaped is None else shaped,
     )

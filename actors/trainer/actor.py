@@ -13,6 +13,7 @@ from pathlib import Path
 
 import ray
 import torch.distributed as dist
+from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from actors.batch import Float32s, RankShard
@@ -22,6 +23,7 @@ from actors.trainer.process_group import Rendezvous, connect_store, free_port, o
 from actors.trainer.rank import TrainerRank
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import StepStats
+from actors.value_batch import ValueShard
 from actors.weights.board import BoardStatus, PublishedGroup
 
 BOARD_TIMEOUT_S = 30.0
@@ -62,8 +64,11 @@ class TrainerRankActor:
         )
         return rendezvous
 
-    def join(self, rendezvous: Rendezvous, is_local: bool) -> None:
-        """Meet the other ranks and load the model. is_local: all ranks share one node."""
+    def join(self, rendezvous: Rendezvous, is_local: bool) -> int:
+        """Meet the other ranks and load the model; returns the size of its vocabulary.
+
+        Args: is_local: all ranks share one node.
+        """
         keep_freed_memory()
         if self._store is None:
             self._store = connect_store(
@@ -74,9 +79,14 @@ class TrainerRankActor:
         self._rank = TrainerRank(
             self._settings, rank=self._rank_number, store=self._store, is_local=is_local
         )
+        return self._rank.vocab_size
 
-    def train_step(self, shard: RankShard) -> StepStats:
-        return self._joined.train_step(shard)
+    def score_rows(self, shard: RankShard) -> ObjectRef:
+        """A reference to the answers: [rows] RowScores."""
+        return ray.put(self._joined.score_rows(shard))
+
+    def train_step(self, shard: RankShard, value_shard: ValueShard | None = None) -> StepStats:
+        return self._joined.train_step(shard, value_shard)
 
     def parity_logprobs(self) -> Float32s:
         return self._joined.parity_logprobs()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -27,7 +28,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from transformers import PreTrainedModel
 
 from actors.trainer.process_group import gather_texts
 
@@ -35,6 +35,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 _TEMPORARY = ".tmp-"
 _CLAIM = ".epoch"
+_CRITIC = "critic"
 
 
 class CheckpointError(Exception):
@@ -48,6 +49,7 @@ class Progress:
     step: training steps done. version: the policy version of the weights. epoch: of the run's
     lease. num_updates: optimiser updates applied. num_ranks: that wrote it; any number may read.
     model: the base model, for its configuration and tokenizer. extra_json: the caller's own state.
+    critic_updates: applied to the critic that is in it; None: there is none.
     """
 
     step: int
@@ -57,10 +59,19 @@ class Progress:
     num_ranks: int
     model: str
     extra_json: str = "{}"
+    critic_updates: int | None = None
 
     @property
     def directory_name(self) -> str:
         return f"step-{self.step:06d}-e{self.epoch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A sharded model and its optimiser."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
 
 def read_manifest(path: Path) -> Progress:
@@ -148,9 +159,9 @@ def save(
     root: Path,
     progress: Progress,
     *,
-    causal_lm: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
+    policy: Trained,
     keep: int,
+    critic: Trained | None = None,
 ) -> Path:
     """Write a checkpoint beside its place, rename it into it, and drop all but the newest `keep`.
 
@@ -165,7 +176,7 @@ def save(
     is_writer = dist.get_rank() == 0
     _together(lambda: _prepare(root, aside, epoch=progress.epoch), does_run=is_writer)
     try:
-        dcp.save(_state(causal_lm, optimizer), checkpoint_id=aside)
+        dcp.save(_state(policy, critic), checkpoint_id=aside)
     except (CheckpointException, OSError) as error:
         if is_writer:
             # On a full disk it would stand in the way of everything else.
@@ -179,14 +190,20 @@ def save(
     return final
 
 
-def load(path: Path, *, causal_lm: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Progress:
-    """Read a checkpoint into model and optimiser, whatever number of ranks wrote it.
+def load(path: Path, *, policy: Trained, critic: Trained | None = None) -> Progress:
+    """Read a checkpoint into models and optimisers, whatever number of ranks wrote it.
 
-    Raises: CheckpointError when it is incomplete, broken or of another model. The weights may then
-        be half read: load another one before going on.
+    A critic in it that nobody asks for is left there.
+    Raises: CheckpointError when it is incomplete, broken, of another model, or has no critic for
+        the one that is given. The weights may then be half read: load another one before going on.
     """
     progress = read_manifest(path)
-    state = _state(causal_lm, optimizer)
+    if critic is not None and progress.critic_updates is None:
+        raise CheckpointError(
+            f"checkpoint {path}: got none of a critic, expected one; the run that wrote it had no "
+            "critic: start a new run, with this one's export as its model"
+        )
+    state = _state(policy, critic)
     try:
         dcp.load(state, checkpoint_id=path)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
@@ -194,8 +211,9 @@ def load(path: Path, *, causal_lm: PreTrainedModel, optimizer: torch.optim.Optim
             f"checkpoint {path}: its shards cannot be read ({_first_line(error)}), expected "
             f"weights of {progress.model}; use an older one"
         ) from error
-    set_model_state_dict(causal_lm, state["model"])
-    set_optimizer_state_dict(causal_lm, optimizer, optim_state_dict=state["optimizer"])
+    _set_state(policy, state)
+    if critic is not None:
+        _set_state(critic, state[_CRITIC])
     return progress
 
 
@@ -229,11 +247,21 @@ def _finish(root: Path, aside: Path, progress: Progress, *, keep: int) -> None:
         _remove(path)
 
 
-def _state(causal_lm: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _state(policy: Trained, critic: Trained | None) -> dict[str, Any]:
+    state = _state_of(policy)
+    return state if critic is None else {**state, _CRITIC: _state_of(critic)}
+
+
+def _state_of(trained: Trained) -> dict[str, Any]:
     return {
-        "model": get_model_state_dict(causal_lm),
-        "optimizer": get_optimizer_state_dict(causal_lm, optimizer),
+        "model": get_model_state_dict(trained.model),
+        "optimizer": get_optimizer_state_dict(trained.model, trained.optimizer),
     }
+
+
+def _set_state(trained: Trained, state: dict[str, Any]) -> None:
+    set_model_state_dict(trained.model, state["model"])
+    set_optimizer_state_dict(trained.model, trained.optimizer, optim_state_dict=state["optimizer"])
 
 
 def _write_manifest(directory: Path, progress: Progress) -> None:

@@ -12,7 +12,7 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self.started = self.last = time.perf_counter()
-        self.seconds = dict.fromkeys(("prepare", "forward", "backward", "optimizer"), 0.0)
+        self.seconds = dict.fromkeys(("prepare", "forward", "backward", "optimizer", "critic"), 0.0)
 
     def charge(self, phase: str) -> None:
         now = time.perf_counter()

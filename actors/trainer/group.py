@@ -94,7 +94,8 @@ class Deadlines:
 class TrainerGroup:
     """N rank actors behind one interface; `start` it, then use it, then `stop` it.
 
-    version: the policy version that the ranks hold; one more after each step.
+    version: the policy version that the ranks hold; one more after each step. vocab_size: token ids
+    that the model knows; 0 before the start.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class TrainerGroup:
         self.settings = settings
         self.deadlines = deadlines or Deadlines()
         self.version = 0
+        self.vocab_size = 0
         self.places: tuple[RankPlace, ...] = ()
         self._cpus_per_rank = cpus_per_rank
         self._gpus_per_rank = gpus_per_rank
@@ -133,7 +135,8 @@ class TrainerGroup:
         is_local = len({place.node_id for place in self.places}) == 1
         address = LOOPBACK if is_local else self.places[0].node_address
         rendezvous = await self._on_first("open_rendezvous", address, timeout_s=timeout_s)
-        await self._on_all("join", rendezvous, is_local, timeout_s=timeout_s)
+        sizes = await self._on_all("join", rendezvous, is_local, timeout_s=timeout_s)
+        self.vocab_size = int(sizes[0])
 
     async def watch(self) -> None:
         """Raise TrainerRankLost soon after a rank has died, also while nothing is asked of it."""
@@ -143,17 +146,30 @@ class TrainerGroup:
                 # It waits behind a step that is under way, which has the same deadline.
                 await self._on_all("place", timeout_s=self.deadlines.step_s)
 
-    async def step(self, shard_refs: Sequence[ObjectRef]) -> StepStats:
+    async def score(self, shard_refs: Sequence[ObjectRef]) -> tuple[ObjectRef, ...]:
+        """Score rows before they are trained; each rank fetches only its own shard.
+
+        Args: as `step`.
+        Returns: of each rank, a reference to its `RowScores`, one a row.
+        Raises: as `step`.
+        """
+        calls = [rank.score_rows.remote(ref) for rank, ref in self._dealt(shard_refs)]
+        return tuple(await self._join("score_rows", calls, self.deadlines.step_s))
+
+    async def step(
+        self, shard_refs: Sequence[ObjectRef], value_shard_refs: Sequence[ObjectRef] = ()
+    ) -> StepStats:
         """Train one step; each rank fetches only its own shard.
 
         Args: shard_refs: one reference to a `RankShard` for each rank, in the order of ranks.
+        value_shard_refs: likewise to a `ValueShard`, where there is a critic.
         Returns: statistics over all ranks; the seconds are rank 0's.
         Raises: ShardRefused, PolicyTooOld with the weights unchanged; TrainerRankLost.
         """
-        if len(shard_refs) != len(self._ranks):
-            raise ValueError(f"trainer: got {len(shard_refs)} shards for {len(self._ranks)} ranks")
+        values = value_shard_refs or [None] * len(shard_refs)
         calls = [
-            rank.train_step.remote(ref) for rank, ref in zip(self._ranks, shard_refs, strict=True)
+            rank.train_step.remote(ref, of_values)
+            for (rank, ref), of_values in zip(self._dealt(shard_refs), values, strict=True)
         ]
         stats: StepStats = (await self._join("train_step", calls, self.deadlines.step_s))[0]
         self.version = stats.trainer_version + 1
@@ -255,6 +271,11 @@ class TrainerGroup:
             placement_group=self._placement, placement_group_bundle_index=rank
         )
         return {"scheduling_strategy": strategy}
+
+    def _dealt(self, shard_refs: Sequence[ObjectRef]) -> list[tuple[ActorHandle, ObjectRef]]:
+        if len(shard_refs) != len(self._ranks):
+            raise ValueError(f"trainer: got {len(shard_refs)} shards for {len(self._ranks)} ranks")
+        return list(zip(self._ranks, shard_refs, strict=True))
 
     async def _transfer_meeting(self, timeout_s: float) -> Rendezvous:
         # Engines can be on other nodes than the trainer, so never loopback.

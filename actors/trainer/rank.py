@@ -7,20 +7,21 @@ the same gathered numbers, so none waits for another that went elsewhere. Called
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from actors.batch import Float32s, Minibatch, RankShard
+from actors.row_scores import RowScores
 from actors.trainer import checkpoint
+from actors.trainer.agreement import agree_on
 from actors.trainer.clock import PhaseClock
+from actors.trainer.critic import Critic
 from actors.trainer.logprobs import token_logprobs, token_logprobs_and_entropies
 from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
 from actors.trainer.loss.statistics import (
@@ -28,7 +29,7 @@ from actors.trainer.loss.statistics import (
     combine_rows,
     micro_batch_statistics,
 )
-from actors.trainer.model import PolicyModel, load_policy, shard_policy
+from actors.trainer.model import load_policy, shard_policy
 from actors.trainer.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -37,20 +38,19 @@ from actors.trainer.optimizer import (
     set_learning_rate,
     squared_norm,
 )
-from actors.trainer.process_group import gather_rows, gather_texts, join_group
+from actors.trainer.process_group import gather_rows, join_group
 from actors.trainer.publish import pack_weights
+from actors.trainer.reference import Reference
 from actors.trainer.row import RowTensors, row_tensors, scoring_row
 from actors.trainer.scoring import Scores, free_weights, score_minibatches, score_row
 from actors.trainer.settings import ParamDtype, TrainerSettings
-from actors.trainer.shard_check import PolicyTooOld, ShardRefused, check_shard, shard_outline
-from actors.trainer.skipped import save_skipped
+from actors.trainer.skipped import report_skip
 from actors.trainer.statistics import StepStats, UpdateSums, summarize_step
+from actors.value_batch import ValueShard
 from actors.weights.buffers import WeightGroup
 from actors.weights.parity import parity_tokens
 
-_LOG = logging.getLogger(__name__)
 _DTYPES = {ParamDtype.FLOAT32: torch.float32, ParamDtype.BFLOAT16: torch.bfloat16}
-_REFUSALS = (ShardRefused, PolicyTooOld)
 
 
 class TrainerRank:
@@ -91,15 +91,21 @@ class TrainerRank:
         )
         self.causal_lm = self.policy.causal_lm
         self.vocab_size = int(self.causal_lm.get_input_embeddings().weight.shape[0])
-        self._sharded = self._shard(self.policy, mesh)
-        self._reference: PolicyModel | None = None
-        if settings.loss.needs_reference:
-            self._reference = load_policy(
-                settings.reference_model or settings.model,
-                logprob_chunk=settings.logprob_chunk,
-                gradient_checkpointing=False,
-            ).requires_grad_(False)
-            self._sharded_reference = self._shard(self._reference, mesh)
+        self._sharded = shard_policy(
+            self.policy,
+            mesh,
+            param_dtype=self.param_dtype,
+            reshard_after_forward=settings.shard_between_micro_batches,
+        )
+        place: dict[str, Any] = {
+            "mesh": mesh,
+            "device": self.device,
+            "param_dtype": self.param_dtype,
+        }
+        self._reference = Reference(settings, **place) if settings.needs_reference else None
+        self._critic: Critic | None = None
+        if settings.critic is not None:
+            self._critic = Critic(settings.critic_model or settings.model, settings.critic, **place)
         self._score_logits = (
             token_logprobs_and_entropies if settings.loss.needs_entropy_gradient else token_logprobs
         )
@@ -112,15 +118,42 @@ class TrainerRank:
             weight_decay=settings.weight_decay,
         )
 
-    def train_step(self, shard: RankShard) -> StepStats:
-        """Run a step's updates: `epochs` passes over the shard's minibatches.
+    def score_rows(self, shard: RankShard) -> tuple[RowScores, ...]:
+        """Score rows before their rewards are shaped: by the critic, and by the reference.
 
+        Returns: one answer a row, in their order.
+        Raises: ShardRefused, PolicyTooOld on every rank when any rank refuses its shard.
+        """
+        self._agree_on(shard)
+        rows = tuple(row for part in shard.minibatches for row in part.micro_batches)
+        none = (None,) * len(rows)
+        values = self._critic.score(rows) if self._critic is not None else none
+        reference: Sequence[Float32s | None] = none
+        if self._reference is not None and self.settings.scores_reference:
+            scores = self._reference.score(shard.minibatches)
+            reference = [logprobs.cpu().numpy() for part in scores for logprobs in part]
+        return tuple(
+            RowScores(reference_logprobs=logprobs, values=of_row)
+            for logprobs, of_row in zip(reference, values, strict=True)
+        )
+
+    def train_step(self, shard: RankShard, value_shard: ValueShard | None = None) -> StepStats:
+        """Run a step's updates: `epochs` passes over the shard's minibatches; then the critic's.
+
+        Args: value_shard: where there is a critic.
         Returns: statistics over all ranks; only the seconds are this rank's own.
         Raises: ShardRefused, PolicyTooOld on every rank when any rank refuses its shard; the
-            weights are then unchanged.
+            weights are then unchanged. ValueError for a value shard without a critic, or the
+            other way round.
         """
+        if (value_shard is None) != (self._critic is None):
+            raise ValueError(
+                f"trainer: got {'no' if value_shard is None else 'a'} value shard "
+                f"{'without' if self._critic is None else 'with'} a critic, expected one exactly "
+                "where there is a critic; set the baseline critic for both or for neither"
+            )
         clock = PhaseClock()
-        self._agree_on(shard)
+        self._agree_on(shard, value_shard)
         clock.charge("prepare")
         old, reference = self._score(shard)
         clock.charge("forward")
@@ -136,14 +169,25 @@ class TrainerRank:
                     clock=clock,
                 )
                 if update.is_skipped:
-                    self._report_skip(shard, minibatch, number=len(updates))
+                    report_skip(
+                        minibatch,
+                        self.settings.checkpoint_dir,
+                        step=shard.step,
+                        update=len(updates),
+                        rank=self.rank,
+                    )
                 updates.append(update)
+        critic_stats = None
+        if self._critic is not None and value_shard is not None:
+            critic_stats = self._critic.update(value_shard)
+            clock.charge("critic")
         self.version = shard.trainer_version + 1
         return summarize_step(
             updates,
             step=shard.step,
             trainer_version=shard.trainer_version,
             seconds=clock.read(),
+            critic=critic_stats,
         )
 
     def parity_logprobs(self) -> Float32s:
@@ -180,9 +224,10 @@ class TrainerRank:
                 num_ranks=self.settings.num_ranks,
                 model=self.settings.model,
                 extra_json=extra_json,
+                critic_updates=None if self._critic is None else self._critic.num_updates,
             ),
-            causal_lm=self.causal_lm,
-            optimizer=self.optimizer,
+            policy=self._trained,
+            critic=self._trained_critic,
             keep=self.settings.keep_checkpoints,
         )
 
@@ -191,52 +236,42 @@ class TrainerRank:
 
         Raises: checkpoint.CheckpointError when it is incomplete, broken or of another model.
         """
-        progress = checkpoint.load(path, causal_lm=self.causal_lm, optimizer=self.optimizer)
+        progress = checkpoint.load(path, policy=self._trained, critic=self._trained_critic)
         self.version = progress.version
         self.num_updates = progress.num_updates
+        if self._critic is not None:
+            self._critic.num_updates = progress.critic_updates or 0
         return progress
+
+    @property
+    def _trained(self) -> checkpoint.Trained:
+        return checkpoint.Trained(model=self.causal_lm, optimizer=self.optimizer)
+
+    @property
+    def _trained_critic(self) -> checkpoint.Trained | None:
+        critic = self._critic
+        if critic is None:
+            return None
+        return checkpoint.Trained(model=critic.value_model, optimizer=critic.optimizer)
 
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
 
-    def _agree_on(self, shard: RankShard) -> None:
-        fault: ShardRefused | PolicyTooOld | None = None
-        try:
-            check_shard(
-                shard,
-                trainer_version=self.version,
-                vocab_size=self.vocab_size,
-                max_policy_age=self.settings.max_policy_age,
-            )
-        except _REFUSALS as error:
-            fault = error
-        kind = 0 if fault is None else 1 + _REFUSALS.index(type(fault))
-        row = torch.tensor([kind, shard_outline(shard)], dtype=torch.float64, device=self.device)
-        rows = gather_rows(row).tolist()
-        if any(kind for kind, _ in rows):
-            texts = gather_texts("" if fault is None else str(fault))
-            number = next(index for index, (kind, _) in enumerate(rows) if kind)
-            raise _REFUSALS[int(rows[number][0]) - 1](f"rank {number}: {texts[number]}")
-        if len({outline for _, outline in rows}) > 1:
-            raise ShardRefused(
-                f"trainer: the {len(rows)} ranks' shards of step {shard.step} differ in version, "
-                "or numbers of micro-batches, expected the same on every rank"
-            )
-
-    def _shard(self, policy: PolicyModel, mesh: DeviceMesh) -> list[FSDPModule]:
-        return shard_policy(
-            policy,
-            mesh,
-            param_dtype=self.param_dtype,
-            reshard_after_forward=self.settings.shard_between_micro_batches,
+    def _agree_on(self, shard: RankShard, value_shard: ValueShard | None = None) -> None:
+        agree_on(
+            shard,
+            value_shard,
+            trainer_version=self.version,
+            vocab_size=self.vocab_size,
+            max_policy_age=self.settings.max_policy_age,
+            device=self.device,
         )
 
     def _score(self, shard: RankShard) -> tuple[Scores | None, Scores | None]:
         """Score the step's tokens with the old policy and the reference, where the loss asks."""
         old: Scores | None = None
         reference: Scores | None = None
-        temperature, device = self.settings.temperature, self.device
         # In a step's only update the current policy still is the old one.
         is_only_update = self.settings.epochs * len(shard.minibatches) == 1
         if self.settings.loss.needs_old and not is_only_update:
@@ -244,17 +279,11 @@ class TrainerRank:
                 self.policy,
                 self._sharded,
                 shard.minibatches,
-                device=device,
-                temperature=temperature,
+                device=self.device,
+                temperature=self.settings.temperature,
             )
-        if self._reference is not None:
-            reference = score_minibatches(
-                self._reference,
-                self._sharded_reference,
-                shard.minibatches,
-                device=device,
-                temperature=temperature,
-            )
+        if self._reference is not None and self.settings.loss.needs_reference:
+            reference = self._reference.score(shard.minibatches)
         return old, reference
 
     def _forward(self, row: RowTensors) -> tuple[Tensor, Tensor]:
@@ -360,14 +389,3 @@ class TrainerRank:
         self.policy.set_requires_gradient_sync(is_synced)
         self.policy.set_reshard_after_backward(is_synced)
         self.policy.set_is_last_backward(is_last)
-
-    def _report_skip(self, shard: RankShard, minibatch: Minibatch, *, number: int) -> None:
-        directory = self.settings.checkpoint_dir / "skipped"
-        try:
-            path = save_skipped(
-                minibatch, directory, step=shard.step, update=number, rank=self.rank
-            )
-        except OSError as error:
-            _LOG.warning("step %d: inputs of a skipped update not saved: %s", shard.step, error)
-            return
-        _LOG.warning("step %d: update %d is not finite, skipped; %s", shard.step, number, path)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from actors.trainer.critic_settings import CriticTraining
 from actors.trainer.loss.settings import LossSettings
 
 
@@ -49,7 +50,10 @@ class TrainerSettings:
     max_grad_norm: global L2 norm that gradients are clipped to.
     loss: which loss is trained.
     reference_model: directory or hub name; None: the model that training starts from. Loaded only
-        when the loss has a KL term.
+        where the loss or the rewards have a KL term.
+    scores_reference: the rewards have one, so that rows are scored before they are trained.
+    critic: how a value model is trained; None: there is none. critic_model: what it begins as,
+        directory or hub name; None: the model that training starts from.
     temperature: the run's one sampling temperature, > 0.
     epochs: passes over a step's minibatches.
     max_policy_age: versions; older tokens are refused. None: not asserted.
@@ -76,6 +80,9 @@ class TrainerSettings:
     max_grad_norm: float = 1.0
     loss: LossSettings = field(default_factory=LossSettings)
     reference_model: str | None = None
+    scores_reference: bool = False
+    critic: CriticTraining | None = None
+    critic_model: str | None = None
     temperature: float = 1.0
     epochs: int = 1
     max_policy_age: int | None = None
@@ -118,3 +125,7 @@ class TrainerSettings:
                 f"trainer.weight_transport: got {self.weight_transport.value} on "
                 f"{self.device.value}, expected object_store there"
             )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.scores_reference or self.loss.needs_reference

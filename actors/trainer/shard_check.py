@@ -11,6 +11,7 @@ import numpy as np
 
 from actors.batch import MicroBatch, RankShard
 from actors.trainer.forest_layout import Segments, trace_segments
+from actors.value_batch import ValueShard
 
 
 class ShardRefused(ValueError):
@@ -124,7 +125,8 @@ def _check_versions(shard: RankShard, *, max_policy_age: int | None) -> None:
         )
 
 
-def shard_outline(shard: RankShard) -> int:
-    """Hash what all ranks must agree on: step, version, numbers of micro-batches."""
+def shard_outline(shard: RankShard, value_shard: ValueShard | None = None) -> int:
+    """Hash what all ranks must agree on: step, version, numbers of micro-batches, critic's rows."""
     minibatches = [len(item.micro_batches) for item in shard.minibatches]
-    return zlib.crc32(repr((shard.step, shard.trainer_version, minibatches)).encode())
+    values = None if value_shard is None else (value_shard.step, len(value_shard.rows))
+    return zlib.crc32(repr((shard.step, shard.trainer_version, minibatches, values)).encode())

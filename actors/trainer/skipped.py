@@ -5,12 +5,16 @@ A plain NumPy archive: no pickles, readable without this package. Called by `Tra
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
 from actors.batch import MicroBatch, Minibatch
+
+_LOG = logging.getLogger(__name__)
+DIRECTORY = "skipped"
 
 
 def save_skipped(
@@ -30,3 +34,13 @@ def save_skipped(
     }
     np.savez_compressed(path, **arrays)
     return path
+
+
+def report_skip(minibatch: Minibatch, root: Path, *, step: int, update: int, rank: int) -> None:
+    """Save them under `root/skipped` and say so in the log; a disk that fails is only said."""
+    try:
+        path = save_skipped(minibatch, root / DIRECTORY, step=step, update=update, rank=rank)
+    except OSError as error:
+        _LOG.warning("step %d: inputs of a skipped update not saved: %s", step, error)
+        return
+    _LOG.warning("step %d: update %d is not finite, skipped; %s", step, update, path)

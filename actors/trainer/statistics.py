@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actors.trainer.critic_settings import CriticStats
 from actors.trainer.loss.statistics import MAX_NAMES, MIN_NAMES, SUM_NAMES
 
 
@@ -22,6 +23,7 @@ class PhaseSeconds:
     forward_s: float
     backward_s: float
     optimizer_s: float
+    critic_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,7 @@ class StepStats:
     trained tokens; 0 when there were none.
     effective_sample_fraction: (sum r)^2 / (M sum r^2), 1 when all ratios are equal.
     mismatch: None when no token came from the trainer's own version. tokens: None when nothing
-    was trained.
+    was trained. critic: its own update; None: there is no critic.
     num_empty_updates: nothing to train in them, so the weights were left alone.
     num_skipped_updates: a loss or gradient that was not finite; never applied.
     """
@@ -128,6 +130,7 @@ class StepStats:
     num_skipped_updates: int
     seconds: PhaseSeconds
     tokens: LossStats | None = None
+    critic: CriticStats | None = None
 
     @property
     def is_skipped(self) -> bool:
@@ -193,7 +196,12 @@ class _Totals:
 
 
 def summarize_step(
-    updates: Sequence[UpdateSums], *, step: int, trainer_version: int, seconds: PhaseSeconds
+    updates: Sequence[UpdateSums],
+    *,
+    step: int,
+    trainer_version: int,
+    seconds: PhaseSeconds,
+    critic: CriticStats | None = None,
 ) -> StepStats:
     """Combine a step's updates: tokens weigh equally, whichever update they were in."""
     finite = [update for update in updates if not update.is_skipped]
@@ -226,6 +234,7 @@ def summarize_step(
         num_skipped_updates=len(updates) - len(finite),
         seconds=seconds,
         tokens=_loss_stats(totals) if totals.num_trained else None,
+        critic=critic,
     )
 
 

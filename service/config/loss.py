@@ -23,9 +23,6 @@ class KlConfig(Section):
     )
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="of the KL at each token")
     corrected: bool = Field(False, description="weigh it by policy / sampler, as k1 needs")
-    reference: str | None = Field(
-        None, description="directory or hub name; null: the model that training starts from"
-    )
 
 
 class LossConfig(Section):
@@ -73,11 +70,6 @@ class LossConfig(Section):
     @model_validator(mode="after")
     def _makes_sense(self) -> LossConfig:
         loss_settings(self)
-        if self.kl.reference is not None and self.kl.coefficient == 0:
-            raise ValueError(
-                f"loss.kl.reference is {self.kl.reference} with kl.coefficient 0: no reference "
-                "would be loaded; set the coefficient above 0 or leave the reference out"
-            )
         return self
 
 

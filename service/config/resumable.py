@@ -44,6 +44,11 @@ def _refused_of_algorithm(before: Config, now: Config) -> Iterator[str]:
             "many, because groups that were admitted so far ahead are played again and would be "
             "too old"
         )
+    if new.has_critic != own.has_critic:
+        yield (
+            f"algorithm.baseline is {new.baseline}, the run has {own.baseline}; expected a critic "
+            "in both or in neither, because the checkpoint holds one or holds none"
+        )
     if new.min_group_size > own.min_group_size:
         yield (
             f"algorithm.min_group_size is {new.min_group_size}, the run has {own.min_group_size}; "

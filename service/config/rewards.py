@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
 
-from actors.outcomes import DEFAULT_RULES, Disposition
+from actors.merge.gae import Truncation
+from actors.merge.shaping import KlEstimate, KlInReward
+from actors.outcomes import DEFAULT_RULES, Disposition, OutcomeRule
 from actors.trajectory import TRUNCATIONS, Outcome
 from service.config.fields import Finite, Natural, NotNegative, Positive, Rate, Section
 
@@ -28,11 +30,19 @@ class OverlongConfig(Section):
     factor: Rate = Field(1.0, description="the whole punishment")
 
 
+class KlRewardConfig(Section):
+    coefficient: Rate = Field(description="off the return, for each nat")
+    estimator: Literal["k1", "k3"] = Field("k1", description="of the KL at each token")
+
+
 class RewardConfig(Section):
     clip: tuple[Finite, Finite] | None = Field(None, description="lowest and highest return")
     overlong: OverlongConfig | None = Field(None, description="soft punishment of length (DAPO)")
     missing_end_penalty: NotNegative = Field(
         0.0, description="off the return when the last answer was cut off"
+    )
+    kl: KlRewardConfig | None = Field(
+        None, description="KL(policy || reference) taken off the rewards, at each token"
     )
 
     @field_validator("clip")
@@ -44,6 +54,34 @@ class RewardConfig(Section):
                 "first and another one second"
             )
         return clip
+
+
+def kl_in_reward(reward: RewardConfig) -> KlInReward | None:
+    if reward.kl is None:
+        return None
+    return KlInReward(estimate=KlEstimate(reward.kl.estimator), coefficient=reward.kl.coefficient)
+
+
+def outcome_rules(config: Config) -> dict[Outcome, OutcomeRule]:
+    """The rows that differ from the default table: a critic's, with the run's own laid over them.
+
+    Raises: ValueError, as OutcomeRule.
+    """
+    own = {
+        outcome: OutcomeRule(
+            disposition=rule.disposition, max_retries=rule.max_retries, penalty=rule.penalty
+        )
+        for outcome, rule in config.rollouts.outcomes.items()
+    }
+    return {**_rules_of_critic(config), **own}
+
+
+def _rules_of_critic(config: Config) -> dict[Outcome, OutcomeRule]:
+    critic = config.algorithm.critic
+    if not config.algorithm.has_critic:
+        return {}
+    rule = Truncation(critic.truncation).rule(penalty=critic.truncation_penalty)
+    return dict.fromkeys(TRUNCATIONS, rule)
 
 
 def reward_disagreements(config: Config) -> list[str]:
@@ -99,10 +137,10 @@ def _of_refills(config: Config) -> list[str]:
         return []
     got = f"algorithm.max_variance_refills is {algorithm.max_variance_refills} with "
     found = []
-    if algorithm.baseline == "none":
+    if algorithm.baseline in ("none", "critic"):
         found.append(
-            got + "baseline none, which trains groups of equal returns as well; expected 0; choose "
-            "a group baseline or leave it out"
+            got + f"baseline {algorithm.baseline}, which trains groups of equal returns as well; "
+            "expected 0; choose a group baseline or leave it out"
         )
     if algorithm.turn_discount is not None:
         found.append(
@@ -113,6 +151,8 @@ def _of_refills(config: Config) -> list[str]:
 
 
 def _disposition(config: Config, outcome: Outcome) -> Disposition:
-    """Of the run's own table, or else the default one."""
-    rule = config.rollouts.outcomes.get(outcome)
-    return DEFAULT_RULES[outcome].disposition if rule is None else rule.disposition
+    """Of the run's own table, or else a critic's, or else the default one."""
+    own = config.rollouts.outcomes.get(outcome)
+    if own is not None:
+        return own.disposition
+    return _rules_of_critic(config).get(outcome, DEFAULT_RULES[outcome]).disposition

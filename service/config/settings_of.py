@@ -13,12 +13,13 @@ from actors.merge.advantages import Baseline, Scale
 from actors.merge.aggregation import Aggregation
 from actors.merge.settings import StepSettings
 from actors.merge.shaping import Overlong, ReturnRange, ShapingSettings
-from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
+from actors.outcomes import Disposition, OutcomePolicy
 from actors.trainer.settings import Device, ParamDtype, TrainerSettings, WeightTransport
 from actors.trajectory_queue.messages import QueueSettings
 from actors.trajectory_queue.window import WindowSettings
+from service.config.critic import critic_settings, critic_training
 from service.config.loss import loss_settings
-from service.config.rewards import RewardConfig
+from service.config.rewards import RewardConfig, kl_in_reward, outcome_rules
 from service.config.tree import Config
 from service.failing import FailureLimits
 from service.inference.settings import EngineSettings
@@ -30,14 +31,7 @@ _UNPRUNED = 1_000_000
 
 
 def outcome_policy(config: Config) -> OutcomePolicy:
-    return OutcomePolicy(
-        overrides={
-            outcome: OutcomeRule(
-                disposition=rule.disposition, max_retries=rule.max_retries, penalty=rule.penalty
-            )
-            for outcome, rule in config.rollouts.outcomes.items()
-        }
-    )
+    return OutcomePolicy(overrides=outcome_rules(config))
 
 
 def queue_settings(config: Config) -> QueueSettings:
@@ -136,7 +130,10 @@ def trainer_settings(config: Config, *, model: str, checkpoint_dir: Path) -> Tra
         warmup_steps=trainer.warmup_updates,
         max_grad_norm=trainer.max_grad_norm,
         loss=loss_settings(algorithm.loss),
-        reference_model=algorithm.loss.kl.reference,
+        reference_model=algorithm.reference,
+        scores_reference=algorithm.reward.kl is not None,
+        critic=critic_training(config) if algorithm.has_critic else None,
+        critic_model=algorithm.critic.model,
         temperature=config.rollouts.temperature,
         epochs=algorithm.epochs,
         max_policy_age=algorithm.max_policy_age,
@@ -154,6 +151,7 @@ def shaping_settings(config: Config) -> ShapingSettings:
         clip=ReturnRange(low=reward.clip[0], high=reward.clip[1]) if reward.clip else None,
         overlong=Overlong(**reward.overlong.model_dump()) if reward.overlong else None,
         missing_end_penalty=reward.missing_end_penalty,
+        kl=kl_in_reward(reward),
     )
 
 
@@ -175,6 +173,7 @@ def merge_settings(config: Config) -> StepSettings:
         turn_discount=algorithm.turn_discount,
         normalises=algorithm.normalise_advantages,
         shaping=shaping_settings(config),
+        critic=critic_settings(algorithm.critic),
     )
 
 
@@ -187,6 +186,7 @@ def journal_settings(config: Config, *, directory: Path, epoch: int) -> JournalS
     is_plain = (
         algorithm.turn_discount is None
         and not algorithm.normalise_advantages
+        and not algorithm.has_critic
         and algorithm.reward == RewardConfig()
         and Disposition.TRAIN_PENALISED not in dispositions
     )

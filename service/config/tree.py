@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from actors.trajectory import Outcome
+from service.config.critic import CriticConfig, critic_disagreements
 from service.config.fields import (
     Decay,
     Finite,
@@ -109,7 +110,9 @@ class AlgorithmConfig(Section):
     window_groups: Positive | None = Field(
         None, description="W: groups among which a step chooses the closed ones; null: P"
     )
-    baseline: Literal["mean", "leave_one_out", "none"] = Field("mean", description="of a group")
+    baseline: Literal["mean", "leave_one_out", "none", "critic"] = Field(
+        "mean", description="of a group; critic: a value model, with GAE over tokens (PPO)"
+    )
     scale: Literal["none", "std", "mean"] = Field("std", description="what advantages divide by")
     turn_discount: Fraction | None = Field(
         None, description="credit by turn, later rewards discounted by this; null: by trajectory"
@@ -122,8 +125,23 @@ class AlgorithmConfig(Section):
         0, description="dynamic sampling: new tasks in the place of a group of equal returns"
     )
     loss: LossConfig = LossConfig()
+    reference: str | None = Field(
+        None,
+        description="what a KL term compares with, directory or hub name; null: the model that "
+        "training starts from",
+    )
+    critic: CriticConfig = CriticConfig()
     minibatches: Positive = Field(1, description="optimiser updates that a step is split into")
     epochs: Positive = Field(1, description="passes over a step's data")
+
+    @property
+    def has_critic(self) -> bool:
+        return self.baseline == "critic"
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether the trainer is asked before rewards are shaped and advantages made."""
+        return self.has_critic or self.reward.kl is not None
 
     @property
     def window(self) -> int:
@@ -244,7 +262,7 @@ def _disagreements(config: Config) -> list[str]:
     """What no single section can see: each a sentence with got, expected and remedy."""
     algorithm, rollouts = config.algorithm, config.rollouts
     found = []
-    if algorithm.baseline != "none" and algorithm.group_size < 2:
+    if algorithm.baseline in ("mean", "leave_one_out") and algorithm.group_size < 2:
         found.append(
             f"algorithm.group_size is {algorithm.group_size} with a group baseline "
             f"('{algorithm.baseline}'): every advantage would be 0; expected at least 2; raise "
@@ -265,7 +283,7 @@ def _disagreements(config: Config) -> list[str]:
             f"algorithm.window_groups is {algorithm.window} with max_lag 0; synchronous training "
             "takes the groups in order: leave window_groups out, or set max_lag to 1 or more"
         )
-    found += reward_disagreements(config)
+    found += reward_disagreements(config) + critic_disagreements(config)
     if rollouts.max_tokens_per_turn >= config.model.max_context_tokens:
         found.append(
             f"rollouts.max_tokens_per_turn is {rollouts.max_tokens_per_turn}, expected less than "

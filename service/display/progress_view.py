@@ -31,6 +31,7 @@ SHOWN_STAGE_S = 0.05
 STAGE_STYLES = {
     "collect": "cyan",
     "merge": "yellow",
+    "score": "bright_cyan",
     "train": "blue",
     "publish": "green",
     "checkpoint": "bright_black",

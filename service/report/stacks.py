@@ -29,6 +29,7 @@ Records = Sequence[StepRecord]
 STAGES = (
     ("collect", "collect (wait for rollouts)", "sky"),
     ("merge", "merge", "yellow"),
+    ("score", "score (critic, reference)", "orange"),
     ("train", "train", "azure"),
     ("publish", "publish", "green"),
     ("checkpoint", "checkpoint", "grey"),

@@ -1,0 +1,48 @@
+"""How a critic is trained, and what one update of it says; plain values without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticTraining:
+    """learning_rate: after warmup_steps updates. value_clip: of a value in one step, None: no clip.
+
+    The rest as in `TrainerSettings`. Raises: ValueError when a number is out of range.
+    """
+
+    learning_rate: float = 1e-4
+    warmup_steps: int = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    value_clip: float | None = 0.2
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "max_grad_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"critic: {name} is {getattr(self, name)}, expected above 0")
+        if self.value_clip is not None and not self.value_clip > 0:
+            raise ValueError(
+                f"critic: value_clip is {self.value_clip}, expected above 0, or None for no clip"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticStats:
+    """One update over all ranks. loss: token mean. explained_variance: 1 - mean squared error over
+    the targets' variance, of the values that the advantages were made with; None: the targets did
+    not vary. is_skipped: a loss or gradient that was not finite; never applied.
+    """
+
+    loss: float
+    grad_norm: float
+    value_mean: float
+    target_mean: float
+    explained_variance: float | None
+    clip_fraction: float
+    num_tokens: int
+    is_skipped: bool
