@@ -1,4 +1,4 @@
-"""What prometheus_client lacks: a gauge that may be absent, and a scrape that shows one moment.
+"""What prometheus_client lacks: gauges that may be absent, and a scrape that shows one moment.
 
 Made by `metrics.py`, which declares what there is.
 """
@@ -6,7 +6,7 @@ Made by `metrics.py`, which declares what there is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import GaugeMetricFamily
@@ -55,3 +55,33 @@ class LateGauge(Collector):
         if self._value is None:
             return []
         return [GaugeMetricFamily(self._name, self._documentation, value=self._value)]
+
+
+class LateGauges(Collector):
+    """A gauge with one label, of which only the values that were shown last are there."""
+
+    def __init__(
+        self, name: str, documentation: str, *, label: str, registry: CollectorRegistry
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        # Where the library's own metrics have theirs.
+        self._labelnames = (label,)
+        self._values: Mapping[str, float] = {}
+        registry.register(self)
+
+    def show(self, values: Mapping[str, float]) -> None:
+        """Show these, by the label's value, and nothing that was shown before."""
+        self._values = dict(values)
+
+    def describe(self) -> Iterable[Metric]:
+        return [self._family()]
+
+    def collect(self) -> Iterable[Metric]:
+        family = self._family()
+        for value_of_label, value in self._values.items():
+            family.add_metric([value_of_label], value)
+        return [family]
+
+    def _family(self) -> GaugeMetricFamily:
+        return GaugeMetricFamily(self._name, self._documentation, labels=self._labelnames)

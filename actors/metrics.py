@@ -14,7 +14,7 @@ from enum import StrEnum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from actors.merge.mismatch import MismatchKind
-from actors.metric_kinds import LateGauge, OneMomentRegistry
+from actors.metric_kinds import LateGauge, LateGauges, OneMomentRegistry
 from actors.trajectory import Outcome
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 
@@ -195,6 +195,12 @@ class LearningMetrics:
         self.parity_max = LateGauge(
             "rayloom_parity_max_nats",
             "The same on the fixed prompt, after the last publish.",
+            registry=registry,
+        )
+        self.statistics = LateGauges(
+            "rayloom_step_statistic",
+            "Statistics of the newest step's loss and rewards, each under its name.",
+            label="name",
             registry=registry,
         )
 

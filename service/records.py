@@ -45,6 +45,8 @@ class StepRecord:
     step's graded trajectories; scaled_reward_mean: over the best possible return, where known.
     Ages in versions; mismatch_* in nats (semantics 24), None when no token was of the trainer's
     version; parity_max: largest |trainer - engine| on the fixed prompt after the publish.
+    statistics: of the loss and the rewards, by name (`statistic_names`); what is not known is
+    absent. Empty in a record that an older version stored.
     """
 
     step: int
@@ -79,6 +81,7 @@ class StepRecord:
     parity_max: float | None
     is_skipped: bool
     stages: StageSeconds = field(default_factory=StageSeconds)
+    statistics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -11,6 +11,7 @@ from actors.trainer.statistics import StepStats
 from actors.trajectory import TrajectorySummary
 from service.ports import PublishedVersion
 from service.records import EvaluationRecord, StageSeconds, StepRecord
+from service.step_statistics import step_statistics
 
 
 def step_record(
@@ -57,6 +58,7 @@ def step_record(
         parity_max=published.parity_max,
         is_skipped=stats.is_skipped,
         stages=stages,
+        statistics=step_statistics(stats, report),
     )
 
 

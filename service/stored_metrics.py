@@ -88,6 +88,7 @@ class StoredMetrics:
         }
         for gauge, field in shown.items():
             gauge.set(_known(None if record is None else getattr(record, field)))
+        learning.statistics.show({} if record is None else record.statistics)
 
     def _show_evaluation(self, record: EvaluationRecord | None) -> None:
         gauge = self._metrics.learning.evaluation_reward

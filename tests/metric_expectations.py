@@ -10,6 +10,7 @@ from prometheus_server import Series, series
 
 from actors.metrics import AGE_BUCKETS, SECONDS_BUCKETS
 from service.records import StepRecord
+from service.statistic_names import STATISTIC_NAMES
 from service.store.run_store import StoredEvent
 
 # By gauge, the field of the newest step that it shows.
@@ -69,10 +70,14 @@ def of_events(events: Sequence[StoredEvent]) -> dict[Series, float]:
 
 def of_newest(record: StepRecord | None) -> dict[Series, float | None]:
     """The gauges of the newest step; None: absent."""
-    return {
+    found: dict[Series, float | None] = {
         series(name): None if record is None else getattr(record, field)
         for name, field in SHOWN.items()
     }
+    for name in STATISTIC_NAMES:
+        key = series("rayloom_step_statistic", name=name)
+        found[key] = None if record is None else record.statistics.get(name)
+    return found
 
 
 def differences(

@@ -33,7 +33,7 @@ DOWNLOAD_LIMIT_S = 300
 Series = tuple[str, frozenset[tuple[str, str]]]
 
 
-def series(name: str, **labels: str) -> Series:
+def series(name: str, /, **labels: str) -> Series:
     return name, frozenset((key, value) for key, value in labels.items() if value)
 
 

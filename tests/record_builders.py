@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from service.records import EvaluationRecord, StageSeconds, StepRecord
+from service.statistic_names import STATISTIC_NAMES
 from service.summary import LedgerTotals, RunSummary, summarize_run
 
 
@@ -16,6 +17,11 @@ class Run:
     steps: tuple[StepRecord, ...] = ()
     evaluations: tuple[EvaluationRecord, ...] = ()
     num_epochs: int = 1
+
+
+def known_statistics(step: int) -> dict[str, float]:
+    """Every one that there is; no two are equal, and all of them move from step to step."""
+    return {name: number / 64 + step / 4 for number, name in enumerate(STATISTIC_NAMES)}
 
 
 def step_record(step: int, **changes: Any) -> StepRecord:
@@ -52,6 +58,7 @@ def step_record(step: int, **changes: Any) -> StepRecord:
         parity_max=1e-6,
         is_skipped=False,
         stages=StageSeconds(collect=0.8, merge=0.05, train=0.5, publish=0.15),
+        statistics=known_statistics(step),
     )
     return replace(record, **changes)
 
@@ -80,6 +87,7 @@ def unmeasured_step(step: int) -> StepRecord:
         mismatch_max=None,
         parity_max=None,
         stages=StageSeconds(),
+        statistics={},
     )
 
 

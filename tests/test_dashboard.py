@@ -13,6 +13,7 @@ from metric_names import NAME, declared
 from deploy.dashboards.__main__ import FILE
 from deploy.dashboards.grafana import COLUMNS, to_json
 from deploy.dashboards.overview import OVERVIEW
+from service.statistic_names import STATISTIC_NAMES
 
 TREE: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 PANELS = [panel for panel in TREE["panels"] if panel["type"] != "row"]
@@ -35,7 +36,10 @@ def test_the_committed_file_is_what_the_code_makes() -> None:
 
 def test_there_are_the_sections_that_a_reader_looks_for() -> None:
     rows = [panel["title"] for panel in TREE["panels"] if panel["type"] == "row"]
-    assert rows == ["Overview", "Pipeline", "Rollouts", "Learning health", "Parts", "Service"]
+    assert rows == [
+        "Overview", "Pipeline", "Rollouts", "Learning health", "Statistics of the loss", "Parts",
+        "Service",
+    ]  # fmt: skip
     assert all(section.panels for section in OVERVIEW.sections)
 
 
@@ -103,6 +107,12 @@ def test_every_metric_and_label_of_a_query_is_declared(query: str) -> None:
     for grouped in re.findall(r"\b(?:by|ignoring) \(([^)]*)\)", query):
         used |= {label.strip() for label in grouped.split(",")} - {"le"}
     assert used <= labels
+
+
+def test_a_panel_asks_for_statistics_that_there_are() -> None:
+    asked = re.findall(r'rayloom_step_statistic\{[^}]*name="([^"]*)"\}', "\n".join(QUERIES))
+    assert len(asked) == "".join(QUERIES).count("rayloom_step_statistic")
+    assert set(asked) <= set(STATISTIC_NAMES)
 
 
 def test_every_declared_metric_is_shown_or_named_as_not_shown() -> None:

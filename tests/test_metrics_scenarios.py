@@ -19,6 +19,7 @@ from actors.trajectory import Outcome
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from deploy.dashboards.overview import OVERVIEW, SERVICE_SECTION
 from service.records import StageSeconds
+from service.statistic_names import STATISTIC_NAMES
 from service.store.lineage import History
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
@@ -33,6 +34,7 @@ LABEL_VALUES = {
     "kind": {kind.value for kind in (*LedgerEventKind, *MismatchKind)},
     "side": {"before", "after"},
     "stage": set(StageSeconds().by_name()),
+    "name": set(STATISTIC_NAMES),
 }
 
 
@@ -135,6 +137,8 @@ def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
         tmp_path,
         run={"steps": 1000, "evaluate_every": 1000},
         rollouts={"num_actors": 1, "frozen_after_s": 600},
+        # The dashboard shows a KL where the loss has one.
+        algorithm={"loss": {"kl": {"coefficient": 0.01}}},
     )
     with running(config, tmp_path / "run") as run:
         address = run.metrics_address(limit_s=START_S)

@@ -48,6 +48,13 @@ def samples(metrics: Metrics) -> dict[Series, float]:
     }
 
 
+def statistics_shown(metrics: Metrics) -> dict[str, float]:
+    shown = samples(metrics).items()
+    return {
+        dict(labels)["name"]: at for (of, labels), at in shown if of == "rayloom_step_statistic"
+    }
+
+
 def rows_of_events(store: RunStore) -> list[StoredEvent]:
     """Of every epoch, whether or not it survives."""
     with store.reading() as connection:
@@ -103,6 +110,25 @@ def test_a_gauge_vanishes_when_the_newest_step_does_not_know_its_value(tmp_path:
     assert value(metrics, "rayloom_loss") is None
     assert value(metrics, "rayloom_gradient_norm") is None
     assert value(metrics, "rayloom_entropy_nats") == step_record(2).entropy
+
+
+def test_a_statistic_that_the_newest_step_does_not_know_leaves_no_series_behind(
+    tmp_path: Path,
+) -> None:
+    recorder, _, metrics = make_recorder(tmp_path)
+    recorder.step(step_record(1, statistics={"kl_mean": 0.25, "ratio_max": 1.5}))
+    assert statistics_shown(metrics) == {"kl_mean": 0.25, "ratio_max": 1.5}
+    recorder.step(step_record(2, statistics={"ratio_max": 0.0}))
+    assert statistics_shown(metrics) == {"ratio_max": 0.0}
+
+
+def test_the_statistics_go_back_with_the_run(tmp_path: Path) -> None:
+    recorder, store, metrics = make_recorder(tmp_path)
+    assert statistics_shown(metrics) == {}
+    recorder.step(step_record(1))
+    assert statistics_shown(metrics) == step_record(1).statistics
+    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    assert statistics_shown(metrics) == {}
 
 
 def test_a_step_that_trained_nothing_has_no_policy_age(tmp_path: Path) -> None:

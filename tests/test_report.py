@@ -41,6 +41,9 @@ RUNS = {
     "two steps": learning_run(2),
     "many steps": learning_run(900),
     "nothing measured": Run(steps=(unmeasured_step(1), unmeasured_step(2))),
+    "stored before there were statistics": Run(
+        steps=tuple(step_record(i, statistics={}) for i in (1, 2))
+    ),
     "exact zeros": Run(
         steps=tuple(step_record(i, mismatch_k3=0.0, mismatch_max=0.0) for i in (1, 2, 3))
     ),

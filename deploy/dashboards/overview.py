@@ -6,33 +6,12 @@ Each query names the run by its instance and nothing else, so that a scrape job 
 
 from __future__ import annotations
 
+from deploy.dashboards.loss import LOSS_SECTION
 from deploy.dashboards.model import Dashboard, Look, Panel, Query, Section
+from deploy.dashboards.promql import mean, of_run, one, quantile, rate
 
 LEFT = 'kind!="admitted"'
 BEFORE, AFTER = 'side="before"', 'side="after"'
-
-
-def of_run(metric: str, matcher: str = "") -> str:
-    """The series of the chosen run. matcher: further ones, such as kind="evicted"."""
-    return f'{metric}{{instance="$instance"{"," if matcher else ""}{matcher}}}'
-
-
-def rate(metric: str, matcher: str = "") -> str:
-    return f"rate({of_run(metric, matcher)}[$__rate_interval])"
-
-
-def mean(histogram: str) -> str:
-    """Of what a histogram without labels, or each of its label sets, has seen lately."""
-    return f"{rate(f'{histogram}_sum')} / {rate(f'{histogram}_count')}"
-
-
-def quantile(share: float, histogram: str) -> str:
-    return f"histogram_quantile({share:g}, sum by (le) ({rate(f'{histogram}_bucket')}))"
-
-
-def one(expr: str, legend: str) -> tuple[Query, ...]:
-    return (Query(expr=expr, legend=legend),)
-
 
 OVERVIEW_SECTION = Section(
     title="Overview",
@@ -332,12 +311,13 @@ SERVICE_SECTION = Section(
 OVERVIEW = Dashboard(
     uid="rayloom-overview",
     title="Rayloom",
-    description="One run: progress, pipeline, rollouts, health of learning, parts, service.",
+    description="One run: progress, pipeline, rollouts, health of learning, loss, parts, service.",
     sections=(
         OVERVIEW_SECTION,
         PIPELINE_SECTION,
         ROLLOUT_SECTION,
         LEARNING_SECTION,
+        LOSS_SECTION,
         PART_SECTION,
         SERVICE_SECTION,
     ),

@@ -15,6 +15,8 @@ from markupsafe import Markup
 
 from service.report import plots, reward, stacks, style, tables
 from service.report.figure import Plot
+from service.report.loss_figures import loss_figures
+from service.report.loss_tables import LOSS_DEFINITIONS, loss_tables
 from service.report.tables import Table, Tile
 from service.report.verdict import Check, checks, ending, verdict
 from service.summary import HistoryLike, RunSummary, write_aside
@@ -22,7 +24,10 @@ from service.summary import HistoryLike, RunSummary, write_aside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What the template reads. lead: the figure across the page; small: figures of one line."""
+    """What the template reads. lead: the figure across the page; small: figures of one line.
+
+    loss_*: the fold with the statistics of the loss, which is there when there are tables for it.
+    """
 
     summary: RunSummary
     verdict: str
@@ -33,6 +38,9 @@ class Page:
     lead: Plot | None
     plots: tuple[Plot, ...]
     small: tuple[Plot, ...]
+    loss_figures: tuple[Plot, ...]
+    loss_tables: tuple[Table, ...]
+    loss_definitions: tuple[tuple[str, str], ...]
     tables: tuple[Table, ...]
     definitions: tuple[tuple[str, str], ...]
     config_text: str
@@ -80,6 +88,9 @@ def _page(summary: RunSummary, history: HistoryLike, *, config_text: str) -> Pag
         lead=reward.reward_plot(records, history.evaluations) if records else None,
         plots=_plots(summary, history),
         small=plots.small_multiples(records) if records else (),
+        loss_figures=loss_figures(records),
+        loss_tables=loss_tables(records),
+        loss_definitions=LOSS_DEFINITIONS,
         tables=tuple(
             table
             for table in (
