@@ -30,17 +30,18 @@ from service.report.figure import (
 from service.report.series import Buckets, Floats, buckets_of
 
 Records = Sequence[StepRecord]
-Read = Callable[[StepRecord], float | None]
 Thin = Callable[[Buckets, Floats], Floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """thin: how neighbouring steps become one point. idle_at: see the module."""
+    """name: of the statistic. thin: how neighbouring steps become one point. idle_at: the value at
+    which it says nothing.
+    """
 
     label: str
     role: str
-    read: Read
+    name: str
     thin: Thin = Buckets.mean
     idle_at: float | None = None
     dashes: bool = False
@@ -60,69 +61,64 @@ class Figure:
     curves: tuple[Curve, ...]
 
 
-def statistic(name: str) -> Read:
-    """name: one of `service.statistic_names`."""
-    return lambda record: record.statistics.get(name)
-
-
-def _mean(read: Read, *, idle_at: float | None = None) -> Curve:
-    return Curve(label="mean", role="blue", read=read, idle_at=idle_at)
+def _mean(name: str, *, idle_at: float | None = None) -> Curve:
+    return Curve(label="mean", role="blue", name=name, idle_at=idle_at)
 
 
 def _largest(name: str, *, idle_at: float | None = None) -> Curve:
     return Curve(
         label="largest",
         role="purple",
-        read=statistic(name),
+        name=name,
         thin=Buckets.maximum,
         idle_at=idle_at,
     )
 
 
 def _smallest(name: str) -> Curve:
-    return Curve(label="smallest", role="green", read=statistic(name), thin=Buckets.minimum)
+    return Curve(label="smallest", role="green", name=name, thin=Buckets.minimum)
 
 
 def _masked(label: str, role: str, name: str, *, dashes: bool = True) -> Curve:
     # A rule that is off masks nothing; dashes keep apart what covers the whole.
-    return Curve(label=label, role=role, read=statistic(name), idle_at=0.0, dashes=dashes)
+    return Curve(label=label, role=role, name=name, idle_at=0.0, dashes=dashes)
 
 
 FIGURES = (
     Figure(
         key="logprobs",
         title="Log-probability",
-        note="nats, by the advantage's sign",
+        note="mean, by advantage",
         curves=(
-            Curve(label="positive", role="green", read=statistic("policy_logprob_positive_mean")),
-            Curve(label="negative", role="orange", read=statistic("policy_logprob_negative_mean")),
+            Curve(label="above 0", role="green", name="policy_logprob_positive_mean"),
+            Curve(label="below 0", role="orange", name="policy_logprob_negative_mean"),
         ),
     ),
     Figure(
         key="kl",
         title="KL to the reference",
         note="nats a token",
-        curves=(_mean(statistic("kl_mean")),),
+        curves=(_mean("kl_mean"),),
     ),
     Figure(
-        key="kl-extremes",
-        title="KL of single tokens",
+        key="kl-largest",
+        title="KL of one token",
         note="nats",
-        curves=(_largest("kl_max"), _smallest("kl_min")),
+        curves=(_largest("kl_max"),),
     ),
     Figure(
         key="ratio",
         title="Ratio",
         note="of policies, at a token",
-        curves=(_largest("ratio_max"), _mean(statistic("ratio_mean"))),
+        curves=(_largest("ratio_max"), _mean("ratio_mean")),
     ),
     Figure(
         key="clips",
         title="Clipped",
         note="share of trained tokens",
         curves=(
-            Curve(label="low", role="blue", read=statistic("clip_fraction_low")),
-            Curve(label="high", role="orange", read=statistic("clip_fraction_high"), dashes=True),
+            Curve(label="low", role="blue", name="clip_fraction_low"),
+            Curve(label="high", role="orange", name="clip_fraction_high", dashes=True),
         ),
     ),
     Figure(
@@ -142,7 +138,7 @@ FIGURES = (
         note="of trained tokens",
         curves=(
             _largest("importance_weight_max", idle_at=1.0),
-            _mean(statistic("importance_weight_mean"), idle_at=1.0),
+            _mean("importance_weight_mean", idle_at=1.0),
         ),
     ),
     Figure(
@@ -151,9 +147,8 @@ FIGURES = (
         note="over trajectories",
         curves=(
             _largest("reward_max"),
-            _mean(lambda record: record.reward_mean),
             _smallest("reward_min"),
-            Curve(label="deviation", role="orange", read=statistic("reward_std"), dashes=True),
+            Curve(label="deviation", role="orange", name="reward_std", dashes=True),
         ),
     ),
     Figure(
@@ -162,7 +157,7 @@ FIGURES = (
         note="over trained tokens",
         curves=(
             _largest("advantage_max"),
-            _mean(statistic("advantage_mean")),
+            _mean("advantage_mean"),
             _smallest("advantage_min"),
         ),
     ),
@@ -171,11 +166,11 @@ FIGURES = (
         title="Surrogate",
         note="mean of trained tokens",
         curves=(
-            Curve(label="in the loss", role="blue", read=statistic("surrogate_mean")),
+            Curve(label="in the loss", role="blue", name="surrogate_mean"),
             Curve(
                 label="ratio × advantage",  # noqa: RUF001
                 role="orange",
-                read=statistic("unclipped_surrogate_mean"),
+                name="unclipped_surrogate_mean",
                 dashes=True,
             ),
         ),
@@ -193,7 +188,7 @@ def loss_figures(records: Records) -> tuple[Plot, ...]:
 
 
 def _plot(figure: Figure, records: Records) -> Plot | None:
-    measured = [(curve, series.values_of(records, curve.read)) for curve in figure.curves]
+    measured = [(curve, _values(records, curve.name)) for curve in figure.curves]
     measured = [(curve, values) for curve, values in measured if not curve.is_idle(values)]
     if not measured:
         return None
@@ -224,6 +219,10 @@ def _plot(figure: Figure, records: Records) -> Plot | None:
         ),
         svg_wide=drawn,
     )
+
+
+def _values(records: Records, name: str) -> Floats:
+    return series.values_of(records, lambda record: record.statistics.get(name))
 
 
 def _told(curve: Curve, values: Floats) -> str:

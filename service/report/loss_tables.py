@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from service import units
 from service.records import StepRecord
-from service.report.tables import Table, words
+from service.report.tables import Table
 from service.statistic_names import STATISTICS
 
 
 def loss_tables(records: Sequence[StepRecord]) -> tuple[Table, ...]:
     """One table a group: of each statistic that was known at some step, where it began, where it
-    went and where it ended.
+    went and where it ended. What a group's names begin with stands in its caption alone.
     """
     tables = [_table(group, names, records) for group, names in STATISTICS.items()]
     return tuple(table for table in tables if not table.is_empty)
@@ -23,15 +24,25 @@ def _table(group: str, names: Sequence[str], records: Sequence[StepRecord]) -> T
         name: [record.statistics[name] for record in records if name in record.statistics]
         for name in names
     }
+    num_shared = _num_shared_words(names)
     return Table(
         caption=group,
         header=("statistic", "first", "smallest", "largest", "last"),
         rows=tuple(
-            (words(name), *map(units.significant, (found[0], min(found), max(found), found[-1])))
+            (
+                " ".join(name.split("_")[num_shared:]),
+                *map(units.significant, (found[0], min(found), max(found), found[-1])),
+            )
             for name, found in known.items()
             if found
         ),
     )
+
+
+def _num_shared_words(names: Sequence[str]) -> int:
+    """How many words all names begin with; the last of a name is not among them."""
+    places = zip(*(name.split("_")[:-1] for name in names), strict=False)
+    return sum(1 for _ in takewhile(lambda words: len(set(words)) == 1, places))
 
 
 LOSS_DEFINITIONS: tuple[tuple[str, str], ...] = (
