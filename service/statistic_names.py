@@ -45,6 +45,14 @@ STATISTICS: Mapping[str, tuple[str, ...]] = {
         "importance_weight_max",
         "mismatch_k1_mean",
     ),
+    "Critic": (
+        "critic_loss",
+        "critic_grad_norm",
+        "critic_explained_variance",
+        "critic_value_mean",
+        "critic_target_mean",
+        "critic_clip_fraction",
+    ),
     "Rewards and advantages": (
         "reward_std",
         "reward_min",

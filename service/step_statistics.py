@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict
 
 from actors.merge.report import Spread, StepReport
+from actors.trainer.critic_settings import CriticStats
 from actors.trainer.statistics import LogprobStats, LossStats, StepStats, TokenSpread
 
 
@@ -22,6 +23,7 @@ def step_statistics(stats: StepStats, report: StepReport) -> dict[str, float]:
     found = {
         **_of_ratios(stats),
         **_of_loss(stats.tokens),
+        **_of_critic(stats.critic),
         **_named("trajectory_advantage", report.advantages),
         **_of_rewards(report.returns),
     }
@@ -61,6 +63,20 @@ def _of_loss(tokens: LossStats | None) -> dict[str, float | None]:
         "importance_weight_mean": tokens.importance_weight_mean,
         "importance_weight_max": tokens.importance_weight_max,
         **_named("advantage", tokens.advantage),
+    }
+
+
+def _of_critic(critic: CriticStats | None) -> dict[str, float | None]:
+    # As the ratios: 0 is written where nothing was trained.
+    if critic is None or not critic.num_tokens:
+        return {}
+    return {
+        "critic_loss": critic.loss,
+        "critic_grad_norm": critic.grad_norm,
+        "critic_explained_variance": critic.explained_variance,
+        "critic_value_mean": critic.value_mean,
+        "critic_target_mean": critic.target_mean,
+        "critic_clip_fraction": critic.clip_fraction,
     }
 
 

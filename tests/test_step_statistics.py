@@ -11,6 +11,7 @@ import pytest
 from record_builders import step_record
 
 from actors.merge.report import MergeReport, Spread, StepReport
+from actors.trainer.critic_settings import CriticStats
 from actors.trainer.statistics import (
     LogprobStats,
     LossStats,
@@ -51,6 +52,10 @@ STATS = StepStats(
     policy_age_max=0, num_updates=1, num_empty_updates=0, num_skipped_updates=0, tokens=LOSS,
     mismatch=MismatchStats(k1_mean=-1e-4, k3_mean=1e-8, max_abs_delta=1e-3, num_tokens=10),
     seconds=PhaseSeconds(total_s=0, prepare_s=0, forward_s=0, backward_s=0, optimizer_s=0),
+    critic=CriticStats(
+        loss=0.31, grad_norm=0.32, value_mean=0.33, target_mean=0.34, explained_variance=0.35,
+        clip_fraction=0.36, num_tokens=10, is_skipped=False,
+    ),
 )  # fmt: skip
 
 REPORT = StepReport(
@@ -69,6 +74,10 @@ REPORT = StepReport(
 NOTHING_TRAINED = replace(
     STATS, trained_tokens=0, ratio_mean=0.0, ratio_max=0.0, effective_sample_fraction=0.0,
     mismatch=None, tokens=None,
+    critic=CriticStats(
+        loss=0.0, grad_norm=0.0, value_mean=0.0, target_mean=0.0, explained_variance=None,
+        clip_fraction=0.0, num_tokens=0, is_skipped=False,
+    ),
 )  # fmt: skip
 
 
@@ -112,6 +121,12 @@ def test_each_number_has_the_name_that_says_what_it_is() -> None:
         "trajectory_advantage_std": 0.8,
         "trajectory_advantage_min": -1.1,
         "trajectory_advantage_max": 1.7,
+        "critic_loss": 0.31,
+        "critic_grad_norm": 0.32,
+        "critic_value_mean": 0.33,
+        "critic_target_mean": 0.34,
+        "critic_explained_variance": 0.35,
+        "critic_clip_fraction": 0.36,
         "reward_std": 0.25,
         "reward_min": -0.75,
         "reward_max": 1.25,
@@ -137,8 +152,9 @@ def test_what_the_loss_does_not_ask_for_is_absent() -> None:
         kl=None,
         policy_logprobs=replace(LOSS.policy_logprobs, negative_mean=None, negative_max=None),
     )
-    found = step_statistics(replace(STATS, tokens=tokens, mismatch=None), REPORT)
-    missing = {name for name in STATISTIC_NAMES if name.startswith(("old_", "reference_", "kl_"))}
+    found = step_statistics(replace(STATS, tokens=tokens, mismatch=None, critic=None), REPORT)
+    others = ("old_", "reference_", "kl_", "critic_")
+    missing = {name for name in STATISTIC_NAMES if name.startswith(others)}
     missing |= {"policy_logprob_negative_mean", "policy_logprob_negative_max", "mismatch_k1_mean"}
     assert set(STATISTIC_NAMES) - found.keys() == missing
 

@@ -7,6 +7,7 @@ process group and its mesh.
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
@@ -28,6 +29,8 @@ from actors.trainer.row import RowTensors, row_tensors
 from actors.trainer.value_loss import clipped_value_loss
 from actors.trainer.value_model import load_value_model, shard_value_model
 from actors.value_batch import ValueRow, ValueShard
+
+_LOG = logging.getLogger(__name__)
 
 
 class Critic:
@@ -95,6 +98,8 @@ class Critic:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
             self.num_updates += 1
+        if stats.is_skipped:
+            _LOG.warning("step %d: the critic's update is not finite, skipped", shard.step)
         self.optimizer.zero_grad(set_to_none=True)
         return stats
 

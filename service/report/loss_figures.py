@@ -142,6 +142,12 @@ FIGURES = (
         ),
     ),
     Figure(
+        key="critic",
+        title="Critic",
+        note="share of variance explained",
+        curves=(Curve(label="explained", role="blue", name="critic_explained_variance"),),
+    ),
+    Figure(
         key="returns",
         title="Return",
         note="over trajectories",

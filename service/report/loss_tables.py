@@ -63,6 +63,11 @@ LOSS_DEFINITIONS: tuple[tuple[str, str], ...] = (
     ),
     ("Masked", "out of the loss, because trainer and engine differ too much there."),
     ("Importance weight", "corrects the loss of a token for that difference; 1 without it."),
+    (
+        "Critic",
+        "explained: 1 for values that foresee every return, 0 for ones as good as their mean, less "
+        "for worse ones.",
+    ),
     ("Return", "of a graded trajectory, after reward shaping; not over the best possible one."),
     ("Surrogate", "what the objective raises, with weight and mask; and ratio times advantage."),
 )
