@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.expert_records import ExpertRecords
+
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 
@@ -32,6 +34,10 @@ class MicroBatch:
     loss_weights: [M] float32, >= 0, each token's share of the update; they make the aggregation.
     trajectory_index: [M] int32, numbers the row's trajectories 0, 1, 2, ..., equal for the tokens
     of all samples of a trajectory.
+    experts: the recorded routing of the row's tokens, each record at the place of the token whose
+    forward pass it is of; None when there is none. A place that several samples share stands in it
+    once, with the record of the first sample in order that has one. num_overruled_records: the
+    samples' records that differ from the one that counts.
     A row with M = 0 is a filler: it keeps the ranks' collectives aligned and trains nothing.
     """
 
@@ -46,6 +52,8 @@ class MicroBatch:
     sampled_versions: Int32s
     loss_weights: Float32s
     trajectory_index: Int32s
+    experts: ExpertRecords | None = None
+    num_overruled_records: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.expert_records import ExpertIndices
 from actors.lineage import Lineage
 
 TokenIds = NDArray[np.int32]
 LogProbs = NDArray[np.float32]
-ExpertIndices = NDArray[np.uint8] | NDArray[np.int16]
 
 
 class FinishReason(StrEnum):
@@ -70,8 +70,9 @@ class Turn:
     version_spans: contiguous, covering [0, A).
     reward: of this turn, with its named components (their sum is not required to be the reward).
     token_rewards: [A] float32, what each sampled token earned, their sum is the reward; None: not
-    recorded. expert_indices: [R, L, K] uint8 or int16, the K experts that a mixture of L routed
-    layers chose for each of the first R <= A sampled tokens; None: not recorded.
+    recorded. expert_indices: [R, L, K] uint8 or int16, the K experts that each of L routed layers
+    chose in the forward passes that processed the first R <= A sampled tokens (an engine does not
+    process the last one); None: not recorded.
     """
 
     prompt_token_ids: TokenIds

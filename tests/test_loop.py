@@ -58,6 +58,7 @@ def report(step: int, *, scaled_return: float | None = None) -> StepReport:
         policy_age_mean=None, num_turns=2, num_malformed_turns=0, num_inserted_tokens=0,
         num_sampled_tokens=4, num_trained_tokens=4, num_packed_tokens=8, num_micro_batches=1,
         num_fillers=0,
+        num_overruled_records=0,
     )  # fmt: skip
 
 

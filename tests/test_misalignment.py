@@ -35,6 +35,14 @@ TURN = make_turn([1, 2], [3, 4])
             replace(TURN, expert_indices=np.zeros((3, 2, 2), np.uint8)),
             "expert indices of shape (3, 2, 2) for 2 sampled tokens",
         ),
+        (
+            replace(TURN, expert_indices=np.full((2, 2, 2), -1, np.int16)),
+            "of at least 0; leave out tokens without a record",
+        ),
+        (
+            replace(TURN, expert_indices=np.zeros((2, 2, 2), np.float32)),  # type: ignore[arg-type]
+            "expert indices that are not all uint8 or int16",
+        ),
         (make_turn([1, -2], [3]), "1 prompt ids are outside the vocabulary, expected 0 upwards"),
         (make_turn([1], [3, -4, -5]), "2 sampled ids are outside the vocabulary"),
     ],

@@ -103,6 +103,11 @@ def _in_experts(turn: Turn, shape: tuple[int, ...] | None) -> str | None:
             f"expert indices of shape {indices.shape} for {turn.num_sampled} sampled tokens, "
             "expected [tokens, layers, experts]; leave out the prompt's"
         )
+    if indices.dtype not in (np.uint8, np.int16) or (indices.size and int(indices.min()) < 0):
+        return (
+            "expert indices that are not all uint8 or int16 of at least 0; leave out tokens "
+            "without a record"
+        )
     if shape is not None and indices.shape[1:] != shape:
         return (
             f"expert indices for {indices.shape[1:]} layers and experts, {shape} in an earlier "

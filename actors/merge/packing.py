@@ -19,6 +19,7 @@ from actors.batch import Float32s, MicroBatch, Minibatch
 from actors.merge.placing import place
 from actors.merge.prefix import Sample
 from actors.merge.prefix_tree import build_flat, build_forest
+from actors.merge.row_experts import row_experts
 
 _Number = TypeVar("_Number", bound=np.generic)
 # A filler is one token: nothing is predicted from it.
@@ -117,6 +118,7 @@ def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True)
 
     Example: prompt [1,2], response [3,4,5], mask [1,0,1], alone in its row: loss_positions [1,3],
     targets [3,5].
+    Raises: ValueError, naming a trajectory, for expert records of different shapes.
     """
     samples = [each.sample for each in weighted]
     build = build_forest if share_prefixes else build_flat
@@ -124,6 +126,7 @@ def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True)
     trained = [np.flatnonzero(sample.mask) for sample in samples]
     sample_of_trained = np.repeat(np.arange(len(samples)), [each.shape[0] for each in trained])
     loss_weights = np.array([each.loss_weight for each in weighted], np.float32)
+    experts = row_experts(samples, forest)
 
     def of_trained(columns: Iterable[NDArray[_Number]], *, ahead: int = 0) -> NDArray[_Number]:
         pairs = zip(columns, trained, strict=True)
@@ -141,6 +144,8 @@ def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True)
         sampled_versions=of_trained(sample.versions for sample in samples),
         loss_weights=loss_weights[sample_of_trained],
         trajectory_index=_number_trajectories(samples, sample_of_trained),
+        experts=experts.records,
+        num_overruled_records=experts.num_overruled,
     )
 
 

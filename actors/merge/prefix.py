@@ -21,10 +21,11 @@ from itertools import accumulate, chain
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.expert_records import ExpertRecords
 from actors.lineage import Mismatch
 from actors.merge.buffer import TrajectoryBuffer, fill
 from actors.merge.misalignment import find_misalignment
-from actors.merge.sample import ExpertRecords, Merged, Sample
+from actors.merge.sample import Merged, Sample
 from actors.merge.side_data import (
     UNRECORDED_VERSION,
     SideData,

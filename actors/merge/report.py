@@ -66,7 +66,8 @@ class StepReport:
     """returns: shaped and unclamped, of the step's graded trajectories; scaled_return_mean: the
     environment's own, over the best possible, where known. advantages: of the trajectories in the
     loss, each the mean over its tokens. policy_age_*: versions, of trained tokens.
-    num_packed_tokens: of all rows, fillers included.
+    num_packed_tokens: of all rows, fillers included. num_overruled_records: of expert choices, in
+    shared prefixes (`row_experts`).
     """
 
     step: int
@@ -91,6 +92,7 @@ class StepReport:
     num_packed_tokens: int
     num_micro_batches: int
     num_fillers: int
+    num_overruled_records: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,7 @@ def report_step(tallies: StepTallies, shards: Sequence[RankShard]) -> StepReport
         num_packed_tokens=sum(row.num_tokens for row in rows),
         num_micro_batches=len(rows),
         num_fillers=sum(row.num_trained == 0 for row in rows),
+        num_overruled_records=sum(row.num_overruled_records for row in rows),
     )
 
 

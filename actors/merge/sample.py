@@ -5,25 +5,14 @@ Invariant of a sample: mask 0 means log-probability 0 and version -1. Made by `p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.expert_records import ExpertRecords
 from actors.lineage import Mismatch
-from actors.trajectory import ExpertIndices, LogProbs, TokenIds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertRecords:
-    """Which experts a mixture chose, where that was recorded.
-
-    positions: [R] int32, ascending, in the sample. indices: [R, L, K] uint8 or int16. A position
-    that is not in the list has no record: the trainer's own router decides there.
-    """
-
-    positions: NDArray[np.int32]
-    indices: ExpertIndices
+from actors.trajectory import LogProbs, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +24,8 @@ class Sample:
     prompt_length: tokens of the first turn's prompt. turns: indices in the trajectory.
     token_rewards: [T] float32, 0 where nothing was sampled; None when no turn of the trajectory
     recorded any. A turn that recorded none beside others that did has its reward on its last token.
-    experts: recorded routing, None when there is none; also of tokens with mask 0.
+    experts: recorded routing, each record at the position of the token whose forward pass it is of,
+    also where the mask is 0; None when there is none.
     """
 
     trajectory_id: str
@@ -55,6 +45,10 @@ class Sample:
     @property
     def num_trained(self) -> int:
         return int(np.count_nonzero(self.mask))
+
+    def without_experts(self) -> Sample:
+        """The sample for a model that routes by itself."""
+        return self if self.experts is None else replace(self, experts=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

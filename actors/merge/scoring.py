@@ -87,7 +87,11 @@ def read_scores(plan: ScorePlan, answers: Sequence[Sequence[RowScores]]) -> Scor
 def _minibatch(rows: Sequence[Sequence[Sample]]) -> Minibatch:
     packed = [
         pack_row(
-            [WeightedSample(sample=sample, advantage=0.0, loss_weight=0.0) for sample in row],
+            # Reference and critic route by themselves.
+            [
+                WeightedSample(sample=sample.without_experts(), advantage=0.0, loss_weight=0.0)
+                for sample in row
+            ],
             # Values are of every token: each sample has its own.
             share_prefixes=False,
         )

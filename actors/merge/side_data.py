@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.merge.sample import ExpertRecords
-from actors.trajectory import ExpertIndices, LogProbs, Turn, VersionSpan
+from actors.expert_records import ExpertIndices, ExpertRecords
+from actors.trajectory import LogProbs, Turn, VersionSpan
 
 UNRECORDED_VERSION = -1
 
@@ -150,7 +150,7 @@ def place_token_rewards(
 def place_experts(
     recorded: Sequence[ExpertIndices | None], lengths: Sequence[int]
 ) -> ExpertRecords | None:
-    """The recorded routing of one sample's tokens; None when there is none.
+    """The recorded routing of one sample's tokens, each at its own place; None when there is none.
 
     Example: lengths [2, 2, 1, 2], one record of turn 0 and two of turn 1 -> positions [2, 5, 6]
     """

@@ -60,7 +60,9 @@ def pack_values(
 def _row(valued: Sequence[ValuedSample], *, weight: float) -> ValueRow:
     none = np.empty(0, np.float32)
     samples = [
-        WeightedSample(sample=each.sample, advantage=0.0, loss_weight=weight) for each in valued
+        # A critic routes by itself.
+        WeightedSample(sample=each.sample.without_experts(), advantage=0.0, loss_weight=weight)
+        for each in valued
     ]
     row = pack_row(samples) if samples else filler()
     return ValueRow(

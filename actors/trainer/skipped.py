@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,18 +23,30 @@ def save_skipped(
 ) -> Path:
     """Write every array of one rank's minibatch; keys are `<micro-batch>/<field>`.
 
+    Routing records, where there are any, are `expert_positions` and `expert_indices`.
+
     Returns: `directory/step-000012-update-0-rank-1.npz`.
     Raises: OSError when it cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{step:06d}-update-{update}-rank-{rank}.npz"
     arrays = {
-        f"{number}/{field.name}": getattr(row, field.name)
+        f"{number}/{name}": array
         for number, row in enumerate(minibatch.micro_batches)
-        for field in fields(MicroBatch)
+        for name, array in _arrays(row).items()
     }
     np.savez_compressed(path, **arrays)
     return path
+
+
+def _arrays(row: MicroBatch) -> dict[str, Any]:
+    """The arrays by the names that they are saved under."""
+    found = {field.name: getattr(row, field.name) for field in fields(MicroBatch)}
+    arrays = {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
+    if row.experts is not None:
+        arrays["expert_positions"] = row.experts.positions
+        arrays["expert_indices"] = row.experts.indices
+    return arrays
 
 
 def report_skip(minibatch: Minibatch, root: Path, *, step: int, update: int, rank: int) -> None:

@@ -18,10 +18,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.expert_records import ExpertIndices
 from actors.lineage import Lineage, MismatchKind, SampleLineage
 from actors.merge.buffer import fill
 from actors.trajectory import (
-    ExpertIndices,
     FinishReason,
     LogProbs,
     Outcome,
