@@ -9,12 +9,22 @@ import pytest
 from trainer_world import pack, random_samples
 
 from actors.batch import MicroBatch, Minibatch, RankShard
+from actors.expert_records import ExpertRecords
+from actors.trainer.routing_replay import MixtureShape
 from actors.trainer.shard_check import ShardRefused, check_shard
 
+MIXTURE = MixtureShape(num_layers=2, num_experts=4, num_chosen=2)
+RECORDS = np.array([[[0, 1], [2, 3]], [[3, 0], [1, 2]]], np.uint8)
 
-def check(row: MicroBatch) -> None:
+
+def check(row: MicroBatch, *, mixture: MixtureShape | None = MIXTURE) -> None:
     shard = RankShard(step=3, trainer_version=0, minibatches=(Minibatch(micro_batches=(row,)),))
-    check_shard(shard, trainer_version=0, vocab_size=500, max_policy_age=None)
+    check_shard(shard, trainer_version=0, vocab_size=500, mixture=mixture, max_policy_age=None)
+
+
+def row_with(positions: list[int], indices: np.ndarray) -> MicroBatch:
+    records = ExpertRecords(positions=np.array(positions, np.int32), indices=indices)
+    return replace(pack(random_samples(0, 3)), experts=records)
 
 
 def weights_with(row: MicroBatch, value: float) -> np.ndarray:
@@ -46,3 +56,51 @@ def test_a_column_of_another_length_is_refused_by_name(name: str) -> None:
     short = getattr(row, name)[:-1]
     with pytest.raises(ShardRefused, match=f"'{name}': {len(short)}.* expected equal lengths"):
         check(replace(row, **{name: short}))
+
+
+def test_expert_records_of_the_models_shape_pass() -> None:
+    check(row_with([0, 5], RECORDS))
+
+
+def test_expert_records_for_a_dense_model_are_refused() -> None:
+    with pytest.raises(ShardRefused, match=r"a model whose routing cannot be replayed; leave them"):
+        check(row_with([0, 5], RECORDS), mixture=None)
+
+
+@pytest.mark.parametrize(
+    ("positions", "indices"),
+    [
+        ([0, 5, 6], RECORDS),
+        ([0, 5], RECORDS[:, :1]),
+        ([0, 5], RECORDS[:, :, :1]),
+        ([0, 5], RECORDS[0]),
+        ([], RECORDS[:0]),
+    ],
+)
+def test_expert_records_of_another_shape_are_refused(
+    positions: list[int], indices: np.ndarray
+) -> None:
+    expected = rf"expert records of shape .* expected \({len(positions)}, 2, 2\) and at least one"
+    with pytest.raises(ShardRefused, match=expected):
+        check(row_with(positions, indices))
+
+
+@pytest.mark.parametrize("positions", [[-1, 5], [5, 5], [5, 0], [0, 10_000]])
+def test_expert_records_out_of_place_are_refused(positions: list[int]) -> None:
+    with pytest.raises(ShardRefused, match=r"expert records at positions .* expected ascending"):
+        check(row_with(positions, RECORDS))
+
+
+@pytest.mark.parametrize("expert", [-1, 4])
+def test_expert_records_of_an_expert_that_is_not_there_are_refused(expert: int) -> None:
+    indices = RECORDS.astype(np.int16)
+    indices[1, 0, 1] = expert
+    with pytest.raises(ShardRefused, match=rf"of experts .*{expert}.* expected 0 to 3; record"):
+        check(row_with([0, 5], indices))
+
+
+def test_an_expert_named_twice_for_a_token_is_refused() -> None:
+    indices = RECORDS.copy()
+    indices[1, 0] = 2
+    with pytest.raises(ShardRefused, match="name an expert twice, expected different ones"):
+        check(row_with([0, 5], indices))

@@ -10,6 +10,7 @@ import torch
 
 from actors.batch import RankShard
 from actors.trainer.process_group import gather_rows, gather_texts
+from actors.trainer.routing_replay import MixtureShape
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused, check_shard, shard_outline
 from actors.value_batch import ValueShard
 
@@ -22,12 +23,14 @@ def agree_on(
     *,
     trainer_version: int,
     vocab_size: int,
+    mixture: MixtureShape | None,
     max_policy_age: int | None,
     device: torch.device,
 ) -> None:
     """Raise on every rank when any rank refuses its shard, or their outlines differ.
 
-    Args: trainer_version: what this rank holds. max_policy_age: versions; None: not asserted.
+    Args: trainer_version: what this rank holds. mixture: of its model; None: no records are taken.
+        max_policy_age: versions; None: not asserted.
     Raises: ShardRefused, PolicyTooOld; the first rank's reason.
     """
     fault: ShardRefused | PolicyTooOld | None = None
@@ -36,6 +39,7 @@ def agree_on(
             shard,
             trainer_version=trainer_version,
             vocab_size=vocab_size,
+            mixture=mixture,
             max_policy_age=max_policy_age,
         )
     except _REFUSALS as error:

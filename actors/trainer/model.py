@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from actors.trainer.attention import register_packed_attention
 from actors.trainer.forest_layout import PackedLayout, build_layout
 from actors.trainer.logprobs import LogitScorer, chunked_token_logprobs, token_logprobs
+from actors.trainer.routing_replay import ReplayedExperts, attach_routing_replay
 
 # One pass over a few tokens must show the head to be a plain projection; not a tolerance on
 # training, only on the order in which two paths of the same model add.
@@ -23,12 +24,16 @@ _HEAD_TOLERANCE = 1e-4
 
 
 class PolicyModel(nn.Module):
-    """A causal model whose forward returns what the loss needs, and no logits."""
+    """A causal model whose forward returns what the loss needs, and no logits.
+
+    mixture: its shape where recorded experts can be replayed in it, None otherwise.
+    """
 
     def __init__(self, causal_lm: PreTrainedModel, *, logprob_chunk: int):
         super().__init__()
         self.causal_lm = causal_lm
         self.logprob_chunk = logprob_chunk
+        self.mixture = attach_routing_replay(causal_lm)
 
     def forward(
         self,
@@ -40,10 +45,12 @@ class PolicyModel(nn.Module):
         *,
         temperature: float,
         score: LogitScorer = token_logprobs,
+        experts: ReplayedExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Score the targets of one packed row.
 
         Args: token_ids, position_ids: [T] int64. loss_positions, targets: [M] int64.
+            experts: what to replay; None: the model routes by itself.
         Returns: current log-probabilities [M] and entropies [M], float32, nats.
         """
         body = self.causal_lm.base_model(
@@ -51,6 +58,7 @@ class PolicyModel(nn.Module):
             position_ids=position_ids[None],
             use_cache=False,
             packed_layout=layout,
+            replayed_experts=experts,
         )
         return chunked_token_logprobs(
             body.last_hidden_state[0].index_select(0, loss_positions),

@@ -264,6 +264,7 @@ class TrainerRank:
             value_shard,
             trainer_version=self.version,
             vocab_size=self.vocab_size,
+            mixture=self.policy.mixture,
             max_policy_age=self.settings.max_policy_age,
             device=self.device,
         )
@@ -295,6 +296,7 @@ class TrainerRank:
             row.targets,
             temperature=self.settings.temperature,
             score=self._score_logits,
+            experts=row.experts,
         )
         return current, entropies
 

@@ -7,6 +7,7 @@ a KL term.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +19,11 @@ from actors.trainer.settings import TrainerSettings
 
 
 class Reference:
-    """Weights that never change."""
+    """Weights that never change.
+
+    Recorded experts are not replayed in it: they are another policy's choice, and a KL term is
+    measured to the reference as it would play.
+    """
 
     def __init__(
         self,
@@ -48,7 +53,12 @@ class Reference:
         return score_minibatches(
             self._policy,
             self._sharded,
-            minibatches,
+            [_without_experts(minibatch) for minibatch in minibatches],
             device=self._device,
             temperature=self._temperature,
         )
+
+
+def _without_experts(minibatch: Minibatch) -> Minibatch:
+    rows = tuple(replace(row, experts=None) for row in minibatch.micro_batches)
+    return replace(minibatch, micro_batches=rows)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from actors.batch import Float32s, Int32s, MicroBatch
 from actors.trainer.forest_layout import PackedLayout, build_layout
+from actors.trainer.routing_replay import ReplayedExperts, replayed_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class RowTensors:
     """token_ids, position_ids: [T] int64. loss_positions, targets: [M] int64.
 
     behaviour_logprobs (nats), advantages, loss_weights: [M] float32. sampled_versions,
-    trajectory_index: [M] int64.
+    trajectory_index: [M] int64. experts: recorded routing, None when there is none.
     """
 
     token_ids: Tensor
@@ -34,6 +35,7 @@ class RowTensors:
     sampled_versions: Tensor
     loss_weights: Tensor
     trajectory_index: Tensor
+    experts: ReplayedExperts | None
 
     @property
     def num_tokens(self) -> int:
@@ -62,6 +64,7 @@ def row_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
         sampled_versions=ints(row.sampled_versions),
         loss_weights=floats(row.loss_weights),
         trajectory_index=ints(row.trajectory_index),
+        experts=None if row.experts is None else replayed_experts(row.experts, device=device),
     )
 
 

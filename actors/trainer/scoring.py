@@ -21,7 +21,7 @@ Scores = list[list[Tensor]]
 
 
 def score_row(policy: PolicyModel, row: RowTensors, *, temperature: float) -> Tensor:
-    """Score one row's targets without gradient: [M] float32, nats."""
+    """Score one row's targets without gradient, recorded experts replayed: [M] float32, nats."""
     with torch.no_grad():
         logprobs, _ = policy(
             row.token_ids,
@@ -30,6 +30,7 @@ def score_row(policy: PolicyModel, row: RowTensors, *, temperature: float) -> Te
             row.loss_positions,
             row.targets,
             temperature=temperature,
+            experts=row.experts,
         )
     return logprobs
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from actors.batch import MicroBatch, RankShard
 from actors.trainer.forest_layout import Segments, trace_segments
+from actors.trainer.routing_replay import MixtureShape
 from actors.value_batch import ValueShard
 
 
@@ -22,7 +23,9 @@ class PolicyTooOld(ValueError):
     """A token is older than the age bound allows; nothing was trained."""
 
 
-def _micro_batch_fault(row: MicroBatch, *, vocab_size: int) -> str | None:
+def _micro_batch_fault(
+    row: MicroBatch, *, vocab_size: int, mixture: MixtureShape | None
+) -> str | None:
     lengths = {
         name: int(values.shape[0])
         for name, values in (
@@ -48,7 +51,8 @@ def _micro_batch_fault(row: MicroBatch, *, vocab_size: int) -> str | None:
         return f"segment lengths that sum to {segments.num_tokens} of {row.num_tokens}"
     if not np.array_equal(segments.token_positions(), row.position_ids):
         return "position ids that do not count along the paths of its segments"
-    return _target_fault(row, segments, vocab_size=vocab_size) if row.num_trained else None
+    fault = _target_fault(row, segments, vocab_size=vocab_size) if row.num_trained else None
+    return fault or _expert_fault(row, mixture)
 
 
 def _target_fault(row: MicroBatch, segments: Segments, *, vocab_size: int) -> str | None:
@@ -81,12 +85,50 @@ def _weight_fault(row: MicroBatch) -> str | None:
     return None
 
 
+def _expert_fault(row: MicroBatch, mixture: MixtureShape | None) -> str | None:
+    """Records are of places in the row, and of as many layers and experts as the model has."""
+    if row.experts is None:
+        return None
+    if mixture is None:
+        return "expert records for a model whose routing cannot be replayed; leave them out"
+    positions, indices = row.experts.positions, row.experts.indices
+    num_records = positions.shape[0]
+    expected = (num_records, mixture.num_layers, mixture.num_chosen)
+    if indices.shape != expected or not num_records:
+        return (
+            f"expert records of shape {indices.shape} at {num_records} positions, expected "
+            f"{expected} and at least one; record the routed layers alone, of the trained model"
+        )
+    is_ascending = (np.diff(positions) > 0).all()
+    if not is_ascending or positions[0] < 0 or positions[-1] >= row.num_tokens:
+        return (
+            f"expert records at positions {int(positions.min())} to {int(positions.max())}, "
+            f"expected ascending ones from 0 to {row.num_tokens - 1}"
+        )
+    ids = np.sort(indices, -1)
+    if ids.min() < 0 or ids.max() >= mixture.num_experts:
+        return (
+            f"expert records of experts {int(ids.min())} to {int(ids.max())}, expected 0 to "
+            f"{mixture.num_experts - 1}; record them with the trained model"
+        )
+    if (ids[..., 1:] == ids[..., :-1]).any():
+        return "expert records that name an expert twice, expected different ones for each token"
+    return None
+
+
 def check_shard(
-    shard: RankShard, *, trainer_version: int, vocab_size: int, max_policy_age: int | None
+    shard: RankShard,
+    *,
+    trainer_version: int,
+    vocab_size: int,
+    mixture: MixtureShape | None,
+    max_policy_age: int | None,
 ) -> None:
     """Raise when the shard must not be trained on.
 
-    Args: trainer_version: what this rank holds. max_policy_age: versions; None: not asserted.
+    Args: trainer_version: what this rank holds. mixture: the shape of its model, None where the
+        model has no routers whose choice can be replayed. max_policy_age: versions; None: not
+        asserted.
     Raises: ShardRefused for a broken invariant; PolicyTooOld for a token beyond the age bound.
     """
     if shard.trainer_version != trainer_version:
@@ -96,7 +138,7 @@ def check_shard(
         )
     for number, minibatch in enumerate(shard.minibatches):
         for row in minibatch.micro_batches:
-            fault = _micro_batch_fault(row, vocab_size=vocab_size)
+            fault = _micro_batch_fault(row, vocab_size=vocab_size, mixture=mixture)
             if fault is not None:
                 raise ShardRefused(f"trainer: minibatch {number} of step {shard.step} has {fault}")
     _check_versions(shard, max_policy_age=max_policy_age)

@@ -1,0 +1,143 @@
+"""Routing replay: at recorded places a mixture's tokens go to the experts that the sampler chose.
+
+The trainer's router and the engine's may choose differently over a rounding, and a token that meets
+other experts has another probability. Only the choice is replayed; its weights are the router's
+own, so that the gradient reaches the router. Invariant: a forward pass has its records from its own
+keyword `replayed_experts`, which each decoder layer hands to its router as it begins, again when
+gradient checkpointing computes it a second time. So nothing is shared between two models or two
+passes, and a pass without records is the model's own. Called by `PolicyModel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from actors.expert_records import ExpertRecords
+
+# Routers of transformers that return (logits [T, E], weights [T, K], experts [T, K]) and choose the
+# K most probable of a softmax over all; and whether they make the chosen ones' weights sum to 1.
+_SOFTMAX_ROUTERS: dict[str, Callable[[Any], bool]] = {
+    "MixtralTopKRouter": lambda router: True,
+    "Qwen2MoeTopKRouter": lambda router: bool(router.norm_topk_prob),
+    "Qwen3MoeTopKRouter": lambda router: bool(router.norm_topk_prob),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureShape:
+    """num_layers: those with a router. num_chosen: experts of each token in each of them."""
+
+    num_layers: int
+    num_experts: int
+    num_chosen: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedExperts:
+    """The records of one packed row, on its device.
+
+    positions: [R] int64, where the tokens stand that were processed. indices: [L, R, K] int16.
+    """
+
+    positions: Tensor
+    indices: Tensor
+
+
+def replayed_experts(records: ExpertRecords, *, device: torch.device) -> ReplayedExperts:
+    """Copy a row's records to the device, layer by layer."""
+    by_layer = np.ascontiguousarray(records.indices.swapaxes(0, 1), dtype=np.int16)
+    return ReplayedExperts(
+        positions=torch.tensor(records.positions, dtype=torch.int64, device=device),
+        indices=torch.tensor(by_layer, device=device),
+    )
+
+
+def attach_routing_replay(causal_lm: PreTrainedModel) -> MixtureShape | None:
+    """Make a model's routers take records; its forward then knows the keyword `replayed_experts`.
+
+    Returns: None, and nothing is changed, where no router is of a kind that is known here.
+    """
+    names = set(causal_lm._no_split_modules or ())
+    layers = [module for module in causal_lm.modules() if type(module).__name__ in names]
+    routed: list[tuple[nn.Module, Any]] = [
+        (layer, module)
+        for layer in layers
+        for module in layer.modules()
+        if type(module).__name__ in _SOFTMAX_ROUTERS
+    ]
+    for number, (layer, router) in enumerate(routed):
+        normalises = _SOFTMAX_ROUTERS[type(router).__name__](router)
+        replay = _LayerReplay(number=number, normalises=normalises)
+        layer.register_forward_pre_hook(replay.before_layer, with_kwargs=True)
+        router.register_forward_hook(replay.after_router)
+    if not routed:
+        return None
+    router = routed[0][1]
+    return MixtureShape(
+        num_layers=len(routed), num_experts=int(router.num_experts), num_chosen=int(router.top_k)
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _LayerReplay:
+    """number: of the layer among the routed ones. experts: of the pass that the layer is in."""
+
+    number: int
+    normalises: bool
+    experts: ReplayedExperts | None = None
+
+    def before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.experts = kwargs.get("replayed_experts")
+
+    def after_router(
+        self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.experts is None:
+            return output
+        return replay_choice(
+            *output,
+            positions=self.experts.positions,
+            recorded=self.experts.indices[self.number].long(),
+            normalises=self.normalises,
+        )
+
+
+def replay_choice(
+    logits: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    *,
+    positions: Tensor,
+    recorded: Tensor,
+    normalises: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put recorded experts in the place of a router's own choice, weighed by its own logits.
+
+    g_i = I_i exp(s_i) / sum_j I_j exp(s_j), I: 1 for the recorded experts, s: the logits.
+    Source: Rollout Routing Replay (R3), Ma et al. 2025, arXiv 2510.11370, the gating weights of
+    the replay (deviation: where a model leaves its weights as they are, g_i = I_i exp(s_i) /
+    sum_j exp(s_j), as it does). Other positions keep the router's weights and choice, bit by bit.
+
+    Args: logits: [T, E]. weights, chosen: [T, K], the router's own. positions: [R] int64, each
+        once. recorded: [R, K] int64. normalises: whether a token's weights are made to sum to 1.
+    Returns: logits, weights, chosen; the weights with gradient to the logits.
+    Example: logits ln [1, 2, 3, 4], recorded [0, 1] -> weights [1/3, 2/3]; not normalised
+    [.1, .2].
+    """
+    own = logits.index_select(0, positions).float()
+    if normalises:
+        replayed = torch.softmax(own.gather(-1, recorded), dim=-1)
+    else:
+        replayed = torch.softmax(own, dim=-1).gather(-1, recorded)
+    return (
+        logits,
+        weights.index_copy(0, positions, replayed.to(weights.dtype)),
+        chosen.index_copy(0, positions, recorded),
+    )
