@@ -68,6 +68,7 @@ REPORT = StepReport(
     advantages=Spread(mean=0.12, std=0.8, min=-1.1, max=1.7), policy_age_max=0, policy_age_mean=0.0,
     num_turns=2, num_malformed_turns=0, num_inserted_tokens=0, num_sampled_tokens=10,
     num_trained_tokens=10, num_packed_tokens=20, num_micro_batches=1, num_fillers=0,
+    num_overruled_records=0,
 )  # fmt: skip
 
 # As a trainer and a merge actor describe a step in which every group was lost.
