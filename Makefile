@@ -9,7 +9,7 @@ TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo test proof bench-merge lint lock clean
+.PHONY: help setup deps demo test proof bench-merge bench-train lint lock clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,7 +43,15 @@ proof: setup ## the long proofs: three seeds, the other CPU configurations, kill
 bench-merge: setup build/peers/skyrl/.installed ## merging turns beside SkyRL 0.3.0, in an environment of its own
 	$(BIN)/python -m benchmarks.merge --peer-python build/peers/skyrl/bin/python
 
-build/peers/skyrl/.installed: benchmarks/peers/skyrl.txt
+bench-train: setup build/peers/trl/.installed ## training steps beside padded rows, merged rows and TRL 1.16.0; the loss's memory
+	@status=0; \
+	$(BIN)/python -m benchmarks.train_step || status=1; \
+	$(BIN)/python -m benchmarks.train_step_padded || status=1; \
+	$(BIN)/python -m benchmarks.train_step_trl --peer-python build/peers/trl/bin/python || status=1; \
+	$(BIN)/python -m benchmarks.loss_memory || status=1; \
+	exit $$status
+
+build/peers/%/.installed: benchmarks/peers/%.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-deps '$(TORCH)' || $(@D)/bin/python -m pip install --quiet --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
 	$(@D)/bin/python -m pip install --quiet --no-deps -r $<

@@ -1,7 +1,7 @@
-"""Two ways of doing the same work, timed in turn: the ratio of each pair and its spread.
+"""Several ways of doing the same work, timed in turn: the ratio of each round and its spread.
 
-The two sides of a pair run within seconds of each other and in changing order, so that what else
-the machine does meets both. The caller runs each side once before, which warms up.
+The sides of a round run within seconds of each other and in changing order, so that what else the
+machine does meets all of them. The caller runs each side once before, which warms up.
 """
 
 from __future__ import annotations
@@ -9,50 +9,69 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """wall_s: by the clock. cpu_s: of all threads of this process."""
+    """wall_s: by the clock. cpu_s: of all threads of the process that did the work."""
 
     wall_s: float
     cpu_s: float
 
+    @classmethod
+    def median(cls, each: Sequence[Seconds]) -> Seconds:
+        return cls(
+            wall_s=round(statistics.median(one.wall_s for one in each), 3),
+            cpu_s=round(statistics.median(one.cpu_s for one in each), 3),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Of the ratios of the pairs: quartiles."""
+    """Of the ratios of the rounds: quartiles."""
 
     median: float
     lower: float
     upper: float
 
     @classmethod
-    def of(cls, ratios: list[float]) -> Spread:
+    def of(cls, ratios: Sequence[float]) -> Spread:
         """Needs at least two ratios."""
         lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
         return cls(median=round(median, 3), lower=round(lower, 3), upper=round(upper, 3))
 
 
-def time_pairs(
-    slow: Callable[[], object], fast: Callable[[], object], *, num_pairs: int
-) -> list[tuple[Seconds, Seconds]]:
-    """Return each pair's seconds, `slow` first, whichever ran first."""
-    gc.freeze()
-    pairs = []
-    for number in range(num_pairs):
-        if number % 2:
-            second = _time(fast)
-            pairs.append((_time(slow), second))
-        else:
-            first = _time(slow)
-            pairs.append((first, _time(fast)))
-    return pairs
+def interleave(
+    sides: Mapping[str, Callable[[], _Result]], *, num_rounds: int
+) -> dict[str, list[_Result]]:
+    """Run every side once a round, every second round in reverse order.
+
+    Returns: what each side gave, round by round.
+    """
+    results: dict[str, list[_Result]] = {name: [] for name in sides}
+    for number in range(num_rounds):
+        names = list(sides)
+        for name in reversed(names) if number % 2 else names:
+            results[name].append(sides[name]())
+    return results
 
 
-def _time(work: Callable[[], object]) -> Seconds:
+def ratios_of(slow: Sequence[Seconds], fast: Sequence[Seconds]) -> dict[str, Spread]:
+    """The spread of slow over fast, round by round: by the clock, and in processor time."""
+    pairs = list(zip(slow, fast, strict=True))
+    return {
+        "ratio": Spread.of([a.wall_s / b.wall_s for a, b in pairs]),
+        "ratio_cpu": Spread.of([a.cpu_s / b.cpu_s for a, b in pairs]),
+    }
+
+
+def time_once(work: Callable[[], object]) -> Seconds:
+    """Seconds of one call in this process, with a clean heap before it."""
     gc.collect()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     work()

@@ -1,18 +1,21 @@
 """Log-probabilities and entropies of chosen tokens, in float32, with bounded memory.
 
-The output head is applied only at the loss positions and in chunks; of a chunk beyond the first,
-only the hidden states are kept for the backward pass, so at most one chunk of logits is alive.
-Called by `PolicyModel.forward`.
+The output head is applied only at the loss positions and in chunks, of which only the hidden
+states are kept for the backward pass, so that the logits of one chunk are alive at a time. A head
+that is a plain projection goes through `projected_logprobs`, any other through the functions of
+logits here. Called by `PolicyModel.forward`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from actors.trainer.projected_logprobs import projected_logprobs
 
 OutputHead = Callable[[Tensor], Tensor]
 
@@ -83,6 +86,15 @@ def chunked_token_logprobs(
     Args: hidden: [M, D] at the loss positions. targets: [M] int64. chunk_tokens: at least 1.
     Returns: as `score` does.
     """
+    if _is_projection(output_head) and score in (token_logprobs, token_logprobs_and_entropies):
+        return projected_logprobs(
+            hidden,
+            output_head.weight,
+            targets,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            has_entropy_gradient=score is token_logprobs_and_entropies,
+        )
 
     def score_chunk(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         return score(output_head(states), wanted, temperature=temperature)
@@ -98,3 +110,7 @@ def chunked_token_logprobs(
         logprobs.append(chunk[0])
         entropies.append(chunk[1])
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _is_projection(output_head: OutputHead) -> TypeGuard[nn.Linear]:
+    return isinstance(output_head, nn.Linear) and output_head.bias is None

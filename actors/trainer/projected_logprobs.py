@@ -1,0 +1,106 @@
+"""Log-probabilities and entropies straight from hidden states and the output head's weight.
+
+A few tokens at a time, in both directions: of a chunk's logits nothing is kept but their
+normalisers, and the backward pass makes them again, so that at most two chunks of [C, V] are alive
+whatever the vocabulary and the number of trained tokens. Every step over a chunk is done in place
+while the processor's cache still holds it. Called by `chunked_token_logprobs` for a head that is a
+plain projection. Letters: [M] trained tokens, [C] tokens of a chunk, [V] vocabulary, [D] hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def projected_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    has_entropy_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """Score the targets under softmax(hidden weight^T / temperature).
+
+    log p = z_target - lse, H = lse - sum_j p_j z_j; backward, with gradients g of log p and h of H:
+    dz_j = g ([j = target] - p_j) - h p_j (log p_j + H), over the temperature.
+
+    Args: hidden: [M, D]. weight: [V, D], of the same type. targets: [M] int64. chunk_tokens: at
+        least 1. has_entropy_gradient: whether H sends gradient back.
+    Returns: log-probabilities [M] and entropies [M], float32, nats.
+    """
+    scores: tuple[Tensor, Tensor] = _ProjectedLogprobs.apply(
+        hidden, weight, targets, temperature, chunk_tokens, has_entropy_gradient
+    )
+    return scores
+
+
+class _ProjectedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        has_entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        normalizers, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for part in _parts(hidden.shape[0], chunk_tokens):
+            logits = _logits(hidden[part], weight, temperature)
+            peaks = logits.amax(-1, keepdim=True)
+            exponentials = (logits - peaks).exp_()
+            totals = exponentials.sum(-1)
+            normalizers[part] = totals.log() + peaks[:, 0]
+            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizers[part]
+            # One exponential does for the normaliser and for the expected logit.
+            entropies[part] = normalizers[part] - exponentials.mul_(logits).sum(-1) / totals
+        ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        if not has_entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        ctx.has_entropy_gradient = has_entropy_gradient
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
+        of_logprobs, of_entropies = (grad / ctx.temperature for grad in grads)
+        grad_hidden = torch.empty_like(hidden)
+        # Chunks add up here: in bfloat16 the later ones would be rounded away.
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for part in _parts(hidden.shape[0], ctx.chunk_tokens):
+            slopes = _logits(hidden[part], weight, ctx.temperature)
+            slopes.sub_(normalizers[part, None])
+            if ctx.has_entropy_gradient:
+                probabilities = slopes.exp()
+                slopes.add_(entropies[part, None]).mul_(of_entropies[part, None])
+                slopes.add_(of_logprobs[part, None]).mul_(probabilities).neg_()
+            else:
+                slopes.exp_().mul_(-of_logprobs[part, None])
+            slopes.scatter_add_(-1, targets[part, None], of_logprobs[part, None])
+            slopes = slopes.to(hidden.dtype)
+            torch.mm(slopes, weight, out=grad_hidden[part])
+            if slopes.dtype == grad_weight.dtype:
+                grad_weight.addmm_(slopes.t(), hidden[part])
+            else:
+                grad_weight.add_(slopes.t() @ hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _parts(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    for start in range(0, num_tokens, chunk_tokens):
+        yield slice(start, min(start + chunk_tokens, num_tokens))
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """[C, V] float32, a tensor of its own."""
+    logits = torch.nn.functional.linear(hidden, weight).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)

@@ -1,0 +1,144 @@
+"""Peak memory of the loss at a large vocabulary: `python -m benchmarks.loss_memory`.
+
+Log-probabilities and entropies of 8,192 trained tokens from their hidden states, the policy loss,
+and its backward pass down to the hidden states and the output head, once without and once with an
+entropy bonus, each in a process of its own. Peak: by how much the process grew at most (VmHWM over
+VmRSS before), the gradients included; beside it what is counted of tensors alone. Both as a share
+of the full logits in float32. Prints one line of JSON; exits with 1 when a quarter is passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.trainer.logprobs import (
+    chunked_token_logprobs,
+    token_logprobs,
+    token_logprobs_and_entropies,
+)
+from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
+from actors.trainer.loss.settings import LossSettings
+from actors.trainer.settings import TrainerSettings
+from benchmarks.environment import describe_environment
+from benchmarks.live_memory import LiveMemory
+from benchmarks.pairs import time_once
+
+GOAL = 0.25
+
+
+def backward_of_loss(
+    hidden: torch.Tensor,
+    head: torch.nn.Linear,
+    targets: torch.Tensor,
+    *,
+    settings: LossSettings,
+    chunk_tokens: int,
+) -> None:
+    """The trainer's own way from hidden states to gradients."""
+    logprobs, entropies = chunked_token_logprobs(
+        hidden,
+        targets,
+        output_head=head,
+        temperature=1.0,
+        chunk_tokens=chunk_tokens,
+        score=token_logprobs_and_entropies if settings.needs_entropy_gradient else token_logprobs,
+    )
+    wave = torch.linspace(-1.0, 1.0, len(targets))
+    terms = MicroBatchTerms(
+        current_logprobs=logprobs,
+        behaviour_logprobs=logprobs.detach() + 0.1 * wave,
+        entropies=entropies,
+        advantages=wave,
+        loss_weights=torch.full_like(wave, 1 / len(targets)),
+        trajectory_index=torch.zeros_like(targets),
+        sampled_versions=torch.zeros_like(targets),
+        trainer_version=0,
+    )
+    micro_batch_loss(terms, settings).loss.backward()
+
+
+def measure_here(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure in this process, which has done nothing else."""
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    settings = LossSettings(entropy_coefficient=0.01 if options.entropy else 0.0)
+    head = torch.nn.Linear(options.hidden, options.vocabulary, bias=False)
+    hidden = torch.randn(options.tokens, options.hidden, requires_grad=True)
+    targets = torch.randint(options.vocabulary, (options.tokens,))
+    chunk_tokens = options.chunk or TrainerSettings.__dataclass_fields__["logprob_chunk"].default
+    # Threads and kernels have memory of their own, made at first use.
+    backward_of_loss(hidden[:8], head, targets[:8], settings=settings, chunk_tokens=8)
+    head.zero_grad()
+    hidden.grad = None
+    before = status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    counted = LiveMemory()
+    with counted:
+        seconds = time_once(
+            lambda: backward_of_loss(
+                hidden, head, targets, settings=settings, chunk_tokens=chunk_tokens
+            )
+        )
+    grown = status_bytes("VmHWM") - before
+    full = 4 * options.tokens * options.vocabulary
+    return {
+        "peak_bytes": grown,
+        "share": round(grown / full, 4),
+        "tensor_bytes": counted.peak_bytes,
+        "tensor_share": round(counted.peak_bytes / full, 4),
+        "full_logits_bytes": full,
+        "chunk_tokens": chunk_tokens,
+        "wall_s": round(seconds.wall_s, 2),
+    }
+
+
+def status_bytes(name: str) -> int:
+    """A line of /proc/self/status, which counts in kibibytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"benchmark: /proc/self/status has no {name}; this benchmark needs Linux")
+
+
+def main() -> int:
+    """Measure both losses, each in a process, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--vocabulary", type=int, default=150_000)
+    parser.add_argument("--tokens", type=int, default=8192, help="trained tokens")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--chunk", type=int, help="tokens at once; default: the trainer's")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--entropy", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        print(json.dumps(measure_here(options)))
+        return 0
+    command = [sys.executable, "-m", "benchmarks.loss_memory", *sys.argv[1:], "--here"]
+    cases = {"policy_loss": command, "with_entropy_gradient": [*command, "--entropy"]}
+    measured = {
+        name: json.loads(subprocess.run(each, check=True, capture_output=True).stdout)
+        for name, each in cases.items()
+    }
+    result = {
+        "benchmark": "loss_memory",
+        "vocabulary": options.vocabulary,
+        "trained_tokens": options.tokens,
+        "hidden": options.hidden,
+        **measured,
+        "goal": GOAL,
+        **describe_environment("torch"),
+    }
+    print(json.dumps(result))
+    return int(any(each["share"] >= GOAL for each in measured.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""One side of a comparison in a process of its own: asked for one step at a time.
+
+Both ends of the pipe. The parent writes a command a line; the child answers each with a line of
+JSON, and its standard output carries nothing else. A side that waits costs no processor time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from benchmarks.pairs import Seconds
+
+READY = "ready"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTaken:
+    """What a side says of one training step. entropy: mean of the trained tokens, nats; None where
+    the side does not compute it.
+    """
+
+    seconds: Seconds
+    loss: float
+    grad_norm: float
+    entropy: float | None = None
+
+
+def quiet_environment(*, num_threads: int) -> dict[str, str]:
+    """Variables for every side: its threads, and that freed memory is kept.
+
+    Otherwise each step would pay the kernel for the same pages again. The thresholds are the
+    largest that glibc takes.
+    """
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+        "MALLOC_MMAP_THRESHOLD_": str(32 * 1024 * 1024),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+class Side:
+    """The parent's end."""
+
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
+        """Start the process and wait until it is ready. Raises: SystemExit when it ends instead."""
+        self._command = command
+        self._errors = tempfile.TemporaryFile("w+")  # lives as long as the process
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self._answer()
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+    def step(self, command: str = "step") -> StepTaken:
+        """Have one step taken."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._answer())
+        return StepTaken(**{**answer, "seconds": Seconds(**answer["seconds"])})
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline().strip()
+        if not answer:
+            code = self._process.wait(timeout=60)
+            self._errors.seek(0)
+            raise SystemExit(
+                f"benchmark: {' '.join(self._command[:3])} ended with code {code}:\n"
+                + self._errors.read()[-2000:]
+            )
+        return answer
+
+
+def serve(step: Callable[[str], StepTaken]) -> None:
+    """The child's end: answer commands until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    # Whatever else is printed in this process goes where the errors go.
+    os.dup2(2, 1)
+    print(json.dumps(READY), file=answers, flush=True)
+    for line in sys.stdin:
+        taken = step(line.strip())
+        seconds = {"wall_s": taken.seconds.wall_s, "cpu_s": taken.seconds.cpu_s}
+        values = {"loss": taken.loss, "grad_norm": taken.grad_norm, "entropy": taken.entropy}
+        print(json.dumps({"seconds": seconds, **values}), file=answers, flush=True)

@@ -1,0 +1,119 @@
+"""Rayloom's own training step as one side: merged turns, packed rows, shared prefixes.
+
+    python -m benchmarks.side_ours MODEL SHAPE --dtype float32
+
+The step is `TrainerRank.train_step` of one rank (FSDP2, AdamW) with all that belongs to it: checks,
+statistics, clipping. The learning rate is so small that the weights stay, so that every step does
+the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from actors.batch import RankShard
+from actors.merge.packing import WeightedSample, pack_minibatch
+from actors.trainer.loss.settings import Denominator, LossSettings
+from actors.trainer.memory import keep_freed_memory
+from actors.trainer.process_group import LOOPBACK, open_store
+from actors.trainer.rank import TrainerRank
+from actors.trainer.settings import ParamDtype, TrainerSettings
+from actors.trainer.statistics import StepStats
+from benchmarks.pairs import time_once
+from benchmarks.side import StepTaken, serve
+from benchmarks.train_inputs import UpdateShape, make_trajectories, weigh
+
+LEARNING_RATE = 1e-12
+
+
+def make_shard(
+    weighted: Sequence[WeightedSample], *, budget: int, share_prefixes: bool = True
+) -> RankShard:
+    """Pack one update for one rank."""
+    minibatches = pack_minibatch(
+        weighted,
+        num_ranks=1,
+        budget=budget,
+        attention_tokens=8192,
+        share_prefixes=share_prefixes,
+    )
+    return RankShard(step=0, trainer_version=0, minibatches=tuple(minibatches))
+
+
+def num_tokens_of(shard: RankShard) -> int:
+    return sum(row.num_tokens for part in shard.minibatches for row in part.micro_batches)
+
+
+def start_rank(
+    model: str,
+    directory: Path,
+    *,
+    num_threads: int,
+    dtype: ParamDtype = ParamDtype.FLOAT32,
+    loss: LossSettings | None = None,
+) -> TrainerRank:
+    """Start the trainer's one rank in this process."""
+    keep_freed_memory()
+    settings = TrainerSettings(
+        model=model,
+        checkpoint_dir=directory,
+        num_ranks=1,
+        param_dtype=dtype,
+        learning_rate=LEARNING_RATE,
+        weight_decay=0.0,
+        threads_per_rank=num_threads,
+        loss=loss or LossSettings(),
+    )
+    store, _ = open_store(LOOPBACK, num_ranks=1, timeout_s=60.0)
+    return TrainerRank(settings, rank=0, store=store)
+
+
+def train(rank: TrainerRank, shard: RankShard) -> StepStats:
+    """Take one step, whatever version the rank has come to."""
+    return rank.train_step(replace(shard, trainer_version=rank.version))
+
+
+def main() -> None:
+    """Answer steps until the input ends."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", help="directory of the model")
+    parser.add_argument("shape", help="of the update, as JSON")
+    parser.add_argument("--dtype", type=ParamDtype, default=ParamDtype.FLOAT32)
+    parser.add_argument("--denominator", type=Denominator, default=Denominator.BEHAVIOUR)
+    parser.add_argument("--budget", type=int, default=8192)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    shape = UpdateShape.from_json(options.shape)
+    shard = make_shard(weigh(make_trajectories(shape)), budget=options.budget)
+    with tempfile.TemporaryDirectory() as directory:
+        rank = start_rank(
+            options.model,
+            Path(directory),
+            num_threads=options.threads,
+            dtype=options.dtype,
+            loss=LossSettings(denominator=options.denominator),
+        )
+        gc.freeze()
+
+        def step(_: str) -> StepTaken:
+            taken: list[StepStats] = []
+            seconds = time_once(lambda: taken.append(train(rank, shard)))
+            stats = taken[0]
+            return StepTaken(
+                seconds=seconds,
+                loss=stats.loss,
+                grad_norm=stats.grad_norm,
+                entropy=stats.entropy_mean,
+            )
+
+        serve(step)
+        rank.close()
+
+
+if __name__ == "__main__":
+    main()

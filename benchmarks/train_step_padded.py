@@ -1,0 +1,140 @@
+"""The training step against padded step-wise rows with full logits, and bfloat16 against float32.
+
+    python -m benchmarks.train_step_padded
+
+32 trajectories in groups of eight: a prompt of 256 tokens, six turns of 64 sampled and 128 observed
+tokens, two threads. Ours: `TrainerRank.train_step` on merged, packed rows with shared prefixes.
+Theirs: `benchmarks/padded_step.py`, one padded row a turn, a few rows at once, because the logits
+of all of them would take eight gigabytes. Every side is a process of its own, asked for one step at
+a time, in turn; both halves of a ratio compute in the same type. Prints one line of JSON; exits
+with 1 when the sides do not compute the same, or when even the upper quartile misses a goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe_environment
+from benchmarks.pairs import Seconds, interleave, ratios_of
+from benchmarks.side import Side, StepTaken, quiet_environment
+from benchmarks.train_inputs import UpdateShape, build_model
+
+# Slow over fast: what is asked of the median of the ratios.
+GOALS = {"padded_float32 / ours_float32": 8.0, "ours_float32 / ours_bfloat16": 1.7}
+# Told beside them: rows sorted by length before they are padded, and bfloat16 on both sides.
+ALSO = ("sorted_float32 / ours_float32", "padded_bfloat16 / ours_bfloat16")
+# Float32 sides add the same numbers in another order.
+LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
+
+
+def start_sides(stack: ExitStack, model: str, shape: UpdateShape, options: Any) -> dict[str, Side]:
+    """Start one process for each type of ours, and one for all of theirs."""
+    common = [model, shape.to_json(), "--threads", str(options.threads)]
+    commands = {
+        "ours_float32": ["side_ours", *common, "--budget", str(options.budget)],
+        "ours_bfloat16": [
+            *("side_ours", *common, "--budget", str(options.budget), "--dtype", "bfloat16"),
+        ],
+        "padded": ["side_padded", *common, "--rows", str(options.rows)],
+    }
+    environment = quiet_environment(num_threads=options.threads)
+    return {
+        name: stack.enter_context(
+            Side(
+                [sys.executable, "-m", f"benchmarks.{module}", *arguments], environment=environment
+            )
+        )
+        for name, (module, *arguments) in commands.items()
+    }
+
+
+def check_equal(taken: Mapping[str, StepTaken]) -> str | None:
+    """Say what the float32 sides do not agree on; None where they agree."""
+    ours = taken["ours_float32"]
+    for name, theirs in taken.items():
+        if not name.endswith("float32"):
+            continue
+        if abs(theirs.loss - ours.loss) > LOSS_TOLERANCE:
+            return f"{name}: loss {theirs.loss}, expected {ours.loss}"
+        if abs(theirs.grad_norm / ours.grad_norm - 1) > NORM_TOLERANCE:
+            return f"{name}: gradient norm {theirs.grad_norm}, expected {ours.grad_norm}"
+    return None
+
+
+def summarise(taken: Mapping[str, Sequence[StepTaken]]) -> dict[str, Any]:
+    """Ratios with their spread, seconds and numbers of every side."""
+    seconds = {name: [each.seconds for each in steps] for name, steps in taken.items()}
+    ratios = {}
+    for name in (*GOALS, *ALSO):
+        slow, fast = name.split(" / ")
+        if slow in seconds and fast in seconds:
+            ratios[name] = ratios_of(seconds[slow], seconds[fast])
+    return {
+        "ratios": {
+            name: {kind: asdict(spread) for kind, spread in found.items()}
+            for name, found in ratios.items()
+        },
+        "missed": [
+            f"{name}: {ratios[name]['ratio'].upper} < {goal}"
+            for name, goal in GOALS.items()
+            if name in ratios and ratios[name]["ratio"].upper < goal
+        ],
+        "seconds": {name: asdict(Seconds.median(each)) for name, each in seconds.items()},
+        "losses": {name: steps[0].loss for name, steps in taken.items()},
+        "grad_norms": {name: steps[0].grad_norm for name, steps in taken.items()},
+    }
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=7, help="steps of each side")
+    parser.add_argument("--rows", type=int, default=8, help="padded rows of a micro-batch")
+    parser.add_argument("--budget", type=int, default=8192, help="tokens of a packed row")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--skip", nargs="*", default=(), metavar="SIDE", help="sides to leave out: sorted_float32 …"
+    )
+    options = parser.parse_args()
+    shape = UpdateShape()
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        sides = start_sides(stack, build_model(Path(directory) / "model"), shape, options)
+        padded = sides["padded"]
+        steps = {
+            "padded_float32": partial(padded.step, "padded float32"),
+            "ours_float32": sides["ours_float32"].step,
+            "ours_bfloat16": sides["ours_bfloat16"].step,
+            "sorted_float32": partial(padded.step, "sorted float32"),
+            "padded_bfloat16": partial(padded.step, "padded bfloat16"),
+        }
+        steps = {name: step for name, step in steps.items() if name not in options.skip}
+        # The first step of each side warms up, and is compared.
+        difference = check_equal({name: step() for name, step in steps.items()})
+        if difference is not None:
+            raise SystemExit(f"benchmark: the sides do not compute the same: {difference}")
+        result = {
+            "benchmark": "train_step.against_padded_stepwise_rows",
+            "shape": asdict(shape),
+            "pairs": options.pairs,
+            "budget": options.budget,
+            "padded_rows_at_once": options.rows,
+            **summarise(interleave(steps, num_rounds=options.pairs)),
+            **describe_environment("torch", "transformers"),
+            "threads": options.threads,
+        }
+    print(json.dumps(result))
+    return 1 if result["missed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""The fused head against the obvious one: values, every gradient, and what is alive at once."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.trainer.logprobs import chunked_token_logprobs, token_logprobs
+from actors.trainer.loss.settings import LossSettings
+from actors.trainer.projected_logprobs import projected_logprobs
+from benchmarks.live_memory import LiveMemory
+from benchmarks.loss_memory import backward_of_loss
+
+TOKENS, HIDDEN, VOCABULARY = 23, 6, 41
+
+
+def obvious(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Full logits, torch's own softmax and automatic differentiation."""
+    logprobs = torch.log_softmax(hidden @ weight.t() / temperature, -1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def make_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator)
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 23, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("has_entropy_gradient", [False, True])
+def test_values_and_gradients_equal_full_logits(
+    chunk_tokens: int, temperature: float, has_entropy_gradient: bool
+) -> None:
+    hidden, weight, targets = make_inputs()
+    slopes = torch.linspace(-1.0, 2.0, TOKENS)
+    fused = projected_logprobs(
+        hidden,
+        weight,
+        targets,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        has_entropy_gradient=has_entropy_gradient,
+    )
+    plain = obvious(hidden, weight, targets, temperature=temperature)
+    for ours, theirs in zip(fused, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert fused[1].requires_grad is has_entropy_gradient
+    gradients = []
+    for logprobs, entropies in (fused, plain):
+        loss = (slopes * logprobs).sum()
+        if has_entropy_gradient:
+            loss = loss + (slopes.flip(0) * entropies).sum()
+        gradients.append(torch.autograd.grad(loss, (hidden, weight)))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_in_bfloat16_chunks_add_up_in_float32() -> None:
+    hidden, weight, targets = make_inputs(torch.bfloat16)
+    results = []
+    for chunk_tokens in (1, TOKENS):
+        logprobs, _ = projected_logprobs(
+            hidden,
+            weight,
+            targets,
+            temperature=1.0,
+            chunk_tokens=chunk_tokens,
+            has_entropy_gradient=False,
+        )
+        assert logprobs.dtype == torch.float32
+        results.append(torch.autograd.grad(logprobs.sum(), (hidden, weight)))
+    for one_by_one, at_once in zip(*results, strict=True):
+        assert one_by_one.dtype == torch.bfloat16
+        scale = float(at_once.abs().max())
+        torch.testing.assert_close(one_by_one, at_once, rtol=0, atol=0.02 * scale)
+
+
+def test_no_token_is_no_score_and_a_gradient_of_zero() -> None:
+    hidden, weight, targets = make_inputs()
+    logprobs, entropies = projected_logprobs(
+        hidden[:0],
+        weight,
+        targets[:0],
+        temperature=1.0,
+        chunk_tokens=4,
+        has_entropy_gradient=False,
+    )
+    assert logprobs.shape == entropies.shape == (0,)
+    logprobs.sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_a_head_with_a_bias_is_applied_as_it_is() -> None:
+    hidden, weight, targets = make_inputs()
+    head = torch.nn.Linear(HIDDEN, VOCABULARY)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.copy_(torch.linspace(0.0, 3.0, VOCABULARY))
+    logprobs, _ = chunked_token_logprobs(
+        hidden, targets, output_head=head, temperature=1.0, chunk_tokens=5
+    )
+    expected, _ = token_logprobs(head(hidden), targets, temperature=1.0)
+    torch.testing.assert_close(logprobs, expected)
+
+
+@pytest.mark.parametrize("entropy_coefficient", [0.0, 0.01])
+def test_memory_of_the_loss_follows_the_chunk_and_not_the_trained_tokens(
+    entropy_coefficient: float,
+) -> None:
+    vocabulary, chunk_tokens = 3000, 64
+    peaks = {}
+    for num_tokens in (512, 2048):
+        head = torch.nn.Linear(8, vocabulary, bias=False)
+        hidden = torch.randn(num_tokens, 8, requires_grad=True)
+        targets = torch.randint(vocabulary, (num_tokens,))
+        gc.collect()
+        counted = LiveMemory()
+        with counted:
+            backward_of_loss(
+                hidden,
+                head,
+                targets,
+                settings=LossSettings(entropy_coefficient=entropy_coefficient),
+                chunk_tokens=chunk_tokens,
+            )
+        peaks[num_tokens] = counted.peak_bytes
+    one_chunk = 4 * chunk_tokens * vocabulary
+    # Two chunks, the head's gradient, and columns of one number a token.
+    assert 2 * one_chunk <= peaks[2048] < 2.6 * one_chunk
+    assert peaks[2048] - peaks[512] < 0.25 * one_chunk
+    assert peaks[2048] < 0.1 * 4 * 2048 * vocabulary
+
+
+def test_live_memory_counts_each_storage_until_it_dies() -> None:
+    kept = torch.zeros(10)
+    with LiveMemory() as counted:
+        first = kept + 1
+        view = first[2:5].view(3, 1)
+        kept.add_(1)
+        assert counted.live_bytes == 40
+        second = first * view[0]
+        assert counted.live_bytes == counted.peak_bytes == 80
+        del first, view
+        assert counted.live_bytes == 40
+        del second
+        torch.ones(3)
+    assert (counted.live_bytes, counted.peak_bytes) == (0, 80)
