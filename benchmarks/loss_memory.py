@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -123,8 +124,11 @@ def main() -> int:
         return 0
     command = [sys.executable, "-m", "benchmarks.loss_memory", *sys.argv[1:], "--here"]
     cases = {"policy_loss": command, "with_entropy_gradient": [*command, "--entropy"]}
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     measured = {
-        name: json.loads(subprocess.run(each, check=True, capture_output=True).stdout)
+        name: json.loads(
+            subprocess.run(each, check=True, stdout=subprocess.PIPE, env=environment).stdout
+        )
         for name, each in cases.items()
     }
     result = {

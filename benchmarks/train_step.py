@@ -23,6 +23,7 @@ from actors.trainer.rank import TrainerRank
 from actors.trainer.settings import ParamDtype
 from benchmarks.environment import describe_environment
 from benchmarks.pairs import Seconds, interleave, ratios_of, time_once
+from benchmarks.side import restart_quietly
 from benchmarks.side_ours import make_shard, num_tokens_of, start_rank, train
 from benchmarks.train_inputs import UpdateShape, build_model, make_trajectories, weigh
 
@@ -72,6 +73,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
+    restart_quietly("benchmarks.train_step", num_threads=options.threads)
     shape = UpdateShape(prompt=options.prompt, turns=1, sampled=options.answer, observed=0)
     with tempfile.TemporaryDirectory() as directory:
         rank = start_rank(

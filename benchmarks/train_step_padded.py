@@ -99,13 +99,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=7, help="steps of each side")
     parser.add_argument("--rows", type=int, default=8, help="padded rows of a micro-batch")
+    parser.add_argument("--groups", type=int, default=4, help="groups of eight trajectories")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a packed row")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--skip", nargs="*", default=(), metavar="SIDE", help="sides to leave out: sorted_float32 …"
     )
     options = parser.parse_args()
-    shape = UpdateShape()
+    shape = UpdateShape(groups=options.groups)
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         sides = start_sides(stack, build_model(Path(directory) / "model"), shape, options)

@@ -122,10 +122,11 @@ def main() -> int:
     parser.add_argument("--peer-python", required=True, help="Python of the peer's environment")
     parser.add_argument("--pairs", type=int, default=7, help="steps of each side")
     parser.add_argument("--rows", type=int, default=8, help="TRL's rows of a micro-batch")
+    parser.add_argument("--groups", type=int, default=4, help="groups of eight trajectories")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a packed row")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    shape = UpdateShape()
+    shape = UpdateShape(groups=options.groups)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         sides = start_sides(stack, folder, shape, options)

@@ -54,14 +54,9 @@ class _ProjectedLogprobs(torch.autograd.Function):
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         normalizers, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for part in _parts(hidden.shape[0], chunk_tokens):
-            logits = _logits(hidden[part], weight, temperature)
-            peaks = logits.amax(-1, keepdim=True)
-            exponentials = (logits - peaks).exp_()
-            totals = exponentials.sum(-1)
-            normalizers[part] = totals.log() + peaks[:, 0]
-            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizers[part]
-            # One exponential does for the normaliser and for the expected logit.
-            entropies[part] = normalizers[part] - exponentials.mul_(logits).sum(-1) / totals
+            normalizers[part], logprobs[part], entropies[part] = _score(
+                _logits(hidden[part], weight, temperature), targets[part]
+            )
         ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         if not has_entropy_gradient:
@@ -77,21 +72,19 @@ class _ProjectedLogprobs(torch.autograd.Function):
         # Chunks add up here: in bfloat16 the later ones would be rounded away.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for part in _parts(hidden.shape[0], ctx.chunk_tokens):
-            slopes = _logits(hidden[part], weight, ctx.temperature)
-            slopes.sub_(normalizers[part, None])
-            if ctx.has_entropy_gradient:
-                probabilities = slopes.exp()
-                slopes.add_(entropies[part, None]).mul_(of_entropies[part, None])
-                slopes.add_(of_logprobs[part, None]).mul_(probabilities).neg_()
-            else:
-                slopes.exp_().mul_(-of_logprobs[part, None])
-            slopes.scatter_add_(-1, targets[part, None], of_logprobs[part, None])
-            slopes = slopes.to(hidden.dtype)
+            slopes = _slopes(
+                _logits(hidden[part], weight, ctx.temperature).sub_(normalizers[part, None]),
+                targets[part],
+                of_logprobs=of_logprobs[part, None],
+                of_entropies=of_entropies[part, None] if ctx.has_entropy_gradient else None,
+                entropies=entropies[part, None],
+            ).to(hidden.dtype)
             torch.mm(slopes, weight, out=grad_hidden[part])
             if slopes.dtype == grad_weight.dtype:
                 grad_weight.addmm_(slopes.t(), hidden[part])
             else:
                 grad_weight.add_(slopes.t() @ hidden[part])
+            del slopes  # or it would live on beside the next chunk's
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
@@ -104,3 +97,37 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """[C, V] float32, a tensor of its own."""
     logits = torch.nn.functional.linear(hidden, weight).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalisers, log-probabilities, entropies [C] of logits [C, V], which are used up."""
+    peaks = logits.amax(-1, keepdim=True)
+    # From the largest logit down: small numbers, so that the entropy keeps its digits.
+    logits.sub_(peaks)
+    exponentials = logits.exp()
+    totals = exponentials.sum(-1)
+    log_totals = totals.log()
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - log_totals
+    return (
+        log_totals + peaks[:, 0],
+        logprobs,
+        log_totals - exponentials.mul_(logits).sum(-1) / totals,
+    )
+
+
+def _slopes(
+    log_softmax: Tensor,
+    targets: Tensor,
+    *,
+    of_logprobs: Tensor,
+    of_entropies: Tensor | None,
+    entropies: Tensor,
+) -> Tensor:
+    """The gradient for the logits, in the memory of log_softmax [C, V]; the rest is [C, 1]."""
+    if of_entropies is None:
+        slopes = log_softmax.exp_().mul_(-of_logprobs)
+    else:
+        probabilities = log_softmax.exp()
+        slopes = log_softmax.add_(entropies).mul_(of_entropies).add_(of_logprobs)
+        slopes.mul_(probabilities).neg_()
+    return slopes.scatter_add_(-1, targets[:, None], of_logprobs)

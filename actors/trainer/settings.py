@@ -90,7 +90,7 @@ class TrainerSettings:
     threads_per_rank: int = 1
     keep_checkpoints: int = 2
     gradient_checkpointing: bool = False
-    logprob_chunk: int = 1024
+    logprob_chunk: int = 256
     shard_between_micro_batches: bool = False
     collective_timeout_s: float = 120.0
 
