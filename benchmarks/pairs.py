@@ -62,7 +62,11 @@ def interleave(
 
 
 def ratios_of(slow: Sequence[Seconds], fast: Sequence[Seconds]) -> dict[str, Spread]:
-    """The spread of slow over fast, round by round: by the clock, and in processor time."""
+    """The spread of slow over fast, round by round: by the clock, and in processor time.
+
+    Goals are held to processor time, as long as waiting threads sleep: other work on the machine
+    is not in it, while by the clock the side that met more of it looks slower.
+    """
     pairs = list(zip(slow, fast, strict=True))
     return {
         "ratio": Spread.of([a.wall_s / b.wall_s for a, b in pairs]),

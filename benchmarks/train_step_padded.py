@@ -84,9 +84,9 @@ def summarise(taken: Mapping[str, Sequence[StepTaken]]) -> dict[str, Any]:
             for name, found in ratios.items()
         },
         "missed": [
-            f"{name}: {ratios[name]['ratio'].upper} < {goal}"
+            f"{name}: {ratios[name]['ratio_cpu'].upper} < {goal}"
             for name, goal in GOALS.items()
-            if name in ratios and ratios[name]["ratio"].upper < goal
+            if name in ratios and ratios[name]["ratio_cpu"].upper < goal
         ],
         "seconds": {name: asdict(Seconds.median(each)) for name, each in seconds.items()},
         "losses": {name: steps[0].loss for name, steps in taken.items()},

@@ -100,9 +100,9 @@ def summarise(taken: Mapping[str, Sequence[StepTaken]]) -> dict[str, Any]:
             for dtype, found in ratios.items()
         },
         "missed": [
-            f"{dtype}: {found['ratio'].upper} < {GOAL}"
+            f"{dtype}: {found['ratio_cpu'].upper} < {GOAL}"
             for dtype, found in ratios.items()
-            if found["ratio"].upper < GOAL
+            if found["ratio_cpu"].upper < GOAL
         ],
         "seconds": {name: asdict(Seconds.median(each)) for name, each in seconds.items()},
         "numbers": {
