@@ -12,7 +12,8 @@ import torch
 from trainer_world import World, largest_difference, obvious_logprobs, random_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.trainer.checkpoint import (
+from actors.trainer.export import export_checkpoint
+from actors.trainer.manifest import (
     MANIFEST,
     CheckpointError,
     Progress,
@@ -21,7 +22,6 @@ from actors.trainer.checkpoint import (
     newest_checkpoint,
     read_manifest,
 )
-from actors.trainer.export import export_checkpoint
 from actors.trainer.settings import TrainerSettings
 from actors.weights.parity import parity_tokens
 

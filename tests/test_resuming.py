@@ -10,8 +10,8 @@ import pytest
 import yaml
 from run_driver import SMALL, small_config
 
-from actors.trainer.checkpoint import MANIFEST, Progress
 from actors.trainer.group import TrainerGroup
+from actors.trainer.manifest import MANIFEST, Progress
 from actors.trainer.settings import TrainerSettings
 from service.commands.export import export_checkpoint
 from service.commands.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training

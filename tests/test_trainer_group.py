@@ -15,13 +15,13 @@ import torch
 from ray.actor import ActorHandle
 from trainer_world import random_samples, shards
 
-from actors.trainer.checkpoint import CheckpointError, newest_checkpoint
 from actors.trainer.group import (
     Deadlines,
     TrainerGroup,
     TrainerRankLost,
     TrainerStartFailed,
 )
+from actors.trainer.manifest import CheckpointError, newest_checkpoint
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.shard_check import ShardRefused
 from actors.weights.actor import start_board

@@ -17,7 +17,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from actors.batch import Float32s, RankShard
-from actors.trainer.checkpoint import Progress
+from actors.trainer.manifest import Progress
 from actors.trainer.memory import keep_freed_memory
 from actors.trainer.process_group import Rendezvous, connect_store, free_port, open_store
 from actors.trainer.rank import TrainerRank

@@ -1,19 +1,16 @@
 """Sharded checkpoints: written aside, renamed, and valid only with their manifest.
 
 A checkpoint is the directory `step-000012-e2`: weights and optimiser as
-`torch.distributed.checkpoint` shards them, and `manifest.json`, written last. Invariants: a
-directory with a manifest is whole, anything else is not a checkpoint and is never loaded; once an
-epoch has claimed the place, an older one writes and deletes nothing there. Saving and loading are
-collective, the rest is not. Called by `TrainerRank` and, to claim and to find, the supervisor.
+`torch.distributed.checkpoint` shards them, and `manifest.json`, written last, without which it does
+not count (`manifest.py`). Saving and loading are collective. Called by `TrainerRank`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,41 +26,20 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from actors.trainer.manifest import (
+    MANIFEST,
+    TEMPORARY,
+    CheckpointError,
+    Progress,
+    claim,
+    hold,
+    list_checkpoints,
+    read_manifest,
+    write_manifest,
+)
 from actors.trainer.process_group import gather_texts
 
-MANIFEST = "manifest.json"
-FORMAT = 1
-_TEMPORARY = ".tmp-"
-_CLAIM = ".epoch"
 _CRITIC = "critic"
-
-
-class CheckpointError(Exception):
-    """A checkpoint is missing, incomplete, broken, of another model, or of a run replaced."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What a checkpoint says about itself.
-
-    step: training steps done. version: the policy version of the weights. epoch: of the run's
-    lease. num_updates: optimiser updates applied. num_ranks: that wrote it; any number may read.
-    model: the base model, for its configuration and tokenizer. extra_json: the caller's own state.
-    critic_updates: applied to the critic that is in it; None: there is none.
-    """
-
-    step: int
-    version: int
-    epoch: int
-    num_updates: int
-    num_ranks: int
-    model: str
-    extra_json: str = "{}"
-    critic_updates: int | None = None
-
-    @property
-    def directory_name(self) -> str:
-        return f"step-{self.step:06d}-e{self.epoch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,87 +48,6 @@ class Trained:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-
-
-def read_manifest(path: Path) -> Progress:
-    """Read a checkpoint's manifest.
-
-    Raises: CheckpointError when there is none or it is not ours.
-    """
-    try:
-        fields = json.loads((path / MANIFEST).read_text())
-    except FileNotFoundError as error:
-        if not path.is_dir():
-            raise CheckpointError(
-                f"checkpoint {path} is not there; restore it, or use an older one"
-            ) from error
-        raise CheckpointError(
-            f"checkpoint {path}: got no {MANIFEST}, expected one in a finished checkpoint; it was "
-            "interrupted while being written, use an older one"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint {path}: its {MANIFEST} cannot be read ({error}); use another one"
-        ) from error
-    found = fields.pop("format", None) if isinstance(fields, dict) else None
-    if found != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {path}: got manifest format {found}, expected {FORMAT}; it was written by "
-            "another version"
-        )
-    try:
-        return Progress(**fields)
-    except TypeError as error:
-        raise CheckpointError(
-            f"checkpoint {path}: its {MANIFEST} lacks or adds fields ({error}); use another one"
-        ) from error
-
-
-def list_checkpoints(root: Path) -> list[Path]:
-    """List the whole checkpoints under a directory, oldest first: by epoch, then step.
-
-    A newer epoch outranks a later step: it went on from a checkpoint that was committed, and what
-    the older epoch wrote beyond that belongs to no surviving lineage.
-    """
-    found: list[tuple[int, int, Path]] = []
-    for manifest in root.glob(f"step-*/{MANIFEST}"):
-        try:
-            progress = read_manifest(manifest.parent)
-        except CheckpointError:
-            continue
-        found.append((progress.epoch, progress.step, manifest.parent))
-    return [path for _, _, path in sorted(found)]
-
-
-def newest_checkpoint(root: Path) -> Path | None:
-    """Return the newest whole checkpoint, or None."""
-    found = list_checkpoints(root)
-    return found[-1] if found else None
-
-
-def claim(root: Path, epoch: int) -> None:
-    """Take the checkpoint directory for an epoch; whoever is older can no longer save.
-
-    What a save that was cut short left there is removed.
-    Raises: CheckpointError when a newer epoch has it.
-    """
-    _hold(root, epoch)
-    for leftover in root.glob(f"{_TEMPORARY}step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _hold(root: Path, epoch: int) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    place = root / _CLAIM
-    newest = int(place.read_text()) if place.exists() else epoch
-    if newest > epoch:
-        raise CheckpointError(
-            f"checkpoint {root}: got epoch {epoch}, expected at least {newest}; this run was "
-            "replaced by a newer one and must stop"
-        )
-    aside = root / f"{_TEMPORARY}{_CLAIM}-{epoch}"
-    aside.write_text(str(epoch))
-    aside.replace(place)
 
 
 def save(
@@ -172,7 +67,7 @@ def save(
         cannot write its shard.
     """
     final = root / progress.directory_name
-    aside = root / f"{_TEMPORARY}{progress.directory_name}"
+    aside = root / f"{TEMPORARY}{progress.directory_name}"
     is_writer = dist.get_rank() == 0
     _together(lambda: _prepare(root, aside, epoch=progress.epoch), does_run=is_writer)
     try:
@@ -236,9 +131,9 @@ def _prepare(root: Path, aside: Path, *, epoch: int) -> None:
 
 
 def _finish(root: Path, aside: Path, progress: Progress, *, keep: int) -> None:
-    _hold(root, progress.epoch)
+    hold(root, progress.epoch)
     final = root / progress.directory_name
-    _write_manifest(aside, progress)
+    write_manifest(aside, progress)
     if final.exists():
         _remove(final)
     aside.rename(final)
@@ -262,13 +157,6 @@ def _state_of(trained: Trained) -> dict[str, Any]:
 def _set_state(trained: Trained, state: dict[str, Any]) -> None:
     set_model_state_dict(trained.model, state["model"])
     set_optimizer_state_dict(trained.model, trained.optimizer, optim_state_dict=state["optimizer"])
-
-
-def _write_manifest(directory: Path, progress: Progress) -> None:
-    with (directory / MANIFEST).open("w") as file:
-        json.dump({"format": FORMAT, **asdict(progress)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_directory(root: Path) -> None:

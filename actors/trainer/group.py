@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.batch import Float32s
 from actors.deadline import within
 from actors.trainer.actor import RankPlace, TrainerRankActor
-from actors.trainer.checkpoint import CheckpointError, Progress
+from actors.trainer.manifest import CheckpointError, Progress
 from actors.trainer.process_group import LOOPBACK, Rendezvous
 from actors.trainer.settings import Device, TrainerSettings, WeightTransport
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused

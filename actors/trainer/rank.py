@@ -29,6 +29,7 @@ from actors.trainer.loss.statistics import (
     combine_rows,
     micro_batch_statistics,
 )
+from actors.trainer.manifest import Progress
 from actors.trainer.model import load_policy, shard_policy
 from actors.trainer.optimizer import (
     build_optimizer,
@@ -216,7 +217,7 @@ class TrainerRank:
         """
         return checkpoint.save(
             self.settings.checkpoint_dir,
-            checkpoint.Progress(
+            Progress(
                 step=step,
                 version=self.version,
                 epoch=epoch,
@@ -231,10 +232,10 @@ class TrainerRank:
             keep=self.settings.keep_checkpoints,
         )
 
-    def load(self, path: Path) -> checkpoint.Progress:
+    def load(self, path: Path) -> Progress:
         """Take weights, optimiser and progress from a checkpoint of any number of ranks.
 
-        Raises: checkpoint.CheckpointError when it is incomplete, broken or of another model.
+        Raises: CheckpointError when it is incomplete, broken or of another model.
         """
         progress = checkpoint.load(path, policy=self._trained, critic=self._trained_critic)
         self.version = progress.version

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from actors.trainer import export
-from actors.trainer.checkpoint import MANIFEST, CheckpointError, read_manifest
+from actors.trainer.manifest import MANIFEST, CheckpointError, read_manifest
 from service.config.file import ConfigError
 from service.resuming import newest_usable
 from service.run_dir import RunDir
