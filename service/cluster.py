@@ -113,6 +113,8 @@ def _init_local(config: Config) -> None:
     # Processes share the cores by their thread counts; Ray's own count must only admit them all.
     logical_cpus = max(psutil.cpu_count() or 1, int(cpus_wanted(config)) + 1)
     memory = psutil.virtual_memory().total
+    # Inherited by all that Ray starts. Named to Ray, it would start its first processes in vain.
+    os.environ["PYTHONPATH"] = _import_path()
     store_bytes = min(int(0.3 * memory), (config.queue.max_mib + 512) * MIB)
     start_ray(
         address="local",
@@ -123,7 +125,6 @@ def _init_local(config: Config) -> None:
         log_to_driver=False,
         logging_level="warning",
         _temp_dir=_temp_dir(),
-        runtime_env={"env_vars": {"PYTHONPATH": _import_path()}},
     )
 
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
-from service.commands.model import build_tiny_for
 from service.config.preflight import check_with_model, check_without_model
 from service.config.tree import Config
 from service.run_dir import RunDir, prepared, write_config
@@ -40,6 +39,9 @@ def run_id_of(config: Config, run_dir: RunDir) -> str:
 
 def _model_path(config: Config, run_dir: RunDir) -> str:
     if config.model.tiny is not None:
+        # Two seconds of imports that a model of the user's own does without.
+        from service.commands.model import build_tiny_for
+
         return build_tiny_for(config.model.tiny, run_dir.tiny_model)
     assert config.model.path is not None
     path = Path(config.model.path).expanduser()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import ray
 
@@ -23,6 +25,8 @@ def test_one_too_long_for_a_socket_is_replaced() -> None:
 def test_a_ray_that_does_not_come_up_is_told_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Left as it was at the end: what is started here would inherit it.
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     # Ray makes its session below a file.
     monkeypatch.setenv("RAY_TMPDIR", "/dev/null")
     tree = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 import torch.distributed as dist
@@ -20,11 +21,13 @@ from actors.batch import Float32s, RankShard
 from actors.trainer.manifest import Progress
 from actors.trainer.memory import keep_freed_memory
 from actors.trainer.process_group import Rendezvous, connect_store, free_port, open_store
-from actors.trainer.rank import TrainerRank
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import StepStats
 from actors.value_batch import ValueShard
 from actors.weights.board import BoardStatus, PublishedGroup
+
+if TYPE_CHECKING:
+    from actors.trainer.rank import TrainerRank
 
 BOARD_TIMEOUT_S = 30.0
 
@@ -69,6 +72,9 @@ class TrainerRankActor:
 
         Args: is_local: all ranks share one node.
         """
+        # Three seconds of imports: the ranks pay, not whoever starts them.
+        from actors.trainer.rank import TrainerRank
+
         keep_freed_memory()
         if self._store is None:
             self._store = connect_store(

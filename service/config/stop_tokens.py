@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from transformers import AutoTokenizer, GenerationConfig
+import json
+from pathlib import Path
+
+from actors.environment.tokenizer import load_tokenizer
 
 
 def stop_token_ids(model: str) -> tuple[int, ...]:
@@ -10,11 +13,8 @@ def stop_token_ids(model: str) -> tuple[int, ...]:
 
     Raises: ValueError for a model that names none: no answer of it would ever end.
     """
-    found = {AutoTokenizer.from_pretrained(model).eos_token_id}
-    try:
-        added = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:
-        added = None
+    found = {load_tokenizer(model).eos_token_id}
+    added = _added_by_settings(model)
     found.update(added if isinstance(added, list) else [added])
     ids = tuple(sorted(token for token in found if token is not None))
     if not ids:
@@ -23,3 +23,16 @@ def stop_token_ids(model: str) -> tuple[int, ...]:
             "end-of-sequence token; set eos_token in tokenizer_config.json"
         )
     return ids
+
+
+def _added_by_settings(model: str) -> list[int] | int | None:
+    if Path(model).is_dir():
+        # As transformers reads it, without the two seconds of importing torch and its models.
+        file = Path(model) / "generation_config.json"
+        return json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        return None
