@@ -149,6 +149,8 @@ class InferenceReplica:
 
     async def check_health(self) -> None:
         """Raises: PolicyUnavailable; Serve then replaces the replica."""
+        # Serve asks three times, and then waits for a graceful end that a dead engine cannot have.
+        await self._end_if_dead()
         await self._engine.check_health()
         if self._pulling.done():
             raise PolicyUnavailable("inference: pulling weights has ended") from (

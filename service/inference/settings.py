@@ -92,6 +92,10 @@ class EngineSettings:
             # The worker lives in the engine's own process. On CPU vLLM would start one more, and
             # the two would spin while they wait for each other: twice the CPU time a token.
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if self.enforce_eager and self.gpus_per_replica == 0:
+            # vLLM still compiles one small function of its sampler: ten seconds of a C++ compiler,
+            # in every engine, because each has a temporary directory of its own.
+            variables["TORCHDYNAMO_DISABLE"] = "1"
         if self.weight_backend == "ipc":
             # CUDA IPC handles are no plain data; they travel between the replica and its own child.
             variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
