@@ -109,7 +109,7 @@ def _start(config: Path, overrides: list[str], places: _Places, *, is_service: b
             api = None
             if is_service:
                 settings, api = checked_service(settings, is_local=places.address is None)
-            _check_places(settings, run_dir if resume is None else None)
+            _check_places(settings, run_dir, resume, is_local=places.address is None)
             # Seconds of imports, which a Ctrl-C may meet too; what can be refused is by now.
             from service.commands.train import TrainRequest, run_training
 
@@ -128,14 +128,30 @@ def _start(config: Path, overrides: list[str], places: _Places, *, is_service: b
     raise typer.Exit(code)
 
 
-def _check_places(config: Config, new_run: Path | None) -> None:
-    """What a look at this machine tells. Raises: ConfigError."""
-    from service.config.preflight import check_metrics_address
-    from service.run_dir import RunDir, check_new
+def _check_places(
+    config: Config, new_run: Path | None, resumed: Path | None, *, is_local: bool
+) -> None:
+    """What a look at this machine and its files tells. Raises: ConfigError."""
+    from service.config.preflight import (
+        check_machine,
+        check_metrics_address,
+        check_model_source,
+    )
+    from service.run_dir import RunDir, check_new, check_resumable, prepared
 
-    check_metrics_address(config)
+    if resumed is not None:
+        # A run whose steps are all done needs nothing else of the machine.
+        check_metrics_address(config)
+        check_resumable(RunDir(path=resumed), config)
+        return
+    check_machine(config, is_local=is_local)
     if new_run is not None:
         check_new(RunDir(path=new_run))
+        with prepared(RunDir(path=new_run)):
+            # It can be made; a refusal that comes later leaves nothing behind.
+            pass
+    if config.model.path is not None:
+        check_model_source(config.model.path)
 
 
 def _with_model(overrides: list[str], model: str | None) -> list[str]:

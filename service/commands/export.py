@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.trainer import export
 from actors.trainer.manifest import MANIFEST, CheckpointError, read_manifest
 from service.config.file import ConfigError
 from service.resuming import newest_usable
@@ -18,6 +17,9 @@ def export_checkpoint(source: Path, directory: Path) -> str:
     Raises: ConfigError.
     """
     checkpoint = _checkpoint_of(source)
+    # Seconds of imports; where there is no checkpoint, that is said without them.
+    from actors.trainer import export
+
     try:
         export.export_checkpoint(checkpoint, directory, model=_own_model(checkpoint))
         manifest = read_manifest(checkpoint)

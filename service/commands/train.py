@@ -15,7 +15,6 @@ from service.api.ingress import open_api, start_serve
 from service.api.port import HttpSettings
 from service.cluster import joined
 from service.commands.serve import api_address
-from service.config.preflight import check_model_source
 from service.config.tree import Config
 from service.display.outlet import say
 from service.display.progress import Display, open_display
@@ -115,8 +114,6 @@ def _open_run_dir(request: TrainRequest, config: Config) -> RunDir:
         run_dir = RunDir(path=request.resume)
         check_resumable(run_dir, config)
         return run_dir
-    if config.model.path is not None:
-        check_model_source(config.model.path)
     run_dir = RunDir(path=request.run_dir) if request.run_dir else default_run_dir(config)
     check_new(run_dir)
     return run_dir

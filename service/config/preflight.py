@@ -29,12 +29,20 @@ def check_without_model(config: Config, *, is_local: bool = True) -> Observation
     Args: is_local: the run starts a Ray of its own here; else a cluster's size counts.
     Returns: how the first task begins. Raises: ConfigError.
     """
+    check_machine(config, is_local=is_local)
+    return first_observation(config)
+
+
+def check_machine(config: Config, *, is_local: bool) -> None:
+    """Run the checks of the machine alone, which the command line makes before its imports.
+
+    Raises: ConfigError.
+    """
     if is_local:
         check_processes(config)
         check_gpus(config)
     check_memory(config)
     check_metrics_address(config)
-    return first_observation(config)
 
 
 def check_with_model(config: Config, observation: Observation, *, model_path: str) -> None:
