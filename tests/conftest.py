@@ -5,6 +5,7 @@ The fixtures import torch and Ray when they are asked for: most tests need neith
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,10 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from trainer_world import World
+
+# Read when torch is imported. Matrices this small gain nothing by threads, and on busy cores the
+# threads wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No deadline: machines that run tests are busy.
 settings.register_profile("rayloom", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,6 +47,18 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
 
     root = tmp_path_factory.mktemp("models")
     return {tied: tiny_model(root / f"tied-{tied}", tied=tied) for tied in (True, False)}
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a run of `run_driver.SMALL` builds, once for all runs that do not show the building."""
+    from run_driver import SMALL
+
+    from service.commands.model import build_tiny_for
+    from service.config.tree import TinyModel
+
+    directory = tmp_path_factory.mktemp("small") / "model"
+    return build_tiny_for(TinyModel(**SMALL["model"]["tiny"]), directory)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Critics in processes of their own, with gloo between them."""
+"""Ranks of a critic in processes of their own, with gloo between them."""
 
 from __future__ import annotations
 

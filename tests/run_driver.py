@@ -37,9 +37,14 @@ SMALL: dict[str, Any] = {
 }
 
 
-def small_config(directory: Path, **sections: dict[str, Any]) -> Path:
-    """Write SMALL with some sections' keys replaced; returns the file."""
+def small_config(directory: Path, built: str | None = None, **sections: dict[str, Any]) -> Path:
+    """Write SMALL with some sections' keys replaced; returns the file.
+
+    built: SMALL's model, where it is there already; None: the run builds its own.
+    """
     tree = {name: dict(keys) for name, keys in SMALL.items()}
+    if built is not None:
+        tree["model"].update(tiny=None, path=built)
     for name, keys in sections.items():
         tree.setdefault(name, {}).update(keys)
     file = directory / "config.yaml"

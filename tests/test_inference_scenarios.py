@@ -36,6 +36,7 @@ from service.inference.deployment import (
     deploy_inference,
     wait_ready,
 )
+from service.inference.places import session_directory
 from service.inference.settings import EngineSettings
 from service.inference.wire import split_salt
 
@@ -184,6 +185,13 @@ async def test_engine_samples_from_exactly_the_published_weights(
             expected = obvious_logprobs(deployed.model, deployed.parity_text).detach().numpy()
             np.testing.assert_allclose(replica.parity, expected, atol=TOLERANCE_NATS)
         assert await largest_difference(deployed) < TOLERANCE_NATS
+
+
+async def test_an_engine_that_is_not_to_compile_keeps_nothing_compiled(tied: Deployed) -> None:
+    replica = await describe(tied)
+    files = list((session_directory() / f"engine-{replica.name}").iterdir())
+    # What it leaves in its temporary directory, where torch's compiler would have put its own.
+    assert files and not [file.name for file in files if file.name.startswith("torchinductor")]
 
 
 async def test_requests_in_flight_survive_an_update_and_show_both_versions(tied: Deployed) -> None:

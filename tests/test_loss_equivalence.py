@@ -185,7 +185,7 @@ def test_no_layout_changes_loss_or_gradient(layouts: dict[str, Layout], name: st
     loss, gradient = layouts["merged"].loss_and_gradient(settings)
     size = float(gradient.norm())
     assert size > 1e-3
-    for way, layout in layouts.items():
-        other_loss, other_gradient = layout.loss_and_gradient(settings)
+    for way in layouts.keys() - {"merged"}:
+        other_loss, other_gradient = layouts[way].loss_and_gradient(settings)
         assert other_loss == pytest.approx(loss, abs=TOLERANCE), way
         assert float((other_gradient - gradient).norm()) < TOLERANCE * max(size, 1.0), way

@@ -129,13 +129,15 @@ def sum_of(seen: dict[Series, float], name: str) -> float:
 
 
 def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
-    tmp_path: Path,
+    tmp_path: Path, small_model: str
 ) -> None:
     find_tools()
     started = time.time()
     config = small_config(
         tmp_path,
+        small_model,
         run={"steps": 1000, "evaluate_every": 1000},
+        trainer={"num_ranks": 1},
         rollouts={"num_actors": 1, "frozen_after_s": 600},
         # The dashboard shows a KL where the loss has one.
         algorithm={"loss": {"kl": {"coefficient": 0.01}}},

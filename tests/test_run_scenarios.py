@@ -77,15 +77,16 @@ def test_at_lag_0_the_engines_hold_what_the_trainer_holds_at_every_step(
         check_audit(run)
 
 
-def test_a_run_survives_the_death_of_each_part(tmp_path: Path) -> None:
+def test_a_run_survives_the_death_of_each_part(tmp_path: Path, small_model: str) -> None:
     """An environment actor killed, one frozen; kill -9 of engine and trainer rank.
 
     With a critic and a reference, which die with the ranks and come back with the checkpoint.
     kill -9 of the whole run: test_serve_scenarios.py, and test_proofs.py to the end.
     """
-    steps = 40
+    steps = 24
     config = small_config(
         tmp_path,
+        small_model,
         run={"steps": steps, "evaluate_every": 50},
         algorithm={
             "max_lag": 1, "baseline": "critic", "scale": "none",
@@ -98,10 +99,11 @@ def test_a_run_survives_the_death_of_each_part(tmp_path: Path) -> None:
         run.kill_part("ray::EnvironmentActor")
         run.advance(2, limit_s=START_S)
         assert "environment actor" in run.log()
-        run.freeze_part("ray::EnvironmentActor")
-        run.wait_for_log("answered nothing for 10 s", limit_s=START_S)
+        # No step ends without an engine, so that the two are waited for at once.
         run.kill_part("VLLM::EngineCore")
+        run.freeze_part("ray::EnvironmentActor")
         run.wait_for_log("an engine was lost; 0 of 1 ready", limit_s=START_S)
+        run.wait_for_log("answered nothing for 10 s", limit_s=START_S)
         run.wait_for_log("an engine is back; 1 of 1 ready", limit_s=START_S)
         run.kill_part("ray::TrainerRankActor")
         run.wait_for_log("going back to the newest checkpoint", limit_s=START_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +33,7 @@ SMALL = [
     "algorithm.group_size=4",
     "inference.kv_cache_gib=0.25",
     "metrics.port=0",
+    "model.tiny.warmup_steps=20",
     "run.checkpoint_every=1",
     "run.evaluate_every=1000",
     "tasks.evaluation_tasks=0",
@@ -90,9 +90,7 @@ def served(file: Path, *, address: str) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=60)
+        # What it has started ends with the cluster.
         process.kill()
         process.wait(timeout=20)
 

@@ -75,11 +75,12 @@ def api_of(run: Run) -> Iterator[Api]:
 
 
 def test_a_service_trains_what_is_submitted_and_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_model: str
 ) -> None:
     monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
     config = small_config(
         tmp_path,
+        small_model,
         run={"steps": 400, "evaluate_every": 1000, "checkpoint_every": 2},
         trainer={"num_ranks": 1},
         service={"port": 0, "max_waiting_tasks": 24},

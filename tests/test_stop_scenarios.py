@@ -47,9 +47,10 @@ def when_the_engines_start(run: Run) -> None:
     ],
 )
 def test_an_interrupted_start_is_given_up_and_leaves_nothing_alive(
-    tmp_path: Path, moment: Callable[[Run], None]
+    tmp_path: Path, moment: Callable[[Run], None], small_model: str
 ) -> None:
-    with running(small_config(tmp_path), tmp_path / "run") as run:
+    built = None if moment is before_anything_is_there else small_model
+    with running(small_config(tmp_path, built), tmp_path / "run") as run:
         moment(run)
         run.interrupt()
         assert run.wait(limit_s=STOP_S) == 130, run.output.read_text()
@@ -58,8 +59,10 @@ def test_an_interrupted_start_is_given_up_and_leaves_nothing_alive(
         assert "Traceback" not in run.output.read_text() + run.log()
 
 
-def test_a_second_interrupt_leaves_nothing_alive_wherever_it_comes(tmp_path: Path) -> None:
-    with running(small_config(tmp_path), tmp_path / "run") as run:
+def test_a_second_interrupt_leaves_nothing_alive_wherever_it_comes(
+    tmp_path: Path, small_model: str
+) -> None:
+    with running(small_config(tmp_path, small_model), tmp_path / "run") as run:
         when_the_engines_start(run)
         run.interrupt()
         time.sleep(0.6)
@@ -70,18 +73,20 @@ def test_a_second_interrupt_leaves_nothing_alive_wherever_it_comes(tmp_path: Pat
 
 
 def test_a_run_whose_every_episode_fails_says_why_and_leaves_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_model: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     hangs = tmp_path / "hangs"
     config = small_config(
         tmp_path,
+        small_model,
         run={"steps": 400, "checkpoint_every": 1000, "evaluate_every": 1000},
+        trainer={"num_ranks": 1},
         tasks={
             "environment": "environment_fakes:SometimesHanging",
             "options": {"hangs": str(hangs)},
         },
-        rollouts={"turn_deadline_s": 10, "max_failed_groups": 6, "failed_groups_grace_s": 1},
+        rollouts={"turn_deadline_s": 5, "max_failed_groups": 6, "failed_groups_grace_s": 1},
     )
     with running(config, tmp_path / "run") as run:
         run.wait_for_step(1, limit_s=START_S)
