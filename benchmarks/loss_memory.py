@@ -73,7 +73,8 @@ def measure_here(options: argparse.Namespace) -> dict[str, Any]:
     head = torch.nn.Linear(options.hidden, options.vocabulary, bias=False)
     hidden = torch.randn(options.tokens, options.hidden, requires_grad=True)
     targets = torch.randint(options.vocabulary, (options.tokens,))
-    chunk_tokens = options.chunk or TrainerSettings.__dataclass_fields__["logprob_chunk"].default
+    default = TrainerSettings(model="", checkpoint_dir=Path()).logprob_chunk
+    chunk_tokens: int = options.chunk or default
     # Threads and kernels have memory of their own, made at first use.
     backward_of_loss(hidden[:8], head, targets[:8], settings=settings, chunk_tokens=8)
     head.zero_grad()

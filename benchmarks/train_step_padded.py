@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -111,7 +111,7 @@ def main() -> int:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         sides = start_sides(stack, build_model(Path(directory) / "model"), shape, options)
         padded = sides["padded"]
-        steps = {
+        steps: dict[str, Callable[[], StepTaken]] = {
             "padded_float32": partial(padded.step, "padded float32"),
             "ours_float32": sides["ours_float32"].step,
             "ours_bfloat16": sides["ours_bfloat16"].step,

@@ -30,10 +30,10 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
-class TimedTrainer(GRPOTrainer):
+class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # of the peer's environment
     """Says of each step what the callback reports."""
 
-    aside = (0.0, 0.0)
+    aside: tuple[float, ...] = (0.0, 0.0)
     losses: tuple[float, ...] = ()
     grad_norm = 0.0
 
@@ -54,7 +54,7 @@ class TimedTrainer(GRPOTrainer):
         return norm
 
 
-class OneStepAtATime(TrainerCallback):
+class OneStepAtATime(TrainerCallback):  # type: ignore[misc]  # likewise
     """Waits for a command before each step, and answers after it."""
 
     def __init__(self) -> None:
