@@ -140,6 +140,7 @@ def main() -> int:
         **measured,
         "goal": GOAL,
         **describe_environment("torch"),
+        "threads": options.threads,
     }
     print(json.dumps(result))
     return int(any(each["share"] >= GOAL for each in measured.values()))
