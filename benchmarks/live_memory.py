@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveMemory(TorchDispatchMode):  # type: ignore[misc]  # torch does not type it
+class LiveMemory(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed here
     """Count as long as it is entered. live_bytes: now. peak_bytes: at the worst moment."""
 
     def __init__(self) -> None:

@@ -73,8 +73,7 @@ def measure_here(options: argparse.Namespace) -> dict[str, Any]:
     head = torch.nn.Linear(options.hidden, options.vocabulary, bias=False)
     hidden = torch.randn(options.tokens, options.hidden, requires_grad=True)
     targets = torch.randint(options.vocabulary, (options.tokens,))
-    default = TrainerSettings(model="", checkpoint_dir=Path()).logprob_chunk
-    chunk_tokens: int = options.chunk or default
+    chunk_tokens = options.chunk or default_chunk()
     # Threads and kernels have memory of their own, made at first use.
     backward_of_loss(hidden[:8], head, targets[:8], settings=settings, chunk_tokens=8)
     head.zero_grad()
@@ -99,6 +98,11 @@ def measure_here(options: argparse.Namespace) -> dict[str, Any]:
         "chunk_tokens": chunk_tokens,
         "wall_s": round(seconds.wall_s, 2),
     }
+
+
+def default_chunk() -> int:
+    """The trainer's own."""
+    return TrainerSettings(model="", checkpoint_dir=Path()).logprob_chunk
 
 
 def status_bytes(name: str) -> int:
