@@ -133,8 +133,12 @@ class Run:
         self._newest(title).send_signal(signal.SIGKILL)
 
     def freeze_part(self, title: str) -> None:
-        """Stop one process of a part without ending it."""
-        self._newest(title).send_signal(signal.SIGSTOP)
+        """Stop one process of a part without ending it: one that has long been at work.
+
+        A replacement that is still starting has the deadline of a start, which is minutes.
+        """
+        oldest = min(self.processes(title), key=psutil.Process.create_time)
+        oldest.send_signal(signal.SIGSTOP)
 
     def _newest(self, title: str) -> psutil.Process:
         return max(self.processes(title), key=psutil.Process.create_time)
