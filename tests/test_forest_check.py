@@ -28,7 +28,7 @@ def make_row() -> MicroBatch:
 def check(row: MicroBatch) -> None:
     minibatch = Minibatch(micro_batches=(row,))
     shard = RankShard(step=0, trainer_version=0, minibatches=(minibatch,))
-    check_shard(shard, trainer_version=0, vocab_size=10, max_policy_age=None)
+    check_shard(shard, trainer_version=0, vocab_size=10, mixture=None, max_policy_age=None)
 
 
 def test_a_forest_with_targets_at_the_start_of_each_child_is_accepted() -> None:
