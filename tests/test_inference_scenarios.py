@@ -225,9 +225,15 @@ async def test_turns_of_a_trajectory_meet_one_replica(tied: Deployed) -> None:
             homes.add(home)
         return homes
 
-    homes = await asyncio.gather(*(play(f"affine{i}") for i in range(64)))
-    assert all(len(one) == 1 for one in homes)
-    assert set.union(*homes) == {replica.replica_id for replica in tied.status().replicas}
+    replicas = {replica.replica_id for replica in tied.status().replicas}
+    seen: set[str] = set()
+    deadline = time.monotonic() + REPLACED_S
+    # A replica that answers Serve's probe late, on a busy machine, is passed over for a while.
+    while seen != replicas:
+        assert time.monotonic() < deadline, f"only {seen} of {replicas} were ever asked"
+        homes = await asyncio.gather(*(play(f"affine{i}") for i in range(64)))
+        assert all(len(one) == 1 for one in homes)
+        seen = seen.union(*homes)
 
 
 async def test_deadline_ends_a_request_and_the_replica_goes_on(tied: Deployed) -> None:
