@@ -55,7 +55,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from run_driver import SMALL
 
     from service.commands.model import build_tiny_for
-    from service.config.tree import TinyModel
+    from service.config.sections import TinyModel
 
     directory = tmp_path_factory.mktemp("small") / "model"
     return build_tiny_for(TinyModel(**SMALL["model"]["tiny"]), directory)

@@ -20,7 +20,8 @@ from service.commands.serve import (
     with_free_port,
 )
 from service.config.file import ConfigError
-from service.config.tree import Config, MetricsConfig
+from service.config.sections import MetricsConfig
+from service.config.tree import Config
 
 KEY = "0123456789abcdef"
 

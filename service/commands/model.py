@@ -9,7 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from actors.trainer.tiny_model import WARMUP_STEPS, build_tiny_model
 from service.config.file import ConfigError
-from service.config.tree import TinyModel
+from service.config.sections import TinyModel
 
 
 def build_tiny(directory: Path, *, seed: int, tied: bool, warmup_steps: int | None) -> str:

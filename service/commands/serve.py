@@ -8,7 +8,8 @@ import socket
 from service.api.key import KEY_VARIABLE, digest_of, take_key
 from service.api.port import HttpSettings
 from service.config.file import ConfigError
-from service.config.tree import Config, ServiceConfig
+from service.config.sections import ServiceConfig
+from service.config.tree import Config
 
 MIN_KEY_CHARACTERS = 16
 

@@ -14,12 +14,14 @@ from actors.merge.aggregation import Aggregation
 from actors.merge.settings import StepSettings
 from actors.merge.shaping import Overlong, ReturnRange, ShapingSettings
 from actors.outcomes import Disposition, OutcomePolicy
+from actors.trainer.critic_settings import CriticTraining
 from actors.trainer.settings import Device, ParamDtype, TrainerSettings, WeightTransport
 from actors.trajectory_queue.messages import QueueSettings
 from actors.trajectory_queue.window import WindowSettings
-from service.config.critic import critic_settings, critic_training
+from service.config.critic import critic_settings
 from service.config.loss import loss_settings
-from service.config.rewards import RewardConfig, kl_in_reward, outcome_rules
+from service.config.outcome_rules import outcome_rules
+from service.config.rewards import RewardConfig, kl_in_reward
 from service.config.tree import Config
 from service.failing import FailureLimits
 from service.inference.settings import EngineSettings
@@ -142,6 +144,21 @@ def trainer_settings(config: Config, *, model: str, checkpoint_dir: Path) -> Tra
         threads_per_rank=trainer.threads,
         gradient_checkpointing=trainer.gradient_checkpointing,
         weight_transport=WeightTransport(config.inference.weight_backend),
+    )
+
+
+def critic_training(config: Config) -> CriticTraining:
+    """How it learns; what is not its own it has in common with the policy."""
+    critic, trainer = config.algorithm.critic, config.trainer
+    return CriticTraining(
+        learning_rate=critic.learning_rate,
+        warmup_steps=critic.warmup_updates,
+        betas=trainer.betas,
+        eps=trainer.adam_epsilon,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+        value_clip=critic.value_clip,
+        gradient_checkpointing=trainer.gradient_checkpointing,
     )
 
 
