@@ -179,8 +179,8 @@ class Loop:
                 self._parts.recorder.notice(f"step {self._step}: {loss}; they are played again")
                 await self._parts.queue.lost(loss.rollout_ids)
                 continue
-            if built.notice:
-                self._parts.recorder.notice(built.notice)
+            for notice in built.notices:
+                self._parts.recorder.notice(notice)
             merge_s = watch.lap() - score_s
             stages = StageSeconds(collect=collect_s, merge=merge_s, score=score_s)
             await self._train_step(built, stages)

@@ -122,7 +122,7 @@ class MergeParts:
             settlements=reply.settlements,
             report=reply.report,
             value_shards=reply.value_shards,
-            notice=reply.notice,
+            notices=reply.notices,
         )
 
 

@@ -28,7 +28,7 @@ class BuiltStep:
     """What the merge actor made of the queue's step number `step` (0, 1, 2, …).
 
     shards: a reference to each rank's share. value_shards: likewise of the critic's rows; empty
-    without a critic. notice: for the run's log; mostly empty.
+    without a critic. notices: for the run's log; mostly none.
     """
 
     step: int
@@ -36,7 +36,7 @@ class BuiltStep:
     settlements: tuple[Settlement, ...]
     report: StepReport
     value_shards: tuple[Any, ...] = ()
-    notice: str = ""
+    notices: tuple[str, ...] = ()
 
     def settlements_after(self, stats: StepStats) -> tuple[Settlement, ...]:
         """Nothing was trained by a step whose every update was refused as not finite."""

@@ -83,6 +83,13 @@ def test_what_is_not_in_the_loss_has_no_trained_token_and_a_reason() -> None:
     assert masked.num_trained == 0 and len(masked.samples) == 1
 
 
+def test_what_is_wrong_with_a_trajectory_is_kept() -> None:
+    group = group_of(0, [1, 0, float("nan")])
+    entries = through_a_file(step_of([group])).entries
+    assert [entry.problem for entry in entries[:2]] == ["", ""]
+    assert entries[2].problem.startswith("return nan, expected a finite number; look at")
+
+
 def test_the_file_is_plain_numpy_and_json() -> None:
     file = io.BytesIO()
     write_step(file, step_of([group_of(0, [1, 0])]))

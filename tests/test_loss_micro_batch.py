@@ -22,6 +22,9 @@ from actors.trainer.loss.statistics import (
     combine_rows,
     micro_batch_statistics,
 )
+from actors.trainer.statistics import PhaseSeconds, UpdateSums, summarize_step
+
+NO_SECONDS = PhaseSeconds(total_s=0, prepare_s=0, forward_s=0, backward_s=0, optimizer_s=0)
 
 
 def loss_and_gradients(
@@ -141,6 +144,59 @@ def test_a_masked_ratio_beyond_all_floats_reaches_neither_loss_nor_gradient(
     loss, gradient, _ = loss_and_gradients(terms_of(tokens), settings)
     assert math.isfinite(loss)
     assert gradient.tolist() == pytest.approx([-1.0, 0.0])
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("recorded", [-100.0, -400.0, -9999.0, -1e9])
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_a_token_that_the_engine_found_impossible_leaves_every_number_finite(
+    name: str, recorded: float, advantage: float
+) -> None:
+    tokens = random_tokens(np.random.default_rng(0), num_trajectories=2)
+    behaviour, advantages = tokens.behaviour.copy(), tokens.advantage.copy()
+    behaviour[0], advantages[0] = recorded, advantage
+    terms = terms_of(replace(tokens, behaviour=behaviour, advantage=advantages))
+    settings = EVERY_LOSS[name]
+    result = micro_batch_loss(terms, settings)
+    gradients = torch.autograd.grad(result.loss, terms.current_logprobs)
+    assert torch.isfinite(result.loss) and torch.isfinite(gradients[0]).all()
+    vectors = micro_batch_statistics(terms, result, num_tokens=9, with_mismatch=True)
+    update = UpdateSums(
+        sums=tuple(vectors.sums.tolist()),
+        maxima=tuple(vectors.maxima.tolist()),
+        minima=tuple(vectors.minima.tolist()),
+        grad_norm=1.0,
+        learning_rate=1.0,
+    )
+    stats = summarize_step([update], step=1, trainer_version=3, seconds=NO_SECONDS)
+    assert not stats.is_skipped and stats.mismatch is not None and stats.tokens is not None
+    assert stats.mismatch.max_abs_delta > 90 and math.isfinite(stats.mismatch.k3_mean)
+    assert 0 < stats.effective_sample_fraction <= 1
+    assert math.isfinite(stats.ratio_mean) and math.isfinite(stats.tokens.unclipped_surrogate_mean)
+
+
+def test_a_clipped_token_of_an_overflowing_ratio_has_the_gradient_of_the_clip() -> None:
+    # Float32, as the trainer has it: e^99 is infinite there.
+    def gradient_of(objective: Objective, advantage: float) -> list[float]:
+        current = torch.tensor([-1.0, -1.0], requires_grad=True)
+        terms = MicroBatchTerms(
+            current_logprobs=current,
+            behaviour_logprobs=torch.tensor([-100.0, -1.0]),
+            entropies=torch.zeros(2),
+            advantages=torch.tensor([advantage, 1.0]),
+            loss_weights=torch.full((2,), 0.5),
+            trajectory_index=torch.zeros(2, dtype=torch.int64),
+            sampled_versions=torch.zeros(2, dtype=torch.int64),
+            trainer_version=0,
+        )
+        micro_batch_loss(terms, LossSettings(objective=objective)).loss.backward()
+        assert current.grad is not None
+        return current.grad.tolist()
+
+    assert gradient_of(Objective.PPO_CLIP, 1.0) == [0.0, -0.5]
+    assert gradient_of(Objective.PPO_CLIP, 0.0) == [0.0, -0.5]
+    assert gradient_of(Objective.DUAL_CLIP, -1.0) == [0.0, -0.5]
+    assert gradient_of(Objective.SAPO, 1.0) == [0.0, -0.5]
 
 
 def test_the_entropy_bonus_is_over_masked_tokens_too() -> None:

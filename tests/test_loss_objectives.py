@@ -22,7 +22,7 @@ from actors.trainer.loss.divergence import (
     outside_trust_region,
     reference_kl,
 )
-from actors.trainer.loss.ratios import sequence_log_ratio, token_log_ratio
+from actors.trainer.loss.ratios import bounded_ratio, sequence_log_ratio, token_log_ratio
 from actors.trainer.loss.settings import KlEstimator
 from actors.trainer.loss.trajectories import trajectory_mean, trajectory_min, trajectory_sum
 
@@ -56,6 +56,16 @@ def test_a_sequence_ratio_is_the_geometric_mean_over_all_tokens_of_the_trajector
     # Trajectory 0 has ratios 4 and 1, apart in the row; trajectory 1 has ratio 1/2.
     ratio = sequence_log_ratio(logs(0.8, 0.1, 0.3), logs(0.2, 0.2, 0.3), torch.tensor([0, 1, 0]))
     assert ratio.exp().tolist() == pytest.approx([2.0, 0.5, 2.0])
+
+
+def test_a_ratio_beyond_e_to_the_20_is_bounded_and_sends_no_gradient() -> None:
+    log_ratio = torch.tensor([math.log(2.0), 19.0, 100.0, -1e9], requires_grad=True)
+    ratio = bounded_ratio(log_ratio)
+    ratio.sum().backward()
+    assert log_ratio.grad is not None
+    expected = [2.0, math.exp(19.0), math.exp(20.0), 0.0]
+    assert ratio.tolist() == pytest.approx(expected)
+    assert log_ratio.grad.tolist() == pytest.approx([2.0, math.exp(19.0), 0.0, 0.0])
 
 
 def test_the_straight_through_ratio_has_the_gradient_of_gspo() -> None:

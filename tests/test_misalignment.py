@@ -43,6 +43,22 @@ TURN = make_turn([1, 2], [3, 4])
             replace(TURN, expert_indices=np.zeros((2, 2, 2), np.float32)),  # type: ignore[arg-type]
             "expert indices that are not all uint8 or int16",
         ),
+        (
+            replace(TURN, token_rewards=np.array([0.25, 0.75], np.float64), reward=1.0),  # type: ignore[arg-type]
+            "token rewards of type float64 and shape (2,), expected one row of float32",
+        ),
+        (
+            replace(TURN, logprobs=np.array([-1, -2], np.int32)),  # type: ignore[arg-type]
+            "log-probabilities of type int32",
+        ),
+        (
+            replace(TURN, prompt_token_ids=np.array([1, 2], np.int64)),  # type: ignore[arg-type]
+            "prompt ids of type int64",
+        ),
+        (
+            replace(TURN, sampled_token_ids=np.array([[3, 4]], np.int32)),
+            "sampled ids of type int32 and shape (1, 2)",
+        ),
         (make_turn([1, -2], [3]), "1 prompt ids are outside the vocabulary, expected 0 upwards"),
         (make_turn([1], [3, -4, -5]), "2 sampled ids are outside the vocabulary"),
     ],

@@ -55,6 +55,19 @@ def test_a_clipped_return_keeps_all_turns_but_the_last(
     assert clip_return(np.array(rewards, float), low=-2, high=2).tolist() == expected
 
 
+@pytest.mark.parametrize("rewards", [[1e30], [-1e30, 1e17], [1e17, 0.5]])
+def test_a_return_too_large_to_be_corrected_is_clipped_all_the_same(rewards: list[float]) -> None:
+    clipped = clip_return(np.array(rewards), low=-1, high=1)
+    assert clipped.tolist() == [0.0] * (len(rewards) - 1) + [1.0 if sum(rewards) > 0 else -1.0]
+
+
+def test_k3_of_a_token_that_the_reference_never_believed_is_finite() -> None:
+    logprobs, reference = np.array([-9999, -1], np.float32), np.array([-1, -1], np.float32)
+    kl = KlInReward(estimate=KlEstimate.K3, coefficient=1.0)
+    penalties = kl_penalties(logprobs, reference, kl=kl)
+    assert penalties.tolist() == pytest.approx([-(math.expm1(20) - 20), 0.0])
+
+
 def test_an_answer_without_an_end_pays() -> None:
     turn = make_turn([1], [2, 3], reward=1.0)
     cut_off = replace(turn, finish_reason=FinishReason.LENGTH)

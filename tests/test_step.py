@@ -15,8 +15,10 @@ from actors.batch import MicroBatch
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.aggregation import Aggregation
 from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.judged import problem_notices
 from actors.merge.payloads import PayloadsLost, read_groups
 from actors.merge.settings import StepSettings
+from actors.merge.shaping import ReturnRange, ShapingSettings
 from actors.merge.step import StepResult, build_step
 from actors.trajectory import Outcome, Trajectory, summarize
 from actors.trajectory_queue.columns import encode
@@ -210,6 +212,55 @@ def test_ids_outside_the_vocabulary_cost_their_trajectory_alone(
         for vocab_size in (500, 501)
     ]
     assert reasons == [[None, None, EvictionReason.TOKEN_MISALIGNED], [None] * 3]
+
+
+def with_rewards(rewards: list[float]) -> list[TrajectoryGroup]:
+    return [make_group(0, rewards)]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), 1e10, -1e200])
+def test_a_reward_that_is_no_number_costs_its_trajectory_alone_and_is_told(reward: float) -> None:
+    result = build(with_rewards([reward, 0, 1]))
+    assert [s.reason for s in result.settlements] == [EvictionReason.REWARD_ERROR, None, None]
+    assert result.report.scaled_return_mean is not None and result.report.returns is not None
+    if reward != reward:
+        assert (result.report.returns.mean, result.report.scaled_return_mean) == (0.5, 0.25)
+    (notice,) = problem_notices(result.judged, step=8)
+    assert notice.startswith("step 8: trajectory g000000.0-0.a0 left out as reward_error: ")
+    assert notice.endswith("look at what the environment gave, or set algorithm.reward.clip")
+
+
+def test_a_return_that_is_clipped_may_be_of_any_size() -> None:
+    shaping = ShapingSettings(clip=ReturnRange(low=-1.0, high=1.0))
+    result = build(with_rewards([1e30, 0, 1]), scale=Scale.NONE, shaping=shaping)
+    assert [judged.verdict.baseline_return for judged in result.judged] == [1.0, 0.0, 1.0]
+    assert problem_notices(result.judged, step=1) == ()
+
+
+def test_what_does_not_fit_is_told_for_three_trajectories_and_counted_beyond() -> None:
+    group = make_group(0, [1, 0, 1, 0, 1, 0])
+    broken = make_turn([1], [2, 3], logprobs=[-1])
+    members = tuple(replace(each, turns=(broken,)) for each in group.trajectories[:5])
+    result = build([replace(group, trajectories=(*members, group.trajectories[5]))])
+    notices = problem_notices(result.judged, step=2)
+    assert [notice.split(":")[0] for notice in notices] == ["step 2"] * 4
+    assert "g000000.0-2.a0 left out as token_misaligned: turn 0: 1 log-prob" in notices[2]
+    assert "have the engine give one for each" in notices[2]
+    assert notices[3] == "step 2: 2 more like it; `rayloom inspect`"
+
+
+def test_two_trajectories_of_one_rollout_are_refused() -> None:
+    group = make_group(0, [1, 0])
+    twice = replace(group, trajectories=(*group.trajectories, group.trajectories[0]))
+    with pytest.raises(ValueError, match=r"rollout g000000\.0-0 has 2 trajectories in one step"):
+        build([twice])
+
+
+def test_a_word_is_as_good_as_the_member_and_an_unknown_one_is_refused() -> None:
+    words = build(with_rewards([1, 1]), baseline="none", scale="none")
+    assert words.report.num_zero_variance_groups == 0
+    with pytest.raises(ValueError, match=r"merge\.scale: got 'bogus', expected one of none, std"):
+        build(with_rewards([1, 0]), scale="bogus")
 
 
 def test_negative_returns_under_scale_mean_are_refused_with_the_group_named() -> None:

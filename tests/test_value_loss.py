@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.trainer.value_loss import clipped_value_loss
+from actors.trainer.value_loss import clipped_value_loss, explained_variance
 
 
 def loss_and_gradient(
@@ -79,3 +79,29 @@ def test_bad_input_is_refused() -> None:
         clipped_value_loss(one, one, two, one, clip=None)
     with pytest.raises(ValueError, match="clip 0"):
         clipped_value_loss(one, one, one, one, clip=0)
+
+
+@pytest.mark.parametrize(
+    ("targets", "values", "expected"),
+    [
+        ([0.0, 2.0], [1.0, 1.0], 0.0),
+        ([0.0, 2.0], [0.0, 2.0], 1.0),
+        ([0.0, 2.0], [2.0, 0.0], -3.0),
+        # Tiny numbers vary as large ones do; equal ones do not, however large.
+        ([0.0, 2e-7], [0.0, 1e-7], 0.5),
+        ([100.1] * 1000, [0.0] * 1000, None),
+        ([1e6 + 0.3] * 1000, [1e6] * 1000, None),
+        ([0.0, 0.0], [1.0, 1.0], None),
+    ],
+)
+def test_the_explained_variance_of_a_critic(
+    targets: list[float], values: list[float], expected: float | None
+) -> None:
+    wide, off = torch.tensor(targets).double(), torch.tensor(values).double()
+    count = len(targets)
+    found = explained_variance(
+        target_mean=float(wide.sum()) / count,
+        target_mean_square=float(wide.square().sum()) / count,
+        error_mean_square=float((wide - off).square().sum()) / count,
+    )
+    assert found == (None if expected is None else pytest.approx(expected, rel=1e-6))

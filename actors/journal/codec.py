@@ -125,6 +125,7 @@ def _header(step: JournalStep, columns: TrajectoryColumns) -> dict[str, Any]:
         "name_table": columns.name_table,
         "reasons": [entry.reason and entry.reason.value for entry in step.entries],
         "baseline_returns": [entry.baseline_return for entry in step.entries],
+        "problems": {row: e.problem for row, e in enumerate(step.entries) if e.problem},
     }
 
 
@@ -198,6 +199,7 @@ def _step(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Jour
     mismatches: list[list[Mismatch]] = [[] for _ in range(columns.num_rows)]
     for row, turn, position, kind in arrays["mismatches"].tolist():
         mismatches[row].append(Mismatch(turn=turn, position=position, kind=_KINDS[kind]))
+    problems: dict[str, str] = header.get("problems", {})
     entries = [
         TrajectoryEntry(
             trajectory=decode(columns, row),
@@ -205,6 +207,7 @@ def _step(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Jour
             baseline_return=baseline_return,
             samples=tuple(samples[row]),
             mismatches=tuple(mismatches[row]),
+            problem=problems.get(str(row), ""),
         )
         for row, (reason, baseline_return) in enumerate(
             zip(header["reasons"], header["baseline_returns"], strict=True)

@@ -50,6 +50,7 @@ class SampleEntry:
 class TrajectoryEntry:
     """reason: why it is not in the loss; None: trained. baseline_return: what it brought to its
     group's baseline; None: it was not in it. samples: none where the turns do not fit together.
+    problem: what is wrong with it, as the verdict says; mostly empty.
     """
 
     trajectory: Trajectory
@@ -57,6 +58,7 @@ class TrajectoryEntry:
     baseline_return: float | None
     samples: tuple[SampleEntry, ...]
     mismatches: tuple[Mismatch, ...]
+    problem: str = ""
 
     @property
     def num_trained(self) -> int:
@@ -123,6 +125,7 @@ def _entry(judged: JudgedTrajectory) -> TrajectoryEntry:
         if is_trained
         else _idle_samples(samples),
         mismatches=judged.merged.mismatches if judged.merged is not None else (),
+        problem=judged.verdict.problem,
     )
 
 

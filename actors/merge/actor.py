@@ -16,11 +16,12 @@ from ray.exceptions import GetTimeoutError, ObjectLostError
 from actors.journal.files import Journal, JournalSettings
 from actors.merge.credit import NO_SCORES
 from actors.merge.groups import MergedGroup, merge_groups
+from actors.merge.judged import problem_notices
 from actors.merge.payloads import read_groups
 from actors.merge.report import StepReport
 from actors.merge.scoring import ScorePlan, plan_scores, read_scores
 from actors.merge.settings import StepSettings
-from actors.merge.step import build_step
+from actors.merge.step import StepResult, build_step
 from actors.trajectory_queue.columns import TrajectoryColumns
 from actors.trajectory_queue.ledger import Settlement
 from actors.trajectory_queue.messages import StepInput
@@ -35,7 +36,7 @@ class MergeReply:
     """shards: a reference to each rank's RankShard, in the order of ranks. value_shards: likewise
     to its ValueShard; empty without a critic.
 
-    notice: what a person should know, once; mostly empty.
+    notices: what a person should know; mostly none.
     """
 
     step: int
@@ -43,7 +44,7 @@ class MergeReply:
     settlements: tuple[Settlement, ...]
     report: StepReport
     value_shards: tuple[Any, ...] = ()
-    notice: str = ""
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +107,14 @@ class MergeActor:
             settlements=result.settlements,
             report=result.report,
             value_shards=tuple(ray.put(shard) for shard in result.value_shards),
-            notice=self._journal.write(result) if self._journal is not None else "",
+            notices=self._notices(result),
         )
+
+    def _notices(self, result: StepResult) -> tuple[str, ...]:
+        unwritten = self._journal.write(result) if self._journal is not None else ""
+        # Counted as the run and its journal do: the trainer holds version n - 1 at step n.
+        problems = problem_notices(result.judged, step=result.report.trainer_version + 1)
+        return (*problems, unwritten) if unwritten else problems
 
     def _merge(self, step_input: StepInput) -> tuple[MergedGroup, ...]:
         return merge_groups(read_groups(step_input, _fetch(step_input.blocks)), self._settings)

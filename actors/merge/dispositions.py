@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.bounds import MAX_REWARD
 from actors.merge.prefix import Merged
 from actors.merge.shaping import ShapingSettings, add_at_end, shaped_rewards, total
 from actors.outcomes import Disposition, OutcomePolicy
@@ -21,6 +22,7 @@ from actors.trajectory_queue.ledger import EvictionReason
 
 _DEFAULT_POLICY = OutcomePolicy()
 _NO_SHAPING = ShapingSettings()
+_REWARD_REMEDY = "look at what the environment gave, or set algorithm.reward.clip"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,8 @@ class Verdict:
 
     reason: why it is not in the loss; None: it is (unless its group has no signal).
     rewards: [K] float64, one a turn, whose sum is baseline_return: shaped, and what the outcome's
-    rule takes off comes with the last one. shaped_return: their sum before the rule.
+    rule takes off comes with the last one. shaped_return: their sum before the rule. problem: what
+    is wrong with the trajectory itself, with a remedy; mostly empty.
     """
 
     rollout_id: str
@@ -38,12 +41,14 @@ class Verdict:
     is_malformed_rewarded: bool = False
     rewards: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     shaped_return: float | None = None
+    problem: str = ""
 
 
 def judge(
     trajectory: Trajectory,
     merged: Merged | None,
     *,
+    misalignment: str | None = None,
     policies: Mapping[str, OutcomePolicy],
     shaping: ShapingSettings = _NO_SHAPING,
 ) -> Verdict:
@@ -51,19 +56,24 @@ def judge(
 
     train: as it is; train_clamped: with return min(r, 0); train_penalised: r - penalty; mask: in
     the baseline if it was graded, not in the loss; drop: neither. A trajectory whose turns do not
-    fit together or whose return is not finite is in neither; one with nothing to train is not in
-    the loss; each has its reason.
+    fit together, or whose rewards are not finite or, once shaped, beyond MAX_REWARD, is in neither;
+    one with nothing to train is not in the loss; each has its reason.
 
-    Args: merged: None when the turns do not fit together.
+    Args: merged: None when the turns do not fit together. misalignment: why they do not.
     """
     rollout_id, outcome = trajectory.rollout_id, trajectory.outcome
     if merged is None:
-        return _out(rollout_id, EvictionReason.TOKEN_MISALIGNED)
+        return _out(rollout_id, EvictionReason.TOKEN_MISALIGNED, misalignment or "")
     if not math.isfinite(trajectory.episode_return):
-        return _out(rollout_id, EvictionReason.REWARD_ERROR)
+        problem = f"return {trajectory.episode_return}, expected a finite number"
+        return _out(rollout_id, EvictionReason.REWARD_ERROR, f"{problem}; {_REWARD_REMEDY}")
     rule = policies.get(trajectory.environment, _DEFAULT_POLICY).rule(outcome)
     rewards = shaped_rewards(trajectory, shaping)
     shaped_return = total(rewards)
+    largest = max(abs(shaped_return), float(np.abs(rewards).max(initial=0.0)))
+    if largest > MAX_REWARD:
+        problem = f"a shaped reward of {largest:g}, expected at most {MAX_REWARD:g} in size"
+        return _out(rollout_id, EvictionReason.REWARD_ERROR, f"{problem}; {_REWARD_REMEDY}")
     baseline_return = rule.baseline_return(shaped_return, is_graded=trajectory.is_graded)
     match rule.disposition:
         case Disposition.MASK:
@@ -92,5 +102,5 @@ def _nothing_to_train(merged: Merged) -> EvictionReason | None:
     return EvictionReason.EMPTY if is_empty else EvictionReason.TOKEN_MISALIGNED
 
 
-def _out(rollout_id: str, reason: EvictionReason) -> Verdict:
-    return Verdict(rollout_id=rollout_id, baseline_return=None, reason=reason)
+def _out(rollout_id: str, reason: EvictionReason, problem: str) -> Verdict:
+    return Verdict(rollout_id=rollout_id, baseline_return=None, reason=reason, problem=problem)

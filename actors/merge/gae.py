@@ -13,6 +13,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.choices import choice, take_choices
 from actors.merge.turn_credit import discounted_suffix_sums
 from actors.outcomes import Disposition, OutcomeRule
 
@@ -55,6 +56,7 @@ class CriticSettings:
     truncation: Truncation = Truncation.BOOTSTRAP
 
     def __post_init__(self) -> None:
+        take_choices(self, {"truncation": Truncation}, room="critic")
         for name in ("discount", "decay"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(
@@ -78,7 +80,8 @@ def end_value(final_value: float, *, is_truncated: bool, truncation: Truncation)
     Args: final_value: V(s_T), s_T ending with the last observation, or else the last action.
     is_truncated: the recorded outcome, never guessed from token ids.
     """
-    is_open = is_truncated and truncation is Truncation.BOOTSTRAP
+    chosen = choice(Truncation, truncation, name="critic.truncation")
+    is_open = is_truncated and chosen is Truncation.BOOTSTRAP
     return final_value if is_open else 0.0
 
 

@@ -6,6 +6,7 @@ read from its result. Called by the merge actor, `scoring` and `step`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,7 +45,17 @@ class MergedGroup:
 def merge_groups(
     groups: Sequence[TrajectoryGroup], settings: StepSettings
 ) -> tuple[MergedGroup, ...]:
-    """Merge the turns of every trajectory, shape its rewards and apply the outcome's rule."""
+    """Merge the turns of every trajectory, shape its rewards and apply the outcome's rule.
+
+    Raises: ValueError for two trajectories of one rollout, which no ledger could tell apart.
+    """
+    rollouts = Counter(each.rollout_id for group in groups for each in group.trajectories)
+    repeated = [rollout_id for rollout_id, count in rollouts.items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f"merge: rollout {repeated[0]} has {rollouts[repeated[0]]} trajectories in one step, "
+            "expected one; give each rollout an id of its own"
+        )
     return tuple(
         MergedGroup(
             group_id=group.group_id,
@@ -60,5 +71,11 @@ def _merge(trajectory: Trajectory, settings: StepSettings) -> MergedTrajectory:
     return MergedTrajectory(
         trajectory=trajectory,
         merged=merged,
-        verdict=judge(trajectory, merged, policies=settings.policies, shaping=settings.shaping),
+        verdict=judge(
+            trajectory,
+            merged,
+            misalignment=misalignment,
+            policies=settings.policies,
+            shaping=settings.shaping,
+        ),
     )

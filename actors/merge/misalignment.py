@@ -1,4 +1,4 @@
-"""Whether a trajectory's turns fit together: lengths, version spans, ids, routing records.
+"""Whether a trajectory's turns fit together: types, lengths, version spans, ids, routing records.
 
 Says what is wrong and what to do about it, never with a payload. Called by `step` before merging;
 `prefix` names the trajectory where it is asked to merge such turns all the same.
@@ -17,7 +17,8 @@ REWARD_TOLERANCE = 1e-4
 def find_misalignment(trajectory: Trajectory, *, vocab_size: int | None = None) -> str | None:
     """Say what in a trajectory's turns does not fit together; None when all does.
 
-    A turn needs a prompt, one log-probability for each sampled token, version spans that cover the
+    Ids are int32, log-probabilities and rewards by token float32: merging joins their bytes. A turn
+    needs a prompt, one log-probability for each sampled token, version spans that cover the
     sampled tokens in order, ids in [0, vocab_size), and side data of the same lengths. A trajectory
     without turns fits together; log-probabilities that are not finite are masked and counted when
     the turns are merged.
@@ -32,7 +33,7 @@ def find_misalignment(trajectory: Trajectory, *, vocab_size: int | None = None) 
         )
     shape: tuple[int, ...] | None = None
     for index, turn in enumerate(trajectory.turns):
-        found = _in_lengths(turn) or _in_spans(turn) or _in_rewards(turn)
+        found = _in_types(turn) or _in_lengths(turn) or _in_spans(turn) or _in_rewards(turn)
         found = found or _in_experts(turn, shape)
         if found is not None:
             return f"turn {index}: {found}"
@@ -50,6 +51,22 @@ def _whole_prompts(trajectory: Trajectory) -> list[int]:
     if trajectory.lineage is None:
         return list(range(len(trajectory.turns)))
     return sorted(sample.turns[-1] for sample in trajectory.lineage.samples)
+
+
+def _in_types(turn: Turn) -> str | None:
+    columns = (
+        ("prompt ids", turn.prompt_token_ids, np.int32),
+        ("sampled ids", turn.sampled_token_ids, np.int32),
+        ("log-probabilities", turn.logprobs, np.float32),
+        ("token rewards", turn.token_rewards, np.float32),
+    )
+    for name, column, wanted in columns:
+        if column is not None and (column.dtype != wanted or column.ndim != 1):
+            return (
+                f"{name} of type {column.dtype} and shape {column.shape}, expected one row of "
+                f"{wanted.__name__}; convert them where they are recorded"
+            )
+    return None
 
 
 def _in_lengths(turn: Turn) -> str | None:

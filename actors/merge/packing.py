@@ -168,11 +168,14 @@ def filler() -> MicroBatch:
 
 
 def _check_finite(weighted: WeightedSample) -> None:
-    if np.isfinite(weighted.advantage).all() and np.isfinite(weighted.loss_weight):
+    # As the trainer gets them: what float32 cannot hold is infinite there.
+    with np.errstate(over="ignore"):
+        values = np.append(weighted.advantage, weighted.loss_weight).astype(np.float32)
+    if np.isfinite(values).all():
         return
     raise ValueError(
         f"merge: trajectory {weighted.sample.trajectory_id} has advantage {weighted.advantage} and "
-        f"loss weight {weighted.loss_weight}, expected finite ones; look at its rewards"
+        f"loss weight {weighted.loss_weight}, expected finite float32; look at its rewards"
     )
 
 

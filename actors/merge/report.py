@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.batch import MicroBatch, RankShard
+from actors.bounds import MAX_REWARD
 from actors.merge.mismatch import MismatchKind
 from actors.merge.prefix import Merged
 from actors.trajectory import Outcome, Trajectory
@@ -63,7 +64,8 @@ class MergeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """returns: shaped and unclamped, of the step's graded trajectories; scaled_return_mean: the
+    """returns: shaped and unclamped, of the step's graded trajectories, without reward errors;
+    scaled_return_mean: the
     environment's own, over the best possible, where known. advantages: of the trajectories in the
     loss, each the mean over its tokens. policy_age_*: versions, of trained tokens.
     num_packed_tokens: of all rows, fillers included. num_overruled_records: of expert choices, in
@@ -117,7 +119,12 @@ def report_step(tallies: StepTallies, shards: Sequence[RankShard]) -> StepReport
     trajectories = tallies.trajectories
     rows = [r for shard in shards for part in shard.minibatches for r in part.micro_batches]
     ages = shards[0].trainer_version - _versions(rows)
-    graded = [t for t in trajectories if t.is_graded]
+    graded = [t for t in trajectories if t.is_graded and abs(t.episode_return) <= MAX_REWARD]
+    shaped = [
+        value
+        for trajectory, value in zip(trajectories, tallies.returns, strict=True)
+        if trajectory.is_graded and abs(value) <= MAX_REWARD
+    ]
     scaled = [t.episode_return / t.best_return for t in graded if t.best_return]
     return StepReport(
         step=shards[0].step,
@@ -129,9 +136,7 @@ def report_step(tallies: StepTallies, shards: Sequence[RankShard]) -> StepReport
         evictions=dict(Counter(tallies.evictions)),
         num_malformed_rewarded=tallies.num_malformed_rewarded,
         merge=report_merge([merged for merged in tallies.merged if merged is not None]),
-        returns=Spread.of(
-            [r for t, r in zip(trajectories, tallies.returns, strict=True) if t.is_graded]
-        ),
+        returns=Spread.of(shaped),
         scaled_return_mean=float(np.mean(scaled)) if scaled else None,
         advantages=Spread.of(tallies.advantages),
         policy_age_max=int(ages.max()) if ages.size else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from actors.choices import take_choices
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.aggregation import Aggregation
 from actors.merge.gae import CriticSettings
@@ -52,6 +53,8 @@ class StepSettings:
     critic: CriticSettings = field(default_factory=CriticSettings)
 
     def __post_init__(self) -> None:
+        kinds = {"baseline": Baseline, "scale": Scale, "aggregation": Aggregation}
+        take_choices(self, kinds, room="merge")
         for name in (
             "constant_tokens",
             "num_ranks",

@@ -14,7 +14,11 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.bounds import MAX_LOG_RATIO
 from actors.trajectory import FinishReason, Trajectory
+
+# Of a clipped return, relative to the larger of it and 1.
+_ROUNDING = 1e-9
 
 
 class KlEstimate(StrEnum):
@@ -126,11 +130,19 @@ def clip_return(rewards: NDArray[np.float64], *, low: float, high: float) -> NDA
     R' = min(max(R, low), high).   Source: Mnih et al. 2015, Methods (deviation, ours: they clip
     each reward; a return is what groups compare, and does not depend on how it fell to turns).
 
+    Where the rewards are so large that the difference would vanish in their rounding, the last turn
+    bears the whole clipped return, and the others 0.
+
     Args: rewards: [K] float.    Returns: [K] float64.
     Example: clip_return([1, 3], low=-2, high=2) -> [1, 1]
     """
     whole = total(rewards)
-    return add_at_end(rewards, min(max(whole, low), high) - whole)
+    wanted = min(max(whole, low), high)
+    clipped = add_at_end(rewards, wanted - whole)
+    if abs(total(clipped) - wanted) <= _ROUNDING * max(1.0, abs(wanted)):
+        return clipped
+    # Rewards so large that the difference is lost in their rounding: all of it at the end.
+    return add_at_end(np.zeros_like(rewards), wanted)
 
 
 def overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: int) -> float:
@@ -168,10 +180,10 @@ def kl_penalties(
 ) -> NDArray[np.float64]:
     """Charge each sampled token for leaving the reference.
 
-    -beta k, d = log p_ref - log p: k1 = -d; k3 = exp(d) - 1 - d.   Source: Ziegler et al. 2019,
-    arXiv 1909.08593, equation 2 (k1); Schulman 2020, "Approximating KL divergence" (k3). Added to
-    the rewards, their gradient is not the KL's own: k1 in the reward gives the gradient of the
-    KL, k3 does not.
+    -beta k, d = log p_ref - log p: k1 = -d; k3 = exp(d) - 1 - d, d at most 20.   Source: Ziegler et
+    al. 2019, arXiv 1909.08593, equation 2 (k1); Schulman 2020, "Approximating KL divergence" (k3;
+    deviation: the bound). Added to the rewards, their gradient is not the KL's own: k1 in the
+    reward gives the gradient of the KL, k3 does not.
 
     Args: logprobs: [T] float32, nats, of the policy that is charged (behaviour or current).
     reference_logprobs: [T] float32, nats, of the same tokens. name: of the trajectory.
@@ -195,5 +207,6 @@ def kl_penalties(
         case KlEstimate.K1:
             estimate = -delta
         case KlEstimate.K3:
-            estimate = np.expm1(delta) - delta
+            bounded = np.minimum(delta, MAX_LOG_RATIO)
+            estimate = np.expm1(bounded) - bounded
     return -kl.coefficient * estimate

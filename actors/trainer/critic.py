@@ -26,7 +26,7 @@ from actors.trainer.optimizer import (
 )
 from actors.trainer.process_group import gather_rows
 from actors.trainer.row import RowTensors, row_tensors
-from actors.trainer.value_loss import clipped_value_loss
+from actors.trainer.value_loss import clipped_value_loss, explained_variance
 from actors.trainer.value_model import load_value_model, shard_value_model
 from actors.value_batch import ValueRow, ValueShard
 
@@ -145,13 +145,16 @@ def _stats(sums: list[float], *, grad_norm: float) -> CriticStats:
     loss, num_tokens, values, targets, targets_squared, errors_squared, num_clipped = sums
     count = max(num_tokens, 1.0)
     target_mean = targets / count
-    variance = targets_squared / count - target_mean**2
     return CriticStats(
         loss=loss,
         grad_norm=grad_norm,
         value_mean=values / count,
         target_mean=target_mean,
-        explained_variance=1 - errors_squared / count / variance if variance > 1e-12 else None,
+        explained_variance=explained_variance(
+            target_mean=target_mean,
+            target_mean_square=targets_squared / count,
+            error_mean_square=errors_squared / count,
+        ),
         clip_fraction=num_clipped / count,
         num_tokens=int(num_tokens),
         is_skipped=not (math.isfinite(loss) and math.isfinite(grad_norm)),

@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Of equal targets, the mean square and the square of the mean differ by the rounding of their sums.
+_EQUAL_TOLERANCE = 1e-9
+
 
 def clipped_value_loss(
     values: Tensor,
@@ -42,3 +45,21 @@ def clipped_value_loss(
     clipped = (moved - value_targets).square()
     num_clipped = (clipped > square).sum().detach()
     return 0.5 * (loss_weights * torch.maximum(square, clipped)).sum(), num_clipped
+
+
+def explained_variance(
+    *, target_mean: float, target_mean_square: float, error_mean_square: float
+) -> float | None:
+    """Tell how much of the value targets' variance the values explain.
+
+    1 - E[(R - V)^2] / Var[R].   Source: OpenAI Baselines, `explained_variance` (deviation: the
+    error counts with its mean, so that values off by a constant explain less).
+
+    Args: means over the same tokens, float64 sums.    Returns: at most 1; None for targets that do
+    not vary beyond rounding.
+    Example: R [0, 2], V [1, 1]: explained_variance(1, 2, 1) -> 0; V = R -> 1
+    """
+    variance = target_mean_square - target_mean**2
+    if variance <= _EQUAL_TOLERANCE * target_mean_square:
+        return None
+    return 1.0 - error_mean_square / variance

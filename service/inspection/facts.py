@@ -16,7 +16,7 @@ def facts(step: JournalStep, entry: TrajectoryEntry) -> list[tuple[str, str]]:
     detail = f": {visible_text(trajectory.detail)}" if trajectory.detail else ""
     found = [
         ("outcome", f"{trajectory.outcome.value}{detail}"),
-        ("verdict", verdict(entry)),
+        ("verdict", verdict(entry) + (f": {entry.problem}" if entry.problem else "")),
         ("return", _with_best(trajectory.episode_return, trajectory.best_return)),
         ("in the baseline", "no" if brought is None else number(brought)),
         ("advantage", advantage(entry)),

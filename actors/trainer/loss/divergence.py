@@ -11,6 +11,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from actors.bounds import MAX_LOG_RATIO
+from actors.trainer.loss.ratios import bounded_ratio
 from actors.trainer.loss.settings import KlEstimator
 
 
@@ -43,11 +45,12 @@ def kl_k3(delta: Tensor) -> Tensor:
     """Estimate KL(q || p) from samples of q, unbiased and never negative.
 
     k3 = exp(delta) - 1 - delta, delta = log p - log q.   Source: Schulman 2020, "Approximating KL
-    divergence" (deviation: `expm1` in float64, because float32 loses every digit of a small delta).
+    divergence" (deviations: `expm1` in float64, because float32 loses every digit of a small delta;
+    delta counts as 20 at most, without gradient beyond).
 
     Returns: float64, nats.    Example: k3(ln 2) = 1 - ln 2 = .306853
     """
-    wide = delta.double()
+    wide = delta.double().clamp(max=MAX_LOG_RATIO)
     return torch.expm1(wide) - wide
 
 
@@ -89,7 +92,7 @@ def corrected_reference_kl(
     Args: [M] float32, nats, all.    Returns: [M] float64, nats.
     Example: current ln .5, reference ln .25, behaviour ln .25, k1 -> 2 ln 2
     """
-    ratio = torch.exp((current_logprobs - behaviour_logprobs).double())
+    ratio = bounded_ratio((current_logprobs - behaviour_logprobs).double())
     if estimator is KlEstimator.K2:
         ratio = ratio.detach()
     return ratio * reference_kl(current_logprobs, reference_logprobs, estimator=estimator)

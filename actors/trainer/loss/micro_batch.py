@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.trainer.loss import corrections
 from actors.trainer.loss.divergence import corrected_reference_kl, reference_kl
 from actors.trainer.loss.objectives import scale_negative
-from actors.trainer.loss.ratios import sequence_log_ratio, token_log_ratio
+from actors.trainer.loss.ratios import bounded_ratio, sequence_log_ratio, token_log_ratio
 from actors.trainer.loss.settings import Correction, LossSettings, Ratio
 from actors.trainer.loss.surrogate import token_losses
 
@@ -77,7 +77,7 @@ class MicroBatchLoss:
     """A micro-batch's share of the loss, and what the statistics ask about it.
 
     loss: scalar float32, with gradient; everything else is without, [M].
-    ratio: float64, before the mask. token_losses: the objective's, weighed by the
+    ratio: float64, before the mask, at most e^20. token_losses: the objective's, weighed by the
     importance weight, 0 where masked. importance_weights: 1 without a correction.
     is_masked, clipped_low, clipped_high: bool. kl: float64, nats; None without a KL term.
     """
@@ -109,8 +109,8 @@ def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBat
         is_masked = is_masked | rule
     log_ratio = _log_ratio(terms, denominator, settings)
     objective = token_losses(
-        # Masked before the exponential: 0 times an infinite ratio is no gradient of 0.
-        torch.exp(torch.where(is_masked, 0.0, log_ratio)),
+        # Masked before the exponential: a masked token's ratio moves nothing.
+        bounded_ratio(torch.where(is_masked, 0.0, log_ratio)),
         scale_negative(terms.advantages, negative_weight=settings.negative_weight),
         current_logprobs=terms.current_logprobs,
         behaviour_logprobs=terms.behaviour_logprobs,
@@ -127,7 +127,7 @@ def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBat
         loss = loss - settings.entropy_coefficient * bonus
     return MicroBatchLoss(
         loss=loss,
-        ratio=torch.exp(log_ratio.detach().double()),
+        ratio=bounded_ratio(log_ratio.detach().double()),
         token_losses=losses.detach(),
         importance_weights=weights,
         is_masked=is_masked,

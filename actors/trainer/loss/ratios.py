@@ -7,8 +7,10 @@ its denominator. Pure; called by `micro_batch`. Letters: [M] trained tokens of o
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from actors.bounds import MAX_LOG_RATIO
 from actors.trainer.loss.trajectories import trajectory_mean
 
 
@@ -45,3 +47,15 @@ def sequence_log_ratio(
     log_ratio = (current_logprobs - denominator_logprobs).detach()
     mean = trajectory_mean(log_ratio, trajectory_index)
     return mean + (current_logprobs - current_logprobs.detach())
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """Raise e to a log-ratio, at most e^20, without gradient beyond.
+
+    Source: ours. Past a log-ratio of 88.7 float32 is infinite, and 0 times infinity, in the
+    backward pass of a clip that takes the token's gradient away, is not 0.
+
+    Args: log_ratio: [M], nats.    Returns: [M], of the same type.
+    Example: log-ratios [ln 2, 100] -> [2, e^20], gradients [2, 0]
+    """
+    return torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))

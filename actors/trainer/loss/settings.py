@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from actors.choices import take_choices
+
 
 class Objective(StrEnum):
     """What stops the push of a token (`objectives`)."""
@@ -103,6 +105,17 @@ class LossSettings:
     entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
+        take_choices(
+            self,
+            {
+                "objective": Objective,
+                "ratio": Ratio,
+                "denominator": Denominator,
+                "correction": Correction,
+                "kl_estimator": KlEstimator,
+            },
+            room="loss",
+        )
         for problem in (*_range_problems(self), *_band_problems(self), *_disagreements(self)):
             raise ValueError(problem)
 
