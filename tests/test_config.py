@@ -102,6 +102,27 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
             {"algorithm": {"max_variance_refills": 2, "turn_discount": 0.9}},
             ["max_variance_refills is 2", "turn_discount"],
         ),
+        (
+            {"algorithm": {"min_usable_samples": 1}},
+            ["min_usable_samples is 1, less than min_group_size 2", "raise the first"],
+        ),
+        (
+            {"algorithm": {"scale": "mean", "reward": {"kl": {"coefficient": 0.1}}}},
+            ["algorithm.scale is mean", "with algorithm.reward.kl", "leave the other out"],
+        ),
+        (
+            {"algorithm": {"scale": "mean", "reward": {"clip": [-2, -1]}}},
+            ["algorithm.scale is mean", "with algorithm.reward.clip"],
+        ),
+        (
+            {
+                "algorithm": {"scale": "mean"},
+                "rollouts": {
+                    "outcomes": {"max_turns": {"disposition": "train_penalised", "penalty": 1}}
+                },
+            },
+            ["algorithm.scale is mean", "with train_penalised"],
+        ),
         ({"algorithm": {"turn_discount": 1.1}}, ["algorithm.turn_discount", "got 1.1"]),
         ({"inference": {"gpus_per_replica": 1.5}}, ["gpus_per_replica is 1.5", "whole number"]),
         (

@@ -7,25 +7,27 @@ from collections.abc import Iterator
 from actors.outcomes import Disposition
 from actors.trajectory import TRUNCATIONS
 from service.config.critic import CriticConfig
-from service.config.outcome_rules import disposition_of
+from service.config.outcome_rules import disposition_of, outcome_rules
 from service.config.sections import Sections
 
 
-def disagreements(config: Sections) -> list[str]:
-    """Return a sentence for each, with got, expected and remedy; none for a sound tree."""
+def disagreements(config: Sections) -> Iterator[str]:
+    """Yield a sentence for each, with got, expected and remedy; none for a sound tree."""
     checks = (
         _of_groups,
         _of_rules,
         _of_overlong,
         _of_ends,
         _of_refills,
+        _of_scale,
         _of_critic,
         _of_reference,
         _of_budgets,
         _of_weights,
         _of_gpus,
     )
-    return [problem for check in checks for problem in check(config)]
+    for check in checks:
+        yield from check(config)
 
 
 def _of_groups(config: Sections) -> Iterator[str]:
@@ -45,6 +47,12 @@ def _of_groups(config: Sections) -> Iterator[str]:
         yield (
             f"algorithm.min_usable_samples is {algorithm.min_usable_samples}, more than "
             f"group_size {algorithm.group_size}; lower it or leave it out"
+        )
+    if (algorithm.min_usable_samples or algorithm.group_size) < algorithm.min_group_size:
+        yield (
+            f"algorithm.min_usable_samples is {algorithm.min_usable_samples}, less than "
+            f"min_group_size {algorithm.min_group_size}: groups would close too small to be "
+            "trained; raise the first or lower the second"
         )
     if algorithm.max_lag == 0 and algorithm.window > 1:
         yield (
@@ -112,6 +120,27 @@ def _of_refills(config: Sections) -> list[str]:
             "expected one of the two; leave the other out"
         )
     return found
+
+
+def _of_scale(config: Sections) -> Iterator[str]:
+    """What takes something off returns, where a mean of returns divides."""
+    algorithm, reward = config.algorithm, config.algorithm.reward
+    if algorithm.scale != "mean":
+        return
+    rules = outcome_rules(config).items()
+    takers = {
+        "algorithm.reward.kl": reward.kl is not None,
+        "algorithm.reward.overlong": reward.overlong is not None,
+        "algorithm.reward.missing_end_penalty": reward.missing_end_penalty > 0,
+        "algorithm.reward.clip": reward.clip is not None and reward.clip[1] < 0,
+        "train_penalised": any(r.disposition is Disposition.TRAIN_PENALISED for _, r in rules),
+    }
+    for key, is_set in takers.items():
+        if is_set:
+            yield (
+                f"algorithm.scale is mean, which needs returns of 0 or more, with {key}, which can "
+                "make one negative; set scale to std or none, or leave the other out"
+            )
 
 
 def _of_critic(config: Sections) -> Iterator[str]:
