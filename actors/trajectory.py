@@ -48,6 +48,7 @@ class Outcome(StrEnum):
     TOKEN_MISALIGNED = "token_misaligned"
 
 
+PLAYED_OUT = frozenset({Outcome.COMPLETED, Outcome.MAX_TURNS, Outcome.MALFORMED_TOOL_CALL})
 TRUNCATIONS = frozenset({Outcome.TRUNCATED_TOKENS, Outcome.TRUNCATED_CONTEXT})
 
 
@@ -58,6 +59,10 @@ class VersionSpan:
     version: int
     start: int
     end: int
+
+
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_EXPERT_TYPES = (np.dtype(np.uint8), np.dtype(np.int16))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,10 @@ class Turn:
     recorded. expert_indices: [R, L, K] uint8 or int16, the K experts that each of L routed layers
     chose in the forward passes that processed the first R <= A sampled tokens (an engine does not
     process the last one); None: not recorded.
+    Raises: ValueError for a column of another type or of more dimensions, or one that is not in one
+    piece of memory: what merges and stores turns joins their bytes. Whether their lengths and
+    numbers fit together is asked later (`actors.merge.misalignment`), so that a turn that does not
+    can be shown.
     """
 
     prompt_token_ids: TokenIds
@@ -86,9 +95,32 @@ class Turn:
     token_rewards: NDArray[np.float32] | None = None
     expert_indices: ExpertIndices | None = None
 
+    def __post_init__(self) -> None:
+        _check_column("prompt_token_ids", self.prompt_token_ids, _INT32)
+        _check_column("sampled_token_ids", self.sampled_token_ids, _INT32)
+        _check_column("logprobs", self.logprobs, _FLOAT32)
+        if self.token_rewards is not None:
+            _check_column("token_rewards", self.token_rewards, _FLOAT32)
+        experts = self.expert_indices
+        if experts is not None and (experts.dtype not in _EXPERT_TYPES or experts.ndim != 3):
+            raise ValueError(
+                f"turn: expert_indices of type {experts.dtype} and shape {experts.shape}, expected "
+                "[tokens, layers, experts] of uint8 or int16; convert them where they are recorded"
+            )
+
     @property
     def num_sampled(self) -> int:
         return int(self.sampled_token_ids.shape[0])
+
+
+def _check_column(name: str, column: NDArray[Any], wanted: np.dtype[Any]) -> None:
+    if column.dtype == wanted and column.ndim == 1 and column.flags.c_contiguous:
+        return
+    lies = "" if column.flags.c_contiguous else ", not in one piece of memory"
+    raise ValueError(
+        f"turn: {name} of type {column.dtype} and shape {column.shape}{lies}, expected one row of "
+        f"{wanted}; convert it where it is recorded, with np.ascontiguousarray(values, {wanted})"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +205,15 @@ class Trajectory:
 
     @property
     def is_graded(self) -> bool:
-        """Whether its return may stand in a baseline: a cut-off last turn has to be scored."""
-        if not self.is_truncated:
+        """Whether its return may stand in a baseline as it is.
+
+        What was played to an end of its own is graded; what was cut off or broke off only where
+        its last turn was scored; a score that could not be had is none.
+        """
+        if self.outcome in PLAYED_OUT:
             return True
+        if self.outcome is Outcome.REWARD_ERROR:
+            return False
         return bool(self.turns) and bool(
             self.turns[-1].reward_components or self.turns[-1].reward != 0.0
         )

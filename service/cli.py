@@ -135,7 +135,7 @@ def _check_places(
     from service.config.preflight import (
         check_machine,
         check_metrics_address,
-        check_model_source,
+        check_model_sources,
     )
     from service.run_dir import RunDir, check_new, check_resumable, prepared
 
@@ -150,8 +150,7 @@ def _check_places(
         with prepared(RunDir(path=new_run)):
             # It can be made; a refusal that comes later leaves nothing behind.
             pass
-    if config.model.path is not None:
-        check_model_source(config.model.path)
+    check_model_sources(config)
 
 
 def _with_model(overrides: list[str], model: str | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.batch import Float32s
 from actors.deadline import within
@@ -30,6 +31,7 @@ from service.store.run_store import Commit, RunStore
 RPC_DEADLINE_S = 60.0
 MERGE_DEADLINE_S = 300.0
 BOARD_DEADLINE_S = 10.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 Answer = TypeVar("Answer")
 
 
@@ -45,7 +47,14 @@ async def answer(call: Awaitable[Answer], *, part: str, deadline_s: float) -> An
     except TimeoutError as error:
         raise PartLost(f"the {part} did not answer within {deadline_s:g} s") from error
     except RayError as error:
-        raise PartLost(f"the {part} died: {str(error).splitlines()[0]}") from error
+        raise PartLost(f"the {part} died: {_reason(error)}") from error
+
+
+def _reason(error: RayError) -> str:
+    """The line that says it: of a constructor's traceback the last one, else the first."""
+    lines = [line for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    is_traceback = isinstance(error, RayActorError) and error.actor_init_failed
+    return lines[-1 if is_traceback else 0].strip() if lines else type(error).__name__
 
 
 class QueueParts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import time
@@ -99,7 +100,7 @@ def check_new(run_dir: RunDir) -> None:
 def prepared(run_dir: RunDir) -> Iterator[None]:
     """Make the directory of a new run; take away what was made where no run comes of it.
 
-    Raises: ConfigError.
+    Raises: ConfigError, also while another start is at work there.
     """
     # os.path, because a path that cannot be made raises from Path.exists.
     made = [path for path in (run_dir.path, *run_dir.path.parents) if not os.path.exists(path)]
@@ -107,16 +108,51 @@ def prepared(run_dir: RunDir) -> Iterator[None]:
     try:
         with _refusing(run_dir):
             run_dir.path.mkdir(parents=True, exist_ok=True)
+        with _alone(run_dir):
+            try:
+                yield
+            finally:
+                if not os.path.exists(run_dir.database_file):
+                    _clear(run_dir, had_model=had_model)
+    finally:
+        with suppress(OSError):
+            for directory in made:
+                directory.rmdir()
+
+
+@contextmanager
+def _alone(run_dir: RunDir) -> Iterator[None]:
+    """Keep other starts off a directory until there is a run in it, which has a lease of its own.
+
+    Raises: ConfigError.
+    """
+    if os.path.exists(run_dir.database_file):
+        yield
+        return
+    place = os.open(run_dir.path, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(place)
+        raise ConfigError(
+            f"run directory {run_dir.path}: another start is at work there; expected a directory "
+            "of its own for each run: wait for that one, or choose another --run-dir"
+        ) from None
+    except OSError:
+        # A file system without locks: two starts at once are then nobody's to tell apart.
+        pass
+    try:
         yield
     finally:
-        if not os.path.exists(run_dir.database_file):
-            if not had_model:
-                shutil.rmtree(run_dir.tiny_model, ignore_errors=True)
-            with suppress(OSError):
-                run_dir.config_file.unlink()
-            with suppress(OSError):
-                for directory in made:
-                    directory.rmdir()
+        os.close(place)
+
+
+def _clear(run_dir: RunDir, *, had_model: bool) -> None:
+    """Take away what a start that came to nothing has written."""
+    if not had_model:
+        shutil.rmtree(run_dir.tiny_model, ignore_errors=True)
+    with suppress(OSError):
+        run_dir.config_file.unlink()
 
 
 def write_config(run_dir: RunDir, config: Config) -> None:

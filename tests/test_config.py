@@ -81,6 +81,16 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
             {"rollouts": {"outcomes": {"max_turns": {"disposition": "mask", "penalty": 1}}}},
             ["rollouts.outcomes.max_turns", "penalty 1 with disposition mask"],
         ),
+        (
+            {"rollouts": {"outcomes": {"completed": {"disposition": "drop"}}}},
+            ["rollouts.outcomes.completed has disposition drop", "expected train"],
+        ),
+        (
+            {"rollouts": {"outcomes": {"reward_error": {"disposition": "train"}}}},
+            ["rollouts.outcomes.reward_error has disposition train", "expected drop or mask"],
+        ),
+        ({"algorithm": {"reference": ""}}, ["algorithm.reference", "got ''"]),
+        ({"algorithm": {"critic": {"model": ""}}}, ["algorithm.critic.model", "got ''"]),
         ({"algorithm": {"reward": {"clip": [1, 1]}}}, ["algorithm.reward.clip", "lower bound"]),
         (
             {"algorithm": {"reward": {"overlong": {"max_tokens": 8, "cache_tokens": 9}}}},
@@ -177,7 +187,7 @@ def test_merged_keys_may_be_replaced(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
         "model: {tiny: {}}\ntasks: {environment: guessing}\n"
-        "rollouts: {outcomes: {completed: &rule {disposition: drop, max_retries: 1}, "
+        "rollouts: {outcomes: {cancelled: &rule {disposition: drop, max_retries: 1}, "
         "agent_error: {<<: *rule, max_retries: 2}}}\n"
     )
     rules = load_config(file).rollouts.outcomes

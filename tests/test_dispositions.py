@@ -52,6 +52,27 @@ def test_a_masked_trajectory_that_was_not_graded_is_not_in_the_baseline() -> Non
     assert verdict.baseline_return is None and verdict.reason is EvictionReason.MASKED
 
 
+@pytest.mark.parametrize(
+    ("outcome", "reward", "baseline_return"),
+    [
+        # A score that could not be had is no 0; what broke off counts where its end was scored.
+        (Outcome.REWARD_ERROR, 1.0, None),
+        (Outcome.WALL_TIMEOUT, None, None),
+        (Outcome.WALL_TIMEOUT, 1.0, 1.0),
+        (Outcome.ENVIRONMENT_ERROR, None, None),
+        (Outcome.MAX_TURNS, None, 0.0),
+    ],
+)
+def test_what_was_not_scored_is_in_no_baseline(
+    outcome: Outcome, reward: float | None, baseline_return: float | None
+) -> None:
+    unscored = make_trajectory([make_turn([1], [2, 3])], outcome=outcome)
+    trajectory = unscored if reward is None else ended(outcome, reward=reward)
+    rule = OutcomeRule(disposition=Disposition.MASK)
+    verdict = decide(trajectory, {"game": OutcomePolicy(overrides={outcome: rule})})
+    assert (verdict.baseline_return, verdict.reason) == (baseline_return, EvictionReason.MASKED)
+
+
 def test_an_environment_may_replace_a_row_of_the_table() -> None:
     rule = OutcomeRule(disposition=Disposition.TRAIN)
     policies = {"game": OutcomePolicy(overrides={Outcome.TRUNCATED_TOKENS: rule})}

@@ -121,3 +121,9 @@ def test_each_way_of_truncation_has_its_outcome_rule(
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"critic: decay is 1\.1"):
         CriticSettings(decay=1.1)
+
+
+@pytest.mark.parametrize(("discount", "decay"), [(2.0, 1.0), (1.0, -0.5), (float("nan"), 1.0)])
+def test_a_discount_beyond_one_is_refused(discount: float, decay: float) -> None:
+    with pytest.raises(ValueError, match="expected a number between 0 and 1"):
+        token_advantages(np.zeros(1), np.zeros(1), discount=discount, decay=decay)

@@ -225,6 +225,13 @@ def test_log_probabilities_that_a_loss_needs_are_asked_for(
         micro_batch_loss(terms, settings)
 
 
+def test_terms_of_half_precision_are_refused_by_name() -> None:
+    terms = terms_of(random_tokens(np.random.default_rng(0), num_trajectories=2))
+    half = terms.advantages.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"advantages is torch\.bfloat16, expected float32"):
+        replace(terms, advantages=half)
+
+
 def test_terms_of_different_lengths_are_refused_by_name() -> None:
     terms = terms_of(random_tokens(0))
     with pytest.raises(ValueError, match=r"advantages has shape \[2\], expected \["):

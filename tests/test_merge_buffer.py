@@ -244,9 +244,12 @@ BAD = make_turn([1, 2], [3, 4])
     ("turn", "words"),
     [
         (replace(BAD, logprobs=BAD.logprobs[:1]), "turn 0: 1 log-probabilities for 2 sampled"),
-        (replace(BAD, logprobs=BAD.logprobs.astype(np.float64)), "not all float32"),
-        (replace(BAD, prompt_token_ids=np.array([1, 2])), "expected int32"),
-        (replace(BAD, version_spans=()), "version spans cover 0 of 2 sampled tokens"),
+        (make_turn([], [3, 4]), "an empty prompt; send the ids"),
+        (
+            replace(BAD, version_spans=(VersionSpan(version=1, start=1, end=2),)),
+            "version spans that do not cover 2 sampled tokens in order",
+        ),
+        (replace(BAD, version_spans=()), "version spans that do not cover 2 sampled tokens"),
         (replace(BAD, token_rewards=np.zeros(3, np.float32)), "for 2 sampled tokens"),
     ],
 )
@@ -257,6 +260,16 @@ def test_turns_that_cannot_be_merged_are_refused_by_the_name_of_their_trajectory
     with pytest.raises(ValueError, match=r"trajectory g000003\.0-7\.a0: .*") as raised:
         merge_all([make_trajectory(linear_turns(2)), bad])
     assert words in str(raised.value)
+
+
+def test_a_span_too_many_in_one_turn_does_not_stand_for_one_that_is_missing() -> None:
+    twice = (VersionSpan(version=0, start=0, end=2), VersionSpan(version=9, start=0, end=2))
+    turns = [
+        replace(make_turn([1], [2, 3]), version_spans=twice),
+        replace(make_turn([1, 2, 3], [4, 5]), version_spans=()),
+    ]
+    with pytest.raises(ValueError, match="version spans that do not cover 2"):
+        merge_turns(make_trajectory(turns))
 
 
 def test_a_lineage_of_other_turns_is_refused() -> None:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from trajectory_builders import linear_turns, make_trajectory, make_turn
 
+from actors.lineage import Lineage, SampleLineage
 from actors.merge.misalignment import find_misalignment
+from actors.merge.prefix import merge_turns
 from actors.trajectory import Turn, VersionSpan
 from actors.trajectory_queue.columns import decode, encode
 
@@ -37,28 +39,13 @@ TURN = make_turn([1, 2], [3, 4])
         ),
         (
             replace(TURN, expert_indices=np.full((2, 2, 2), -1, np.int16)),
-            "of at least 0; leave out tokens without a record",
+            "expert indices below 0; leave out tokens without a record",
         ),
         (
-            replace(TURN, expert_indices=np.zeros((2, 2, 2), np.float32)),  # type: ignore[arg-type]
-            "expert indices that are not all uint8 or int16",
+            replace(TURN, version_spans=(VersionSpan(version=2**31, start=0, end=2),)),
+            "policy version 2147483648; record",
         ),
-        (
-            replace(TURN, token_rewards=np.array([0.25, 0.75], np.float64), reward=1.0),  # type: ignore[arg-type]
-            "token rewards of type float64 and shape (2,), expected one row of float32",
-        ),
-        (
-            replace(TURN, logprobs=np.array([-1, -2], np.int32)),  # type: ignore[arg-type]
-            "log-probabilities of type int32",
-        ),
-        (
-            replace(TURN, prompt_token_ids=np.array([1, 2], np.int64)),  # type: ignore[arg-type]
-            "prompt ids of type int64",
-        ),
-        (
-            replace(TURN, sampled_token_ids=np.array([[3, 4]], np.int32)),
-            "sampled ids of type int32 and shape (1, 2)",
-        ),
+        (make_turn([1], [2, 3], logprobs=[-1, 5]), "a log-probability of 5, expected at most 0"),
         (make_turn([1, -2], [3]), "1 prompt ids are outside the vocabulary, expected 0 upwards"),
         (make_turn([1], [3, -4, -5]), "2 sampled ids are outside the vocabulary"),
     ],
@@ -66,6 +53,22 @@ TURN = make_turn([1, 2], [3, 4])
 def test_what_does_not_fit_is_told_with_a_remedy(turn: Turn, words: str) -> None:
     found = find_misalignment(make_trajectory([make_turn([9], [9]), turn]))
     assert found is not None and found.startswith("turn 1: ") and words in found
+
+
+def test_a_log_probability_is_above_0_by_rounding_at_most() -> None:
+    assert find_misalignment(make_trajectory([make_turn([1], [2], logprobs=[1e-4])])) is None
+
+
+@pytest.mark.parametrize("samples", [((0,), (0,)), ((0, 5),), ((0, 1), ())])
+def test_a_lineage_that_does_not_name_each_turn_once_is_told(
+    samples: tuple[tuple[int, ...], ...],
+) -> None:
+    lineage = Lineage(samples=tuple(SampleLineage(turns=turns) for turns in samples))
+    trajectory = replace(make_trajectory(linear_turns(2)), lineage=lineage)
+    found = find_misalignment(trajectory)
+    assert found is not None and "for 2, expected each of them once" in found
+    with pytest.raises(ValueError, match=r"\.a0: a lineage of .* turns for 2, expected each"):
+        merge_turns(trajectory)
 
 
 def test_ids_above_the_vocabulary_are_told_where_its_size_is_known() -> None:

@@ -58,3 +58,8 @@ def test_what_does_not_fit_together_is_refused_with_its_place() -> None:
         normalise_over_tokens([one, two], [np.ones(1, np.int64)] * 2)
     with pytest.raises(ValueError, match=r"trajectory 0 .* finite"):
         normalise([(float("inf"), 1)])
+
+
+def test_counts_of_other_trajectories_are_refused() -> None:
+    with pytest.raises(ValueError, match="token counts of 0 trajectories for the advantages of 1"):
+        normalise_over_tokens([np.array([1.0])], [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -129,7 +130,10 @@ def test_all_samples_of_a_trajectory_share_one_row_and_one_number() -> None:
     assert [share.micro_batches[0].num_trained for share in shares] == [4, 2]
 
 
-@pytest.mark.parametrize(("advantage", "weight"), [(math.nan, 1.0), (1.0, math.inf)])
+@pytest.mark.parametrize(
+    ("advantage", "weight"),
+    [(math.nan, 1.0), (1.0, math.inf), (1e39, 1.0), (1.0, -1.0)],
+)
 def test_a_number_that_is_not_finite_is_refused_with_the_trajectory_named(
     advantage: float, weight: float
 ) -> None:
@@ -138,6 +142,14 @@ def test_a_number_that_is_not_finite_is_refused_with_the_trajectory_named(
         ValueError, match=r"trajectory g000000\.0-7\.a0 has advantage .* expected finite"
     ):
         pack_minibatch([bad], num_ranks=1, budget=8, attention_tokens=64)
+
+
+def test_a_row_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="got no sample for a row"):
+        pack_row([])
+    bare = replace(make_sample([1], [2]), token_ids=np.empty(0, np.int32))
+    with pytest.raises(ValueError, match=r"without tokens, of trajectory g000000\.0-0\.a0"):
+        pack_row([weigh(bare)])
 
 
 def test_a_shared_prompt_is_laid_out_once_and_its_last_token_predicts_every_answer() -> None:

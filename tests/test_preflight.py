@@ -117,13 +117,42 @@ def test_a_damaged_model_is_refused_and_the_file_is_named(
 @pytest.mark.parametrize("path", ["/no/such/model", "./none", "none"])
 def test_a_model_that_is_not_there_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=r"model\.path.*is not there.*rayloom model tiny"):
-        preflight.check_model_source(path)
+        preflight.check_model_source(path, key="model.path")
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"lacks tokenizer\.json, \*\.safetensors"):
-        preflight.check_model_source(str(tmp_path))
+        preflight.check_model_source(str(tmp_path), key="model.path")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [
+        ({"loss": {"kl": {"coefficient": 0.1}}, "reference": "/nope"}, r"algorithm\.reference"),
+        (
+            {"baseline": "critic", "scale": "none", "critic": {"model": "/nope"}},
+            r"algorithm\.critic\.model",
+        ),
+    ],
+)
+def test_a_reference_or_critic_that_is_not_there_is_refused_by_its_own_key(
+    model: str, algorithm: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: /nope is not there"):
+        preflight.check_model_sources(config_with(model, algorithm=algorithm))
+
+
+def test_a_reference_of_a_smaller_vocabulary_is_refused(model: str, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    shutil.copytree(model, small)
+    settings = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**settings, "vocab_size": 100}))
+    algorithm = {"loss": {"kl": {"coefficient": 0.1}}, "reference": str(small)}
+    config = config_with(model, algorithm=algorithm)
+    with pytest.raises(ConfigError, match=r"algorithm\.reference.*vocabulary of 100 ids, expected"):
+        check_all(config, model)
+    check_all(config_with(model, algorithm={**algorithm, "reference": model}), model)
 
 
 def test_a_context_beyond_the_model_is_refused(model: str) -> None:
@@ -312,6 +341,22 @@ def test_a_refused_start_leaves_nothing_behind(model: str, tmp_path: Path) -> No
     run_dir.write_config(place, config_with(model))
     with pytest.raises(ConfigError, match="refused"), run_dir.prepared(place):
         raise ConfigError("refused")
+    assert place.config_file.is_file()
+
+
+def test_a_second_start_in_one_directory_is_refused_and_takes_nothing_away(
+    model: str, tmp_path: Path
+) -> None:
+    place = run_dir.RunDir(path=tmp_path / "one")
+    with run_dir.prepared(place):
+        run_dir.write_config(place, config_with(model))
+        with pytest.raises(ConfigError, match="another start is at work"), run_dir.prepared(place):
+            raise AssertionError("two starts at once")
+        assert place.config_file.is_file()
+        place.database_file.touch()
+        # From here on the run's own lease says who may go on with it.
+        with run_dir.prepared(place):
+            pass
     assert place.config_file.is_file()
 
 

@@ -153,3 +153,18 @@ def test_live_memory_counts_each_storage_until_it_dies() -> None:
         del second
         torch.ones(3)
     assert (counted.live_bytes, counted.peak_bytes) == (0, 80)
+
+
+@pytest.mark.parametrize(("chunk_tokens", "temperature"), [(0, 1.0), (-1, 1.0), (4, 0.0)])
+def test_a_chunk_of_nothing_and_a_temperature_of_zero_are_refused(
+    chunk_tokens: int, temperature: float
+) -> None:
+    with pytest.raises(ValueError, match="expected at least 1 and more than 0"):
+        projected_logprobs(
+            torch.zeros(2, 4),
+            torch.zeros(8, 4),
+            torch.zeros(2, dtype=torch.int64),
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            has_entropy_gradient=False,
+        )

@@ -100,3 +100,8 @@ def test_bad_input_is_refused_with_the_trajectory_named(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         turn_advantages(arrays(rewards), discount=discount, names=["a", "b"])
+
+
+def test_names_of_other_members_are_refused() -> None:
+    with pytest.raises(ValueError, match="got 1 names for 2 members"):
+        turn_advantages([np.zeros(1), np.zeros(1)], discount=1.0, names=["a"])

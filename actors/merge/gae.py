@@ -103,10 +103,14 @@ def token_advantages(
 
     Args: rewards, values: [N] float, N >= 1; values[t]: of the state in which action token t was
     sampled. name: of the trajectory, for what an error says.
-    Raises: ValueError when lengths differ, nothing was sampled, or a number is not finite.
+    Raises: ValueError when lengths differ, nothing was sampled, a number is not finite, or discount
+    or decay is not between 0 and 1.
     Example: rewards 0, values [.5, .6, .7], discount = decay = 1: end_value .8 -> [.3, .2, .1];
         0 -> [-.5, -.6, -.7]
     """
+    for what, number in (("discount", discount), ("decay", decay)):
+        if not 0.0 <= number <= 1.0:
+            raise ValueError(f"gae: {what} is {number}, expected a number between 0 and 1")
     subject = f"trajectory {name}" if name else "the trajectory"
     if rewards.ndim != 1 or rewards.shape != values.shape or rewards.shape[0] == 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Whether a trajectory's turns fit together: types, lengths, version spans, ids, routing records.
+"""Whether a trajectory's turns fit together: lengths, version spans, ids, routing records.
 
 Says what is wrong and what to do about it, never with a payload. Called by `step` before merging;
 `prefix` names the trajectory where it is asked to merge such turns all the same.
@@ -8,32 +8,32 @@ from __future__ import annotations
 
 import numpy as np
 
+from actors.lineage import Lineage
 from actors.trajectory import TokenIds, Trajectory, Turn
 
 # Rewards by token are float32: their sum may differ from the turn's reward by rounding.
 REWARD_TOLERANCE = 1e-4
+# Nats: engines compute in float32, and the log-probability of a certain token may end above 0.
+LOGPROB_TOLERANCE = 1e-3
 
 
 def find_misalignment(trajectory: Trajectory, *, vocab_size: int | None = None) -> str | None:
     """Say what in a trajectory's turns does not fit together; None when all does.
 
-    Ids are int32, log-probabilities and rewards by token float32: merging joins their bytes. A turn
-    needs a prompt, one log-probability for each sampled token, version spans that cover the
-    sampled tokens in order, ids in [0, vocab_size), and side data of the same lengths. A trajectory
-    without turns fits together; log-probabilities that are not finite are masked and counted when
-    the turns are merged.
+    A turn needs a prompt, one log-probability of at most 0 for each sampled token, version spans
+    that cover the sampled tokens in order, ids in [0, vocab_size), and side data of the same
+    lengths. A lineage needs each turn once. A trajectory without turns fits together;
+    log-probabilities that are not finite are masked and counted when the turns are merged.
 
     Args: vocab_size: None: ids must not be negative, and have no upper bound.
     """
-    lineage, num_turns = trajectory.lineage, len(trajectory.turns)
-    if lineage is not None and lineage.num_turns != num_turns:
-        return (
-            f"a lineage of {lineage.num_turns} turns for {num_turns}; leave it out where turns are "
-            "changed"
-        )
+    if trajectory.lineage is not None:
+        found = lineage_fault(trajectory.lineage, num_turns=len(trajectory.turns))
+        if found is not None:
+            return found
     shape: tuple[int, ...] | None = None
     for index, turn in enumerate(trajectory.turns):
-        found = _in_types(turn) or _in_lengths(turn) or _in_spans(turn) or _in_rewards(turn)
+        found = _in_lengths(turn) or _in_spans(turn) or _in_rewards(turn)
         found = found or _in_experts(turn, shape)
         if found is not None:
             return f"turn {index}: {found}"
@@ -46,27 +46,22 @@ def find_misalignment(trajectory: Trajectory, *, vocab_size: int | None = None) 
     return None
 
 
+def lineage_fault(lineage: Lineage, *, num_turns: int) -> str | None:
+    """Say why a lineage is of other turns than these; None: it is of these, each once."""
+    named = sorted(turn for sample in lineage.samples for turn in sample.turns)
+    if named == list(range(num_turns)) and all(sample.turns for sample in lineage.samples):
+        return None
+    return (
+        f"a lineage of {len(named)} turns for {num_turns}, expected each of them once; leave it "
+        "out where turns are changed"
+    )
+
+
 def _whole_prompts(trajectory: Trajectory) -> list[int]:
     """Turns whose prompts and replies hold all ids: with a lineage, the last of each sample."""
     if trajectory.lineage is None:
         return list(range(len(trajectory.turns)))
     return sorted(sample.turns[-1] for sample in trajectory.lineage.samples)
-
-
-def _in_types(turn: Turn) -> str | None:
-    columns = (
-        ("prompt ids", turn.prompt_token_ids, np.int32),
-        ("sampled ids", turn.sampled_token_ids, np.int32),
-        ("log-probabilities", turn.logprobs, np.float32),
-        ("token rewards", turn.token_rewards, np.float32),
-    )
-    for name, column, wanted in columns:
-        if column is not None and (column.dtype != wanted or column.ndim != 1):
-            return (
-                f"{name} of type {column.dtype} and shape {column.shape}, expected one row of "
-                f"{wanted.__name__}; convert them where they are recorded"
-            )
-    return None
 
 
 def _in_lengths(turn: Turn) -> str | None:
@@ -77,6 +72,12 @@ def _in_lengths(turn: Turn) -> str | None:
             f"{turn.logprobs.shape[0]} log-probabilities for {turn.num_sampled} sampled tokens; "
             "have the engine give one for each (logprobs=0)"
         )
+    # What is not a number is masked, token by token; what is above 0 is no log-probability at all.
+    if turn.num_sampled and turn.logprobs.max() > LOGPROB_TOLERANCE:
+        return (
+            f"a log-probability of {turn.logprobs.max():g}, expected at most 0; record the natural "
+            "logarithm of the probability"
+        )
     return None
 
 
@@ -85,7 +86,7 @@ def _in_spans(turn: Turn) -> str | None:
     for span in turn.version_spans:
         if span.start != end or span.end < end:
             return f"a version span from {span.start}, expected {end}; order the spans by token"
-        if span.version < 0:
+        if not 0 <= span.version < 2**31:
             return f"policy version {span.version}; record the version that sampled each token"
         end = span.end
     if end != turn.num_sampled:
@@ -115,16 +116,13 @@ def _in_experts(turn: Turn, shape: tuple[int, ...] | None) -> str | None:
     indices = turn.expert_indices
     if indices is None:
         return None
-    if indices.ndim != 3 or indices.shape[0] > turn.num_sampled:
+    if indices.shape[0] > turn.num_sampled:
         return (
             f"expert indices of shape {indices.shape} for {turn.num_sampled} sampled tokens, "
             "expected [tokens, layers, experts]; leave out the prompt's"
         )
-    if indices.dtype not in (np.uint8, np.int16) or (indices.size and int(indices.min()) < 0):
-        return (
-            "expert indices that are not all uint8 or int16 of at least 0; leave out tokens "
-            "without a record"
-        )
+    if indices.size and int(indices.min()) < 0:
+        return "expert indices below 0; leave out tokens without a record"
     if shape is not None and indices.shape[1:] != shape:
         return (
             f"expert indices for {indices.shape[1:]} layers and experts, {shape} in an earlier "

@@ -32,6 +32,11 @@ def normalise_over_tokens(
     Example: advantages [[1], [-1]], num_tokens [[1], [3]]: m = -.5, s = .866025 ->
         [[1.732049], [-.577350]]
     """
+    if len(advantages) != len(num_tokens):
+        raise ValueError(
+            f"normalisation: got token counts of {len(num_tokens)} trajectories for the advantages "
+            f"of {len(advantages)}, expected one each"
+        )
     for index, (values, counts) in enumerate(zip(advantages, num_tokens, strict=True)):
         if values.shape != counts.shape or not np.isfinite(values).all() or (counts < 0).any():
             raise ValueError(

@@ -118,8 +118,13 @@ def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True)
 
     Example: prompt [1,2], response [3,4,5], mask [1,0,1], alone in its row: loss_positions [1,3],
     targets [3,5].
-    Raises: ValueError, naming a trajectory, for expert records of different shapes.
+    Raises: ValueError, naming a trajectory, for an empty sample, or expert records of different
+    shapes.
     """
+    empty = [each.sample.trajectory_id for each in weighted if not each.sample.num_tokens]
+    if empty or not weighted:
+        whose = f"a sample without tokens, of trajectory {empty[0]}" if empty else "no sample"
+        raise ValueError(f"merge: got {whose} for a row, expected a token or more; evict it")
     samples = [each.sample for each in weighted]
     build = build_forest if share_prefixes else build_flat
     forest = build([sample.token_ids for sample in samples])
@@ -171,11 +176,12 @@ def _check_finite(weighted: WeightedSample) -> None:
     # As the trainer gets them: what float32 cannot hold is infinite there.
     with np.errstate(over="ignore"):
         values = np.append(weighted.advantage, weighted.loss_weight).astype(np.float32)
-    if np.isfinite(values).all():
+    if np.isfinite(values).all() and weighted.loss_weight >= 0:
         return
     raise ValueError(
         f"merge: trajectory {weighted.sample.trajectory_id} has advantage {weighted.advantage} and "
-        f"loss weight {weighted.loss_weight}, expected finite float32; look at its rewards"
+        f"loss weight {weighted.loss_weight}, expected finite float32 and a weight of 0 or more; "
+        "look at its rewards"
     )
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from actors.expert_records import ExpertRecords
 from actors.lineage import Mismatch
 from actors.merge.buffer import TrajectoryBuffer, fill
-from actors.merge.misalignment import find_misalignment
+from actors.merge.misalignment import find_misalignment, lineage_fault
 from actors.merge.sample import Merged, Sample
 from actors.merge.side_data import (
     UNRECORDED_VERSION,
@@ -124,11 +124,9 @@ def _draft(trajectory: Trajectory) -> _Draft:
     side = SideData.of(turns)
     if lineage is None:
         return _draft_of(fill(turns), side, trajectory_id=trajectory.trajectory_id)
-    if lineage.num_turns != len(turns):
-        raise ValueError(
-            f"a lineage of {lineage.num_turns} turns for {len(turns)}; leave it out where turns "
-            "are changed"
-        )
+    fault = lineage_fault(lineage, num_turns=len(turns))
+    if fault is not None:
+        raise ValueError(fault)
     chains = [sample.turns for sample in lineage.samples]
     return _checked(
         _Draft(
@@ -162,6 +160,8 @@ def _draft_of(buffer: TrajectoryBuffer, side: SideData, *, trajectory_id: str) -
 
 
 def _checked(draft: _Draft) -> _Draft:
+    if not all([lengths[0] for lengths in draft.lengths]):
+        raise ValueError("a turn with an empty prompt; send the ids that the engine was given")
     counts = [*chain.from_iterable(draft.lengths)][1::2]
     recorded = list(map(len, draft.side.logprobs))
     if recorded != counts:

@@ -104,16 +104,21 @@ def place_versions(
     """[T] int32: the policy version that sampled each token, -1 where none did."""
     flat = list(chain.from_iterable(spans))
     versions = [UNRECORDED_VERSION] * len(lengths)
-    if [span.end for span in flat] == lengths[1::2]:
+    is_one_each = len(flat) == len(spans) and all(spans) and not any([s.start for s in flat])
+    if is_one_each and [span.end for span in flat] == lengths[1::2]:
         # One span a turn, which is how it mostly is.
         versions[1::2] = [span.version for span in flat]
         return np.repeat(np.array(versions, np.int32), lengths)
     versions = []
     counts: list[int] = []
     for of_turn, gap, count in zip(spans, lengths[::2], lengths[1::2], strict=True):
+        ends = [0, *[span.end for span in of_turn]]
         sizes = [span.end - span.start for span in of_turn]
-        if sum(sizes) != count:
-            raise ValueError(f"version spans cover {sum(sizes)} of {count} sampled tokens")
+        if [span.start for span in of_turn] != ends[:-1] or ends[-1] != count or min(ends) < 0:
+            raise ValueError(
+                f"version spans that do not cover {count} sampled tokens in order; record the "
+                "policy version of each"
+            )
         versions += (UNRECORDED_VERSION, *[span.version for span in of_turn])
         counts += (gap, *sizes)
     return np.repeat(np.array(versions, np.int32), counts)

@@ -60,6 +60,8 @@ def turn_advantages(
     """
     if not 0.0 <= discount <= 1.0:
         raise ValueError(f"turn credit: got discount {discount}, expected one between 0 and 1")
+    if names and len(names) != len(turn_rewards):
+        raise ValueError(f"turn credit: got {len(names)} names for {len(turn_rewards)} members")
     for index, rewards in enumerate(turn_rewards):
         if rewards.shape[0] == 0 or not np.isfinite(rewards).all():
             name = names[index] if names else f"member {index}"

@@ -33,7 +33,13 @@ def projected_logprobs(
     Args: hidden: [M, D]. weight: [V, D], of the same type. targets: [M] int64. chunk_tokens: at
         least 1. has_entropy_gradient: whether H sends gradient back.
     Returns: log-probabilities [M] and entropies [M], float32, nats.
+    Raises: ValueError for a chunk or a temperature that is not above 0.
     """
+    if chunk_tokens < 1 or not temperature > 0:
+        raise ValueError(
+            f"log-probabilities: got chunk_tokens {chunk_tokens} and temperature {temperature}, "
+            "expected at least 1 and more than 0; temperature 0 samples nothing that is trained"
+        )
     scores: tuple[Tensor, Tensor] = _ProjectedLogprobs.apply(
         hidden, weight, targets, temperature, chunk_tokens, has_entropy_gradient
     )

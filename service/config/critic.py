@@ -12,7 +12,9 @@ from service.config.fields import Fraction, Natural, NotNegative, Rate, Section
 
 class CriticConfig(Section):
     model: str | None = Field(
-        None, description="what it begins as; null: the model that training starts from"
+        None,
+        min_length=1,
+        description="what it begins as; null: the model that training starts from",
     )
     discount: Fraction = Field(1.0, description="gamma, from one sampled token to the next")
     decay: Fraction = Field(1.0, description="lambda of GAE, likewise")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from actors.outcomes import Disposition
-from actors.trajectory import TRUNCATIONS
+from actors.trajectory import TRUNCATIONS, Outcome
 from service.config.critic import CriticConfig
 from service.config.outcome_rules import disposition_of, outcome_rules
 from service.config.sections import Sections
+
+_OUT = frozenset({Disposition.MASK, Disposition.DROP})
 
 
 def disagreements(config: Sections) -> Iterator[str]:
@@ -61,14 +63,25 @@ def _of_groups(config: Sections) -> Iterator[str]:
         )
 
 
-def _of_rules(config: Sections) -> list[str]:
-    return [
-        f"rollouts.outcomes.{outcome.value} has penalty {rule.penalty:g} with disposition "
-        f"{rule.disposition.value}; expected more than 0 with train_penalised and 0 with every "
-        "other one; set both"
-        for outcome, rule in config.rollouts.outcomes.items()
-        if (rule.disposition is Disposition.TRAIN_PENALISED) != (rule.penalty > 0)
-    ]
+def _of_rules(config: Sections) -> Iterator[str]:
+    for outcome, rule in config.rollouts.outcomes.items():
+        disposition = rule.disposition
+        if (disposition is Disposition.TRAIN_PENALISED) != (rule.penalty > 0):
+            yield (
+                f"rollouts.outcomes.{outcome.value} has penalty {rule.penalty:g} with disposition "
+                f"{disposition.value}; expected more than 0 with train_penalised and 0 with every "
+                "other one; set both"
+            )
+        if outcome is Outcome.REWARD_ERROR and disposition not in _OUT:
+            yield (
+                f"rollouts.outcomes.reward_error has disposition {disposition.value}: its return "
+                "would be a 0 that no environment gave; expected drop or mask; choose one of them"
+            )
+        if outcome is Outcome.COMPLETED and disposition is Disposition.DROP:
+            yield (
+                "rollouts.outcomes.completed has disposition drop: nothing that goes well would "
+                "ever be trained; expected train, or mask to look on; choose one of them"
+            )
 
 
 def _of_overlong(config: Sections) -> list[str]:
@@ -94,7 +107,7 @@ def _of_overlong(config: Sections) -> list[str]:
 def _of_ends(config: Sections) -> list[str]:
     penalty = config.algorithm.reward.missing_end_penalty
     cut_off = {disposition_of(config, outcome) for outcome in TRUNCATIONS}
-    if not penalty or not cut_off <= {Disposition.MASK, Disposition.DROP}:
+    if not penalty or not cut_off <= _OUT:
         return []
     return [
         f"algorithm.reward.missing_end_penalty is {penalty:g}, but no trajectory that was cut off "

@@ -54,16 +54,36 @@ def check_with_model(config: Config, observation: Observation, *, model_path: st
     check_prompt(config, model_path, observation)
 
 
-def check_model_source(path: str) -> None:
+def check_model_sources(config: Config) -> None:
+    """Whether each model that the run names is a directory or a hub name that can be had.
+
+    Raises: ConfigError.
+    """
+    if config.model.path is not None:
+        check_model_source(config.model.path, key="model.path")
+    for key, path in companions(config).items():
+        check_model_source(path, key=key)
+
+
+def companions(config: Config) -> dict[str, str]:
+    """The models beside the policy that the configuration names, by key."""
+    named = {
+        "algorithm.reference": config.algorithm.reference,
+        "algorithm.critic.model": config.algorithm.critic.model,
+    }
+    return {key: path for key, path in named.items() if path is not None}
+
+
+def check_model_source(path: str, *, key: str) -> None:
     """Whether `path` is a model directory or a hub name that can be had. Raises: ConfigError."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).exists()
     if not looks_local:
-        _check_hub_name(path)
+        _check_hub_name(path, key=key)
         return
     directory = Path(path).expanduser()
     if not directory.is_dir():
         raise ConfigError(
-            f"model.path: {path} is not there; expected a directory in Hugging Face format or a "
+            f"{key}: {path} is not there; expected a directory in Hugging Face format or a "
             "hub name such as Qwen/Qwen3-0.6B; build a small one with `rayloom model tiny DIR`"
         )
     missing = [
@@ -73,12 +93,12 @@ def check_model_source(path: str) -> None:
         missing.append("*.safetensors")
     if missing:
         raise ConfigError(
-            f"model.path: {path} lacks {', '.join(missing)}; expected a complete model in "
+            f"{key}: {path} lacks {', '.join(missing)}; expected a complete model in "
             "Hugging Face format; export a checkpoint with `rayloom export`"
         )
 
 
-def _check_hub_name(name: str) -> None:
+def _check_hub_name(name: str, *, key: str) -> None:
     from transformers import AutoConfig  # two seconds of import that a local path does not need
 
     try:
@@ -86,7 +106,7 @@ def _check_hub_name(name: str) -> None:
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"model.path: {name!r} is no directory here and cannot be had from the hub "
+            f"{key}: {name!r} is no directory here and cannot be had from the hub "
             f"({first_line}); expected an existing directory or a reachable hub name"
         ) from None
 
@@ -102,6 +122,24 @@ def check_model(config: Config, model_path: str) -> None:
         raise ConfigError(
             f"model.max_context_tokens is {config.model.max_context_tokens}, expected at most the "
             f"model's own {longest} positions; lower it or choose another model"
+        )
+    for key, path in companions(config).items():
+        _check_companion(key, path, policy=file.parent)
+
+
+def _check_companion(key: str, path: str, *, policy: Path) -> None:
+    """A reference or a critic that lies here reads all ids of the policy's tokenizer."""
+    from tokenizers import Tokenizer
+
+    settings, tokens = Path(path).expanduser() / "config.json", policy / "tokenizer.json"
+    if not settings.is_file() or not tokens.is_file():
+        return
+    vocabulary = read_object(settings).get("vocab_size")
+    num_ids = Tokenizer.from_file(str(tokens)).get_vocab_size()
+    if isinstance(vocabulary, int) and vocabulary < num_ids:
+        raise ConfigError(
+            f"{key}: {path} has a vocabulary of {vocabulary} ids, expected at least the {num_ids} "
+            "of the policy's tokenizer, whose tokens it reads; choose a model of that tokenizer"
         )
 
 

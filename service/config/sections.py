@@ -126,6 +126,7 @@ class AlgorithmConfig(Section):
     loss: LossConfig = LossConfig()
     reference: str | None = Field(
         None,
+        min_length=1,
         description="what a KL term compares with, directory or hub name; null: the model that "
         "training starts from",
     )

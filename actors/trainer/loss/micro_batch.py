@@ -31,7 +31,8 @@ class MicroBatchTerms:
     trajectory_index: int64, equal for the tokens of a trajectory, each less than M.
     sampled_versions: int64. trainer_version: what the trainer held at the step's start.
     old_logprobs, reference_logprobs: float32, nats; None where the settings do not need them.
-    Raises: ValueError for tensors of different lengths.
+    Raises: ValueError for tensors of different lengths, or of half precision, in which a sum over a
+    trajectory's tokens stops at 256.
     """
 
     current_logprobs: Tensor
@@ -53,6 +54,11 @@ class MicroBatchTerms:
                     f"loss: {field.name} has shape {list(value.shape)}, expected "
                     f"{list(self.current_logprobs.shape)} as current_logprobs; one value a "
                     "trained token"
+                )
+            if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+                raise ValueError(
+                    f"loss: {field.name} is {value.dtype}, expected float32; score tokens in "
+                    "float32, whatever the model computes in"
                 )
 
 

@@ -169,7 +169,7 @@ def _band_problems(settings: LossSettings) -> list[str]:
     found = []
     for name in ("token_band", "sequence_band"):
         band = getattr(settings, name)
-        if band is not None and not (0 < band[0] <= 1 <= band[1] < math.inf):
+        if band is not None and not (len(band) == 2 and 0 < band[0] <= 1 <= band[1] < math.inf):
             found.append(
                 f"loss.{name}: got {list(band)}, expected 0 < low <= 1 <= high; a ratio of 1 is "
                 "what unchanged data has and must stay inside"
