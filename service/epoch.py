@@ -120,7 +120,7 @@ class Epoch:
     async def run(self) -> None:
         """Start the parts and train, until the end or a stop.
 
-        Raises: PartLost; NoUsableGroups; LeaseLost; TrainerStartFailed for a rank that cannot start
+        Raises: PartLost; GivenUp; LeaseLost; TrainerStartFailed for a rank that cannot start
             however often; ParentUnusable; CheckpointError for one that cannot be written.
         """
         engine_parts = await self._start_unless_stopped()

@@ -1,9 +1,10 @@
-"""When a run gets nowhere: the rule that ends it, and the sentence that says why. Pure.
+"""When a run gets nowhere: the rules that end it, and the sentences that say why. Pure.
 
 A run is given up when the last `max_groups` groups in a row could not be trained and this has
 lasted for `grace_s`, so that a server's short absence is borne. What fails while no engine is ready
 is no fault of the environment and does not count; engines that stay away are a lost part.
-Asked by the loop after each drain.
+It is given up as well when no update of `max_skipped_steps` steps in a row was finite.
+Asked by the loop after each drain and each step.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ REMEDIES = {
 OTHER_REMEDY = "look at the rules of rollouts.outcomes and at algorithm.min_group_size"
 
 
-class NoUsableGroups(Exception):
+class GivenUp(Exception):
     """The run was given up; the text says what failed, how often, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureLimits:
-    """max_groups: in a row. grace_s: seconds that the row must have lasted.
+    """max_groups: in a row. grace_s: seconds that the row must have lasted. max_skipped_steps: in a
+    row.
 
     min_group_size: usable rollouts that a group of group_size needs. engines_limit_s: seconds that
     a row of failures may last without any engine ready.
@@ -43,6 +45,7 @@ class FailureLimits:
 
     max_groups: int
     grace_s: float
+    max_skipped_steps: int
     min_group_size: int
     group_size: int
     engines_limit_s: float
@@ -57,11 +60,24 @@ class FailureWatch:
         self._row_since = 0.0
         self._num_excused = 0
         self._away_since: float | None = None
+        self._num_skipped = 0
+
+    def look_at_step(self, step: int, *, was_trained: bool) -> None:
+        """was_trained: whether any update of the step was finite. Raises: GivenUp."""
+        self._num_skipped = 0 if was_trained else self._num_skipped + 1
+        if self._num_skipped >= self._limits.max_skipped_steps:
+            raise GivenUp(
+                f"no update of the last {self._num_skipped} steps, up to step {step}, was finite, "
+                "and none was applied; their inputs lie in checkpoints/skipped: look at the loss "
+                "and the gradient norm before, and begin again with a lower trainer.learning_rate "
+                "or, with a critic, algorithm.critic.learning_rate; to bear more, raise "
+                "trainer.max_skipped_steps"
+            )
 
     def look(self, failed: FailedGroups | None, *, num_engines_ready: int, now: float) -> None:
         """now: seconds of a clock that never goes back.
 
-        Raises: NoUsableGroups; PartLost when it is the engines that stay away.
+        Raises: GivenUp; PartLost when it is the engines that stay away.
         """
         if failed is None:
             self._row = self._away_since = None
@@ -75,7 +91,7 @@ class FailureWatch:
         num_counted = failed.num_groups - self._num_excused
         lasted_s = now - self._row_since
         if num_counted >= self._limits.max_groups and lasted_s >= self._limits.grace_s:
-            raise NoUsableGroups(_sentence(failed, num_counted, lasted_s, self._limits))
+            raise GivenUp(_sentence(failed, num_counted, lasted_s, self._limits))
 
     def _excuse(self, failed: FailedGroups, now: float) -> None:
         self._away_since = now if self._away_since is None else self._away_since

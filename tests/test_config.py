@@ -83,7 +83,24 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
         ),
         (
             {"rollouts": {"outcomes": {"completed": {"disposition": "drop"}}}},
-            ["rollouts.outcomes.completed has disposition drop", "expected train"],
+            ["rollouts.outcomes.completed has disposition drop", "expected one of those that"],
+        ),
+        (
+            {"rollouts": {"outcomes": {"completed": {"disposition": "mask"}}}},
+            ["rollouts.outcomes.completed has disposition mask"],
+        ),
+        (
+            {"rollouts": {"outcomes": {"completed": {"disposition": "train", "max_retries": 1}}}},
+            ["rollouts.outcomes.completed has max_retries 1", "expected 0"],
+        ),
+        (
+            {"rollouts": {"outcomes": {"cancelled": {"disposition": "drop", "max_retries": 101}}}},
+            ["max_retries", "got 101"],
+        ),
+        ({"inference": {"block_tokens": 40}}, ["block_tokens is 40", "multiple of 32", "set 32"]),
+        (
+            {"algorithm": {"turn_discount": 0.5}, "rollouts": {"max_turns": 1}},
+            ["turn_discount is 0.5 with rollouts.max_turns 1"],
         ),
         (
             {"rollouts": {"outcomes": {"reward_error": {"disposition": "train"}}}},

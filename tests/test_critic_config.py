@@ -156,3 +156,18 @@ def test_a_run_is_not_resumed_with_a_critic_that_it_did_not_have() -> None:
         (refusal,) = refused_changes(before, now)
         assert "expected a critic in both or in neither" in refusal
     assert refused_changes(with_critic, config_with(baseline="critic", scale="none")) == []
+
+
+def test_a_run_is_not_resumed_with_another_critic_or_reference() -> None:
+    kl = {"reward": {"kl": {"coefficient": 0.1}}}
+    pairs = [
+        ("algorithm.reference", config_with(**kl), config_with(**kl, reference="other")),
+        (
+            "algorithm.critic.model",
+            config_with(baseline="critic"),
+            config_with(baseline="critic", critic={"model": "other"}),
+        ),
+    ]
+    for key, before, now in pairs:
+        (refusal,) = refused_changes(before, now)
+        assert refusal.startswith(f"{key} is other, the run began with null; expected the same")

@@ -15,11 +15,16 @@ from actors.trajectory_queue.groups import BlockRow
 from actors.trajectory_queue.queue_state import QueueState
 from service.config.file import parse_config
 from service.config.settings_of import failure_limits
-from service.failing import FailureLimits, FailureWatch, NoUsableGroups
+from service.failing import FailureLimits, FailureWatch, GivenUp
 from service.ports import PartLost
 
 LIMITS = FailureLimits(
-    max_groups=4, grace_s=30.0, min_group_size=2, group_size=8, engines_limit_s=600.0
+    max_groups=4,
+    grace_s=30.0,
+    min_group_size=2,
+    group_size=8,
+    engines_limit_s=600.0,
+    max_skipped_steps=3,
 )
 
 
@@ -125,7 +130,7 @@ def test_enough_groups_for_long_enough_end_the_run_with_the_whole_story() -> Non
     watch = FailureWatch(LIMITS)
     watch.look(row(2), num_engines_ready=1, now=100.0)
     watch.look(row(9), num_engines_ready=1, now=129.0)
-    with pytest.raises(NoUsableGroups) as told:
+    with pytest.raises(GivenUp) as told:
         watch.look(row(9), num_engines_ready=1, now=130.0)
     for words in (
         "the last 9 groups in a row",
@@ -143,7 +148,7 @@ def test_few_groups_are_borne_however_long_it_lasts() -> None:
     watch = FailureWatch(LIMITS)
     for now in range(0, 10_000, 100):
         watch.look(row(3), num_engines_ready=1, now=float(now))
-    with pytest.raises(NoUsableGroups):
+    with pytest.raises(GivenUp):
         watch.look(row(4), num_engines_ready=1, now=10_000.0)
 
 
@@ -153,7 +158,7 @@ def test_a_usable_group_between_two_looks_starts_the_count_and_the_clock_anew() 
     watch.look(row(5, num_before=1), num_engines_ready=1, now=40.0)
     watch.look(None, num_engines_ready=1, now=45.0)
     watch.look(row(5, num_before=2), num_engines_ready=1, now=50.0)
-    with pytest.raises(NoUsableGroups):
+    with pytest.raises(GivenUp):
         watch.look(row(5, num_before=2), num_engines_ready=1, now=80.0)
 
 
@@ -163,7 +168,7 @@ def test_what_fails_while_no_engine_is_ready_does_not_count() -> None:
     watch.look(row(500), num_engines_ready=0, now=500.0)
     watch.look(row(502), num_engines_ready=1, now=540.0)
     watch.look(row(503), num_engines_ready=1, now=800.0)
-    with pytest.raises(NoUsableGroups, match="the last 4 groups"):
+    with pytest.raises(GivenUp, match="the last 4 groups"):
         watch.look(row(504), num_engines_ready=1, now=801.0)
 
 
@@ -186,8 +191,18 @@ def test_engines_that_stay_away_are_a_lost_part() -> None:
 def test_the_remedy_is_that_of_the_most_frequent_failure(outcome: Outcome, remedy: str) -> None:
     watch = FailureWatch(replace(LIMITS, grace_s=0.0))
     counts = {Outcome.REWARD_ERROR: 2, outcome: 5}
-    with pytest.raises(NoUsableGroups, match=remedy):
+    with pytest.raises(GivenUp, match=remedy):
         watch.look(row(4, outcomes=counts), num_engines_ready=1, now=0.0)
+
+
+def test_steps_in_a_row_without_a_finite_update_end_the_run() -> None:
+    watch = FailureWatch(LIMITS)
+    for step, was_trained in enumerate([False, False, True, False, False], start=1):
+        watch.look_at_step(step, was_trained=was_trained)
+    with pytest.raises(GivenUp, match="last 3 steps, up to step 6, was finite") as told:
+        watch.look_at_step(6, was_trained=False)
+    for words in ("checkpoints/skipped", "trainer.learning_rate", "trainer.max_skipped_steps"):
+        assert words in str(told.value)
 
 
 def test_the_limits_come_from_the_configuration() -> None:
@@ -195,6 +210,8 @@ def test_the_limits_come_from_the_configuration() -> None:
         "model": {"tiny": {}},
         "tasks": {"environment": "guessing"},
         "rollouts": {"max_failed_groups": 5, "failed_groups_grace_s": 0},
+        "trainer": {"max_skipped_steps": 7},
     }
     limits = failure_limits(parse_config(tree, source="test"))
     assert (limits.max_groups, limits.grace_s, limits.group_size) == (5, 0.0, 16)
+    assert limits.max_skipped_steps == 7

@@ -127,7 +127,7 @@ def test_turns_that_do_not_fit_together_are_shown_one_by_one() -> None:
 @settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1))
 def test_any_trajectory_is_shown_with_each_sampled_token_once(seed: int) -> None:
-    step = step_of([random_group(0, seed)])
+    step = step_of([random_group(0, seed)], number=4)
     for entry in step.entries:
         view = build_view(step, entry, BareIds(note="none"))
         sampled = [token for token in tokens_of(view) if token.turn is not None]

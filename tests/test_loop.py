@@ -20,7 +20,7 @@ from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, Settleme
 from actors.trajectory_queue.messages import Drained, QueueCut, QueueSettings, StepInput, Vacancy
 from actors.trajectory_queue.queue_state import QueueState
 from actors.trajectory_queue.window import WindowSettings
-from service.failing import FailureLimits, NoUsableGroups
+from service.failing import FailureLimits, GivenUp
 from service.loop import Loop, LoopSettings, Parts
 from service.ports import BuiltStep, PartLost, PublishedVersion
 from service.records import EvaluationRecord, StepRecord
@@ -29,7 +29,12 @@ from service.task_feed import ConfiguredTasks, task_index
 NO_TIME = PhaseSeconds(total_s=0.0, prepare_s=0.0, forward_s=0.0, backward_s=0.0, optimizer_s=0.0)
 
 LIMITS = FailureLimits(
-    max_groups=4, grace_s=0.0, min_group_size=2, group_size=2, engines_limit_s=60.0
+    max_groups=4,
+    grace_s=0.0,
+    min_group_size=2,
+    group_size=2,
+    engines_limit_s=60.0,
+    max_skipped_steps=3,
 )
 FAILED = FailedGroups(
     num_before=0, num_groups=4, outcomes={Outcome.ENVIRONMENT_ERROR: 8}, task_id="t",
@@ -76,6 +81,7 @@ class World:
     lose_payloads_at: int | None = None
     lose_trainer_at: int | None = None
     skip_at: int | None = None
+    skip_from: int = 10**9
     fail_from: int | None = None
     starve_from: int | None = None
     scaled_returns: Sequence[float | None] = ()
@@ -167,7 +173,7 @@ class World:
         if self.lose_trainer_at == step:
             raise PartLost("rank 0 is gone")
         self.calls.append(f"train {step}")
-        return stats(step, num_skipped=int(self.skip_at == step))
+        return stats(step, num_skipped=int(step == self.skip_at or step >= self.skip_from))
 
     async def save(self, *, step: int, version: int) -> str:
         self.calls.append(f"save {step}")
@@ -357,6 +363,14 @@ async def test_a_skipped_update_trains_nothing_and_still_moves_the_version_on() 
     assert [record.is_skipped for record in world.records] == [False, True, False]
 
 
+async def test_a_run_of_which_no_update_is_finite_any_more_ends_with_the_reason() -> None:
+    world = World(skip_from=1)
+    with pytest.raises(GivenUp, match=r"last 3 steps, up to step 4, was finite"):
+        await make_loop(world, steps=100).run()
+    assert [record.is_skipped for record in world.records] == [False, True, True, True]
+    assert world.checkpoints[-1] == (4, "dir-4")
+
+
 async def test_a_lost_part_ends_the_loop_with_its_name_and_commits_nothing_more() -> None:
     world = World(lose_trainer_at=2)
     with pytest.raises(PartLost, match="rank 0"):
@@ -367,7 +381,7 @@ async def test_a_lost_part_ends_the_loop_with_its_name_and_commits_nothing_more(
 
 async def test_a_run_that_gets_nowhere_leaves_its_last_step_durable_and_says_why() -> None:
     world = World(fail_from=1)
-    with pytest.raises(NoUsableGroups, match="reset: boom"):
+    with pytest.raises(GivenUp, match="reset: boom"):
         await make_loop(world, steps=100).run()
     assert world.published_versions == [1]
     assert world.checkpoints == [(1, "dir-1")]

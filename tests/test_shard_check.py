@@ -42,6 +42,14 @@ def test_a_loss_weight_that_is_no_share_is_refused(value: float) -> None:
         check(replace(row, loss_weights=weights_with(row, value)))
 
 
+@pytest.mark.parametrize("target", [-45, -1, 500, 503])
+def test_a_target_outside_the_vocabulary_is_refused(target: int) -> None:
+    row = pack(random_samples(0, 3))
+    targets = np.array([target, *row.targets[1:]], np.int32)
+    with pytest.raises(ShardRefused, match=f"a target {target}, expected 0 to 499"):
+        check(replace(row, targets=targets))
+
+
 @pytest.mark.parametrize("number", [-1, 10_000])
 def test_a_trajectory_number_outside_the_row_is_refused(number: int) -> None:
     row = pack(random_samples(0, 3))

@@ -46,7 +46,7 @@ def make_group(
     return TrajectoryGroup(group_id=f"g{number:06d}.0", trajectories=trajectories)
 
 
-def build(groups: list[TrajectoryGroup], *, version: int = 0, **fields: object) -> StepResult:
+def build(groups: list[TrajectoryGroup], *, version: int = 9, **fields: object) -> StepResult:
     settings = StepSettings(**fields)  # type: ignore[arg-type]
     return build_step(merge_groups(groups, settings), settings, step=7, trainer_version=version)
 
@@ -249,6 +249,14 @@ def test_what_does_not_fit_is_told_for_three_trajectories_and_counted_beyond() -
     assert notices[3] == "step 2: 2 more like it; `rayloom inspect`"
 
 
+def test_tokens_of_a_version_that_the_trainer_does_not_hold_yet_are_refused_by_name() -> None:
+    groups = [make_group(0, [1, 0], version=3)]
+    build(groups, version=3)
+    words = r"trajectory g000000\.0-0\.a0 was sampled by version 3, expected at most 2"
+    with pytest.raises(ValueError, match=words):
+        build(groups, version=2)
+
+
 def test_two_trajectories_of_one_rollout_are_refused() -> None:
     group = make_group(0, [1, 0])
     twice = replace(group, trajectories=(*group.trajectories, group.trajectories[0]))
@@ -308,7 +316,7 @@ def test_ranks_rows_and_updates_do_not_change_what_is_trained(
     ):
         assert len({len(part.micro_batches) for part in update}) == 1
         trained = sum(row.num_trained for part in update for row in part.micro_batches)
-        expected = trained + (num_idle * trained // total if total else 0)
+        expected = trained + (num_idle * trained / total if total else 0)
         assert update_weights(split, number) == [np.float32(1 / max(1, expected))] * trained
     trained = sum(s.reason is None for s in one.settlements)
     assert (trained == 0) == (one.report.num_trained_tokens == 0)

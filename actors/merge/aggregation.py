@@ -42,7 +42,7 @@ class TrajectorySize:
 class IdleCounts:
     """What counts in an update beside its own trajectories; a share of it need not be whole."""
 
-    num_tokens: int = 0
+    num_tokens: float = 0.0
     num_trajectories: float = 0.0
     num_groups: float = 0.0
 
@@ -93,12 +93,12 @@ def share_of_idle(
 ) -> IdleCounts:
     """Give one update of a step its share of what is idle, in proportion to what it trains.
 
-    Example: 10 idle tokens, an update of 3 of the step's 12 trained tokens -> 2 idle tokens
+    Example: 10 idle tokens, an update of 3 of the step's 12 trained tokens -> 2.5 idle tokens
     """
     num_part, num_whole = (sum(size.num_tokens for size in sizes) for sizes in (part, whole))
     num_groups = max(1, len(_tokens_by_group(whole)))
     return IdleCounts(
-        num_tokens=idle.num_tokens * num_part // max(1, num_whole),
+        num_tokens=idle.num_tokens * num_part / max(1, num_whole),
         num_trajectories=idle.num_trajectories * len(part) / max(1, len(whole)),
         num_groups=idle.num_groups * len(_tokens_by_group(part)) / num_groups,
     )

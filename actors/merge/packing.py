@@ -175,13 +175,15 @@ def filler() -> MicroBatch:
 def _check_finite(weighted: WeightedSample) -> None:
     # As the trainer gets them: what float32 cannot hold is infinite there.
     with np.errstate(over="ignore"):
-        values = np.append(weighted.advantage, weighted.loss_weight).astype(np.float32)
-    if np.isfinite(values).all() and weighted.loss_weight >= 0:
+        advantages = np.atleast_1d(weighted.advantage).astype(np.float32)
+        weight = np.float32(weighted.loss_weight)
+    wrong = advantages[~np.isfinite(advantages)]
+    if not wrong.size and np.isfinite(weight) and weight >= 0:
         return
+    shown = wrong[0] if wrong.size else advantages[0]
     raise ValueError(
-        f"merge: trajectory {weighted.sample.trajectory_id} has advantage {weighted.advantage} and "
-        f"loss weight {weighted.loss_weight}, expected finite float32 and a weight of 0 or more; "
-        "look at its rewards"
+        f"merge: trajectory {weighted.sample.trajectory_id} has advantage {shown} and loss weight "
+        f"{weight}, expected finite float32 and a weight of 0 or more; look at its rewards"
     )
 
 

@@ -92,8 +92,9 @@ def build_step(
     trainer_version: the policy version that the trainer holds. scores: of the samples, where the
     settings need a critic's values or a reference's log-probabilities.
     Raises: ValueError when the advantages refuse a group's returns (scale mean, negative ones),
-    or scores are missing.
+    scores are missing, or a trajectory was sampled by a version that the trainer does not hold yet.
     """
+    _check_versions(groups, trainer_version)
     judged = [_credit_members(group, settings, scores) for group in groups]
     if settings.normalises:
         judged = _normalise(judged)
@@ -124,6 +125,17 @@ def build_step(
         judged=tuple(_handed_out(member) for member in members),
         value_shards=_value_shards(trained, settings, step=step) if settings.needs_values else (),
     )
+
+
+def _check_versions(groups: Sequence[MergedGroup], trainer_version: int) -> None:
+    for trajectory in (member.trajectory for group in groups for member in group.members):
+        versions = trajectory.versions
+        if versions is not None and versions[1] > trainer_version:
+            raise ValueError(
+                f"merge: trajectory {trajectory.trajectory_id} was sampled by version "
+                f"{versions[1]}, expected at most {trainer_version}, which the trainer holds; take "
+                "it with a step of a later version"
+            )
 
 
 def _handed_out(member: _Member) -> JudgedTrajectory:

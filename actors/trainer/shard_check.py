@@ -57,6 +57,9 @@ def _micro_batch_fault(
 
 def _target_fault(row: MicroBatch, segments: Segments, *, vocab_size: int) -> str | None:
     """A target stands behind its loss position, in the segment or at the start of a child."""
+    outside = (row.targets < 0) | (row.targets >= vocab_size)
+    if outside.any():
+        return f"a target {int(row.targets[outside][0])}, expected 0 to {vocab_size - 1}"
     positions = row.loss_positions
     first, last = int(positions.min()), int(positions.max())
     if first < 0 or last >= row.num_tokens - 1:

@@ -137,6 +137,11 @@ class StepStats:
         """Whether any update of the step was refused as not finite."""
         return self.num_skipped_updates > 0
 
+    @property
+    def is_all_skipped(self) -> bool:
+        """Whether every update of the step was."""
+        return self.is_skipped and self.num_skipped_updates == self.num_updates
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSums:

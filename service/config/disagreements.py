@@ -10,6 +10,7 @@ from service.config.critic import CriticConfig
 from service.config.outcome_rules import disposition_of, outcome_rules
 from service.config.sections import Sections
 
+CPU_BLOCK_TOKENS = 32
 _OUT = frozenset({Disposition.MASK, Disposition.DROP})
 
 
@@ -26,6 +27,7 @@ def disagreements(config: Sections) -> Iterator[str]:
         _of_reference,
         _of_budgets,
         _of_weights,
+        _of_blocks,
         _of_gpus,
     )
     for check in checks:
@@ -56,6 +58,11 @@ def _of_groups(config: Sections) -> Iterator[str]:
             f"min_group_size {algorithm.min_group_size}: groups would close too small to be "
             "trained; raise the first or lower the second"
         )
+    if algorithm.turn_discount is not None and config.rollouts.max_turns == 1:
+        yield (
+            f"algorithm.turn_discount is {algorithm.turn_discount:g} with rollouts.max_turns 1: "
+            "there is no later turn to discount; leave it out, or allow more turns"
+        )
     if algorithm.max_lag == 0 and algorithm.window > 1:
         yield (
             f"algorithm.window_groups is {algorithm.window} with max_lag 0; synchronous training "
@@ -77,10 +84,15 @@ def _of_rules(config: Sections) -> Iterator[str]:
                 f"rollouts.outcomes.reward_error has disposition {disposition.value}: its return "
                 "would be a 0 that no environment gave; expected drop or mask; choose one of them"
             )
-        if outcome is Outcome.COMPLETED and disposition is Disposition.DROP:
+        if outcome is Outcome.COMPLETED and rule.max_retries:
             yield (
-                "rollouts.outcomes.completed has disposition drop: nothing that goes well would "
-                "ever be trained; expected train, or mask to look on; choose one of them"
+                f"rollouts.outcomes.completed has max_retries {rule.max_retries}: what was played "
+                "to its end would be thrown away and played again; expected 0; leave it out"
+            )
+        if outcome is Outcome.COMPLETED and disposition in _OUT:
+            yield (
+                f"rollouts.outcomes.completed has disposition {disposition.value}: nothing that "
+                "goes well would ever be trained; expected one of those that train; choose one"
             )
 
 
@@ -218,6 +230,18 @@ def _of_weights(config: Sections) -> Iterator[str]:
             f"inference.weight_backend is {inference.weight_backend} with "
             "inference.gpus_per_replica 0; expected object_store for engines on CPU; nccl and ipc "
             "move weights between GPUs"
+        )
+
+
+def _of_blocks(config: Sections) -> Iterator[str]:
+    """What vLLM's attention on CPU takes; on a GPU it depends on the backend that it chooses."""
+    inference = config.inference
+    tokens = inference.block_tokens
+    if inference.gpus_per_replica == 0 and tokens is not None and tokens % CPU_BLOCK_TOKENS:
+        yield (
+            f"inference.block_tokens is {tokens}, expected a multiple of {CPU_BLOCK_TOKENS} for "
+            f"engines on CPU; set {max(1, tokens // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS}, or "
+            "leave it out"
         )
 
 

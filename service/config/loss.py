@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -14,7 +15,7 @@ from actors.trainer.loss.settings import (
     Objective,
     Ratio,
 )
-from service.config.fields import Finite, NotNegative, Positive, Rate, Section, Share
+from service.config.fields import NotNegative, Positive, Rate, Section, Share
 
 
 class KlConfig(Section):
@@ -64,13 +65,40 @@ class LossConfig(Section):
     outlier_below: Rate | None = Field(
         None, description="a trajectory with a token of a lower ratio is not trained"
     )
-    entropy_coefficient: Finite = Field(0.0, description="of the entropy bonus")
+    entropy_coefficient: NotNegative = Field(0.0, description="of the entropy bonus")
     kl: KlConfig = KlConfig()
 
     @model_validator(mode="after")
     def _makes_sense(self) -> LossConfig:
         loss_settings(self)
+        for problem in _without_use(self):
+            raise ValueError(problem)
         return self
+
+
+def _without_use(loss: LossConfig) -> Iterator[str]:
+    """Settings that were changed and that nothing would read."""
+    clips = loss.objective in ("ppo_clip", "dual_clip", "cispo")
+    caps = loss.objective in ("reinforce", "dppo_tv", "dppo_kl")
+    uses = {
+        "clip_low": (clips, "objective ppo_clip, dual_clip or cispo"),
+        "clip_high": (clips, "objective ppo_clip, dual_clip or cispo"),
+        "dual_clip": (loss.objective == "dual_clip", "objective dual_clip"),
+        "ratio_cap": (caps, "objective reinforce, dppo_tv or dppo_kl"),
+        "sapo_tau_positive": (loss.objective == "sapo", "objective sapo"),
+        "sapo_tau_negative": (loss.objective == "sapo", "objective sapo"),
+        "divergence_bound": (loss.objective in ("dppo_tv", "dppo_kl"), "objective dppo_tv or _kl"),
+        "correction_cap": (loss.correction != "none", "a correction"),
+        "constant_tokens": (loss.aggregation == "constant", "aggregation constant"),
+        "kl": (loss.kl.coefficient > 0, "kl.coefficient above 0"),
+    }
+    for key, (is_used, user) in uses.items():
+        if not is_used and getattr(loss, key) != type(loss).model_fields[key].default:
+            yield (
+                f"algorithm.loss.{key} is set, but objective {loss.objective} with the other "
+                f"settings does not read it; expected it together with {user}: set that, or leave "
+                "it out"
+            )
 
 
 def loss_settings(loss: LossConfig) -> LossSettings:

@@ -49,6 +49,15 @@ def _refused_of_algorithm(before: Config, now: Config) -> Iterator[str]:
             f"algorithm.baseline is {new.baseline}, the run has {own.baseline}; expected a critic "
             "in both or in neither, because the checkpoint holds one or holds none"
         )
+    for key, began, is_now in (
+        ("algorithm.reference", own.reference, new.reference),
+        ("algorithm.critic.model", own.critic.model, new.critic.model),
+    ):
+        if is_now != began:
+            yield (
+                f"{key} is {is_now or 'null'}, the run began with {began or 'null'}; expected the "
+                "same, because what was trained so far was measured by it"
+            )
     if new.min_group_size > own.min_group_size:
         yield (
             f"algorithm.min_group_size is {new.min_group_size}, the run has {own.min_group_size}; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -15,7 +15,9 @@ class OutcomeRuleConfig(Section):
     disposition: Disposition = Field(
         description="train, train_clamped, train_penalised, mask or drop"
     )
-    max_retries: Natural = Field(0, description="further attempts before the disposition holds")
+    max_retries: Annotated[Natural, Field(le=100)] = Field(
+        0, description="further attempts before the disposition holds"
+    )
     penalty: NotNegative = Field(0.0, description="off the return, with train_penalised")
 
 

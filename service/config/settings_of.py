@@ -57,6 +57,7 @@ def failure_limits(config: Config) -> FailureLimits:
     return FailureLimits(
         max_groups=config.rollouts.max_failed_groups,
         grace_s=config.rollouts.failed_groups_grace_s,
+        max_skipped_steps=config.trainer.max_skipped_steps,
         min_group_size=config.algorithm.min_group_size,
         group_size=config.algorithm.group_size,
         engines_limit_s=config.inference.start_deadline_s,

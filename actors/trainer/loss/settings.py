@@ -154,13 +154,13 @@ def _range_problems(settings: LossSettings) -> list[str]:
     ):
         if not 0 < getattr(settings, name) < math.inf:
             found.append(f"loss.{name}: got {getattr(settings, name)}, expected more than 0")
-    for name in ("negative_weight", "kl_coefficient"):
+    for name in ("negative_weight", "kl_coefficient", "entropy_coefficient"):
         if not 0 <= getattr(settings, name) < math.inf:
             found.append(f"loss.{name}: got {getattr(settings, name)}, expected at least 0")
-    if not math.isfinite(settings.entropy_coefficient):
+    if settings.objective is Objective.DPPO_TV and settings.divergence_bound >= 1:
         found.append(
-            f"loss.entropy_coefficient: got {settings.entropy_coefficient}, expected a finite "
-            "number"
+            f"loss.divergence_bound: got {settings.divergence_bound} for dppo_tv, expected less "
+            "than 1, the largest total variation; the paper has 0.15"
         )
     return found
 
@@ -169,10 +169,10 @@ def _band_problems(settings: LossSettings) -> list[str]:
     found = []
     for name in ("token_band", "sequence_band"):
         band = getattr(settings, name)
-        if band is not None and not (len(band) == 2 and 0 < band[0] <= 1 <= band[1] < math.inf):
+        if band is not None and not _is_around_one(band):
             found.append(
-                f"loss.{name}: got {list(band)}, expected 0 < low <= 1 <= high; a ratio of 1 is "
-                "what unchanged data has and must stay inside"
+                f"loss.{name}: got {list(band)}, expected 0 < low <= 1 <= high and low < high; "
+                "a ratio of 1 is what unchanged data has and must stay inside"
             )
     below = settings.outlier_below
     if below is not None and not 0 < below < 1:
@@ -181,6 +181,10 @@ def _band_problems(settings: LossSettings) -> list[str]:
             "to keep every trajectory"
         )
     return found
+
+
+def _is_around_one(band: Band) -> bool:
+    return len(band) == 2 and 0 < band[0] <= 1 <= band[1] < math.inf and band[0] < band[1]
 
 
 def _disagreements(settings: LossSettings) -> list[str]:
