@@ -7,9 +7,11 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from recipe_page import recipes
 from run_driver import ROOT, Run, running
 
 from service.commands.tasks import write_reasoning_gym
@@ -102,3 +104,35 @@ def test_a_service_driven_by_a_client_learns_to_win(tmp_path: Path) -> None:
     assert [int(version) for version, _ in found] == sorted(int(version) for version, _ in found)
     assert statistics.mean(rewards[:5]) <= 0.45 and statistics.mean(rewards[-5:]) >= 0.8
     assert summary["ledger"]["admitted"] == num_tasks * tree["algorithm"]["group_size"]
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_trains_and_its_run_is_clean(tmp_path: Path, name: str) -> None:
+    tree = recipes()[name]
+    algorithm = {"groups_per_step": 4, "group_size": 4, **tree["algorithm"]}
+    if algorithm["group_size"] == 1:
+        algorithm["groups_per_step"] = 16
+    config = vetted(
+        "guessing-cpu",
+        tmp_path,
+        run={"steps": 3, "evaluate_every": 3, "checkpoint_every": 3, "stop_at_reward": None},
+        algorithm={**algorithm, **small(algorithm)},
+        inference={"enforce_eager": True},
+        trainer=tree.get("trainer", {}),
+    )
+    with running(config, tmp_path / "run") as run:
+        summary = finished(run)
+    assert summary["steps"] == 3 and summary["skipped_steps"] == 0
+    assert summary["trained_tokens"] > 0
+    audit = subprocess.run(
+        [sys.executable, "-m", "service.cli", "inspect", str(tmp_path / "run"), "--audit"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+
+
+def small(algorithm: dict[str, Any]) -> dict[str, Any]:
+    """The punishment of length, at the length of the game's answers."""
+    if "overlong" not in algorithm.get("reward", {}):
+        return {}
+    return {"reward": {**algorithm["reward"], "overlong": {"max_tokens": 30, "cache_tokens": 10}}}

@@ -7,22 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from recipe_page import PAGE, recipes
 
 from actors.merge.advantages import Baseline
 from service.config.file import parse_config
 from service.config.settings_of import merge_settings, trainer_settings
 
-PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 BASE: dict[str, Any] = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
-
-
-def recipes() -> dict[str, dict[str, Any]]:
-    """The blocks, by the heading above each."""
-    found = re.findall(
-        r"^## (.+?)\n.*?```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE
-    )
-    return {heading: yaml.safe_load(block) for heading, block in found}
 
 
 def test_no_heading_is_without_its_block() -> None:

@@ -174,8 +174,7 @@ def test_a_skipped_minibatch_leaves_the_steps_other_updates_alone(
     one_rank: World, settings: TrainerSettings
 ) -> None:
     good, bad = random_samples(12, 5), random_samples(13, 4)
-    bad[0].logprobs[:] = -np.inf
-    bad[0].advantages[:] = -1.0
+    bad[0].advantages[:] = -np.inf
     stats = one_rank.start(settings).step([bad, good])
     assert (stats.num_updates, stats.num_skipped_updates) == (2, 1)
     weights = one_rank.weights()
