@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from trainer_world import World
 
 # Read when torch is imported. Matrices this small gain nothing by threads, and on busy cores the
@@ -47,6 +48,23 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
 
     root = tmp_path_factory.mktemp("models")
     return {tied: tiny_model(root / f"tied-{tied}", tied=tied) for tied in (True, False)}
+
+
+@pytest.fixture
+def model(tiny_models: dict[bool, str]) -> str:
+    """The directory of a tiny model."""
+    return tiny_models[True]
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of one rank, in this process."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import fields
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from same import assert_same_trajectory
 from trajectory_builders import (
     linear_turns,
     make_trajectory,
@@ -16,29 +16,8 @@ from trajectory_builders import (
     trajectories_strategy,
 )
 
-from actors.merge.buffer import fill
-from actors.trajectory import Trajectory, Turn, summarize
+from actors.trajectory import Trajectory, summarize
 from actors.trajectory_queue.columns import decode, encode
-
-
-def assert_same_turn(got: Turn, expected: Turn) -> None:
-    for each in fields(Turn):
-        a, b = getattr(got, each.name), getattr(expected, each.name)
-        if isinstance(b, np.ndarray):
-            assert a.dtype == b.dtype
-            np.testing.assert_array_equal(a, b)
-        else:
-            assert a == b
-
-
-def assert_same(got: Trajectory, expected: Trajectory) -> None:
-    assert got.lineage == (expected.lineage or fill(expected.turns).lineage())
-    for each in fields(Trajectory):
-        if each.name not in ("turns", "lineage"):
-            assert getattr(got, each.name) == getattr(expected, each.name)
-    assert len(got.turns) == len(expected.turns)
-    for a, b in zip(got.turns, expected.turns, strict=True):
-        assert_same_turn(a, b)
 
 
 @given(st.lists(trajectories_strategy(), max_size=4))
@@ -46,12 +25,12 @@ def test_decoding_gives_back_what_was_encoded(trajectories: list[Trajectory]) ->
     columns = pickle.loads(pickle.dumps(encode(trajectories)))
     assert columns.num_rows == len(trajectories)
     for row, expected in enumerate(trajectories):
-        assert_same(decode(columns, row), expected)
+        assert_same_trajectory(decode(columns, row), expected)
 
 
 def test_a_trajectory_whose_lengths_disagree_survives_the_round_trip() -> None:
     broken = make_trajectory([make_turn([1, 2], [3, 4, 5], logprobs=[-1.0])])
-    assert_same(decode(encode([broken]), 0), broken)
+    assert_same_trajectory(decode(encode([broken]), 0), broken)
 
 
 def test_a_linear_trajectory_stores_each_token_once_and_is_decoded_without_a_copy() -> None:

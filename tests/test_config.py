@@ -247,6 +247,12 @@ def test_the_defaults_shape_no_reward_and_credit_by_trajectory() -> None:
     assert found.turn_discount is None and not found.normalises
 
 
+def test_prefixes_are_shared_unless_a_run_asks_for_a_comparison() -> None:
+    for trainer, is_shared in (({}, True), ({"share_prefixes": False}, False)):
+        config = parse_config(tree(trainer=trainer), source="test")
+        assert merge_settings(config).share_prefixes is is_shared
+
+
 def test_rewards_credit_and_refills_reach_their_rooms() -> None:
     overlong = {"max_tokens": 64, "cache_tokens": 16, "factor": 0.5}
     config = parse_config(

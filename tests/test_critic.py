@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from critic_world import update_twice
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from trainer_world import tiny_model
+from torch.distributed.device_mesh import DeviceMesh
 from trajectory_builders import linear_turns, make_trajectory
 
 from actors.merge.advantages import Baseline, Scale
@@ -35,19 +32,6 @@ GROUP = TrajectoryGroup(
         for member, reward in enumerate([1.0, 0.0, 1.0])
     ),
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory: Path = tmp_path_factory.mktemp("critic")
-    return tiny_model(directory / "tiny")
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def make_critic(model: str, mesh: DeviceMesh, **fields: float | None) -> Critic:

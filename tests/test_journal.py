@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from journal_builders import RULE, group_of, random_group, step_of, through_a_file
-from test_columns import assert_same
+from same import assert_same_fields, assert_same_trajectory
 from trajectory_builders import make_trajectory, make_turn
 
 from actors.journal.codec import JournalDamaged, read_index, read_step, write_step
 from actors.journal.files import Journal, JournalSettings, file_name, list_files, write_file
-from actors.journal.record import JournalStep, SampleEntry
+from actors.journal.record import JournalStep
 from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.settings import StepSettings
 from actors.merge.step import build_step
@@ -26,24 +26,14 @@ from actors.trajectory import Outcome
 from actors.trajectory_queue.ledger import EvictionReason
 
 
-def assert_same_sample(got: SampleEntry, expected: SampleEntry) -> None:
-    for each in fields(SampleEntry):
-        a, b = getattr(got, each.name), getattr(expected, each.name)
-        if isinstance(b, np.ndarray):
-            assert a.dtype == b.dtype
-            np.testing.assert_array_equal(a, b)
-        else:
-            assert a == b
-
-
 def assert_same_step(got: JournalStep, expected: JournalStep) -> None:
     assert replace(got, entries=()) == replace(expected, entries=())
     for a, b in zip(got.entries, expected.entries, strict=True):
-        assert_same(a.trajectory, b.trajectory)
-        assert (a.reason, a.baseline_return) == (b.reason, b.baseline_return)
+        assert_same_trajectory(a.trajectory, b.trajectory)
+        assert (a.reason, a.baseline_return, a.problem) == (b.reason, b.baseline_return, b.problem)
         assert a.mismatches == b.mismatches
         for one, other in zip(a.samples, b.samples, strict=True):
-            assert_same_sample(one, other)
+            assert_same_fields(one, other)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3))

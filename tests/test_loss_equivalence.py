@@ -90,14 +90,9 @@ def terms_of(row: MicroBatch, current: Tensor, entropies: Tensor) -> MicroBatchT
     tensors = row_tensors(row, device=CPU)
     positions = tensors.position_ids[tensors.loss_positions]
     wave = torch.sin(1.3 * tensors.targets + positions)
-    return MicroBatchTerms(
-        current_logprobs=current,
-        behaviour_logprobs=tensors.behaviour_logprobs,
-        entropies=entropies,
-        advantages=tensors.advantages,
-        loss_weights=tensors.loss_weights,
-        trajectory_index=tensors.trajectory_index,
-        sampled_versions=tensors.sampled_versions,
+    return tensors.terms(
+        current,
+        entropies,
         trainer_version=0,
         old_logprobs=tensors.behaviour_logprobs + 0.2 * wave,
         reference_logprobs=tensors.behaviour_logprobs - 0.3 * wave,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.batch import MicroBatch
 from actors.merge.packing import pack_row
-from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
+from actors.trainer.loss.micro_batch import micro_batch_loss
 from actors.trainer.loss.settings import LossSettings
 from actors.trainer.model import PolicyModel, load_policy
 from actors.trainer.row import row_tensors
@@ -34,16 +34,7 @@ def our_loss(policy: PolicyModel, row: MicroBatch) -> torch.Tensor:
         tensors.targets,
         temperature=1.0,
     )
-    terms = MicroBatchTerms(
-        current_logprobs=current,
-        behaviour_logprobs=tensors.behaviour_logprobs,
-        entropies=entropies,
-        advantages=tensors.advantages,
-        loss_weights=tensors.loss_weights,
-        trajectory_index=tensors.trajectory_index,
-        sampled_versions=tensors.sampled_versions,
-        trainer_version=0,
-    )
+    terms = tensors.terms(current, entropies, trainer_version=0)
     return micro_batch_loss(terms, LossSettings()).loss
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from mixture_world import (
     KINDS,
     NORMALISES,
@@ -26,7 +27,7 @@ from actors.trainer.export import export_checkpoint
 from actors.trainer.loss.settings import Denominator, LossSettings
 from actors.trainer.settings import ParamDtype, TrainerSettings
 from actors.trainer.shard_check import ShardRefused
-from actors.trainer.skipped import save_skipped
+from actors.trainer.skipped import SkippedUpdate, save_skipped
 from actors.trainer.statistics import StepStats
 
 
@@ -172,11 +173,21 @@ def test_the_inputs_of_a_skipped_update_hold_the_records_and_no_pickle(
     samples = recorded_batch(models["qwen3"])
     row = pack_row(weigh(samples))
     plain = replace(row, experts=None)
-    path = save_skipped(Minibatch(micro_batches=(row, plain)), tmp_path, step=3, update=0, rank=1)
+    scores = [torch.zeros(row.num_trained), torch.full((plain.num_trained,), -1.5)]
+    skipped = SkippedUpdate(
+        step=3,
+        update=0,
+        rank=1,
+        minibatch=Minibatch(micro_batches=(row, plain)),
+        reference=scores,
+    )
+    path = save_skipped(skipped, tmp_path)
     own = {field.name for field in fields(MicroBatch)} - {"experts", "num_overruled_records"}
     with np.load(path, allow_pickle=False) as archive:
         read = {name: archive[name] for name in archive.files}
-    assert {name.removeprefix("1/") for name in read if name.startswith("1/")} == own
+    named = {name.removeprefix("1/") for name in read if name.startswith("1/")}
+    assert named == {*own, "reference_logprobs"}
+    assert (read["1/reference_logprobs"] == -1.5).all()
     assert row.experts is not None
     np.testing.assert_array_equal(read["0/expert_positions"], row.experts.positions)
     np.testing.assert_array_equal(read["0/expert_indices"], row.experts.indices)

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from trainer_world import tiny_model
 
 from actors.trainer.forest_layout import build_layout
 from actors.trainer.value_loss import clipped_value_loss
 from actors.trainer.value_model import ValueModel, load_value_model, shard_value_model
 
 LENGTHS = [5, 17, 1, 9]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory: Path = tmp_path_factory.mktemp("critic")
-    return tiny_model(directory / "tiny")
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def make_critic(model: str, *, gradient_checkpointing: bool = False) -> ValueModel:

@@ -23,7 +23,7 @@ from actors.trainer.agreement import agree_on
 from actors.trainer.clock import PhaseClock
 from actors.trainer.critic import Critic
 from actors.trainer.logprobs import token_logprobs, token_logprobs_and_entropies
-from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
+from actors.trainer.loss.micro_batch import micro_batch_loss
 from actors.trainer.loss.statistics import (
     StatisticVectors,
     combine_rows,
@@ -45,7 +45,7 @@ from actors.trainer.reference import Reference
 from actors.trainer.row import RowTensors, row_tensors, scoring_row
 from actors.trainer.scoring import Scores, free_weights, score_minibatches, score_row
 from actors.trainer.settings import ParamDtype, TrainerSettings
-from actors.trainer.skipped import report_skip
+from actors.trainer.skipped import SkippedUpdate, report_skip
 from actors.trainer.statistics import StepStats, UpdateSums, summarize_step
 from actors.value_batch import ValueShard
 from actors.weights.buffers import WeightGroup
@@ -170,13 +170,15 @@ class TrainerRank:
                     clock=clock,
                 )
                 if update.is_skipped:
-                    report_skip(
-                        minibatch,
-                        self.settings.checkpoint_dir,
+                    skipped = SkippedUpdate(
                         step=shard.step,
                         update=len(updates),
                         rank=self.rank,
+                        minibatch=minibatch,
+                        old=old[number] if old else None,
+                        reference=reference[number] if reference else None,
                     )
+                    report_skip(skipped, self.settings.checkpoint_dir)
                 updates.append(update)
         critic_stats = None
         if self._critic is not None and value_shard is not None:
@@ -359,14 +361,9 @@ class TrainerRank:
             self._sync_gradients(is_last=number == len(minibatch.micro_batches) - 1)
             clock.charge("prepare")
             current, entropies = self._forward(row)
-            terms = MicroBatchTerms(
-                current_logprobs=current,
-                behaviour_logprobs=row.behaviour_logprobs,
-                entropies=entropies,
-                advantages=row.advantages,
-                loss_weights=row.loss_weights,
-                trajectory_index=row.trajectory_index,
-                sampled_versions=row.sampled_versions,
+            terms = row.terms(
+                current,
+                entropies,
                 trainer_version=shard.trainer_version,
                 old_logprobs=old[number] if old else self._still_old(current),
                 reference_logprobs=reference[number] if reference else None,

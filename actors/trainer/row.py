@@ -14,6 +14,7 @@ from torch import Tensor
 
 from actors.batch import Float32s, Int32s, MicroBatch
 from actors.trainer.forest_layout import PackedLayout, build_layout
+from actors.trainer.loss.micro_batch import MicroBatchTerms
 from actors.trainer.routing_replay import ReplayedExperts, replayed_experts
 
 
@@ -40,6 +41,29 @@ class RowTensors:
     @property
     def num_tokens(self) -> int:
         return self.layout.num_tokens
+
+    def terms(
+        self,
+        current_logprobs: Tensor,
+        entropies: Tensor,
+        *,
+        trainer_version: int,
+        old_logprobs: Tensor | None = None,
+        reference_logprobs: Tensor | None = None,
+    ) -> MicroBatchTerms:
+        """What the loss asks about the row's trained tokens. Args: [M] float32 each."""
+        return MicroBatchTerms(
+            current_logprobs=current_logprobs,
+            behaviour_logprobs=self.behaviour_logprobs,
+            entropies=entropies,
+            advantages=self.advantages,
+            loss_weights=self.loss_weights,
+            trajectory_index=self.trajectory_index,
+            sampled_versions=self.sampled_versions,
+            trainer_version=trainer_version,
+            old_logprobs=old_logprobs,
+            reference_logprobs=reference_logprobs,
+        )
 
 
 def row_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:

@@ -6,11 +6,13 @@ A plain NumPy archive: no pickles, readable without this package. Called by `Tra
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from actors.batch import MicroBatch, Minibatch
 
@@ -18,23 +20,40 @@ _LOG = logging.getLogger(__name__)
 DIRECTORY = "skipped"
 
 
-def save_skipped(
-    minibatch: Minibatch, directory: Path, *, step: int, update: int, rank: int
-) -> Path:
-    """Write every array of one rank's minibatch; keys are `<micro-batch>/<field>`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedUpdate:
+    """An update of one rank. old, reference: log-probabilities [M] float32, nats, of each
+    micro-batch; None where the update needed none, or made them itself.
+    """
 
-    Routing records, where there are any, are `expert_positions` and `expert_indices`.
+    step: int
+    update: int
+    rank: int
+    minibatch: Minibatch
+    old: Sequence[Tensor] | None = None
+    reference: Sequence[Tensor] | None = None
+
+
+def save_skipped(skipped: SkippedUpdate, directory: Path) -> Path:
+    """Write all that the loss was computed from; keys are `<micro-batch>/<field>`.
+
+    Beside the fields of a micro-batch, where there are any: `old_logprobs`, `reference_logprobs`,
+    and routing records as `expert_positions` and `expert_indices`.
 
     Returns: `directory/step-000012-update-0-rank-1.npz`.
     Raises: OSError when it cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"step-{step:06d}-update-{update}-rank-{rank}.npz"
+    name = f"step-{skipped.step:06d}-update-{skipped.update}-rank-{skipped.rank}.npz"
+    path = directory / name
     arrays = {
         f"{number}/{name}": array
-        for number, row in enumerate(minibatch.micro_batches)
+        for number, row in enumerate(skipped.minibatch.micro_batches)
         for name, array in _arrays(row).items()
     }
+    for name, scores in (("old", skipped.old), ("reference", skipped.reference)):
+        for number, logprobs in enumerate(scores or ()):
+            arrays[f"{number}/{name}_logprobs"] = logprobs.float().cpu().numpy()
     np.savez_compressed(path, **arrays)
     return path
 
@@ -49,11 +68,12 @@ def _arrays(row: MicroBatch) -> dict[str, Any]:
     return arrays
 
 
-def report_skip(minibatch: Minibatch, root: Path, *, step: int, update: int, rank: int) -> None:
+def report_skip(skipped: SkippedUpdate, root: Path) -> None:
     """Save them under `root/skipped` and say so in the log; a disk that fails is only said."""
+    step = skipped.step
     try:
-        path = save_skipped(minibatch, root / DIRECTORY, step=step, update=update, rank=rank)
+        path = save_skipped(skipped, root / DIRECTORY)
     except OSError as error:
         _LOG.warning("step %d: inputs of a skipped update not saved: %s", step, error)
         return
-    _LOG.warning("step %d: update %d is not finite, skipped; %s", step, update, path)
+    _LOG.warning("step %d: update %d is not finite, skipped; %s", step, skipped.update, path)

@@ -191,6 +191,11 @@ class TrainerConfig(Section):
     weight_decay: NotNegative = Field(0.0, description="AdamW")
     max_grad_norm: Rate = Field(1.0, description="gradients are clipped to this norm")
     tokens_per_micro_batch: Positive = Field(4096, description="budget of one packed row")
+    share_prefixes: bool = Field(
+        True,
+        description="compute what the samples of a row begin with in common once; false: each by "
+        "itself, for a comparison",
+    )
     gradient_checkpointing: bool = Field(False, description="less memory, a third more compute")
     threads: Positive = Field(1, description="of a rank on CPU")
     gpus_per_rank: NotNegative = Field(0.0, description="a fraction where engines share the GPU")

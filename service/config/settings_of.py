@@ -184,6 +184,7 @@ def merge_settings(config: Config) -> StepSettings:
         trains_without_signal=loss.needs_reference or loss.needs_entropy_gradient,
         num_ranks=trainer.num_ranks,
         tokens_per_micro_batch=trainer.tokens_per_micro_batch,
+        share_prefixes=trainer.share_prefixes,
         num_minibatches=algorithm.minibatches,
         seed=config.run.seed,
         policies={config.tasks.environment: outcome_policy(config)},
