@@ -33,9 +33,9 @@ class TrajectoryBuffer:
     __slots__ = ("_open", "_origins", "_pieces", "sample_of")
 
     def __init__(self) -> None:
-        self.sample_of: list[int] = []
         self._open = OpenSamples()
         self._pieces = self._open.pieces
+        self.sample_of = self._open.grown
         self._origins: list[tuple[int | None, int, MismatchKind | None]] = []
 
     @property
@@ -73,14 +73,15 @@ class TrajectoryBuffer:
             prompt, sampled = np.ascontiguousarray(prompt), np.ascontiguousarray(sampled)
         # Only with one open sample is the first that fits the longest.
         if self.num_samples == 1 and self._open.grow_if_begun(0, prompt, sampled):
-            self.sample_of.append(0)
             return 0
         if not self.num_samples:
             self._origins.append((None, 0, None))
-            self.extend(self._open.open(), prompt, sampled)
-            return 0
+            return self._open.open(prompt, sampled)
         place = self._open.place(prompt)
-        sample = self._branch(place, prompt, kind) if place.extends is None else place.extends
+        sample = place.extends
+        if sample is None:
+            self._origins.append(self._origin(place, prompt, kind))
+            return self._open.open(prompt, sampled, at=place)
         self.extend(sample, prompt[self._open.length(sample) :], sampled)
         return sample
 
@@ -126,9 +127,10 @@ class TrajectoryBuffer:
             found.append((ids[sample][:start], ids[sample][start:end]))
         return found
 
-    def _branch(self, place: Place, prompt: TokenIds, kind: MismatchKind | None) -> int:
-        """Open a sample for a prompt that extends none of those that are open."""
-        parent = place.nearest if place.shared else None
+    def _origin(
+        self, place: Place, prompt: TokenIds, kind: MismatchKind | None
+    ) -> tuple[int | None, int, MismatchKind | None]:
+        """Parent, shared tokens and kind of a sample that a prompt opens."""
         if kind is None:
             kind = classify(
                 self._open.view(place.nearest),
@@ -136,8 +138,7 @@ class TrajectoryBuffer:
                 regions=self._regions(place.nearest),
                 position=place.shared,
             )
-        self._origins.append((parent, place.shared, kind))
-        return self._open.open()
+        return place.nearest if place.shared else None, place.shared, kind
 
     def _regions(self, sample: int) -> NDArray[np.int32]:
         """[T] int32: the first prompt is 0, each action odd, each observation even."""

@@ -1,10 +1,12 @@
 """The open samples of one trajectory as a tree of their tokens: where does a prompt belong?
 
-A prompt is walked down the tree once, however many samples are open, so that each of its tokens is
-compared about once; a comparison is one `memcmp`, and looks for the place only where it fails. The
-tree stores no token: a node is a stretch [start, end) of the sample that first went there. It is
-brought up to date when a prompt is placed, so that samples that only grow cost nothing.
-Called by `buffer`.
+A prompt is compared with the newest sample that begins as it does, whole: one `memcmp`, and a
+search for the place only where it fails. Where the two part, the walk goes on with the newest
+sample of the next branch, so that each token of the prompt is compared about once, however many
+samples are open. What grows with their number is a climb over the prompt's ancestors, which looks
+at no token. The tree stores none: a node is a stretch [start, end) of the sample that first went
+there. It is brought up to date when a prompt is placed, so that samples that only grow cost
+nothing. Called by `buffer`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 from actors.trajectory import TokenIds
 
 ID_BYTES = 4
-# Where two stretches differ, the place is looked for in blocks of this many tokens.
+# A place where two stretches differ is narrowed down to this many tokens by halves.
 _BLOCK_TOKENS = 4096
 
 
@@ -35,12 +37,13 @@ class Place:
 class _Node:
     """Tokens [start, end) of sample `owner`. ends: samples that end here. newest: that came by."""
 
-    __slots__ = ("children", "end", "ends", "newest", "owner", "start")
+    __slots__ = ("children", "end", "ends", "newest", "owner", "parent", "start")
 
-    def __init__(self, owner: int, start: int, end: int) -> None:
+    def __init__(self, owner: int, start: int, end: int, *, parent: _Node | None) -> None:
         self.owner = owner
         self.start = start
         self.end = end
+        self.parent = parent
         self.newest = owner
         self.children: dict[int, _Node] = {}
         self.ends: list[int] = []
@@ -50,35 +53,40 @@ class OpenSamples:
     """The ids of each open sample, appended to in amortised constant time a token.
 
     pieces: of each sample, the stretches of int32 ids that it was grown by, each in one piece of
-    memory: append to it. They are joined to the sample's bytes when those are asked for: a join of
-    many costs a fraction of copying each into its place.
+    memory. They are joined to the sample's bytes when those are asked for: a join of many costs a
+    fraction of copying each into its place. grown: the sample that each turn went to. To let a
+    sample grow by a turn, append to both.
     """
 
-    __slots__ = ("_at", "_grown", "_ids", "_lengths", "_root", "_walked", "pieces")
+    __slots__ = ("_at", "_ids", "_lengths", "_num_walked", "_root", "_walked", "grown", "pieces")
 
     def __init__(self) -> None:
         self._ids: list[bytearray] = []
         self.pieces: list[list[Any]] = []
+        self.grown: list[int] = []
         self._lengths: list[list[int]] = []
-        self._root = _Node(-1, 0, 0)
+        self._root = _Node(-1, 0, 0, parent=None)
+        # Of each sample, the node that it ends at in the tree, and its length there.
         self._at: list[_Node] = []
         self._walked: list[int] = []
-        self._grown: set[int] = set()
+        # How many of `grown` the tree knows.
+        self._num_walked = 0
 
-    @property
-    def num_samples(self) -> int:
-        return len(self._ids)
-
-    def open(self) -> int:
-        """Begin an empty sample; its number."""
+    def open(self, prompt: TokenIds, sampled: TokenIds, *, at: Place | None = None) -> int:
+        """Begin a sample with a turn; its number. at: where the prompt was placed."""
         number = len(self._ids)
         self._ids.append(bytearray())
-        self.pieces.append([])
+        self.pieces.append([prompt, sampled])
+        self.grown.append(number)
         self._lengths.append([])
-        self._at.append(self._root)
-        self._walked.append(0)
-        self._root.ends.append(number)
-        self._root.newest = number
+        node = self._root if at is None else self._node_to(at.nearest, at.shared)
+        node.ends.append(number)
+        self._at.append(node)
+        self._walked.append(node.end)
+        above: _Node | None = node
+        while above is not None:
+            above.newest = number
+            above = above.parent
         return number
 
     def lengths(self, sample: int) -> list[int]:
@@ -104,7 +112,7 @@ class OpenSamples:
         ids += text[num_ids:]
         ids += sampled.data
         self._lengths[sample] += (len(prompt) - num_ids, len(sampled))
-        self._grown.add(sample)
+        self.grown.append(sample)
         return True
 
     def place(self, prompt: TokenIds) -> Place:
@@ -114,16 +122,17 @@ class OpenSamples:
         """
         self._catch_up()
         node, depth, length = self._root, 0, prompt.shape[0]
-        extends = max(node.ends, default=None)
-        while depth < length:
+        while depth == node.end and depth < length:
             child = node.children.get(prompt.item(depth))
             if child is None:
                 break
-            node = child
-            depth += self._common(prompt, depth, node)
-            if depth < node.end:
-                break
-            extends = max(node.ends, default=extends)
+            end = min(length, self._walked[child.newest])
+            depth = self._parting(prompt, depth, end, child.newest)
+            node = self._holder(child.newest, depth)
+        ended = node if depth == node.end else node.parent
+        while ended is not None and not ended.ends:
+            ended = ended.parent
+        extends = None if ended is None else max(ended.ends)
         return Place(extends=extends, nearest=node.newest, shared=depth)
 
     def _joined(self, sample: int) -> bytearray:
@@ -140,16 +149,12 @@ class OpenSamples:
             ids += joined
             self._lengths[sample] += lengths
             pieces.clear()
-            self._grown.add(sample)
         return ids
 
     def _catch_up(self) -> None:
-        for sample, pieces in enumerate(self.pieces):
-            if pieces:
-                self._joined(sample)
-        for sample in sorted(self._grown):
+        for sample in {*self.grown[self._num_walked :]}:
             self._insert(sample)
-        self._grown.clear()
+        self._num_walked = len(self.grown)
 
     def _insert(self, sample: int) -> None:
         """Lead a sample that grew further down the tree, from where it ended."""
@@ -164,10 +169,11 @@ class OpenSamples:
             while depth < length:
                 child = node.children.get(ids.item(depth))
                 if child is None:
-                    child = node.children[ids.item(depth)] = _Node(sample, depth, length)
+                    child = _Node(sample, depth, length, parent=node)
+                    node.children[ids.item(depth)] = child
                     depth = length
                 else:
-                    depth += self._common(ids, depth, child)
+                    depth = self._parting(ids, depth, min(length, child.end), child.owner)
                     if depth < child.end:
                         child = self._split(node, child, depth)
                     child.newest = max(child.newest, sample)
@@ -175,29 +181,43 @@ class OpenSamples:
         node.ends.append(sample)
         self._at[sample], self._walked[sample] = node, length
 
+    def _holder(self, sample: int, depth: int) -> _Node:
+        """The node that holds a sample's first `depth` tokens, and of those no fewer."""
+        node = self._at[sample]
+        while node.parent is not None and node.start >= depth:
+            node = node.parent
+        return node
+
+    def _node_to(self, sample: int, depth: int) -> _Node:
+        """The node that ends after a sample's first `depth` tokens."""
+        node = self._holder(sample, depth)
+        if node.parent is None or node.end == depth:
+            return node
+        return self._split(node.parent, node, depth)
+
     def _split(self, parent: _Node, child: _Node, depth: int) -> _Node:
         """Put a node between two that ends at `depth`."""
-        upper = _Node(child.owner, child.start, depth)
+        upper = _Node(child.owner, child.start, depth, parent=parent)
         upper.newest = child.newest
         parent.children[self._id(child.owner, child.start)] = upper
         child.start = depth
+        child.parent = upper
         upper.children[self._id(child.owner, depth)] = child
         return upper
 
     def _id(self, sample: int, position: int) -> int:
         return self.view(sample).item(position)
 
-    def _common(self, ids: TokenIds, depth: int, node: _Node) -> int:
-        """How many of ids[depth:] and the node's stretch, which starts there, are equal."""
-        text = self._ids[node.owner]
-        end = min(ids.shape[0], node.end)
-        if text.startswith(ids[depth:end].data, depth * ID_BYTES):
-            return end - depth
-        stretch = np.frombuffer(text, np.int32)
-        for at in range(depth, end, _BLOCK_TOKENS):
-            until = min(at + _BLOCK_TOKENS, end)
-            differs = ids[at:until] != stretch[at:until]
-            first = int(differs.argmax())
-            if differs[first]:
-                return at + first - depth
-        return end - depth
+    def _parting(self, ids: TokenIds, start: int, end: int, sample: int) -> int:
+        """The first place in [start, end) where ids and a sample's differ; end: there is none."""
+        text = self._ids[sample]
+        if text.startswith(ids[start:end].data, start * ID_BYTES):
+            return end
+        while end - start > _BLOCK_TOKENS:
+            middle = (start + end) // 2
+            if text.startswith(ids[start:middle].data, start * ID_BYTES):
+                start = middle
+            else:
+                end = middle
+        differs = ids[start:end] != np.frombuffer(text, np.int32)[start:end]
+        return start + int(differs.argmax())
