@@ -222,11 +222,13 @@ def _cut(drafts: Sequence[_Draft], columns: _Columns) -> list[Merged]:
     start = 0
     for draft in drafts:
         samples: list[Sample] = []
-        num_unmerged = num_sampled = num_trained = 0
+        num_turns = num_unmerged = num_sampled = num_trained = 0
         for turns, ids, lengths in zip(draft.chains, draft.ids, draft.lengths, strict=True):
             end = start + len(ids)
-            sample = _sample(draft, turns, ids, lengths[0], columns, slice(start, end))
+            experts = _experts(draft.side, num_turns, lengths)
+            sample = _sample(draft, turns, ids, lengths[0], columns, slice(start, end), experts)
             samples.append(sample)
+            num_turns += len(turns)
             # A row for each turn would end where the turn ends.
             num_unmerged += sum([*accumulate(lengths)][1::2])
             num_sampled += sum(lengths[1::2])
@@ -236,7 +238,7 @@ def _cut(drafts: Sequence[_Draft], columns: _Columns) -> list[Merged]:
             Merged(
                 samples=tuple(samples),
                 mismatches=draft.mismatches,
-                num_turns=len(draft.side.logprobs),
+                num_turns=num_turns,
                 num_unmerged_tokens=num_unmerged,
                 num_masked_tokens=num_sampled - num_trained,
             )
@@ -251,6 +253,7 @@ def _sample(
     prompt_length: int,
     columns: _Columns,
     place: slice,
+    experts: ExpertRecords | None,
 ) -> Sample:
     rewards = columns.token_rewards
     has_rewards = draft.side.token_rewards is not None
@@ -263,16 +266,15 @@ def _sample(
         logprobs=columns.logprobs[place],
         versions=columns.versions[place],
         token_rewards=rewards[place] if rewards is not None and has_rewards else None,
-        experts=None if draft.side.expert_indices is None else _experts(draft, turns),
+        experts=experts,
     )
 
 
-def _experts(draft: _Draft, turns: tuple[int, ...]) -> ExpertRecords | None:
-    recorded = draft.side.expert_indices
-    assert recorded is not None
-    first = [*chain.from_iterable(draft.chains)].index(turns[0])
-    own = draft.chains.index(turns)
-    return place_experts(recorded[first : first + len(turns)], draft.lengths[own])
+def _experts(side: SideData, first: int, lengths: Sequence[int]) -> ExpertRecords | None:
+    """Of the sample whose turns stand in `side` from `first` on."""
+    if side.expert_indices is None:
+        return None
+    return place_experts(side.expert_indices[first : first + len(lengths) // 2], lengths)
 
 
 def _whole_ids(last: Turn) -> TokenIds:
