@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trajectory_builders import ids, linear_turns, make_trajectory, make_turn
 
 from actors.merge.advantages import Baseline, Scale
-from actors.merge.credit import SampleScores, Scores
+from actors.merge.credit import SampleScores, Scores, candidate
 from actors.merge.gae import CriticSettings, Truncation
 from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.prefix import merge_turns
@@ -170,6 +170,31 @@ def test_the_kl_penalty_lowers_what_statistics_and_report_see() -> None:
     assert of_turns(result, first) == pytest.approx([expected], rel=1e-5)
     assert result.report.returns is not None
     assert result.report.returns.mean == pytest.approx(sum(returns) / 2, rel=1e-5)
+
+
+def test_the_kl_of_each_token_is_charged_in_the_order_of_play_however_turns_branched() -> None:
+    nan = float("nan")
+    trajectory = make_trajectory(
+        [
+            make_turn([1], [2, 3], logprobs=[-1, -2]),
+            make_turn([7], [8, 8, 8], logprobs=[-3, nan, -5]),
+            make_turn([1, 2, 3, 4], [5], logprobs=[-6]),
+            make_turn([7, 8, 8, 8], [], logprobs=[]),
+            make_turn([1, 9], [6, 6], logprobs=[-7, -8]),
+        ]
+    )
+    merged = merge_turns(trajectory)
+    assert [sample.turns for sample in merged.samples] == [(0, 2), (1, 3), (4,)]
+    found = candidate(
+        trajectory,
+        merged,
+        rewards=np.zeros(5),
+        baseline_return=1.0,
+        kl=KL.kl,
+        scores=scored(group_of(trajectory)),
+    )
+    assert found.token_rewards.tolist() == [-0.5, -1, -1.5, -2.5, -3, -3.5, -4]
+    assert found.baseline_return == 1 - 16
 
 
 def critic(**fields: Any) -> dict[str, Any]:

@@ -124,9 +124,10 @@ def candidate(
         return plain
     found = _sample_scores(plain, scores, what="reference_logprobs")
     charged = np.zeros(num_trained, np.float64)
+    bounds = np.append(0, np.cumsum(_tokens_by_turn(plain)))
     for sample, scored in zip(merged.samples, found, strict=True):
         trained = sample.mask == 1
-        charged[_places(trajectory, merged, sample)] = kl_penalties(
+        charged[_places(sample, bounds)] = kl_penalties(
             sample.logprobs[trained], scored[trained], kl=kl, name=plain.name
         )
     return replace(plain, token_rewards=charged, baseline_return=baseline_return + charged.sum())
@@ -186,9 +187,7 @@ def normalised(credits: Sequence[Credit]) -> list[Credit]:
     return [replace(credit, values=new) for credit, new in zip(credits, values, strict=True)]
 
 
-def sample_advantage(
-    credit: Credit, trajectory: Trajectory, merged: Merged, sample: Sample
-) -> float | Float32s:
+def sample_advantage(credit: Credit, trajectory: Trajectory, sample: Sample) -> float | Float32s:
     """What a sample's trained tokens get: one number, or [T] float32 (0 where not trained)."""
     if credit.level is Level.TRAJECTORY:
         return float(credit.values[0])
@@ -198,15 +197,14 @@ def sample_advantage(
             advantages[_span(trajectory, index)] = credit.values[index]
         advantages[sample.mask == 0] = 0
     else:
-        advantages[sample.mask == 1] = credit.values[_places(trajectory, merged, sample)]
+        # By token only a trajectory of one sample is credited: its tokens are the trajectory's.
+        advantages[sample.mask == 1] = credit.values
     return advantages
 
 
-def trained_advantages(
-    credit: Credit, trajectory: Trajectory, merged: Merged, sample: Sample
-) -> Float32s:
+def trained_advantages(credit: Credit, trajectory: Trajectory, sample: Sample) -> Float32s:
     """[M] float32, of the sample's trained tokens in order."""
-    advantage = np.asarray(sample_advantage(credit, trajectory, merged, sample), np.float32)
+    advantage = np.asarray(sample_advantage(credit, trajectory, sample), np.float32)
     return np.broadcast_to(advantage, (sample.num_tokens,))[sample.mask == 1]
 
 
@@ -226,17 +224,12 @@ def _tokens_by_turn(each: Candidate) -> NDArray[np.int64]:
     return counts
 
 
-def _places(trajectory: Trajectory, merged: Merged, sample: Sample) -> NDArray[np.int64]:
-    """Where a sample's trained tokens stand among the trajectory's, in the order of play."""
-    if len(merged.samples) == 1:
-        return np.arange(sample.num_trained)
-    counts = np.zeros(len(trajectory.turns), np.int64)
-    for other in merged.samples:
-        for index in other.turns:
-            counts[index] = np.count_nonzero(other.mask[_span(trajectory, index)])
-    starts = np.cumsum(counts) - counts
-    places = [np.arange(starts[i], starts[i] + counts[i]) for i in sample.turns]
-    return np.concatenate(places).astype(np.int64)
+def _places(sample: Sample, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where a sample's trained tokens stand among the trajectory's, in the order of play.
+
+    bounds: [K + 1], between which two those of each turn of the trajectory stand.
+    """
+    return np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in sample.turns])
 
 
 def _turn_rewards(each: Candidate) -> NDArray[np.float64]:

@@ -143,8 +143,7 @@ def _handed_out(member: _Member) -> JudgedTrajectory:
     advantages: tuple[Float32s, ...] = ()
     if merged is not None and credit is not None and member.is_trained:
         advantages = tuple(
-            trained_advantages(credit, member.trajectory, merged, sample)
-            for sample in merged.samples
+            trained_advantages(credit, member.trajectory, sample) for sample in merged.samples
         )
     return JudgedTrajectory(
         trajectory=member.trajectory, merged=merged, verdict=member.verdict, advantages=advantages
@@ -314,7 +313,7 @@ def _weighted(members: Sequence[_Member], weights: Sequence[float]) -> list[Weig
     return [
         WeightedSample(
             sample=sample,
-            advantage=sample_advantage(member.credit, member.trajectory, member.merged, sample),
+            advantage=sample_advantage(member.credit, member.trajectory, sample),
             loss_weight=weight,
         )
         for member, weight in zip(members, weights, strict=True)
