@@ -65,6 +65,16 @@ def rewritten(num_turns: int, shape: Shape, *, seed: int) -> Play:
     return play
 
 
+def branches(num_turns: int, shape: Shape, *, seed: int) -> Play:
+    """Every turn branches off one prompt with a token of its own."""
+    rng = np.random.default_rng(seed)
+    head = _ids(rng, shape.prompt)
+    play = Play(prompts=[], sampled=[], logprobs=[], rewards=[])
+    for number in range(num_turns):
+        _take(play, rng, np.append(head, np.int32(number)), _ids(rng, shape.sampled))
+    return play
+
+
 def with_sub_agent(num_turns: int, shape: Shape, *, seed: int) -> Play:
     """Two conversations take turns: the main line goes on after each turn of the sub-agent."""
     main = linear(num_turns // 2, shape, seed=seed)

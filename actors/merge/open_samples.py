@@ -1,12 +1,12 @@
 """The open samples of one trajectory as a tree of their tokens: where does a prompt belong?
 
 A prompt is compared with the newest sample that begins as it does, whole: one `memcmp`, and a
-search for the place only where it fails. Where the two part, the walk goes on with the newest
-sample of the next branch, so that each token of the prompt is compared about once, however many
-samples are open. What grows with their number is a climb over the prompt's ancestors, which looks
-at no token. The tree stores none: a node is a stretch [start, end) of the sample that first went
-there. It is brought up to date when a prompt is placed, so that samples that only grow cost
-nothing. Called by `buffer`.
+search by halves for the place only where it fails. Where the two part, the walk goes on with the
+newest sample of the next branch, so that a token is read some few times, however many samples are
+open. What grows with their number is a climb over the prompt's ancestors, which reads no token.
+The tree stores none: a node is a stretch [start, end) of the sample that first went there. It is
+brought up to date when a prompt is placed, so that samples that only grow cost nothing. Called by
+`buffer`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class OpenSamples:
     def place(self, prompt: TokenIds) -> Place:
         """Walk a prompt, [P] int32 in one piece, down the tree of one or more samples.
 
-        The longest sample that begins it wins, the newest among equals.
+        The longest sample that begins it wins, the newest among equals. A step goes as far as the
+        newest sample of a branch goes with the prompt.
         """
         self._catch_up()
         node, depth, length = self._root, 0, prompt.shape[0]

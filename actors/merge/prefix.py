@@ -4,7 +4,8 @@ A turn extends a sample when the sample's full ids are an exact prefix of its pr
 between is observation, mask 0. All samples stay open: the longest match wins, the newest among
 equals, so that a sub-agent's turns or a compacted history branch off and the main line goes on.
 Which turn extends which is known (`Trajectory.lineage`) or found here; the cost is linear in the
-merged tokens where it is known, and in the turns' own tokens where each has to be compared.
+merged tokens where it is known, and in the turns' own tokens where each has to be compared
+(`open_samples` has the exception).
 
 Invariants: the mask counts the sampled tokens with a finite log-probability; mask 0 means
 log-probability 0 and version -1; the order of turns is kept; merging the turns of one sample again
