@@ -220,6 +220,38 @@ def test_a_critic_credits_each_token_and_skips_observations() -> None:
 
 
 @pytest.mark.parametrize(
+    ("first_logprob", "clip", "expected"),
+    [
+        # Errors: .25 + .2 - .1 = .35; .25 + .3 - .2 = .35; 1 - .3 = .7.
+        (-0.1, None, {-0.1: 0.7, -0.2: 0.7, -0.3: 0.7}),
+        # What the clip takes off the return of 1.5 comes with the last turn: .5 - .3 = .2.
+        (-0.1, ReturnRange(low=-1.0, high=1.0), {-0.1: 0.575, -0.2: 0.45, -0.3: 0.2}),
+        # A token that is not trained leaves its reward to the first that is: .5 + .3 - .2 = .6.
+        (np.nan, None, {-0.2: 0.95, -0.3: 0.7}),
+    ],
+)
+def test_a_reward_by_token_stands_at_its_token(
+    first_logprob: float, clip: ReturnRange | None, expected: dict[float, float]
+) -> None:
+    halves = np.array([0.25, 0.25], np.float32)
+    first = make_turn([1, 2], [3, 4], logprobs=[first_logprob, -0.2], reward=0.5)
+    trajectory = make_trajectory(
+        [
+            replace(first, token_rewards=halves),
+            make_turn([1, 2, 3, 4, 9, 9], [5], logprobs=[-0.3], reward=1.0),
+        ]
+    )
+    values = np.array([9, 0.1, 0.2, 9, 9, 0.3, 0.8], np.float32)
+    scores = {trajectory.trajectory_id: (SampleScores(values=values),)}
+    shaping = ShapingSettings(clip=clip)
+    result = build(group_of(trajectory), scores=scores, shaping=shaping, **critic(decay=0.5))
+    found = advantages(result)
+    assert len(found) == len(expected)
+    for logprob, value in expected.items():
+        assert found[float(np.float32(logprob))] == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize(
     ("truncation", "expected"), [(Truncation.BOOTSTRAP, 0.7), (Truncation.TERMINAL, -0.1)]
 )
 def test_a_truncated_trajectory_bootstraps_from_the_value_at_its_end(

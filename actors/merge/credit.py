@@ -242,13 +242,23 @@ def _turn_rewards(each: Candidate) -> NDArray[np.float64]:
 
 
 def _token_rewards(each: Candidate) -> NDArray[np.float64]:
-    """[N] rewards of the trained tokens: a turn's comes with its last one.
+    """[N] rewards of the trained tokens of a trajectory of one sample.
 
-    What a turn without trained tokens earned comes with the last one before it, or else the first.
+    A turn's comes with its last one, but for what it recorded by token, which stands where it was
+    earned. What falls on no trained token comes with the last one before it, or else the first.
     """
     rewards = each.token_rewards.copy()
+    (sample,) = each.merged.samples
     last = np.maximum(np.cumsum(_tokens_by_turn(each)) - 1, 0)
-    np.add.at(rewards, last, each.rewards)
+    of_turns = each.rewards
+    if sample.token_rewards is not None:
+        earned = sample.token_rewards.astype(np.float64)
+        at = np.flatnonzero(earned)
+        behind = np.searchsorted(np.flatnonzero(sample.mask), at, side="right") - 1
+        np.add.at(rewards, np.maximum(behind, 0), earned[at])
+        spans = [_span(each.trajectory, index) for index in sample.turns]
+        of_turns = of_turns - np.array([earned[span].sum() for span in spans])
+    np.add.at(rewards, last, of_turns)
     return rewards
 
 
