@@ -140,14 +140,17 @@ class OpenSamples:
         """A sample's bytes, with all that it was grown by. Raises: ValueError, ids not int32."""
         ids, pieces = self._ids[sample], self.pieces[sample]
         if pieces:
-            lengths, joined = list(map(len, pieces)), b"".join(pieces)
+            lengths, joined = list(map(len, pieces)), bytearray().join(pieces)
             if len(joined) != ID_BYTES * sum(lengths):
                 kinds = sorted({str(piece.dtype) for piece in pieces})
                 raise ValueError(
                     f"sample {sample}: ids of {kinds}, expected int32; convert them where they "
                     "come in"
                 )
-            ids += joined
+            if ids:
+                ids += joined
+            else:
+                self._ids[sample] = ids = joined
             self._lengths[sample] += lengths
             pieces.clear()
         return ids

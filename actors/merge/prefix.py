@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -231,7 +231,7 @@ def _cut(drafts: Sequence[_Draft], columns: _Columns) -> list[Merged]:
             samples.append(sample)
             num_turns += len(turns)
             # A row for each turn would end where the turn ends.
-            num_unmerged += sum([*accumulate(lengths)][1::2])
+            num_unmerged += sum(islice(accumulate(lengths), 1, None, 2))
             num_sampled += sum(lengths[1::2])
             num_trained += sample.num_trained
             start = end

@@ -82,12 +82,15 @@ class SideData:
         )
 
 
-def zeros_between(lengths: Sequence[int]) -> list[bytes]:
+def zeros_between(lengths: Sequence[int]) -> list[memoryview]:
     """[K] of bytes: four zero bytes for each token of the prompt and of each observation."""
-    return [bytes(4 * length) for length in lengths[::2]]
+    gaps = lengths[::2]
+    # Views of the longest cost less than memory of their own for each.
+    zeros = memoryview(bytes(4 * max(gaps, default=0)))
+    return [zeros[: 4 * length] for length in gaps]
 
 
-def place_floats(recorded: Sequence[NDArray[np.float32]], zeros: Sequence[bytes]) -> LogProbs:
+def place_floats(recorded: Sequence[NDArray[np.float32]], zeros: Sequence[memoryview]) -> LogProbs:
     """[T] float32: what each turn recorded for its sampled tokens, 0 elsewhere.
 
     Example: recorded [-1, -2] and [-3], zeros for 3 and 2 tokens -> [0, 0, 0, -1, -2, 0, 0, -3]
@@ -104,8 +107,9 @@ def place_versions(
     """[T] int32: the policy version that sampled each token, -1 where none did."""
     flat = list(chain.from_iterable(spans))
     versions = [UNRECORDED_VERSION] * len(lengths)
-    is_one_each = len(flat) == len(spans) and all(spans) and not any([s.start for s in flat])
-    if is_one_each and [span.end for span in flat] == lengths[1::2]:
+    is_one_each = len(flat) == len(spans) and all(spans)
+    starts, ends = [span.start for span in flat], [span.end for span in flat]
+    if is_one_each and ends == lengths[1::2] and starts == [0] * len(flat):
         # One span a turn, which is how it mostly is.
         versions[1::2] = [span.version for span in flat]
         return np.repeat(np.array(versions, np.int32), lengths)
@@ -125,7 +129,7 @@ def place_versions(
 
 
 def place_token_rewards(
-    side: SideData, lengths: Sequence[int], zeros: Sequence[bytes]
+    side: SideData, lengths: Sequence[int], zeros: Sequence[memoryview]
 ) -> NDArray[np.float32] | None:
     """[T] float32; None when no turn recorded any.
 
