@@ -16,13 +16,11 @@ import argparse
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,6 +31,7 @@ from actors.merge.prefix import Merged, Played, SideData, merge_all, merge_playe
 from actors.trajectory import Trajectory
 from actors.trajectory_queue.columns import decode, encode
 from benchmarks.environment import describe_environment
+from benchmarks.line_process import LineProcess
 from benchmarks.merge_inputs import (
     Play,
     Shape,
@@ -61,57 +60,20 @@ QUIET = {
 PEER_SCRIPT = Path(__file__).parent / "peers" / "skyrl_merge.py"
 
 
-class Peer:
-    """The peer's process, one command and one answer at a time."""
+class Peer(LineProcess):
+    """The peer's process."""
 
     def __init__(self, python: str) -> None:
-        self._process = subprocess.Popen(
+        super().__init__(
             [python, str(PEER_SCRIPT)],
-            env={**os.environ, **QUIET},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
+            environment=QUIET,
+            remedy=f"; make its environment with `make bench-merge`, or run {PEER_SCRIPT} with its "
+            "Python",
         )
-        self._expect("ready")
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-    def ask(self, command: str) -> str:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(command + "\n")
-        self._process.stdin.flush()
-        return self._answer()
 
     def seconds(self, passes: int) -> float:
         """CPU seconds of one of so many passes."""
         return float(self.ask(f"time {passes}"))
-
-    def _expect(self, word: str) -> None:
-        answer = self._answer()
-        if answer != word:
-            raise SystemExit(f"benchmark: the peer answered {answer!r}, expected {word!r}")
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline().strip()
-        if not answer:
-            raise SystemExit(
-                f"benchmark: the peer ended with code {self._process.wait(timeout=60)}; make its "
-                f"environment with `make bench-merge`, or run {PEER_SCRIPT} with its Python"
-            )
-        return answer
 
 
 Deltas: TypeAlias = list[tuple[NDArray[np.int32], NDArray[np.int32]]]

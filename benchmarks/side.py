@@ -1,20 +1,17 @@
 """One side of a comparison in a process of its own: asked for one step at a time.
 
-Both ends of the pipe. The parent writes a command a line; the child answers each with a line of
-JSON, and its standard output carries nothing else. A side that waits costs no processor time.
+Both ends of the pipe: the child answers each command with a line of JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
+from benchmarks.line_process import LineProcess
 from benchmarks.pairs import Seconds
 
 READY = "ready"
@@ -61,61 +58,13 @@ def restart_quietly(module: str, *, num_threads: int) -> None:
         os.execve(sys.executable, command, {**os.environ, **environment})
 
 
-class Side:
+class Side(LineProcess):
     """The parent's end."""
-
-    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
-        """Start the process and wait until it is ready. Raises: SystemExit when it ends instead."""
-        self._command = command
-        self._errors = tempfile.TemporaryFile("w+")  # lives as long as the process
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-        self._answer()
-
-    def __enter__(self) -> Side:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        try:
-            self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._errors.close()
 
     def step(self, command: str = "step") -> StepTaken:
         """Have one step taken."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(command + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._answer())
+        answer = json.loads(self.ask(command))
         return StepTaken(**{**answer, "seconds": Seconds(**answer["seconds"])})
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline().strip()
-        if not answer:
-            code = self._process.wait(timeout=60)
-            self._errors.seek(0)
-            raise SystemExit(
-                f"benchmark: {' '.join(self._command[:3])} ended with code {code}:\n"
-                + self._errors.read()[-2000:]
-            )
-        return answer
 
 
 def serve(step: Callable[[str], StepTaken]) -> None:
