@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from actors.merge.credit import SampleScores
+from actors.merge.candidates import SampleScores
 from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.prefix import merge_turns
 from actors.merge.settings import StepSettings

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trajectory_builders import ids, linear_turns, make_trajectory, make_turn
 
 from actors.merge.advantages import Baseline, Scale
-from actors.merge.credit import SampleScores, Scores, candidate
+from actors.merge.candidates import SampleScores, Scores, candidate
 from actors.merge.gae import CriticSettings, Truncation
 from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.prefix import merge_turns
@@ -344,10 +344,48 @@ def test_missing_scores_are_refused_with_the_trajectory_named(
         build(group_of(play(0, [1.0]), play(1, [0.0])), scores={}, **fields)
 
 
-def test_a_critic_refuses_a_trajectory_that_branched() -> None:
-    branched = cut(play(0, [1.0, 0.0]), [0, 1])
-    with pytest.raises(ValueError, match=r"g000000\.0-0\.a0 branched into 2 samples"):
-        build(group_of(branched), **critic())
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        # Tokens as played, their states' values .1 .2 .3 .4: errors .1, .5 + .1, .1, 1 - .4.
+        (Outcome.COMPLETED, {-0.1: 0.5, -0.2: 0.8, -0.3: 0.4, -0.4: 0.6}),
+        # Cut off: the main line's end is worth .8, and the last error is 1 + .8 - .4.
+        (Outcome.TRUNCATED_TOKENS, {-0.1: 0.6, -0.2: 1.0, -0.3: 0.8, -0.4: 1.4}),
+    ],
+)
+def test_a_critic_reads_each_state_in_its_own_branch_and_credits_as_played(
+    outcome: Outcome, expected: dict[float, float]
+) -> None:
+    trajectory = make_trajectory(
+        [
+            make_turn([1, 2], [3, 4], logprobs=[-0.1, -0.2], reward=0.5),
+            make_turn([7], [5], logprobs=[-0.3]),
+            make_turn([1, 2, 3, 4, 9], [6], logprobs=[-0.4], reward=1.0),
+        ],
+        outcome=outcome,
+    )
+    main = np.array([9, 0.1, 0.2, 9, 0.4, 0.8], np.float32)
+    aside = np.array([0.3, 9], np.float32)
+    scores = {trajectory.trajectory_id: tuple(SampleScores(values=v) for v in (main, aside))}
+    result = build(
+        group_of(trajectory), scores=scores, policies=TRAIN_TRUNCATED, **critic(decay=0.5)
+    )
+    found = advantages(result)
+    assert len(found) == 4
+    old_values = {-0.1: 0.1, -0.2: 0.2, -0.3: 0.3, -0.4: 0.4}
+    for logprob, value in expected.items():
+        assert found[float(np.float32(logprob))] == pytest.approx(value, abs=1e-6)
+    rows = [row for shard in result.value_shards for row in shard.rows]
+    by_logprob = {
+        round(float(logprob), 1): (old, target)
+        for row in rows
+        for logprob, old, target in zip(
+            row.row.behaviour_logprobs, row.old_values, row.value_targets, strict=True
+        )
+    }
+    for logprob, value in old_values.items():
+        wanted = (value, value + expected[logprob])
+        assert by_logprob[logprob] == pytest.approx(wanted, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from actors.merge.gae import (
     CriticSettings,
     Truncation,
     end_value,
-    refuse_branches,
     token_advantages,
 )
 from actors.outcomes import Disposition
@@ -93,12 +92,6 @@ def test_bad_input_is_refused_with_the_trajectory_named(
         token_advantages(
             np.array(rewards), np.array(values), discount=1.0, decay=1.0, name="g1-0.a0"
         )
-
-
-def test_a_branched_trajectory_is_refused_with_a_remedy() -> None:
-    refuse_branches(1, name="g1-0.a0")
-    with pytest.raises(ValueError, match=r"g1-0\.a0 branched into 2 samples.*append-only"):
-        refuse_branches(2, name="g1-0.a0")
 
 
 @pytest.mark.parametrize(

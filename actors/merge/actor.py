@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from actors.journal.files import Journal, JournalSettings
-from actors.merge.credit import NO_SCORES
+from actors.merge.candidates import NO_SCORES
 from actors.merge.groups import MergedGroup, merge_groups
 from actors.merge.judged import problem_notices
 from actors.merge.payloads import read_groups

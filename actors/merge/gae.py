@@ -125,16 +125,3 @@ def token_advantages(
     next_values = np.append(values[1:], end_value)
     advantages = discounted_suffix_sums(rewards + discount * next_values - values, discount * decay)
     return TokenAdvantages(advantages=advantages, value_targets=advantages + values)
-
-
-def refuse_branches(num_samples: int, *, name: str) -> None:
-    """A critic over a trajectory that branched is not defined.
-
-    Raises: ValueError, naming the trajectory, when it has more than one sample.
-    """
-    if num_samples > 1:
-        raise ValueError(
-            f"gae: trajectory {name} branched into {num_samples} samples, expected 1 with a "
-            "critic, whose values follow one line of states; keep the history append-only, or set "
-            "algorithm.baseline to mean, leave_one_out or none"
-        )

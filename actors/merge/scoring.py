@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.batch import Float32s, Minibatch, RankShard
-from actors.merge.credit import SampleScores, Scores
+from actors.merge.candidates import SampleScores, Scores
 from actors.merge.groups import MergedGroup
 from actors.merge.packing import WeightedSample, filler, pack_row
 from actors.merge.prefix import Sample

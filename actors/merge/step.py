@@ -11,7 +11,7 @@ others. Where an entropy bonus or a KL term does, it is trained. Called by the m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from actors.batch import Float32s, Minibatch, RankShard
@@ -21,12 +21,9 @@ from actors.merge.aggregation import (
     share_of_idle,
     trajectory_weights,
 )
+from actors.merge.candidates import NO_SCORES, Candidate, Scores, candidate, places_of
 from actors.merge.credit import (
-    NO_SCORES,
-    Candidate,
     Credit,
-    Scores,
-    candidate,
     credit_group,
     normalised,
     sample_advantage,
@@ -288,24 +285,28 @@ def _size(member: _Member) -> TrajectorySize:
 def _value_shards(
     trained: Sequence[_Member], settings: StepSettings, *, step: int
 ) -> tuple[ValueShard, ...]:
-    valued = [
-        ValuedSample(
-            sample=member.merged.samples[0],
-            old_values=member.credit.old_values,
-            value_targets=member.credit.value_targets,
-        )
-        for member in trained
-        if member.merged is not None
-        and member.credit is not None
-        and member.credit.old_values is not None
-        and member.credit.value_targets is not None
-    ]
     return pack_values(
-        valued,
+        [valued for member in trained for valued in _valued(member)],
         step=step,
         num_ranks=settings.num_ranks,
         budget=settings.tokens_per_micro_batch,
     )
+
+
+def _valued(member: _Member) -> Iterator[ValuedSample]:
+    """The samples that hold a trained token, with the targets of their values."""
+    merged, credit = member.merged, member.credit
+    if merged is None or credit is None or credit.bounds is None:
+        return
+    assert credit.old_values is not None and credit.value_targets is not None
+    for sample in merged.samples:
+        if sample.num_trained:
+            places = places_of(sample, credit.bounds)
+            yield ValuedSample(
+                sample=sample,
+                old_values=credit.old_values[places],
+                value_targets=credit.value_targets[places],
+            )
 
 
 def _weighted(members: Sequence[_Member], weights: Sequence[float]) -> list[WeightedSample]:
