@@ -6,6 +6,7 @@ import io
 import json
 import zipfile
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,14 @@ def test_what_is_wrong_with_a_trajectory_is_kept() -> None:
     entries = through_a_file(step_of([group])).entries
     assert [entry.problem for entry in entries[:2]] == ["", ""]
     assert entries[2].problem.startswith("return nan, expected a finite number; look at")
+
+
+def test_numbers_of_other_kinds_come_back_as_plain_ones() -> None:
+    group = group_of(0, [1, 0])
+    first, second = group.trajectories
+    kinds = (replace(first, best_return=Fraction(1, 4)), replace(second, best_return=np.float32(2)))
+    entries = through_a_file(step_of([replace(group, trajectories=kinds)])).entries
+    assert [entry.trajectory.best_return for entry in entries] == [0.25, 2.0]
 
 
 def test_the_file_is_plain_numpy_and_json() -> None:

@@ -13,12 +13,14 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actors.batch import Int32s
+from actors.journal.content import ENTRY_DTYPE, check_arrays, check_header
 from actors.journal.record import GroupRule, JournalStep, SampleEntry, TrajectoryEntry
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.mismatch import Mismatch, MismatchKind
@@ -42,17 +44,6 @@ _KINDS = tuple(MismatchKind)
 # NumPy gives these no types.
 _write_array: Callable[..., None] = np.lib.format.write_array
 _load_array: Callable[..., NDArray[Any]] = np.lib.format.read_array
-# One row a sample, of trajectory `row`; num_*: how many of its items lie in the arrays.
-ENTRY_DTYPE = np.dtype(
-    [
-        ("row", np.int32),
-        ("num_turns", np.int32),
-        ("prompt_length", np.int32),
-        ("num_tokens", np.int32),
-        ("num_runs", np.int32),
-        ("num_trained", np.int32),
-    ]
-)
 # One row a mismatch: trajectory, turn, position, index in the kinds.
 _MISMATCH_FIELDS = 4
 
@@ -88,6 +79,7 @@ def read_step(file: IO[bytes]) -> JournalStep:
             header = _read_header(archive)
             names = [*_COLUMN_ARRAYS, "sample_entries", "sample_turns", "runs", "mismatches"]
             arrays = {name: _read_array(archive, name) for name in [*names, *_TRAINED_ARRAYS]}
+        check_arrays(arrays)
         return _step(header, arrays)
     except _UNREADABLE as error:
         raise JournalDamaged(_first_line(error)) from error
@@ -107,7 +99,7 @@ def read_index(file: IO[bytes]) -> StepIndex:
 # What zip, NumPy, JSON and the values themselves raise where bytes are not what they should be.
 _UNREADABLE = (
     zipfile.BadZipFile, zlib.error, EOFError, ValueError, LookupError, TypeError,
-    NotImplementedError, RuntimeError,
+    NotImplementedError, RuntimeError, OverflowError, MemoryError,
 )  # fmt: skip
 
 
@@ -130,8 +122,10 @@ def _header(step: JournalStep, columns: TrajectoryColumns) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A user's environment may give NumPy's numbers for Python's."""
-    return value.item() if isinstance(value, np.generic) else str(value)
+    """A user's environment may give NumPy's numbers, or fractions, for Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    return float(value) if isinstance(value, Real) else str(value)
 
 
 def _sample_arrays(step: JournalStep) -> dict[str, NDArray[Any]]:
@@ -181,6 +175,7 @@ def _read_header(archive: zipfile.ZipFile) -> dict[str, Any]:
     header: dict[str, Any] = json.loads(archive.read(HEADER))
     if header["format"] != FORMAT:
         raise ValueError(f"format {header['format']}, expected {FORMAT}: another Rayloom wrote it")
+    check_header(header)
     return header
 
 
@@ -204,7 +199,7 @@ def _step(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Jour
         TrajectoryEntry(
             trajectory=decode(columns, row),
             reason=None if reason is None else EvictionReason(reason),
-            baseline_return=baseline_return,
+            baseline_return=None if baseline_return is None else float(baseline_return),
             samples=tuple(samples[row]),
             mismatches=tuple(mismatches[row]),
             problem=problems.get(str(row), ""),
@@ -220,8 +215,9 @@ def _step(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Jour
         trainer_version=header["trainer_version"],
         max_policy_age=header["max_policy_age"],
         num_packed_trained=header["num_packed_trained"],
-        group_rule=rule
-        and GroupRule(
+        group_rule=None
+        if rule is None
+        else GroupRule(
             baseline=Baseline(rule["baseline"]),
             scale=Scale(rule["scale"]),
             trains_without_signal=rule.get("trains_without_signal", False),
@@ -241,20 +237,25 @@ def _samples(arrays: Mapping[str, NDArray[Any]], *, num_rows: int) -> list[list[
             turns=tuple(arrays["sample_turns"][turn_at : turn_at + num_turns].tolist()),
             prompt_length=prompt_length,
             num_tokens=num_tokens,
-            positions=_positions(runs),
+            positions=_positions(runs, num_trained=num_trained),
             **{f: arrays[name][trained_at:end] for name, f in _TRAINED_ARRAYS.items()},
         )
-        if {sample.num_trained, sample.token_ids.shape[0]} != {num_trained}:
+        columns = [getattr(sample, field).shape[0] for field in _TRAINED_ARRAYS.values()]
+        if set(columns) != {num_trained}:
             raise ValueError(
-                f"a sample of row {row} has {sample.num_trained} trained positions and "
-                f"{sample.token_ids.shape[0]} ids of them, expected {num_trained}"
+                f"a sample of row {row} has columns of {columns} trained tokens, expected "
+                f"{num_trained}"
             )
         found[row].append(sample)
         turn_at, run_at, trained_at = turn_at + num_turns, run_at + num_runs, end
     return found
 
 
-def _positions(runs: Sequence[Sequence[int]]) -> Int32s:
+def _positions(runs: Sequence[Sequence[int]], *, num_trained: int) -> Int32s:
+    # Before they are laid out: damaged ends may span gigabytes.
+    num_positions = sum(max(0, end - start) for start, end in runs)
+    if num_positions != num_trained:
+        raise ValueError(f"runs of {num_positions} trained positions, expected {num_trained}")
     pieces = [np.arange(start, end, dtype=np.int32) for start, end in runs]
     return np.concatenate([np.empty(0, np.int32), *pieces])
 
