@@ -11,6 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -233,13 +234,21 @@ def write_summary(path: Path, summary: RunSummary) -> None:
 
 
 def write_aside(path: Path, text: str) -> None:
-    """Write a file durably under another name, then rename it over `path`."""
+    """Write a file durably under another name, then rename it over `path`.
+
+    Raises: OSError, with nothing left behind.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
 
 
 def _first_and_last(
