@@ -8,14 +8,21 @@ metrics count every row, superseded or not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from sqlalchemy import Connection, Table, func, select
 
 from service.records import EvaluationRecord, StepRecord
 from service.store import tables
 from service.store.run_store import RunStore, StoredEvent, checkpoint_of
+
+
+class Readable(Protocol):
+    """A run's database, whether it may be written or not."""
+
+    def reading(self) -> AbstractContextManager[Connection]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +48,7 @@ class History:
     earlier_wall_s: float = 0.0
 
 
-def read_history(store: RunStore, *, own_epochs_from: int = 1) -> History:
+def read_history(store: Readable, *, own_epochs_from: int = 1) -> History:
     """Read what survives. own_epochs_from: the first epoch of the process that asks."""
     with store.reading() as connection:
         stretches = surviving_stretches(connection)
