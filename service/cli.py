@@ -14,7 +14,7 @@ import typer
 from service.config.fields import MAX_SEED
 from service.config.file import ConfigError, dump_config, load_config
 from service.config.tree import Config
-from service.display.outlet import say
+from service.display.outlet import escape_unencodable, say
 from service.stop_signals import EXIT_INTERRUPTED, stop_signals
 
 app = typer.Typer(
@@ -160,12 +160,12 @@ def _with_model(overrides: list[str], model: str | None) -> list[str]:
     return [*overrides, f"model.path={json.dumps(model)}", "model.tiny=null"]
 
 
-def _place(option: str, directory: str | None) -> Path | None:
-    if directory is None:
+def _place(option: str, path: str | None, *, what: str = "a directory") -> Path | None:
+    if path is None:
         return None
-    if not directory.strip():
-        raise ConfigError(f"{option}: got an empty text, expected a directory; name one")
-    return Path(directory)
+    if not path.strip():
+        raise ConfigError(f"{option}: got an empty text, expected {what}; name one")
+    return Path(path)
 
 
 @app.command()
@@ -189,24 +189,33 @@ def export(
 def inspect(
     target: Annotated[str, typer.Argument(help="a run directory, a journal file, or an id")],
     run: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="of the id; default: the newest")
+        str | None, typer.Option(metavar="RUN_DIR", help="of the id; default: the newest")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write one trajectory as a page")
+        str | None, typer.Option(metavar="FILE", help="write one trajectory as a page")
     ] = None,
     audit: Annotated[bool, typer.Option(help="check every invariant, name offenders")] = False,
     step: Annotated[int | None, typer.Option(min=1, help="only of this training step")] = None,
     outcome: Annotated[str | None, typer.Option(help="only with this outcome")] = None,
-    limit: Annotated[int, typer.Option(min=0, help="lines at most; 0: all")] = 50,
+    limit: Annotated[
+        int | None, typer.Option(min=0, help="lines at most, 50 where not said; 0: all")
+    ] = None,
 ) -> None:
     """Show TARGET: a run's trajectories, or one of them token by token.
 
     --audit ends with 0 where nothing is wrong, 1 with offenders, 2 where it cannot read.
     """
-    from service.commands.inspect import InspectRequest, run_inspect
+    from service.commands.inspect import run_inspect
+    from service.commands.inspect_options import InspectRequest
 
     request = InspectRequest(
-        target=target, run=run, html=html, audit=audit, step=step, outcome=outcome, limit=limit
+        target=target,
+        run=_place("--run", run),
+        html=_place("--html", html, what="a file"),
+        audit=audit,
+        step=step,
+        outcome=outcome,
+        limit=limit,
     )
     raise typer.Exit(run_inspect(request))
 
@@ -262,10 +271,12 @@ def main() -> None:
     # Read when these packages are first imported, which the commands do.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for stream in (sys.stdout, sys.stderr):
+        escape_unencodable(stream)
     try:
         app()
     except ConfigError as error:
-        typer.echo(f"rayloom: {error}", err=True)
+        say(f"rayloom: {error}", err=True)
         sys.exit(EXIT_REFUSED)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,9 @@ from actors.journal.record import JournalStep
 from actors.merge.advantages import Baseline, Scale, group_advantages
 from actors.trajectory import Outcome, VersionSpan
 from actors.trajectory_queue.ledger import EvictionReason
-from service.commands.inspect import InspectRequest, run_inspect
-from service.inspection.audit.audit import Audit, audit
+from service.commands.inspect import run_inspect
+from service.commands.inspect_options import InspectRequest
+from service.inspection.audit.audit import Audit, audit, describe
 from service.inspection.audit.groups import GroupRule, expected_advantages
 from service.inspection.audit.offence import Check
 from service.inspection.audit.tokens import check_trajectory
@@ -141,6 +143,29 @@ def test_of_trajectories_of_any_shape_only_their_own_faults_are_found(seed: int)
     assert found <= {Check.LOGPROBS, Check.MALFORMED, Check.AGE}
 
 
+def without_logprobs(step: JournalStep) -> JournalStep:
+    """A trajectory called trained, of which nothing could be trained and nothing was."""
+    trajectory, sample = step.entries[0].trajectory, step.entries[0].samples[0]
+    turns = tuple(
+        replace(turn, logprobs=np.full_like(turn.logprobs, np.nan)) for turn in trajectory.turns
+    )
+    names = ("positions", "token_ids", "logprobs", "versions", "advantages")
+    empty = with_sample(step, 0, **{name: getattr(sample, name)[:0] for name in names})
+    return with_entry(empty, 0, trajectory=replace(trajectory, turns=turns))
+
+
+def with_again(step: JournalStep, **changes: Any) -> JournalStep:
+    """The step with its first entry a second time, and with as many tokens packed."""
+    again = replace(step.entries[0], **changes)
+    num_packed = step.num_packed_trained + again.num_trained
+    return replace(step, entries=(*step.entries, again), num_packed_trained=num_packed)
+
+
+def shaped(step: JournalStep) -> JournalStep:
+    """As a run writes it whose advantages are no function of its groups' returns alone."""
+    return replace(step, group_rule=None)
+
+
 PLANTS: dict[str, tuple[Check, str, Callable[[JournalStep], JournalStep]]] = {
     "no log-probability": (
         Check.LOGPROBS, f"{FIRST}.a0",
@@ -216,6 +241,40 @@ PLANTS: dict[str, tuple[Check, str, Callable[[JournalStep], JournalStep]]] = {
         Check.ZERO_SUM, "g000000.0",
         lambda s: with_sample(s, 0, advantages=s.entries[0].samples[0].advantages * 2),
     ),
+    "no log-probability at all": (Check.LOGPROBS, f"{FIRST}.a0", without_logprobs),
+    "trained without a trained token": (Check.MASK, f"{FIRST}.a0", without_logprobs),
+    "an entry that stands twice": (Check.ONCE, FIRST, with_again),
+    "another attempt of a rollout": (
+        Check.ONCE, FIRST,
+        lambda s: with_again(s, trajectory=replace(s.entries[0].trajectory, attempt=1)),
+    ),
+    "an entry that stands twice where rewards are shaped": (
+        Check.ONCE, FIRST, lambda s: shaped(with_again(s)),
+    ),
+    "a return in the baseline that is no number": (
+        Check.BASELINE, f"{FIRST}.a0", lambda s: with_entry(s, 0, baseline_return=math.nan),
+    ),
+    "a shaped return in the baseline that is no number": (
+        Check.BASELINE, f"{FIRST}.a0", lambda s: with_entry(shaped(s), 0, baseline_return=math.nan),
+    ),
+    "a return in the baseline beyond all bounds": (
+        Check.BASELINE, "g000000.0", lambda s: with_entry(s, 0, baseline_return=1e308),
+    ),
+    "an advantage that is no number": (
+        Check.ADVANTAGES, f"{FIRST}.a0",
+        lambda s: with_sample(
+            shaped(s), 0, advantages=changed(s.entries[0].samples[0].advantages, 3, np.nan)
+        ),
+    ),
+    "advantages without an end": (
+        Check.ADVANTAGES, f"{FIRST}.a0",
+        lambda s: with_sample(
+            s, 0,
+            advantages=changed(
+                changed(s.entries[0].samples[0].advantages, 0, np.inf), 1, -np.inf
+            ),
+        ),
+    ),
     "evicted as zero variance with a signal": (
         Check.ADVANTAGES, "g000000.0",
         lambda s: with_entry(s, 0, reason=EvictionReason.ZERO_VARIANCE),
@@ -237,6 +296,15 @@ def test_a_planted_fault_is_found_and_its_offender_named(
     assert run_inspect(InspectRequest(target=str(tmp_path), audit=True)) == 1
     printed = capsys.readouterr().out
     assert f"WRONG  {check.value}" in printed and f"step 1, {subject}: " in printed
+
+
+def test_a_check_that_was_not_made_is_not_called_ok(tmp_path: Path) -> None:
+    result = audited(tmp_path, with_entry(shaped(sound_step()), 0, baseline_return=999.0))
+    lines = describe(result, limit=0)
+    assert result.is_clean
+    for check in (Check.BASELINE, Check.ADVANTAGES, Check.ZERO_SUM):
+        (line,) = [line for line in lines if check.value in line]
+        assert line.startswith("  -      ") and "not checked" in line
 
 
 def test_a_malformed_trajectory_with_a_positive_reward_is_named(tmp_path: Path) -> None:
@@ -315,7 +383,11 @@ def test_a_step_refused_as_not_finite_agrees_with_its_journal(tmp_path: Path) ->
         for row in rows_of(step)
     ]
     stored(tmp_path, rows)
-    assert audited(tmp_path, step).is_clean
+    result = audited(tmp_path, step)
+    assert result.is_clean and step.num_packed_trained > 0
+    assert (result.num_trained, result.refused_steps) == (0, (1,))
+    note = "  note   1 step handed out, whose update was not finite and was refused: 1"
+    assert note in describe(result, limit=0)
 
 
 def test_a_step_that_the_run_has_not_recorded_is_not_held_against_the_ledger(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from test_audit import rows_of, sound_step, stored
 
 from actors.journal.files import JournalFile, file_name
 from actors.trajectory import Outcome
-from service.commands.inspect import InspectRequest, run_inspect
+from service.commands.inspect import run_inspect
+from service.commands.inspect_options import InspectRequest
 from service.config.file import ConfigError
-from service.inspection.reader import newest_run, surviving_files
+from service.inspection.reader import newest_run
+from service.inspection.surviving import surviving_files
 from service.run_dir import RunDir
 from service.store.lineage import Stretch
 from service.store.run_store import RunStore
@@ -179,6 +182,23 @@ def test_the_audit_of_a_run_reads_its_database_and_imports_nothing_heavy(tmp_pat
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "  ok     journal and ledger agree on what was trained" in done.stdout
+
+
+def test_what_the_trainer_refused_is_not_called_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = step_of([group_of(0, [1, 0])])
+    written(tmp_path, step)
+    rows = [
+        replace(row, kind="evicted", reason="nonfinite_step") if row.kind == "trained" else row
+        for row in rows_of(step)
+    ]
+    stored(tmp_path, rows)
+    row = inspected(capsys, tmp_path).splitlines()[1].split()
+    assert row[-3:] == ["0/12", "evicted:", "nonfinite_step"]
+    shown = " ".join(inspected(capsys, "g000000.0-0.a0", run=tmp_path).split())
+    assert "evicted: nonfinite_step: the step's update was not finite, and was refused" in shown
+    assert "12 sampled, 0 trained, 12 handed out" in shown
 
 
 @pytest.mark.parametrize("arguments", [("no/such/run", "--audit"), ("g1.0-0.a0", "--run", "/proc")])

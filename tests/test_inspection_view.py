@@ -30,7 +30,7 @@ from service.inspection.page import render_page
 from service.inspection.terminal import show
 from service.inspection.token_text import BareIds
 from service.inspection.view import Token, TokenClass, TrajectoryView
-from service.inspection.visible import visible
+from service.visible import visible
 
 
 def view_of(row: int, step: JournalStep | None = None) -> TrajectoryView:
@@ -225,6 +225,23 @@ def test_an_environments_own_words_are_escaped_as_well() -> None:
     page = render_page(view_of(0, step))
     assert "&lt;i&gt;\\udcff\\x1b[2J" in page and "<i>" not in page
     page.encode("utf-8")
+
+
+def test_no_name_puts_a_control_character_on_the_page_or_the_terminal() -> None:
+    step = step_of([one_group([game(0, ["4"], reward=1.0, detail="all is well")])])
+    names = ("rollout_id", "group_id", "task_id", "environment", "detail")
+    wild = {name: f"<b>{name}\x1b[2J\x00\udcff" for name in names}
+    trajectory = replace(step.entries[0].trajectory, **wild)
+    entry = replace(step.entries[0], trajectory=trajectory, problem="a problem\x1b[1m")
+    note = "no tokenizer in /tmp/\x1b[2J"
+    view = build_view(replace(step, entries=(entry,)), entry, BareIds(note=note))
+    page, shown = render_page(view), printed(view, is_coloured=False)
+    for name in names:
+        assert f"&lt;b&gt;{name}\\x1b[2J\\x00\\udcff" in page
+    for text_shown in (page, shown):
+        assert not any(c < " " and c != "\n" for c in text_shown) and "<b>detail" not in page
+        assert "a problem\\x1b[1m" in text_shown and "/tmp/\\x1b[2J" in text_shown
+        text_shown.encode("utf-8")
 
 
 def printed(view: TrajectoryView, *, is_coloured: bool) -> str:

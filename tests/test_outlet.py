@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import pytest
 from run_driver import ROOT
 from test_progress import status_of
 
-from service.display.outlet import OutletConsole
-from service.display.progress import LineDisplay, LiveDisplay
+from service.display.outlet import OutletConsole, outlet, say
+from service.display.progress import LineDisplay, LiveDisplay, open_display
 
 # As `rayloom train` writes: a display, then a sentence, then the interpreter's own flush.
 TALKATIVE = """
@@ -79,3 +80,51 @@ def test_a_command_whose_output_is_cut_off_ends_as_if_it_were_not(is_stderr_lost
         told = "" if is_stderr_lost else process.stderr.read()
         assert process.wait(timeout=60) == 3
     assert told == ("" if is_stderr_lost else "and something went wrong\n")
+
+
+def latin_stream() -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
+
+
+def bytes_of(stream: io.TextIOWrapper) -> bytes:
+    assert isinstance(stream.buffer, io.BytesIO)
+    return stream.buffer.getvalue()
+
+
+def test_what_an_encoding_lacks_is_shown_as_an_escape() -> None:
+    stream = latin_stream()
+    for words in ("größer …", "and on"):
+        with outlet(stream):
+            print(words, file=stream)
+    assert bytes_of(stream).decode("latin-1") == "größer \\u2026\nand on\n"
+
+
+def test_lines_reach_a_terminal_that_lacks_their_characters() -> None:
+    stream = latin_stream()
+    display = LineDisplay(OutletConsole(file=stream))
+    display.update(status_of(1, notices=("part … was lost",)))
+    display.update(status_of(2, notices=("once more",)))
+    written = bytes_of(stream).decode("latin-1")
+    assert "warning: part \\u2026 was lost" in written and "warning: once more" in written
+
+
+def test_a_text_that_cannot_be_encoded_passes_for_no_closed_terminal() -> None:
+    with pytest.raises(UnicodeEncodeError), outlet(None):
+        "…".encode("latin-1")
+
+
+@pytest.mark.parametrize(("encoding", "kind"), [("latin-1", LineDisplay), ("utf-8", LiveDisplay)])
+def test_a_picture_is_drawn_only_where_its_bars_can_be(encoding: str, kind: type) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = OutletConsole(file=stream, force_terminal=True, width=80, height=24)
+    display = open_display(environ={}, console=console)
+    display.close()
+    assert type(display) is kind
+
+
+def test_what_others_wrote_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    say("the first line\nsays \x1b[2J", err=True)
+    assert capsys.readouterr().err == "the first line\nsays \\x1b[2J\n"
+    file = io.StringIO()
+    LineDisplay(OutletConsole(file=file)).update(status_of(1, notices=("task \x1b[2J\x07",)))
+    assert "warning: task \\x1b[2J\\x07\n" in file.getvalue()

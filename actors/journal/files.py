@@ -17,7 +17,7 @@ from actors.journal.codec import write_step
 from actors.journal.record import GroupRule, JournalStep, journal_step
 from actors.merge.step import StepResult
 
-_NAME = re.compile(r"step-(\d+)-epoch-(\d+)\.npz")
+_NAME = re.compile(r"step-([0-9]+)-epoch-([0-9]+)\.npz")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +54,17 @@ def file_name(step: int, *, epoch: int) -> str:
     return f"step-{step:06d}-epoch-{epoch:04d}.npz"
 
 
+def named_file(path: Path) -> JournalFile | None:
+    """What a journal file's name says of it; None for another name."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        return None
+    return JournalFile(path=path, step=int(match[1]), epoch=int(match[2]))
+
+
 def list_files(directory: Path) -> list[JournalFile]:
     """The journal's files by step, then epoch; none where there is no directory."""
-    found = []
-    for path in directory.glob("step-*.npz"):
-        match = _NAME.fullmatch(path.name)
-        if match is not None:
-            found.append(JournalFile(path=path, step=int(match[1]), epoch=int(match[2])))
+    found = [file for path in directory.glob("step-*.npz") if (file := named_file(path))]
     return sorted(found, key=lambda file: (file.step, file.epoch))
 
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.trajectory import Outcome
-from service.config.file import ConfigError, load_config
+from service.commands.inspect_options import InspectRequest, check_of_journal, check_of_one
+from service.config.file import ConfigError
 from service.display.outlet import OutletConsole, outlet, say
 from service.inspection.audit.audit import audit, describe
 from service.inspection.build import build_view
 from service.inspection.listing import Filters, list_trajectories
-from service.inspection.reader import OpenJournal, find_entry, newest_run, open_journal
+from service.inspection.reader import (
+    OpenJournal,
+    find_entry,
+    is_refused,
+    newest_run,
+    open_journal,
+)
+from service.inspection.run_config import config_beside
 from service.inspection.terminal import show
 from service.inspection.token_text import TokenText, token_text
 from service.run_dir import RunDir
@@ -21,48 +30,28 @@ from service.run_dir import RunDir
 EXIT_OFFENDERS = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectRequest:
-    """target: a run directory, a journal file, or a trajectory's id. run: where an id is looked
-    for, None: the newest run under runs/. html: a page is written there instead of the terminal.
-    """
-
-    target: str
-    run: Path | None = None
-    html: Path | None = None
-    audit: bool = False
-    step: int | None = None
-    outcome: str | None = None
-    limit: int = 50
-
-
 def run_inspect(request: InspectRequest) -> int:
     """Show what was asked for; returns the exit code. Raises: ConfigError."""
     place = Path(request.target)
-    if request.audit and not place.exists():
-        raise ConfigError(
-            f"inspect: --audit checks a whole journal, and {place} is not there; expected a run "
-            "directory or a journal file"
-        )
-    if not place.exists():
-        journal = open_journal(request.run or newest_run())
-        return _show_one(request, journal, *find_entry(journal, request.target))
-    journal = open_journal(place)
-    if request.html is not None:
-        raise ConfigError(
-            "inspect: --html shows one trajectory, got a whole journal; expected an id; name one, "
-            f"such as `rayloom inspect ID --run {place} --html {request.html}`"
-        )
-    if request.audit:
-        return _audit(request, journal)
-    filters = Filters(step=request.step, outcome=_outcome(request.outcome), limit=request.limit)
-    say(list_trajectories(journal, filters))
-    return 0
+    # os.path, because a path that cannot be looked at raises from Path.exists.
+    is_journal = bool(request.target) and os.path.exists(place)
+    if is_journal or request.audit:
+        check_of_journal(request)
+        journal = open_journal(place)
+        if request.audit:
+            return _audit(request, journal)
+        wanted = _outcome(request.outcome)
+        filters = Filters(step=request.step, outcome=wanted, limit=request.num_lines)
+        say(list_trajectories(journal, filters))
+        return 0
+    check_of_one(request)
+    journal = open_journal(request.run or newest_run())
+    return _show_one(request, journal, *find_entry(journal, request.target))
 
 
 def _audit(request: InspectRequest, journal: OpenJournal) -> int:
     result = audit(journal)
-    say("\n".join(describe(result, limit=request.limit)))
+    say("\n".join(describe(result, limit=request.num_lines)))
     return 0 if result.is_clean else EXIT_OFFENDERS
 
 
@@ -73,6 +62,7 @@ def _show_one(
     entry: TrajectoryEntry,
 ) -> int:
     view = build_view(step, entry, text_of(journal))
+    view = replace(view, is_refused=is_refused(journal, entry))
     if request.html is None:
         with outlet(sys.__stdout__):
             show(view, OutletConsole())
@@ -93,11 +83,8 @@ def _show_one(
 def text_of(journal: OpenJournal) -> TokenText:
     """The tokenizer of the journal's run: its own tiny model, or the configuration's path."""
     run_dir = journal.run_dir or RunDir(path=journal.place.resolve().parent.parent)
-    if not run_dir.config_file.is_file():
-        why = f"there is no {run_dir.config_file.name} beside the journal to name the model"
-        return token_text(None, template_options={}, why_not=why)
     try:
-        config = load_config(run_dir.config_file)
+        config = config_beside(run_dir)
     except ConfigError as error:
         return token_text(None, template_options={}, why_not=str(error))
     tiny = run_dir.tiny_model if (run_dir.tiny_model / "config.json").is_file() else None

@@ -2,11 +2,13 @@
 
 A closed pipe, a terminal that was hung up, a full disk behind a redirection: from the first failed
 write on the stream leads nowhere, so that neither later words nor the interpreter's own flush at
-its end fail again. What a run has to say is in its log too.
+its end fail again. What a run has to say is in its log too. What a stream's encoding cannot carry
+is no such loss: it is shown as an escape.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -16,8 +18,11 @@ from typing import IO
 import typer
 from rich.console import Console
 
+from service.visible import visible_lines
+
 # Of a stream that was closed by this process; io.UnsupportedOperation is one too.
 LOST = (OSError, ValueError)
+ESCAPED = "backslashreplace"
 
 
 class OutletConsole(Console):
@@ -28,16 +33,30 @@ class OutletConsole(Console):
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a line for the user; what cannot be printed is dropped."""
+    """Print lines for the user, control characters as escapes; where nobody hears it is dropped."""
     with outlet(sys.__stderr__ if err else sys.__stdout__):
-        typer.echo(text, err=err)
+        typer.echo(visible_lines(text), err=err)
+
+
+def escape_unencodable(stream: IO[str] | None) -> None:
+    """From here on, show as an escape what the stream's encoding lacks.
+
+    Example: on a Latin-1 stdout print("…") writes \\u2026.
+    """
+    if isinstance(stream, io.TextIOWrapper) and stream.errors != ESCAPED:
+        with suppress(*LOST):
+            stream.reconfigure(errors=ESCAPED)
 
 
 @contextmanager
 def outlet(stream: IO[str] | None) -> Iterator[None]:
     """Write to `stream` within; once that fails, whatever it still holds or is given is dropped."""
+    escape_unencodable(stream)
     try:
         yield
+    except UnicodeError:
+        # A ValueError too, and nothing that a terminal does.
+        raise
     except LOST:
         if stream is not None:
             _silence(stream)

@@ -42,10 +42,12 @@ class Display(Protocol):
 
 
 def open_display(*, environ: Mapping[str, str], console: Console | None = None) -> Display:
-    """Live where a person looks at a terminal; lines in a pipe, in CI, or with NO_COLOR set."""
+    """Live where a person looks at a terminal that can show it; lines in a pipe, in CI, or with
+    NO_COLOR set."""
     shown_on = console or OutletConsole()
     is_plain = bool(environ.get("NO_COLOR") or environ.get("CI")) or not shown_on.is_terminal
-    if is_plain or shown_on.is_dumb_terminal:
+    # Escapes in place of its bars would not keep their places.
+    if is_plain or shown_on.is_dumb_terminal or shown_on.options.ascii_only:
         return LineDisplay(shown_on)
     return LiveDisplay(shown_on)
 

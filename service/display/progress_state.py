@@ -15,6 +15,7 @@ from service import units
 from service.display.step_line import evaluation_line, step_line
 from service.records import EvaluationRecord, StageSeconds, StepRecord
 from service.status import Phase, RunStatus
+from service.visible import visible_lines
 
 RATE_WINDOW_S = 15.0
 RECENT_STEPS = 20
@@ -65,11 +66,12 @@ class ProgressState:
             self.first_evaluation = self.first_evaluation or evaluation
             self.last_evaluation = evaluation
             lines.append(Line(text=evaluation_line(evaluation)))
-        lines += [Line(text=text, is_notice=True) for text in status.notices]
+        lines += [Line(text=visible_lines(text), is_notice=True) for text in status.notices]
         news = _phase_news(previous, status)
         if news is not None:
             # An ending comes after its last steps, a beginning before its first.
-            lines.insert(len(lines) if status.phase in _ENDINGS else 0, Line(text=news))
+            news_line = Line(text=visible_lines(news))
+            lines.insert(len(lines) if status.phase in _ENDINGS else 0, news_line)
         self._look(status, now)
         return lines
 

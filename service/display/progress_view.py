@@ -18,6 +18,7 @@ from service.display.progress_state import Line, ProgressState
 from service.records import StageSeconds
 from service.status import Phase, RunStatus
 from service.summary import evaluation_reward
+from service.visible import visible_text
 
 SPARKS = "▁▂▃▄▅▆▇█"
 DIM = "dim"
@@ -95,7 +96,7 @@ def _header(state: ProgressState, status: RunStatus) -> RenderableType:
     left = Text(status.name, style="bold")
     left.append(f"  {status.phase.value}", style=PHASE_STYLES.get(status.phase, "bold blue"))
     if status.phase_detail:
-        left.append(f"  {status.phase_detail}", style=DIM)
+        left.append(f"  {visible_text(status.phase_detail)}", style=DIM)
     time = f"{units.clock(state.elapsed_s)} elapsed"
     if state.remaining_s is not None and state.remaining_s > 0:
         time += f"{SEPARATOR}about {units.clock(state.remaining_s)} left"

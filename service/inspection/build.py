@@ -19,7 +19,7 @@ from service.inspection.facts import turn_note
 from service.inspection.sampled import Origin, origins
 from service.inspection.token_text import TokenText
 from service.inspection.view import SampleView, Segment, Token, TokenClass, TrajectoryView
-from service.inspection.visible import visible
+from service.visible import visible
 
 # A log-probability is stored as it came: any difference at all is one.
 NOT_SAMPLED = "trained, but nobody sampled it"

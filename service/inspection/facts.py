@@ -6,22 +6,33 @@ import math
 
 from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.trajectory import Turn
-from service.inspection.visible import visible_text
+from actors.trajectory_queue.ledger import EvictionReason
+from service.visible import visible_text
+
+REFUSED = "the step's update was not finite, and was refused"
 
 
-def facts(step: JournalStep, entry: TrajectoryEntry) -> list[tuple[str, str]]:
-    """(label, value): what became of it and why, rewards, tokens, versions."""
+def facts(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> list[tuple[str, str]]:
+    """(label, value): what became of it and why, rewards, tokens, versions.
+
+    is_refused: it was handed to the trainer, which refused the update.
+    """
     trajectory = entry.trajectory
     brought = entry.baseline_return
     detail = f": {visible_text(trajectory.detail)}" if trajectory.detail else ""
+    problem = f": {visible_text(entry.problem)}" if entry.problem else ""
+    tokens = f"{trajectory.num_sampled} sampled, {entry.num_trained} trained"
+    if is_refused:
+        problem = f": {REFUSED}"
+        tokens = f"{trajectory.num_sampled} sampled, 0 trained, {entry.num_trained} handed out"
     found = [
         ("outcome", f"{trajectory.outcome.value}{detail}"),
-        ("verdict", verdict(entry) + (f": {entry.problem}" if entry.problem else "")),
+        ("verdict", f"{verdict(entry, is_refused=is_refused)}{problem}"),
         ("return", _with_best(trajectory.episode_return, trajectory.best_return)),
         ("in the baseline", "no" if brought is None else number(brought)),
         ("advantage", advantage(entry)),
         ("turns", f"{len(trajectory.turns)}, samples {len(entry.samples)}"),
-        ("tokens", f"{trajectory.num_sampled} sampled, {entry.num_trained} trained"),
+        ("tokens", tokens),
         ("policy versions", _versions(step, entry)),
     ]
     if trajectory.render_breaks:
@@ -30,8 +41,9 @@ def facts(step: JournalStep, entry: TrajectoryEntry) -> list[tuple[str, str]]:
     return found
 
 
-def verdict(entry: TrajectoryEntry) -> str:
-    return "trained" if entry.reason is None else f"evicted: {entry.reason.value}"
+def verdict(entry: TrajectoryEntry, *, is_refused: bool) -> str:
+    reason = EvictionReason.NONFINITE_STEP if is_refused else entry.reason
+    return "trained" if reason is None else f"evicted: {reason.value}"
 
 
 def advantage(entry: TrajectoryEntry) -> str:

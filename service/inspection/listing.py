@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.trajectory import Outcome
 from service.inspection.facts import advantage, number, verdict
-from service.inspection.reader import OpenJournal, load_step
+from service.inspection.reader import OpenJournal, is_refused, load_step
+from service.visible import visible_text
 
 HEADER = ("step", "trajectory", "outcome", "return", "advantage", "turns", "tokens", "verdict")
 _NUMBERS = frozenset({"step", "return", "advantage", "turns", "tokens"})
@@ -30,21 +31,22 @@ def list_trajectories(journal: OpenJournal, filters: Filters) -> str:
     for step, entry in _matching(journal, filters):
         num_found += 1
         if not filters.limit or len(rows) < filters.limit:
-            rows.append(row_of(step, entry))
+            rows.append(row_of(step, entry, is_refused=is_refused(journal, entry)))
     return "\n".join([*aligned([HEADER, *rows]), "", _closing(journal, len(rows), num_found)])
 
 
-def row_of(step: JournalStep, entry: TrajectoryEntry) -> tuple[str, ...]:
+def row_of(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> tuple[str, ...]:
     trajectory = entry.trajectory
+    num_trained = 0 if is_refused else entry.num_trained
     return (
         str(step.step),
-        trajectory.trajectory_id,
+        visible_text(trajectory.trajectory_id),
         trajectory.outcome.value,
         number(trajectory.episode_return),
         advantage(entry),
         str(len(trajectory.turns)),
-        f"{entry.num_trained}/{trajectory.num_sampled}",
-        verdict(entry),
+        f"{num_trained}/{trajectory.num_sampled}",
+        verdict(entry, is_refused=is_refused),
     )
 
 

@@ -1,7 +1,8 @@
 """A trajectory as one HTML file that needs nothing else, light or dark: no script, no address.
 
 The report's look and palette; every token is a <span> whose class is its colour and whose columns
-show when it is pointed at. Everything that came from a model or an environment is escaped.
+show when it is pointed at. Whatever text the template is given, markup and control characters in
+it are escaped.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -17,6 +19,7 @@ from service.inspection.facts import facts, number
 from service.inspection.view import MEANINGS, Token, TokenClass, TrajectoryView
 from service.report import style
 from service.summary import write_aside
+from service.visible import visible_text
 
 # What each class means for the training, in the legend.
 EXPLANATIONS: dict[TokenClass, str] = {
@@ -59,7 +62,7 @@ def render_page(view: TrajectoryView) -> str:
     page = Page(
         view=view,
         title=view.entry.trajectory.trajectory_id,
-        facts=facts(view.step, view.entry),
+        facts=facts(view.step, view.entry, is_refused=view.is_refused),
         legend=[
             LegendEntry(
                 kind=kind.value,
@@ -81,11 +84,12 @@ def render_page(view: TrajectoryView) -> str:
         ),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"columns": columns, "number": _number}
-    return _encodable(environment.get_template("inspect.html.j2").render(page=page))
+    return environment.get_template("inspect.html.j2").render(page=page)
 
 
 def columns(token: Token) -> str:
@@ -109,6 +113,7 @@ def _number(value: float | None, *, digits: int = 4) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _encodable(text: str) -> str:
-    """An environment's own text may hold lone surrogates, which no file can."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+def _shown(value: Any) -> Any:
+    """Text as it may stand on a page; lone surrogates, which no file can hold, are escaped too."""
+    is_text = isinstance(value, str) and not isinstance(value, Markup)
+    return visible_text(value) if is_text else value

@@ -1,24 +1,28 @@
-"""Where a journal lies, which of its files survive, and which of them holds a trajectory.
+"""Where a journal lies, and which of its files holds a trajectory.
 
-A run's directory may hold a step twice, of two epochs; the run's database says which one the run
-went on from. Without a database (a copied journal) the newest epoch of each step counts. Called by
-`rayloom inspect`; reads only.
+A file is what its name says, or damaged. Called by `rayloom inspect`; reads only.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.journal.codec import JournalDamaged, read_index, read_step
-from actors.journal.files import JournalFile, list_files
+from actors.journal.codec import JournalDamaged, StepIndex, read_index, read_step
+from actors.journal.files import JournalFile, list_files, named_file
 from actors.journal.record import JournalStep, TrajectoryEntry
 from service.config.file import ConfigError
+from service.inspection.surviving import (
+    check_places,
+    read_lineage,
+    refused_rollouts,
+    surviving_files,
+)
 from service.run_dir import RunDir
-from service.store.lineage import History, Stretch, read_history, surviving_stretches
-from service.store.run_store import RunStore, StoreError
+from service.store.lineage import History
 
 RUNS = Path("runs")
 
@@ -27,7 +31,8 @@ RUNS = Path("runs")
 class OpenJournal:
     """place: as the user named it. run_dir: None for a file on its own. files: those that survive,
     by step. num_superseded: files of steps that a later epoch played again. history: of the run's
-    database, where there is one.
+    database, where there is one. refused: rollouts that were handed to the trainer, and whose
+    update it refused as not finite: only the database knows.
     """
 
     place: Path
@@ -35,11 +40,17 @@ class OpenJournal:
     files: tuple[JournalFile, ...]
     num_superseded: int = 0
     history: History | None = None
+    refused: frozenset[str] = frozenset()
 
     def steps(self) -> Iterator[JournalStep]:
         """Raises: ConfigError for a file that cannot be read."""
         for file in self.files:
             yield load_step(file.path)
+
+
+def is_refused(journal: OpenJournal, entry: TrajectoryEntry) -> bool:
+    """Whether its journal calls it trained, and the trainer refused the update."""
+    return entry.reason is None and entry.trajectory.rollout_id in journal.refused
 
 
 def newest_run(runs: Path = RUNS) -> Path:
@@ -55,6 +66,10 @@ def newest_run(runs: Path = RUNS) -> Path:
 
 def open_journal(place: Path) -> OpenJournal:
     """Open a run's directory, or one journal file. Raises: ConfigError."""
+    if not os.path.exists(place):
+        raise ConfigError(
+            f"inspect: {place} is not there; expected a run directory or a journal file; name one"
+        )
     if place.is_file():
         step = load_step(place)
         file = JournalFile(path=place, step=step.step, epoch=step.epoch)
@@ -66,43 +81,35 @@ def open_journal(place: Path) -> OpenJournal:
             f"inspect: {place} has no journal; expected a run directory with {run_dir.journal.name}"
             "/step-….npz in it, as `rayloom train` writes them unless run.journal_steps is 0"
         )
-    stretches, history = _lineage(run_dir)
+    lineage = read_lineage(run_dir)
+    stretches = lineage.stretches if lineage else None
+    check_places(files, stretches)
     kept = surviving_files(files, stretches)
+    if not kept:
+        raise ConfigError(
+            f"inspect: none of the {len(files)} files in {run_dir.journal} is of the run's "
+            "lineage; expected one; they are of steps that the run has gone back behind, and will "
+            "play again when it is resumed"
+        )
     return OpenJournal(
         place=place,
         run_dir=run_dir,
         files=tuple(kept),
         num_superseded=len(files) - len(kept),
-        history=history,
+        history=lineage.history if lineage else None,
+        refused=refused_rollouts(lineage.history) if lineage else frozenset(),
     )
 
 
-def surviving_files(
-    files: Sequence[JournalFile], stretches: Sequence[Stretch] | None
-) -> list[JournalFile]:
-    """One file a step, those of the run's lineage; None: not known, the newest epoch counts.
-
-    Example: epoch 1 wrote steps 1 to 4, epoch 2 went on from 2 and wrote 3: 1, 2 of epoch 1, and
-    3 of epoch 2.
-    """
-    if stretches is None:
-        return list({file.step: file for file in files}.values())
-    last_steps = {stretch.epoch: stretch.last_step for stretch in stretches}
-    return [
-        file
-        for file in files
-        if file.epoch in last_steps
-        and ((last := last_steps[file.epoch]) is None or file.step <= last)
-    ]
-
-
 def load_step(path: Path) -> JournalStep:
-    """Raises: ConfigError."""
+    """Raises: ConfigError for a file that cannot be read, or is not what its name says."""
     try:
         with path.open("rb") as file:
-            return read_step(file)
+            step = read_step(file)
+        _check_name(path, step)
     except (JournalDamaged, OSError) as error:
         raise _unreadable(path, error) from error
+    return step
 
 
 def find_entry(journal: OpenJournal, name: str) -> tuple[JournalStep, TrajectoryEntry]:
@@ -123,17 +130,27 @@ def find_entry(journal: OpenJournal, name: str) -> tuple[JournalStep, Trajectory
     raise ConfigError(
         f"inspect: no trajectory {name} in the journal of {journal.place} (steps "
         f"{journal.files[0].step} to {journal.files[-1].step}, {len(known)} trajectories); {hint}"
-        if journal.files
-        else f"inspect: the journal of {journal.place} holds no step of the run's lineage"
     )
 
 
 def _ids_of(path: Path) -> tuple[str, ...]:
     try:
         with path.open("rb") as file:
-            return read_index(file).trajectory_ids
+            index = read_index(file)
+        _check_name(path, index)
     except (JournalDamaged, OSError) as error:
         raise _unreadable(path, error) from error
+    return index.trajectory_ids
+
+
+def _check_name(path: Path, content: JournalStep | StepIndex) -> None:
+    """A file under a name of another kind is taken as it is. Raises: JournalDamaged."""
+    named = named_file(path)
+    if named is not None and (named.step, named.epoch) != (content.step, content.epoch):
+        raise JournalDamaged(
+            f"it holds step {content.step} of epoch {content.epoch}, and its name says step "
+            f"{named.step} of epoch {named.epoch}"
+        )
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
@@ -141,18 +158,3 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
         f"inspect: {path} cannot be read ({error}); expected a journal file as a run writes it; "
         "restore it from a copy, or remove it to look at the others"
     )
-
-
-def _lineage(run_dir: RunDir) -> tuple[list[Stretch] | None, History | None]:
-    if not run_dir.database_file.is_file():
-        return None, None
-    try:
-        store = RunStore(run_dir.database_url)
-        try:
-            with store.reading() as connection:
-                stretches = surviving_stretches(connection)
-            return stretches, read_history(store)
-        finally:
-            store.close()
-    except StoreError as error:
-        raise ConfigError(f"inspect: {error}") from error

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from service.inspection.facts import facts, number
 from service.inspection.view import MEANINGS, Segment, Token, TokenClass, TrajectoryView
-from service.inspection.visible import visible_text
+from service.visible import visible_text
 
 STYLES: dict[TokenClass, str] = {
     TokenClass.TRAINED: "bold green underline",
@@ -50,15 +50,14 @@ def show(view: TrajectoryView, console: Console) -> None:
 
 def _heading(view: TrajectoryView) -> Text:
     trajectory = view.entry.trajectory
-    title = f"{trajectory.trajectory_id}, step {view.step.step}, task "
-    title += visible_text(trajectory.task_id)
-    text = Text(title, style="bold")
-    for label, value in facts(view.step, view.entry):
+    title = f"{trajectory.trajectory_id}, step {view.step.step}, task {trajectory.task_id}"
+    text = Text(visible_text(title), style="bold")
+    for label, value in facts(view.step, view.entry, is_refused=view.is_refused):
         text.append(f"\n  {label:<16} ", style="bright_black").append(value)
     for fault in (*view.faults, *_summary(view)):
         text.append("\n  ").append(f" {fault} ", style=FAULT)
     if view.note:
-        text.append(f"\n  token ids without their text: {view.note}", style="yellow")
+        text.append(f"\n  token ids without their text: {visible_text(view.note)}", style="yellow")
     text.append("\n  ")
     for kind, count in view.counts.items():
         text.append(f"{MEANINGS[kind]} {count}", style=STYLES[kind]).append("   ")

@@ -84,13 +84,16 @@ class SampleView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryView:
-    """faults: those of no single token. note: what could not be shown."""
+    """faults: those of no single token. note: what could not be shown. is_refused: the trainer was
+    given it, and refused the step's update.
+    """
 
     step: JournalStep
     entry: TrajectoryEntry
     samples: tuple[SampleView, ...]
     faults: tuple[str, ...]
     note: str
+    is_refused: bool = False
 
     @property
     def counts(self) -> dict[TokenClass, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from actors.bounds import MAX_REWARD
 from actors.journal.record import GroupRule, JournalStep, TrajectoryEntry
 from actors.merge.advantages import Baseline, Scale
 from actors.trajectory_queue.ledger import EvictionReason
@@ -66,24 +67,29 @@ def expected_advantages(returns: Sequence[float], rule: GroupRule) -> list[float
 def _findings(
     entries: Sequence[TrajectoryEntry], rule: GroupRule | None
 ) -> Iterator[tuple[Check, str]]:
-    members = [entry for entry in entries if entry.baseline_return is not None]
-    if rule is None or not members:
+    returns = [entry.baseline_return for entry in entries if entry.baseline_return is not None]
+    if rule is None or not returns:
         return
-    returns = [value for entry in members if (value := entry.baseline_return) is not None]
-    if not all(map(math.isfinite, returns)):
-        yield Check.BASELINE, "a return in the baseline is not finite"
+    # Written so that NaN is among them.
+    bad = [value for value in returns if not abs(value) <= MAX_REWARD]
+    if bad:
+        text = f"a return of {bad[0]:g} is in the baseline, expected at most {MAX_REWARD:g} in size"
+        yield Check.BASELINE, text
         return
     expected = expected_advantages(returns, rule)
-    by_member = dict.fromkeys((e.trajectory.trajectory_id for e in members), 0.0)
-    if expected is not None:
-        by_member = dict(zip(by_member, expected, strict=True))
-    for entry in entries:
-        yield from _check_member(entry, by_member, rule, has_signal=expected is not None)
-    yield from _check_sum(members, by_member, rule)
+    # By place, not by name: who stands twice counts twice.
+    of_members = iter(expected or [0.0] * len(returns))
+    wanted = [None if e.baseline_return is None else next(of_members) for e in entries]
+    for entry, want in zip(entries, wanted, strict=True):
+        yield from _check_member(entry, want or 0.0, rule, has_signal=expected is not None)
+    members = [
+        (entry, want) for entry, want in zip(entries, wanted, strict=True) if want is not None
+    ]
+    yield from _check_sum(members, rule)
 
 
 def _check_member(
-    entry: TrajectoryEntry, expected: Mapping[str, float], rule: GroupRule, *, has_signal: bool
+    entry: TrajectoryEntry, want: float, rule: GroupRule, *, has_signal: bool
 ) -> Iterator[tuple[Check, str]]:
     name = entry.trajectory.trajectory_id
     if entry.reason is None and not has_signal and not rule.trains_without_signal:
@@ -92,7 +98,6 @@ def _check_member(
         yield Check.ADVANTAGES, f"{name} is evicted as zero_variance, its group's returns differ"
     if entry.reason is not None:
         return
-    want = expected.get(name, 0.0)
     values = [value for sample in entry.samples for value in sample.advantages.tolist()]
     wrong = [value for value in values if not _is_close(value, want)]
     if wrong:
@@ -104,17 +109,17 @@ def _check_member(
 
 
 def _check_sum(
-    members: Sequence[TrajectoryEntry], expected: Mapping[str, float], rule: GroupRule
+    members: Sequence[tuple[TrajectoryEntry, float]], rule: GroupRule
 ) -> Iterator[tuple[Check, str]]:
     """Holds for mean and leave-one-out, whatever the scale; who is not trained adds what the
     group's returns give it."""
-    trained = [entry for entry in members if entry.reason is None]
-    if rule.baseline is Baseline.NONE or not trained:
+    if rule.baseline is Baseline.NONE or all(e.reason is not None for e, _ in members):
         return
-    own = {e.trajectory.trajectory_id: _first_advantage(e) for e in trained}
-    values = [own.get(name, value) for name, value in expected.items()]
-    total = math.fsum(values)
-    if abs(total) > _TOLERANCE * max(1.0, math.fsum(map(abs, values))):
+    values = [want if e.reason is not None else _first_advantage(e) for e, want in members]
+    total = sum(values)
+    is_small = abs(total) <= _TOLERANCE * max(1.0, sum(map(abs, values)))
+    # Written so that NaN fails it.
+    if not is_small:
         yield Check.ZERO_SUM, f"the advantages of {len(values)} members add up to {total:.6g}"
 
 

@@ -24,6 +24,7 @@ class Check(StrEnum):
     ZERO_SUM = "the advantages of a group add up to 0"
     ADMITTED = "group statistics come of every admitted rollout"
     LEDGER = "journal and ledger agree on what was trained"
+    BEGUN = "every step is one that the run has begun"
     ONCE = "no rollout is trained twice"
 
 

@@ -80,7 +80,9 @@ def _check_rewards(entry: TrajectoryEntry, *, is_shaped: bool) -> Iterator[tuple
     brought = entry.baseline_return
     if entry.reason is None and brought is None:
         yield Check.BASELINE, "trained, and not in its group's baseline"
-    if not is_shaped and brought is not None and brought not in (value, min(value, 0.0)):
+    if brought is not None and not math.isfinite(brought):
+        yield Check.BASELINE, f"brought {brought:g} to the baseline, expected a finite number"
+    elif not is_shaped and brought is not None and brought not in (value, min(value, 0.0)):
         yield (
             Check.BASELINE,
             f"brought {brought:g} to the baseline, its return is {value:g}; expected that, or at "
@@ -121,6 +123,9 @@ def _check_sample(sample: SampleEntry, placed: dict[int, Origin]) -> Iterator[tu
     ]
     if wrong:
         yield Check.SIDE_DATA, f"{len(wrong)} trained tokens differ, the first at {wrong[0]}"
+    num_bad = int(np.count_nonzero(~np.isfinite(sample.advantages)))
+    if num_bad:
+        yield Check.ADVANTAGES, f"{num_bad} trained tokens have an advantage that is not finite"
 
 
 def _check_mask(
@@ -138,7 +143,13 @@ def _check_mask(
         for origin in turn_origins(turn, index)
         if _is_finite(origin.logprob)
     }
-    if entry.num_trained != len(expected) or times.keys() != expected or max(times.values()) > 1:
+    if not entry.num_trained:
+        yield Check.MASK, "trained, and without a trained token"
+    elif (
+        entry.num_trained != len(expected)
+        or times.keys() != expected
+        or max(times.values(), default=0) > 1
+    ):
         left_out = len(expected - times.keys())
         yield (
             Check.MASK,
@@ -161,13 +172,14 @@ def _check_age(step: JournalStep, entry: TrajectoryEntry) -> Iterator[tuple[Chec
 
 def check_merge(entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
     """By the merge's own functions."""
-    reason = find_misalignment(entry.trajectory)
+    # Without its lineage: what the source said of it is what is to be checked.
+    trajectory = replace(entry.trajectory, lineage=None)
+    reason = find_misalignment(trajectory)
     if reason is not None:
         if entry.reason is not EvictionReason.TOKEN_MISALIGNED or entry.samples:
             yield Check.MERGE, f"its turns do not fit together ({reason}), and it was not put aside"
         return
-    # Without its lineage: what the source said of it is what is to be checked.
-    merged = merge_turns(replace(entry.trajectory, lineage=None))
+    merged = merge_turns(trajectory)
     expected = [(each.turns, each.prompt_length, each.num_tokens) for each in merged.samples]
     got = [(each.turns, each.prompt_length, each.num_tokens) for each in entry.samples]
     if got != expected:

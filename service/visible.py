@@ -1,7 +1,7 @@
 """Bytes and texts as one line that hides nothing: no control, no half character, no newline.
 
 What a model or an environment wrote may move a terminal's cursor or be no UTF-8 at all; it is shown
-as an escape.
+as an escape. Called where such text meets a terminal or a page.
 """
 
 from __future__ import annotations
@@ -29,3 +29,8 @@ def _shown(character: str) -> str:
 def visible_text(text: str) -> str:
     """The same of a text; lone surrogates, which no terminal or file takes, are escaped too."""
     return "".join(_shown(character) for character in text)
+
+
+def visible_lines(text: str) -> str:
+    """The same of a text of several lines, which it stays; a tab is a control character."""
+    return "\n".join(map(visible_text, text.split("\n")))
