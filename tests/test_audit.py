@@ -390,6 +390,20 @@ def test_a_step_refused_as_not_finite_agrees_with_its_journal(tmp_path: Path) ->
     assert note in describe(result, limit=0)
 
 
+def test_an_advantage_for_which_the_update_was_refused_fails_no_audit(tmp_path: Path) -> None:
+    step = shaped(step_of([group_of(0, [1, 0])]))
+    wild = with_sample(step, 0, advantages=step.entries[0].samples[0].advantages * np.nan)
+    rows = [
+        replace(row, kind="evicted", reason="nonfinite_step") if row.kind == "trained" else row
+        for row in rows_of(step)
+    ]
+    stored(tmp_path / "refused", rows)
+    stored(tmp_path / "trained", rows_of(step))
+    refused, trained = (audited(tmp_path / name, wild) for name in ("refused", "trained"))
+    assert refused.is_clean and not trained.is_clean
+    assert [o.check for o in refused.offences] == [Check.ADVANTAGES]
+
+
 def test_a_step_that_the_run_has_not_recorded_is_not_held_against_the_ledger(
     tmp_path: Path,
 ) -> None:

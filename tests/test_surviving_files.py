@@ -336,9 +336,12 @@ def test_control_characters_of_a_journal_are_escaped_in_every_line(
     trajectory = replace(step.entries[0].trajectory, rollout_id="g1.0-0\x1b[2J\n", group_id="g\x07")
     wild = replace(step.entries[0], trajectory=trajectory, baseline_return=7.0, problem="\x1b[1m")
     written(tmp_path, replace(step, entries=(wild, *step.entries[1:])))
-    run_inspect(InspectRequest(target=str(tmp_path)))
-    run_inspect(InspectRequest(target=str(tmp_path), audit=True))
-    run_inspect(InspectRequest(target="g1.0-0\x1b[2J\n", run=tmp_path))
-    printed = capsys.readouterr().out
-    assert "\x1b" not in printed and "\x07" not in printed
-    assert printed.count("g1.0-0\\x1b[2J⏎.a0") >= 3 and "\\x1b[1m" in printed
+    for request in (
+        InspectRequest(target=str(tmp_path)),
+        InspectRequest(target=str(tmp_path), audit=True),
+        InspectRequest(target="g1.0-0\x1b[2J\n", run=tmp_path),
+    ):
+        run_inspect(request)
+        printed = capsys.readouterr().out
+        assert "\x1b" not in printed and "\x07" not in printed
+        assert "g1.0-0\\x1b[2J⏎.a0" in printed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actors.journal.record import JournalStep
 from service.config.file import ConfigError
@@ -57,6 +57,7 @@ class _Auditor:
     """What is known over all steps."""
 
     def __init__(self, journal: OpenJournal) -> None:
+        self._journal = journal
         history = journal.history
         self._recorded = {record.step for record in history.steps} if history else set[int]()
         self._fates = _fates(journal) if history else None
@@ -65,7 +66,10 @@ class _Auditor:
 
     def check(self, step: JournalStep) -> Iterator[Offence]:
         for entry in step.entries:
-            yield from check_trajectory(step, entry)
+            for offence in check_trajectory(step, entry):
+                # An advantage that is no number may be why the update was refused.
+                is_why = offence.check is Check.ADVANTAGES and is_refused(self._journal, entry)
+                yield replace(offence, is_explained=is_why)
         yield from self._check_once(step)
         num_trained = sum(entry.num_trained for entry in step.entries)
         if num_trained != step.num_packed_trained:
