@@ -106,6 +106,21 @@ def test_the_header_alone_tells_who_is_in_a_step() -> None:
     assert index.trajectory_ids == ("g000003.0-0.a0", "g000003.0-1.a0")
 
 
+def test_another_way_of_compression_is_damage_and_no_fault_of_the_disk() -> None:
+    file = io.BytesIO()
+    write_step(file, step_of([group_of(0, [1, 0])]))
+    data = file.getvalue()
+    # Method 8, deflate, becomes 12, bzip2, in every header of the archive.
+    for signature, place in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        at = data.find(signature)
+        while at >= 0:
+            data = data[: at + place] + b"\x0c\x00" + data[at + place + 2 :]
+            at = data.find(signature, at + 1)
+    for read in (read_step, read_index):
+        with pytest.raises(JournalDamaged, match="Invalid data stream"):
+            read(io.BytesIO(data))
+
+
 @pytest.mark.parametrize("cut", [0, 3, 400, -30])
 def test_a_file_that_was_cut_short_is_called_damaged(cut: int) -> None:
     file = io.BytesIO()

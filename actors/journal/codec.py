@@ -9,9 +9,11 @@ step waits for it.
 from __future__ import annotations
 
 import json
+import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import IO, Any
@@ -74,33 +76,42 @@ def write_step(file: IO[bytes], step: JournalStep) -> None:
 
 def read_step(file: IO[bytes]) -> JournalStep:
     """Read a step. Raises: JournalDamaged; OSError."""
-    try:
+    with _damage_is_told():
         with zipfile.ZipFile(file) as archive:
             header = _read_header(archive)
             names = [*_COLUMN_ARRAYS, "sample_entries", "sample_turns", "runs", "mismatches"]
             arrays = {name: _read_array(archive, name) for name in [*names, *_TRAINED_ARRAYS]}
         check_arrays(arrays)
         return _step(header, arrays)
-    except _UNREADABLE as error:
-        raise JournalDamaged(_first_line(error)) from error
 
 
 def read_index(file: IO[bytes]) -> StepIndex:
     """Read who is in it. Raises: JournalDamaged; OSError."""
-    try:
+    with _damage_is_told():
         with zipfile.ZipFile(file) as archive:
             header = _read_header(archive)
         ids = tuple(f"{row[0]}.a{row[3]}" for row in header["headers"])
         return StepIndex(step=header["step"], epoch=header["epoch"], trajectory_ids=ids)
-    except _UNREADABLE as error:
-        raise JournalDamaged(_first_line(error)) from error
 
 
 # What zip, NumPy, JSON and the values themselves raise where bytes are not what they should be.
 _UNREADABLE = (
     zipfile.BadZipFile, zlib.error, EOFError, ValueError, LookupError, TypeError,
-    NotImplementedError, RuntimeError, OverflowError, MemoryError,
+    NotImplementedError, RuntimeError, OverflowError, MemoryError, tokenize.TokenError,
 )  # fmt: skip
+
+
+@contextmanager
+def _damage_is_told() -> Iterator[None]:
+    """Raises: JournalDamaged; OSError, but for those of a decompressor, which no system gave."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise JournalDamaged(_first_line(error)) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise JournalDamaged(_first_line(error)) from error
 
 
 def _header(step: JournalStep, columns: TrajectoryColumns) -> dict[str, Any]:
