@@ -163,7 +163,9 @@ def _draft_of(buffer: TrajectoryBuffer, side: SideData, *, trajectory_id: str) -
 def _checked(draft: _Draft) -> _Draft:
     if not all([lengths[0] for lengths in draft.lengths]):
         raise ValueError("a turn with an empty prompt; send the ids that the engine was given")
-    counts = [*chain.from_iterable(draft.lengths)][1::2]
+    is_one = len(draft.lengths) == 1
+    stretches = draft.lengths[0] if is_one else [*chain.from_iterable(draft.lengths)]
+    counts = stretches[1::2]
     recorded = list(map(len, draft.side.logprobs))
     if recorded != counts:
         turns = [*chain.from_iterable(draft.chains)]
@@ -183,6 +185,8 @@ class _Columns:
     logprobs: LogProbs
     versions: NDArray[np.int32]
     token_rewards: NDArray[np.float32] | None
+    # Whether a sampled token is not trained, for want of a log-probability.
+    has_masked: bool
 
 
 def _columns(drafts: Sequence[_Draft]) -> _Columns:
@@ -198,12 +202,14 @@ def _columns(drafts: Sequence[_Draft]) -> _Columns:
         )
     mask = (versions != UNRECORDED_VERSION).view(np.uint8)
     # A sum of squares is finite only if each of them is; where it is not, there may be doubt.
-    if not math.isfinite(np.dot(logprobs, logprobs)):
+    has_masked = not math.isfinite(np.dot(logprobs, logprobs))
+    if has_masked:
         usable = np.isfinite(logprobs)
         mask = mask * usable
         logprobs = np.where(usable, logprobs, np.float32(0))
         versions = np.where(usable, versions, np.int32(UNRECORDED_VERSION))
-    return _Columns(mask, logprobs, versions, place_token_rewards(side, lengths, zeros))
+    rewards = place_token_rewards(side, lengths, zeros)
+    return _Columns(mask, logprobs, versions, rewards, has_masked)
 
 
 def _finish(drafts: Sequence[_Draft]) -> list[Merged]:
@@ -223,7 +229,7 @@ def _cut(drafts: Sequence[_Draft], columns: _Columns) -> list[Merged]:
     start = 0
     for draft in drafts:
         samples: list[Sample] = []
-        num_turns = num_unmerged = num_sampled = num_trained = 0
+        num_turns = num_unmerged = num_masked = 0
         for turns, ids, lengths in zip(draft.chains, draft.ids, draft.lengths, strict=True):
             end = start + len(ids)
             experts = _experts(draft.side, num_turns, lengths)
@@ -232,8 +238,8 @@ def _cut(drafts: Sequence[_Draft], columns: _Columns) -> list[Merged]:
             num_turns += len(turns)
             # A row for each turn would end where the turn ends.
             num_unmerged += sum(islice(accumulate(lengths), 1, None, 2))
-            num_sampled += sum(lengths[1::2])
-            num_trained += sample.num_trained
+            if columns.has_masked:
+                num_masked += sum(lengths[1::2]) - sample.num_trained
             start = end
         merged.append(
             Merged(
@@ -241,7 +247,7 @@ def _cut(drafts: Sequence[_Draft], columns: _Columns) -> list[Merged]:
                 mismatches=draft.mismatches,
                 num_turns=num_turns,
                 num_unmerged_tokens=num_unmerged,
-                num_masked_tokens=num_sampled - num_trained,
+                num_masked_tokens=num_masked,
             )
         )
     return merged
