@@ -35,7 +35,8 @@ demo: setup ## train the guessing game on two CPU cores and write a report
 	$(BIN)/rayloom train deploy/configs/guessing-cpu.yaml
 
 test: setup ## all the tests
-	$(BIN)/python -m pytest -m 'not proof'
+	$(BIN)/python -m pytest -m 'not scenario and not proof' --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'scenario and not proof'
 
 proof: setup ## the long proofs: three seeds, the other CPU configurations, kill -9
 	$(BIN)/python -m pytest -m proof --timeout 3600

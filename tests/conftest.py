@@ -6,7 +6,7 @@ The fixtures import torch and Ray when they are asked for: most tests need neith
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No deadline: machines that run tests are busy.
 settings.register_profile("rayloom", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rayloom")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Half characters that a test logs could not be sent from a worker of pytest-xdist."""
+    report = yield
+    report.sections = [
+        (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,13 @@ COMMON = dict(
 def make_config(kind: str) -> PretrainedConfig:
     """Two routed layers; in a Qwen3 a dense one stands between them."""
     if kind == "mixtral":
-        return MixtralConfig(**COMMON, num_hidden_layers=2, num_local_experts=NUM_EXPERTS)
+        return MixtralConfig(
+            **COMMON,
+            num_hidden_layers=2,
+            num_local_experts=NUM_EXPERTS,
+            # In training mode the router would see noise that no engine sees.
+            router_jitter_noise=0.1,
+        )
     if kind == "qwen2":
         return Qwen2MoeConfig(
             **COMMON,

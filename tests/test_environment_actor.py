@@ -27,7 +27,6 @@ from actors.trajectory_queue.messages import QueueSettings
 from actors.trajectory_queue.window import WindowSettings
 
 pytestmark = [
-    pytest.mark.scenario,
     pytest.mark.timeout(400),
     pytest.mark.usefixtures("cluster"),
 ]

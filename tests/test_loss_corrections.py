@@ -106,5 +106,5 @@ def test_a_loss_that_makes_no_sense_is_refused_with_the_remedy(
 def test_what_a_loss_needs_follows_from_its_settings() -> None:
     plain = LossSettings()
     assert not (plain.needs_old or plain.needs_reference or plain.needs_entropy_gradient)
-    rich = LossSettings(denominator=Denominator.OLD, kl_coefficient=0.1, entropy_coefficient=-0.01)
+    rich = LossSettings(denominator=Denominator.OLD, kl_coefficient=0.1, entropy_coefficient=0.01)
     assert rich.needs_old and rich.needs_reference and rich.needs_entropy_gradient

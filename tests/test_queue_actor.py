@@ -26,7 +26,7 @@ from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.messages import ActorReleased, QueueSettings, QueueSnapshot
 from actors.trajectory_queue.window import WindowSettings
 
-pytestmark = [pytest.mark.scenario, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.usefixtures("cluster")]
 LIMIT_S = 60.0
 
 

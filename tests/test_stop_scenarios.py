@@ -43,7 +43,8 @@ def when_the_engines_start(run: Run) -> None:
         pytest.param(before_anything_is_there, marks=pytest.mark.proof),
         when_ray_is_coming_up,
         pytest.param(when_the_trainer_starts, marks=pytest.mark.proof),
-        when_the_engines_start,
+        # `make test` has the second interrupt at that moment, below.
+        pytest.param(when_the_engines_start, marks=pytest.mark.proof),
     ],
 )
 def test_an_interrupted_start_is_given_up_and_leaves_nothing_alive(
@@ -72,6 +73,7 @@ def test_a_second_interrupt_leaves_nothing_alive_wherever_it_comes(
         assert "go on with --resume" in run.output.read_text()
 
 
+@pytest.mark.proof
 def test_a_run_whose_every_episode_fails_says_why_and_leaves_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_model: str
 ) -> None:

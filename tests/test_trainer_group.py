@@ -29,7 +29,7 @@ from actors.weights.board import CommandKind, Publication
 from actors.weights.buffers import buffer_checksum, unpack_group
 from actors.weights.parity import NUM_PARITY_TOKENS
 
-pytestmark = [pytest.mark.scenario, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture

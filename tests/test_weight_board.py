@@ -252,7 +252,6 @@ def send_like_vllm(client: BoardClient) -> None:
     client.finish_weight_update()
 
 
-@pytest.mark.scenario
 async def test_board_client_drives_every_replica_through_vllms_handshake(cluster: None) -> None:
     board = start_board()
     replicas = [FakeReplica(name=name, board=board) for name in ("a", "b")]

@@ -82,9 +82,11 @@ def load_policy(model: str, *, logprob_chunk: int, gradient_checkpointing: bool)
     )
     causal_lm.config.use_cache = False
     for module in causal_lm.modules():
-        # The trained log-probabilities must be the engine's, and the engine drops nothing.
+        # The trained log-probabilities must be the engine's, which drops nothing and adds no noise.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        if hasattr(module, "jitter_noise"):
+            module.jitter_noise = 0.0
     check_output_head(causal_lm)
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
