@@ -23,6 +23,8 @@ from service.store.lineage import History, read_history
 from service.store.run_store import RunStore
 
 ROOT = Path(__file__).parent.parent
+# Seconds that a process which is there may be missing in the table.
+FOUND_S = 30.0
 
 # Four groups of four short games a step: seconds each, and every part is the real one.
 SMALL: dict[str, Any] = {
@@ -137,11 +139,19 @@ class Run:
 
         A replacement that is still starting has the deadline of a start, which is minutes.
         """
-        oldest = min(self.processes(title), key=psutil.Process.create_time)
+        oldest = min(self._found(title), key=psutil.Process.create_time)
         oldest.send_signal(signal.SIGSTOP)
 
     def _newest(self, title: str) -> psutil.Process:
-        return max(self.processes(title), key=psutil.Process.create_time)
+        return max(self._found(title), key=psutil.Process.create_time)
+
+    def _found(self, title: str) -> list[psutil.Process]:
+        """At least one: a table that is read while processes come and go may lack one for once."""
+        deadline = time.monotonic() + FOUND_S
+        while not (found := self.processes(title)):
+            assert time.monotonic() < deadline, f"no process {title} in {self.alive()}"
+            time.sleep(0.1)
+        return found
 
     def interrupt(self) -> None:
         """Ctrl-C in a terminal: it reaches the whole process group."""
