@@ -19,6 +19,8 @@ _Number = BeforeValidator(_refuse_truth)
 _MAX_COUNT = 2**31 - 1
 Positive = Annotated[int, Field(ge=1, le=_MAX_COUNT), _Number]
 Natural = Annotated[int, Field(ge=0, le=_MAX_COUNT), _Number]
+# A bound of its own, because one that is laid over Natural would not reach the chart's schema.
+Retries = Annotated[int, Field(ge=0, le=100), _Number]
 # NumPy takes no greater one.
 MAX_SEED = 2**32 - 1
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED), _Number]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
 from actors.merge.shaping import KlEstimate, KlInReward
 from actors.outcomes import Disposition
-from service.config.fields import Finite, Natural, NotNegative, Positive, Rate, Section
+from service.config.fields import Finite, NotNegative, Positive, Rate, Retries, Section
 
 
 class OutcomeRuleConfig(Section):
     disposition: Disposition = Field(
         description="train, train_clamped, train_penalised, mask or drop"
     )
-    max_retries: Annotated[Natural, Field(le=100)] = Field(
-        0, description="further attempts before the disposition holds"
-    )
+    max_retries: Retries = Field(0, description="further attempts before the disposition holds")
     penalty: NotNegative = Field(0.0, description="off the return, with train_penalised")
 
 
