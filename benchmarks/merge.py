@@ -216,6 +216,14 @@ def compare_shapes(peer: Peer, folder: Path, shape: Shape) -> dict[str, Any]:
     }
 
 
+def share_one_core() -> None:
+    """Keep this process, and the peer that it will start, on one core where the system can: they
+    take turns, and two cores of one machine are seldom equally fast.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
 def slope(rows: Sequence[dict[str, Any]], way: str, tokens: str) -> float:
     """Exponent of time in tokens, fitted from 16 turns up; 1 is linear."""
     chosen = [row for row in rows if row["turns"] in GOAL_TURNS]
@@ -254,6 +262,7 @@ def main() -> int:
         # The allocator and the BLAS read them when a process starts.
         command = [sys.executable, "-m", "benchmarks.merge", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **QUIET})
+    share_one_core()
     prompt, sampled, observed = options.shape
     shape = Shape(prompt=prompt, sampled=sampled, observed=observed)
     with tempfile.TemporaryDirectory() as folder, Peer(options.peer_python) as peer:

@@ -54,7 +54,9 @@ class TrajectoryBuffer:
         Args: observed: [O] int32. sampled: [A] int32; each in one piece of memory.
         Raises: IndexError when there is no such sample.
         """
-        self._pieces[sample] += (observed, sampled)
+        pieces = self._pieces[sample]
+        pieces.append(observed)
+        pieces.append(sampled)
         self.sample_of.append(sample)
 
     def add(self, prompt: TokenIds, sampled: TokenIds, *, kind: MismatchKind | None = None) -> int:

@@ -129,15 +129,13 @@ def _draft(trajectory: Trajectory) -> _Draft:
     if fault is not None:
         raise ValueError(fault)
     chains = [sample.turns for sample in lineage.samples]
-    return _checked(
-        _Draft(
-            trajectory.trajectory_id,
-            lineage.mismatches,
-            chains,
-            [_whole_ids(turns[of_sample[-1]]) for of_sample in chains],
-            [_lengths(turns, of_sample) for of_sample in chains],
-            side if len(chains) == 1 else side.pick([*chain.from_iterable(chains)]),
-        )
+    return _Draft(
+        trajectory.trajectory_id,
+        lineage.mismatches,
+        chains,
+        [_whole_ids(turns[of_sample[-1]]) for of_sample in chains],
+        [_lengths(turns, of_sample) for of_sample in chains],
+        side if len(chains) == 1 else side.pick([*chain.from_iterable(chains)]),
     )
 
 
@@ -148,33 +146,14 @@ def _draft_of(buffer: TrajectoryBuffer, side: SideData, *, trajectory_id: str) -
         raise ValueError(
             f"records of {len(side.logprobs)} turns for {buffer.num_turns}; give one for each"
         )
-    return _checked(
-        _Draft(
-            trajectory_id,
-            () if is_one else buffer.lineage().mismatches,
-            chains,
-            [buffer.token_ids(sample) for sample in range(len(chains))],
-            [buffer.lengths(sample) for sample in range(len(chains))],
-            side if is_one else side.pick([*chain.from_iterable(chains)]),
-        )
+    return _Draft(
+        trajectory_id,
+        () if is_one else buffer.lineage().mismatches,
+        chains,
+        [buffer.token_ids(sample) for sample in range(len(chains))],
+        [buffer.lengths(sample) for sample in range(len(chains))],
+        side if is_one else side.pick([*chain.from_iterable(chains)]),
     )
-
-
-def _checked(draft: _Draft) -> _Draft:
-    if not all([lengths[0] for lengths in draft.lengths]):
-        raise ValueError("a turn with an empty prompt; send the ids that the engine was given")
-    is_one = len(draft.lengths) == 1
-    stretches = draft.lengths[0] if is_one else [*chain.from_iterable(draft.lengths)]
-    counts = stretches[1::2]
-    recorded = list(map(len, draft.side.logprobs))
-    if recorded != counts:
-        turns = [*chain.from_iterable(draft.chains)]
-        index = next(i for i, count in enumerate(counts) if recorded[i] != count)
-        raise ValueError(
-            f"turn {turns[index]}: {recorded[index]} log-probabilities for {counts[index]} sampled "
-            "tokens; have the engine give one for each (logprobs=0)"
-        )
-    return draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +169,13 @@ class _Columns:
 
 
 def _columns(drafts: Sequence[_Draft]) -> _Columns:
-    of_samples = chain.from_iterable([draft.lengths for draft in drafts])
+    of_samples = [*chain.from_iterable([draft.lengths for draft in drafts])]
     lengths = [*chain.from_iterable(of_samples)]
     side = SideData.joined([draft.side for draft in drafts])
+    if not all([of_sample[0] for of_sample in of_samples]):
+        raise ValueError("a turn with an empty prompt; send the ids that the engine was given")
+    if list(map(len, side.logprobs)) != lengths[1::2]:
+        raise ValueError(_unequal(drafts, side, lengths[1::2]))
     zeros = zeros_between(lengths)
     logprobs = place_floats(side.logprobs, zeros)
     versions = place_versions(side.version_spans, lengths)
@@ -210,6 +193,20 @@ def _columns(drafts: Sequence[_Draft]) -> _Columns:
         versions = np.where(usable, versions, np.int32(UNRECORDED_VERSION))
     rewards = place_token_rewards(side, lengths, zeros)
     return _Columns(mask, logprobs, versions, rewards, has_masked)
+
+
+def _unequal(drafts: Sequence[_Draft], side: SideData, counts: Sequence[int]) -> str:
+    """Which turn has not as many log-probabilities as sampled tokens."""
+    turns = chain.from_iterable([of_sample for draft in drafts for of_sample in draft.chains])
+    turn, recorded, count = next(
+        (turn, len(logprobs), count)
+        for turn, logprobs, count in zip(turns, side.logprobs, counts, strict=True)
+        if len(logprobs) != count
+    )
+    return (
+        f"turn {turn}: {recorded} log-probabilities for {count} sampled tokens; have the engine "
+        "give one for each (logprobs=0)"
+    )
 
 
 def _finish(drafts: Sequence[_Draft]) -> list[Merged]:

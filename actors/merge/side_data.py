@@ -43,14 +43,14 @@ class SideData:
     def of(cls, turns: Sequence[Turn]) -> SideData:
         """The side data of turns."""
         rewards = [turn.token_rewards for turn in turns]
-        experts = [turn.expert_indices for turn in turns]
         has_rewards = _has_any(rewards)
+        routed = [turn for turn in turns if turn.expert_indices is not None]
         return cls(
             logprobs=[turn.logprobs for turn in turns],
             version_spans=[turn.version_spans for turn in turns],
             rewards=[turn.reward for turn in turns] if has_rewards else (),
             token_rewards=rewards if has_rewards else None,
-            expert_indices=experts if _has_any(experts) else None,
+            expert_indices=[turn.expert_indices for turn in turns] if routed else None,
         )
 
     def pick(self, turns: Sequence[int]) -> SideData:
@@ -106,17 +106,16 @@ def place_floats(recorded: Sequence[NDArray[np.float32]], zeros: Sequence[memory
 def place_versions(
     spans: Sequence[Sequence[VersionSpan]], lengths: Sequence[int]
 ) -> NDArray[np.int32]:
-    """[T] int32: the policy version that sampled each token, -1 where none did."""
-    if set(map(len, spans)) == {1}:
-        # One span a turn, which is how it mostly is.
-        one_each = [span for (span,) in spans]
-        counts = lengths[1::2]
-        if [span.end for span in one_each] == counts and not any([s.start for s in one_each]):
-            versions = [UNRECORDED_VERSION] * len(lengths)
-            versions[1::2] = [span.version for span in one_each]
-            return _repeated(versions, lengths)
+    """[T] int32: the policy version that sampled each token, -1 where none did.
+
+    Raises: ValueError for spans that do not cover a turn's sampled tokens, and for a version that
+    is none.
+    """
+    whole = _whole_spans(spans, lengths[1::2])
+    if whole is not None:
+        return _repeated(whole, lengths)
     sizes: list[int] = []
-    versions = []
+    flat: list[VersionSpan] = []
     for of_turn, gap, count in zip(spans, lengths[::2], lengths[1::2], strict=True):
         ends = [0, *[span.end for span in of_turn]]
         if [span.start for span in of_turn] != ends[:-1] or ends[-1] != count or min(ends) < 0:
@@ -124,23 +123,47 @@ def place_versions(
                 f"version spans that do not cover {count} sampled tokens in order; record the "
                 "policy version of each"
             )
-        versions += (UNRECORDED_VERSION, *[span.version for span in of_turn])
-        sizes += (gap, *[span.end - span.start for span in of_turn])
-    return _repeated(versions, sizes)
+        first, *others = of_turn or [VersionSpan(version=0, start=0, end=0)]
+        flat.append(first)
+        sizes += (gap, first.end)
+        for span in others:
+            flat.append(span)
+            sizes += (0, span.end - span.start)
+    return _repeated(flat, sizes)
 
 
-def _repeated(versions: list[int], counts: Sequence[int]) -> NDArray[np.int32]:
-    """[T] int32. Many small integers come out of a list quickest through an `array`.
+def _whole_spans(
+    spans: Sequence[Sequence[VersionSpan]], counts: Sequence[int]
+) -> list[VersionSpan] | None:
+    """The one span of each turn, which is how it mostly is; None where it is otherwise."""
+    try:
+        whole = [span for (span,) in spans]
+    except ValueError:
+        return None
+    is_whole = [span.end for span in whole] == counts and not any([span.start for span in whole])
+    return whole if is_whole else None
 
-    Raises: ValueError for a version that is none.
+
+def _repeated(spans: Sequence[VersionSpan], lengths: Sequence[int]) -> NDArray[np.int32]:
+    """[T] int32: the version of each span, and -1 over the gap before it.
+
+    Many small integers come out of a list quickest through an `array` of an unsigned type, which
+    also refuses the negative ones.
+    Args: lengths: [2 S] of gap and span in turn.
     """
-    if min(versions, default=0) < UNRECORDED_VERSION or max(versions, default=0) >= 2**31:
+    try:
+        known = np.frombuffer(array("I", [span.version for span in spans]), np.int32)
+    except OverflowError:
+        known = np.array([-1], np.int32)
+    if known.size and known.min() < 0:
+        found = [span.version for span in spans]
         raise ValueError(
-            f"policy versions from {min(versions)} to {max(versions)}, expected 0 to 2^31 - 1; "
+            f"policy versions from {min(found)} to {max(found)}, expected 0 to 2^31 - 1; "
             "record the version that sampled each token"
         )
-    values = np.frombuffer(array("i", versions), np.int32)
-    return np.repeat(values, np.frombuffer(array("q", counts), np.int64))
+    versions = np.full(len(lengths), UNRECORDED_VERSION, np.int32)
+    versions[1::2] = known
+    return np.repeat(versions, np.frombuffer(array("Q", lengths), np.int64))
 
 
 def place_token_rewards(
