@@ -1,4 +1,4 @@
-"""Which experts a mixture chose, and for which tokens; a plain value.
+"""Which experts a mixture chose, for which tokens, and which choices a model has; plain values.
 
 A record belongs to the token that went in: it is what each routed layer chose in the forward pass
 that processed the token. So it shapes the logits that predict the next token, and through attention
@@ -14,6 +14,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 ExpertIndices = NDArray[np.uint8] | NDArray[np.int16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureShape:
+    """num_layers: those with a router. num_chosen: experts of each token in each of them."""
+
+    num_layers: int
+    num_experts: int
+    num_chosen: int
+
+    def fault(self, indices: ExpertIndices) -> str | None:
+        """Why records, [R, L, K], are not of this mixture, and what to do about it; None: they may
+        be.
+
+        Example: two layers of four experts, two chosen; indices of shape [5, 2, 3] -> "expert
+        records for (2, 3) layers and experts, the trained model has (2, 2); ..."
+        """
+        if indices.shape[1:] != (self.num_layers, self.num_chosen):
+            return (
+                f"expert records for {indices.shape[1:]} layers and experts, the trained model has "
+                f"{(self.num_layers, self.num_chosen)}; record its routed layers alone"
+            )
+        if not indices.size:
+            return None
+        ids = np.sort(indices, -1)
+        if ids.min() < 0 or ids.max() >= self.num_experts:
+            return (
+                f"expert records of experts {int(ids.min())} to {int(ids.max())}, expected 0 to "
+                f"{self.num_experts - 1}; record them with the trained model, and leave out tokens "
+                "without a record"
+            )
+        if (ids[..., 1:] == ids[..., :-1]).any():
+            return (
+                "expert records that name an expert twice, expected different ones for each token; "
+                "record each token's whole choice"
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What a trajectory has to fit in the model that trains on it.
+
+    mixture: None where recorded experts cannot be replayed.
+    """
+
+    vocab_size: int
+    mixture: MixtureShape | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -229,10 +229,10 @@ class Epoch:
         return engine_parts
 
     def _start_merge_actor(self) -> ActorHandle:
-        """Behind the trainer's start, which tells the size of the vocabulary."""
+        """Behind the trainer's start, which tells the shape of the model."""
         config, merge_class = self._config, cast(Any, MergeActor)
         actor: ActorHandle = merge_class.options(num_cpus=0).remote(
-            replace(merge_settings(config), vocab_size=self._group.vocab_size),
+            replace(merge_settings(config), shape=self._group.shape),
             journal_settings(config, directory=self._places.journal, epoch=self._lease.epoch),
         )
         return actor

@@ -9,6 +9,7 @@ import pytest
 from trajectory_builders import ids, make_trajectory, make_turn
 
 from actors.batch import MicroBatch, Minibatch, RankShard
+from actors.expert_records import ModelShape
 from actors.merge.packing import WeightedSample, pack_row
 from actors.merge.prefix import merge_turns
 from actors.trainer.shard_check import ShardRefused, check_shard
@@ -28,7 +29,7 @@ def make_row() -> MicroBatch:
 def check(row: MicroBatch) -> None:
     minibatch = Minibatch(micro_batches=(row,))
     shard = RankShard(step=0, trainer_version=0, minibatches=(minibatch,))
-    check_shard(shard, trainer_version=0, vocab_size=10, mixture=None, max_policy_age=None)
+    check_shard(shard, trainer_version=0, shape=ModelShape(vocab_size=10), max_policy_age=None)
 
 
 def test_a_forest_with_targets_at_the_start_of_each_child_is_accepted() -> None:

@@ -256,3 +256,23 @@ def test_the_corrected_kl_has_the_gradient_of_the_exact_one(estimator: KlEstimat
     if estimator is not KlEstimator.K2:
         assert estimate.item() == pytest.approx(exact.item())
     assert gradient_of(estimate, logits) == pytest.approx(gradient_of(exact, logits))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "is_forward"), [(KlEstimator.K2, False), (KlEstimator.K3, True)]
+)
+def test_the_plain_kl_term_has_the_gradient_of_a_kl_in_a_stated_direction(
+    estimator: KlEstimator, is_forward: bool
+) -> None:
+    """On data of the current policy: k2 of KL(current || reference), k3 of the other direction."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(5, dtype=torch.float64).log_softmax(-1)
+    current = logits.log_softmax(-1)
+    terms = reference_kl(current, reference, estimator=estimator)
+    estimate = (current.detach().exp() * terms).sum()
+    if is_forward:
+        exact = (reference.exp() * (reference - current)).sum()
+    else:
+        exact = (current.exp() * (current - reference)).sum()
+    assert gradient_of(estimate, logits) == pytest.approx(gradient_of(exact, logits))

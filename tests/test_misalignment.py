@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from trajectory_builders import linear_turns, make_trajectory, make_turn
 
+from actors.expert_records import MixtureShape, ModelShape
 from actors.lineage import Lineage, SampleLineage
 from actors.merge.misalignment import find_misalignment
 from actors.merge.prefix import merge_turns
@@ -74,8 +75,8 @@ def test_a_lineage_that_does_not_name_each_turn_once_is_told(
 def test_ids_above_the_vocabulary_are_told_where_its_size_is_known() -> None:
     trajectory = make_trajectory([make_turn([1, 99], [3])])
     assert find_misalignment(trajectory) is None
-    assert find_misalignment(trajectory, vocab_size=100) is None
-    found = find_misalignment(trajectory, vocab_size=99)
+    assert find_misalignment(trajectory, shape=ModelShape(vocab_size=100)) is None
+    found = find_misalignment(trajectory, shape=ModelShape(vocab_size=99))
     assert (
         found is not None and "1 prompt ids are outside the vocabulary, expected 0 to 98" in found
     )
@@ -93,6 +94,38 @@ def test_routing_of_two_models_in_one_trajectory_is_told() -> None:
     turns = [replace(TURN, expert_indices=two), replace(TURN, expert_indices=four)]
     found = find_misalignment(make_trajectory(turns))
     assert found is not None and "record every turn with one model" in found
+
+
+@pytest.mark.parametrize(
+    ("indices", "words"),
+    [
+        ([[[0, 1]]], "for (1, 2) layers and experts, the trained model has (2, 2)"),
+        ([[[0], [1]]], "for (2, 1) layers and experts, the trained model has (2, 2)"),
+        ([[[0, 1], [2, 4]]], "of experts 0 to 4, expected 0 to 3"),
+        ([[[0, 1], [2, 2]]], "name an expert twice"),
+        ([[[0, 1], [3, 2]]], None),
+        (np.zeros((0, 2, 2)), None),
+    ],
+)
+def test_routing_of_another_mixture_than_the_trained_one_is_told(
+    indices: list[list[list[int]]], words: str | None
+) -> None:
+    turn = replace(TURN, expert_indices=np.array(indices, np.uint8))
+    mixture = MixtureShape(num_layers=2, num_experts=4, num_chosen=2)
+    shape = ModelShape(vocab_size=500, mixture=mixture)
+    found = find_misalignment(make_trajectory([turn]), shape=shape)
+    if words is None:
+        assert found is None
+    else:
+        assert found is not None and found.startswith("turn 0: expert records") and words in found
+
+
+def test_routing_for_a_model_without_a_mixture_is_told() -> None:
+    turn = replace(TURN, expert_indices=np.zeros((1, 2, 2), np.uint8))
+    found = find_misalignment(make_trajectory([turn]), shape=ModelShape(vocab_size=500))
+    assert found == (
+        "turn 0: expert records for a model whose routing cannot be replayed; leave them out"
+    )
 
 
 def test_no_turns_fit_together() -> None:

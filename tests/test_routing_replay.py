@@ -31,10 +31,10 @@ from mixture_world import (
 )
 
 from actors.batch import MicroBatch
-from actors.expert_records import ExpertRecords
+from actors.expert_records import ExpertRecords, MixtureShape
 from actors.merge.packing import pack_minibatch, pack_row
 from actors.trainer.model import PolicyModel, load_policy
-from actors.trainer.routing_replay import MixtureShape, replay_choice
+from actors.trainer.routing_replay import replay_choice
 from actors.trainer.row import RowTensors, row_tensors
 
 CPU = torch.device("cpu")

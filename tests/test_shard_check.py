@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +10,7 @@ import pytest
 from trainer_world import pack, random_samples
 
 from actors.batch import MicroBatch, Minibatch, RankShard
-from actors.expert_records import ExpertRecords
-from actors.trainer.routing_replay import MixtureShape
+from actors.expert_records import ExpertRecords, MixtureShape, ModelShape
 from actors.trainer.shard_check import ShardRefused, check_shard
 
 MIXTURE = MixtureShape(num_layers=2, num_experts=4, num_chosen=2)
@@ -19,7 +19,8 @@ RECORDS = np.array([[[0, 1], [2, 3]], [[3, 0], [1, 2]]], np.uint8)
 
 def check(row: MicroBatch, *, mixture: MixtureShape | None = MIXTURE) -> None:
     shard = RankShard(step=3, trainer_version=0, minibatches=(Minibatch(micro_batches=(row,)),))
-    check_shard(shard, trainer_version=0, vocab_size=500, mixture=mixture, max_policy_age=None)
+    shape = ModelShape(vocab_size=500, mixture=mixture)
+    check_shard(shard, trainer_version=0, shape=shape, max_policy_age=None)
 
 
 def row_with(positions: list[int], indices: np.ndarray) -> MicroBatch:
@@ -76,21 +77,22 @@ def test_expert_records_for_a_dense_model_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("positions", "indices"),
-    [
-        ([0, 5, 6], RECORDS),
-        ([0, 5], RECORDS[:, :1]),
-        ([0, 5], RECORDS[:, :, :1]),
-        ([0, 5], RECORDS[0]),
-        ([], RECORDS[:0]),
-    ],
+    ("indices", "found"),
+    [(RECORDS[:, :1], "(1, 2)"), (RECORDS[:, :, :1], "(2, 1)"), (RECORDS[0], "(2,)")],
 )
-def test_expert_records_of_another_shape_are_refused(
-    positions: list[int], indices: np.ndarray
+def test_expert_records_of_another_mixture_are_refused(indices: np.ndarray, found: str) -> None:
+    expected = f"expert records for {found} layers and experts, the trained model has (2, 2)"
+    with pytest.raises(ShardRefused, match=re.escape(expected)):
+        check(row_with([0, 5], indices))
+
+
+@pytest.mark.parametrize(("positions", "num_records"), [([0, 5, 6], 2), ([], 0)])
+def test_expert_records_without_a_position_each_are_refused(
+    positions: list[int], num_records: int
 ) -> None:
-    expected = rf"expert records of shape .* expected \({len(positions)}, 2, 2\) and at least one"
+    expected = f"{num_records} expert records at {len(positions)} positions, expected one for each"
     with pytest.raises(ShardRefused, match=expected):
-        check(row_with(positions, indices))
+        check(row_with(positions, RECORDS[:num_records]))
 
 
 @pytest.mark.parametrize("positions", [[-1, 5], [5, 5], [5, 0], [0, 10_000]])

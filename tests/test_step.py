@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from trajectory_builders import linear_turns, make_trajectory, make_turn, random_turns
 
 from actors.batch import MicroBatch
+from actors.expert_records import ModelShape
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.aggregation import Aggregation
 from actors.merge.groups import TrajectoryGroup, merge_groups
@@ -200,6 +201,15 @@ def test_misaligned_trajectories_leave_under_their_own_reason_and_the_others_go_
     assert [s.reason for s in result.settlements] == [None, None, EvictionReason.TOKEN_MISALIGNED]
 
 
+def test_records_of_another_mixture_cost_their_trajectory_alone() -> None:
+    group = make_group(0, [1, 0, 1])
+    routed = replace(make_turn([1], [2, 3]), expert_indices=np.zeros((1, 2, 2), np.uint8))
+    foreign = replace(group.trajectories[2], turns=(routed,))
+    groups = [replace(group, trajectories=(*group.trajectories[:2], foreign))]
+    result = build(groups, shape=ModelShape(vocab_size=100_000))
+    assert [s.reason for s in result.settlements] == [None, None, EvictionReason.TOKEN_MISALIGNED]
+
+
 @pytest.mark.parametrize("prompt, sampled", [([1, 500], [2, 3]), ([1], [2, 500])])
 def test_ids_outside_the_vocabulary_cost_their_trajectory_alone(
     prompt: list[int], sampled: list[int]
@@ -208,7 +218,7 @@ def test_ids_outside_the_vocabulary_cost_their_trajectory_alone(
     foreign = replace(group.trajectories[2], turns=(make_turn(prompt, sampled),))
     groups = [replace(group, trajectories=(*group.trajectories[:2], foreign))]
     reasons = [
-        [s.reason for s in build(groups, vocab_size=vocab_size).settlements]
+        [s.reason for s in build(groups, shape=ModelShape(vocab_size=vocab_size)).settlements]
         for vocab_size in (500, 501)
     ]
     assert reasons == [[None, None, EvictionReason.TOKEN_MISALIGNED], [None] * 3]

@@ -66,7 +66,7 @@ def merge_groups(
 
 
 def _merge(trajectory: Trajectory, settings: StepSettings) -> MergedTrajectory:
-    misalignment = find_misalignment(trajectory, vocab_size=settings.vocab_size)
+    misalignment = find_misalignment(trajectory, shape=settings.shape)
     merged = merge_turns(trajectory) if misalignment is None else None
     return MergedTrajectory(
         trajectory=trajectory,

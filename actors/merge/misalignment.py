@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from actors.expert_records import ModelShape
 from actors.lineage import Lineage
 from actors.trajectory import TokenIds, Trajectory, Turn
 
@@ -17,30 +18,31 @@ REWARD_TOLERANCE = 1e-4
 LOGPROB_TOLERANCE = 1e-3
 
 
-def find_misalignment(trajectory: Trajectory, *, vocab_size: int | None = None) -> str | None:
+def find_misalignment(trajectory: Trajectory, *, shape: ModelShape | None = None) -> str | None:
     """Say what in a trajectory's turns does not fit together; None when all does.
 
     A turn needs a prompt, one log-probability of at most 0 for each sampled token, version spans
-    that cover the sampled tokens in order, ids in [0, vocab_size), and side data of the same
-    lengths. A lineage needs each turn once. A trajectory without turns fits together;
-    log-probabilities that are not finite are masked and counted when the turns are merged.
+    that cover the sampled tokens in order, ids of the vocabulary, and side data of the same
+    lengths; expert records must be of the model's own mixture. A lineage needs each turn once. A
+    trajectory without turns fits together; log-probabilities that are not finite are masked and
+    counted when the turns are merged.
 
-    Args: vocab_size: None: ids must not be negative, and have no upper bound.
+    Args: shape: of the model; None: ids and experts must not be negative, and have no upper bound.
     """
     if trajectory.lineage is not None:
         found = lineage_fault(trajectory.lineage, num_turns=len(trajectory.turns))
         if found is not None:
             return found
-    shape: tuple[int, ...] | None = None
+    chosen: tuple[int, ...] | None = None
     for index, turn in enumerate(trajectory.turns):
         found = _in_lengths(turn) or _in_spans(turn) or _in_rewards(turn)
-        found = found or _in_experts(turn, shape)
+        found = found or _in_experts(turn, chosen, shape)
         if found is not None:
             return f"turn {index}: {found}"
         if turn.expert_indices is not None:
-            shape = turn.expert_indices.shape[1:]
+            chosen = turn.expert_indices.shape[1:]
     for index in _whole_prompts(trajectory):
-        found = _in_ids(trajectory.turns[index], vocab_size)
+        found = _in_ids(trajectory.turns[index], shape.vocab_size if shape else None)
         if found is not None:
             return f"turn {index}: {found}"
     return None
@@ -112,7 +114,8 @@ def _in_rewards(turn: Turn) -> str | None:
     return None
 
 
-def _in_experts(turn: Turn, shape: tuple[int, ...] | None) -> str | None:
+def _in_experts(turn: Turn, chosen: tuple[int, ...] | None, shape: ModelShape | None) -> str | None:
+    """chosen: layers and experts of an earlier turn's records."""
     indices = turn.expert_indices
     if indices is None:
         return None
@@ -123,12 +126,16 @@ def _in_experts(turn: Turn, shape: tuple[int, ...] | None) -> str | None:
         )
     if indices.size and int(indices.min()) < 0:
         return "expert indices below 0; leave out tokens without a record"
-    if shape is not None and indices.shape[1:] != shape:
+    if chosen is not None and indices.shape[1:] != chosen:
         return (
-            f"expert indices for {indices.shape[1:]} layers and experts, {shape} in an earlier "
+            f"expert indices for {indices.shape[1:]} layers and experts, {chosen} in an earlier "
             "turn; record every turn with one model"
         )
-    return None
+    if shape is None:
+        return None
+    if shape.mixture is None:
+        return "expert records for a model whose routing cannot be replayed; leave them out"
+    return shape.mixture.fault(indices)
 
 
 def _in_ids(turn: Turn, vocab_size: int | None) -> str | None:

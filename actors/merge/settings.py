@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from actors.choices import take_choices
+from actors.expert_records import ModelShape
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.aggregation import Aggregation
 from actors.merge.gae import CriticSettings
@@ -28,8 +29,8 @@ class StepSettings:
     share_prefixes: compute what samples of a row have in common once.
     num_minibatches: optimiser updates a step. seed: of the split into them.
     attention_tokens: sample length at which attention costs as much as all the rest, for the
-    balance between ranks. vocab_size: token ids that the policy knows; None: ids have no upper
-    bound. policies: outcome rules by environment, the defaults where it has none.
+    balance between ranks. shape: of the model, which the turns have to fit; None: not
+    known. policies: outcome rules by environment, the defaults where it has none.
     Raises: ValueError when a number is out of range.
     """
 
@@ -44,7 +45,7 @@ class StepSettings:
     num_minibatches: int = 1
     seed: int = 0
     attention_tokens: int = 8192
-    vocab_size: int | None = None
+    shape: ModelShape | None = None
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
     min_group_size: int = 1
     turn_discount: float | None = None

@@ -18,6 +18,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from actors.batch import Float32s, RankShard
+from actors.expert_records import ModelShape
 from actors.trainer.manifest import Progress
 from actors.trainer.memory import keep_freed_memory
 from actors.trainer.process_group import Rendezvous, connect_store, free_port, open_store
@@ -67,7 +68,7 @@ class TrainerRankActor:
         )
         return rendezvous
 
-    def join(self, rendezvous: Rendezvous, is_local: bool) -> int:
+    def join(self, rendezvous: Rendezvous, is_local: bool) -> ModelShape:
         """Meet the other ranks and load the model; returns the size of its vocabulary.
 
         Args: is_local: all ranks share one node.
@@ -85,7 +86,7 @@ class TrainerRankActor:
         self._rank = TrainerRank(
             self._settings, rank=self._rank_number, store=self._store, is_local=is_local
         )
-        return self._rank.vocab_size
+        return self._rank.shape
 
     def score_rows(self, shard: RankShard) -> ObjectRef:
         """A reference to the answers: [rows] RowScores."""

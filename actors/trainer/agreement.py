@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from actors.batch import RankShard
+from actors.expert_records import ModelShape
 from actors.trainer.process_group import gather_rows, gather_texts
-from actors.trainer.routing_replay import MixtureShape
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused, check_shard, shard_outline
 from actors.value_batch import ValueShard
 
@@ -22,15 +22,14 @@ def agree_on(
     value_shard: ValueShard | None = None,
     *,
     trainer_version: int,
-    vocab_size: int,
-    mixture: MixtureShape | None,
+    shape: ModelShape,
     max_policy_age: int | None,
     device: torch.device,
 ) -> None:
     """Raise on every rank when any rank refuses its shard, or their outlines differ.
 
-    Args: trainer_version: what this rank holds. mixture: of its model; None: no records are taken.
-        max_policy_age: versions; None: not asserted.
+    Args: trainer_version: what this rank holds. shape: of its model. max_policy_age: versions;
+        None: not asserted.
     Raises: ShardRefused, PolicyTooOld; the first rank's reason.
     """
     fault: ShardRefused | PolicyTooOld | None = None
@@ -38,8 +37,7 @@ def agree_on(
         check_shard(
             shard,
             trainer_version=trainer_version,
-            vocab_size=vocab_size,
-            mixture=mixture,
+            shape=shape,
             max_policy_age=max_policy_age,
         )
     except _REFUSALS as error:

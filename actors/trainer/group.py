@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.batch import Float32s
 from actors.deadline import within
+from actors.expert_records import ModelShape
 from actors.trainer.actor import RankPlace, TrainerRankActor
 from actors.trainer.manifest import CheckpointError, Progress
 from actors.trainer.process_group import LOOPBACK, Rendezvous
@@ -94,8 +95,8 @@ class Deadlines:
 class TrainerGroup:
     """N rank actors behind one interface; `start` it, then use it, then `stop` it.
 
-    version: the policy version that the ranks hold; one more after each step. vocab_size: token ids
-    that the model knows; 0 before the start.
+    version: the policy version that the ranks hold; one more after each step. shape: of the model;
+    None before the start.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class TrainerGroup:
         self.settings = settings
         self.deadlines = deadlines or Deadlines()
         self.version = 0
-        self.vocab_size = 0
+        self.shape: ModelShape | None = None
         self.places: tuple[RankPlace, ...] = ()
         self._cpus_per_rank = cpus_per_rank
         self._gpus_per_rank = gpus_per_rank
@@ -135,8 +136,8 @@ class TrainerGroup:
         is_local = len({place.node_id for place in self.places}) == 1
         address = LOOPBACK if is_local else self.places[0].node_address
         rendezvous = await self._on_first("open_rendezvous", address, timeout_s=timeout_s)
-        sizes = await self._on_all("join", rendezvous, is_local, timeout_s=timeout_s)
-        self.vocab_size = int(sizes[0])
+        shapes = await self._on_all("join", rendezvous, is_local, timeout_s=timeout_s)
+        self.shape = shapes[0]
 
     async def watch(self) -> None:
         """Raise TrainerRankLost soon after a rank has died, also while nothing is asked of it."""

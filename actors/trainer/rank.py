@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from actors.batch import Float32s, Minibatch, RankShard
+from actors.expert_records import ModelShape
 from actors.row_scores import RowScores
 from actors.trainer import checkpoint
 from actors.trainer.agreement import agree_on
@@ -91,7 +92,10 @@ class TrainerRank:
             gradient_checkpointing=settings.gradient_checkpointing,
         )
         self.causal_lm = self.policy.causal_lm
-        self.vocab_size = int(self.causal_lm.get_input_embeddings().weight.shape[0])
+        self.shape = ModelShape(
+            vocab_size=int(self.causal_lm.get_input_embeddings().weight.shape[0]),
+            mixture=self.policy.mixture,
+        )
         self._sharded = shard_policy(
             self.policy,
             mesh,
@@ -195,7 +199,7 @@ class TrainerRank:
 
     def parity_logprobs(self) -> Float32s:
         """Score `weights.parity.parity_tokens` at temperature 1: [16] float32, nats."""
-        row = row_tensors(scoring_row(parity_tokens(self.vocab_size)), device=self.device)
+        row = row_tensors(scoring_row(parity_tokens(self.shape.vocab_size)), device=self.device)
         logprobs = score_row(self.policy, row, temperature=1.0)
         free_weights(self._sharded)
         return logprobs.cpu().numpy()
@@ -266,8 +270,7 @@ class TrainerRank:
             shard,
             value_shard,
             trainer_version=self.version,
-            vocab_size=self.vocab_size,
-            mixture=self.policy.mixture,
+            shape=self.shape,
             max_policy_age=self.settings.max_policy_age,
             device=self.device,
         )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from actors.expert_records import ExpertRecords
+from actors.expert_records import ExpertRecords, MixtureShape
 
 # Routers of transformers that return (logits [T, E], weights [T, K], experts [T, K]) and choose the
 # K most probable of a softmax over all; and whether they make the chosen ones' weights sum to 1.
@@ -28,15 +28,6 @@ _SOFTMAX_ROUTERS: dict[str, Callable[[Any], bool]] = {
     "Qwen2MoeTopKRouter": lambda router: bool(router.norm_topk_prob),
     "Qwen3MoeTopKRouter": lambda router: bool(router.norm_topk_prob),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureShape:
-    """num_layers: those with a router. num_chosen: experts of each token in each of them."""
-
-    num_layers: int
-    num_experts: int
-    num_chosen: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,8 @@ def kl_k3(delta: Tensor) -> Tensor:
 
     k3 = exp(delta) - 1 - delta, delta = log p - log q.   Source: Schulman 2020, "Approximating KL
     divergence" (deviations: `expm1` in float64, because float32 loses every digit of a small delta;
-    delta counts as 20 at most, without gradient beyond).
+    delta counts as 20 at most, without gradient beyond). Its gradient for log q, weighed by
+    nothing, is that of KL(p || q) in expectation over q: the other direction.
 
     Returns: float64, nats.    Example: k3(ln 2) = 1 - ln 2 = .306853
     """
