@@ -120,7 +120,7 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peer-python", required=True, help="Python of the peer's environment")
-    parser.add_argument("--pairs", type=int, default=7, help="steps of each side")
+    parser.add_argument("--pairs", type=int, default=3, help="steps of each side")
     parser.add_argument("--rows", type=int, default=8, help="TRL's rows of a micro-batch")
     parser.add_argument("--groups", type=int, default=4, help="groups of eight trajectories")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a packed row")

@@ -89,6 +89,23 @@ def write_mixture(directory: Path, kind: str) -> str:
     return str(directory)
 
 
+def write_served_mixture(directory: Path) -> None:
+    """Save a random mixture of sizes that the engine's kernels take, and of the tiny vocabulary."""
+    sizes = dict(
+        COMMON, vocab_size=512, hidden_size=128, intermediate_size=192, num_hidden_layers=2
+    )
+    sizes.update(max_position_embeddings=2048)
+    torch.manual_seed(5)
+    causal_lm = AutoModelForCausalLM.from_config(
+        MixtralConfig(**sizes, num_local_experts=NUM_EXPERTS)
+    )
+    with torch.no_grad():
+        for name, parameter in causal_lm.named_parameters():
+            if "gate.weight" in name:
+                parameter.add_(0.5 * torch.randn_like(parameter))
+    causal_lm.save_pretrained(directory)
+
+
 def load_plain(model: str) -> PreTrainedModel:
     """Transformers' own model, with its own attention and routing."""
     return AutoModelForCausalLM.from_pretrained(

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ def _task(seed: int) -> Task:
     return Task(task_id=f"t{seed}", environment="guessing", seed=seed)
 
 
-async def _play(seed: int, *texts: str, **options: int) -> list[StepResult]:
+async def _play(seed: int, *texts: str, **options: Any) -> list[StepResult]:
     environment = GuessingEnvironment(**options)
     await environment.reset(_task(seed))
     return [await environment.step(Action(text=text)) for text in texts]
@@ -64,6 +65,31 @@ async def test_the_hint_points_from_the_guess_to_the_secret() -> None:
     secret = await _secret(5)
     (first,) = await _play(5, str(secret - 1)) if secret > 1 else await _play(5, str(secret + 1))
     assert first.messages[0].content == ("higher" if secret > 1 else "lower")
+
+
+async def test_a_number_that_the_hints_have_ruled_out_costs_where_a_cost_is_set() -> None:
+    secret = await _secret(5)
+    assert 2 <= secret <= 6
+    # The first guess rules out itself and all below, the third itself and all above.
+    below, above = str(secret - 1), str(secret + 1)
+    texts = (below, below, above, "7", "what?", "99", str(secret))
+    results = await _play(5, *texts, max_guesses=9, ruled_out_cost=0.25)
+    assert [result.reward for result in results] == [0, -0.25, 0, -0.25, 0, 0, 1]
+    assert results[1].reward_components == {"hit": 0.0, "ruled_out": -0.25}
+    assert results[-1].terminated
+    free = await _play(5, *texts, max_guesses=9)
+    assert sum(result.reward for result in free) == 1.0
+    assert free[1].reward_components == {"hit": 0.0}
+
+
+async def test_each_game_begins_with_all_numbers_possible() -> None:
+    environment = GuessingEnvironment(max_guesses=2, ruled_out_cost=0.5)
+    for _ in range(2):
+        await environment.reset(_task(5))
+        secret = await _secret(5)
+        wrong = str(secret - 1)
+        rewards = [(await environment.step(Action(text=wrong))).reward for _ in range(2)]
+        assert rewards == [0.0, -0.5]
 
 
 async def test_running_out_of_guesses_is_a_lost_game_not_a_truncation() -> None:
@@ -162,7 +188,16 @@ def test_no_text_breaks_the_reading(text: str) -> None:
     assert guess is None or abs(guess) < 10**9
 
 
-@pytest.mark.parametrize("options", [{"low": 5, "high": 4}, {"max_guesses": 0}, {"low": -1}])
-def test_impossible_options_are_refused(options: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"low": 5, "high": 4},
+        {"max_guesses": 0},
+        {"low": -1},
+        {"ruled_out_cost": -0.1},
+        {"ruled_out_cost": float("nan")},
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
         GuessingEnvironment(**options)

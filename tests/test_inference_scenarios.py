@@ -1,4 +1,4 @@
-"""The inference deployment for real: vLLM in Ray Serve on a local cluster, two tiny models."""
+"""The inference deployment for real: vLLM in Ray Serve on a local cluster, three tiny models."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ import psutil
 import pytest
 import ray
 import torch
+from mixture_world import write_served_mixture
 from ray import serve
 from ray.actor import ActorHandle
 from trainer_world import obvious_logprobs
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded, PolicyUnavailable
+from actors.trainer.publish import gather_groups
 from actors.trainer.tiny_model import build_tiny_model
 from actors.weights.actor import start_board
 from actors.weights.board import BoardStatus, PublishedGroup, PublishReport
-from actors.weights.buffers import layer_groups, pack_group
+from actors.weights.buffers import pack_group
 from actors.weights.errors import StaleEpoch
 from actors.weights.parity import parity_tokens
 from service.inference.client import ServePolicyClient
@@ -61,11 +63,7 @@ class Deployed:
     version: int = 0
 
     def publish(self) -> PublishReport:
-        parameters = dict(self.model.named_parameters())
-        packed = [
-            pack_group([(name, parameters[name]) for name in names])
-            for names in layer_groups(list(parameters))
-        ]
+        packed = [pack_group(named) for named in gather_groups(self.model, dtype=torch.float32)]
         groups = [
             PublishedGroup(
                 manifest=group.manifest, checksum=group.checksum, buffer=ray.put(group.buffer)
@@ -99,9 +97,15 @@ class Deployed:
         return logprobs[len(prompt) - 1 :].detach().numpy()
 
 
-def deploy(directory: Path, *, tied: bool, num_replicas: int) -> Deployed:
-    build_tiny_model(directory, seed=0, tie_word_embeddings=tied, warmup_steps=0)
-    app = "tied" if tied else "untied"
+def write_model(directory: Path, app: str) -> None:
+    if app == "mixture":
+        write_served_mixture(directory)
+    else:
+        build_tiny_model(directory, seed=0, tie_word_embeddings=app == "tied", warmup_steps=0)
+
+
+def deploy(directory: Path, app: str, *, num_replicas: int) -> Deployed:
+    write_model(directory, app)
     settings = EngineSettings(
         model=str(directory),
         max_model_len=MAX_MODEL_LEN,
@@ -121,14 +125,14 @@ def deploy(directory: Path, *, tied: bool, num_replicas: int) -> Deployed:
 def deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Deployed]]:
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
-        both = [
-            deploy(tmp_path_factory.mktemp("tied"), tied=True, num_replicas=2),
-            deploy(tmp_path_factory.mktemp("untied"), tied=False, num_replicas=1),
+        every = [
+            deploy(tmp_path_factory.mktemp(app), app, num_replicas=num_replicas)
+            for app, num_replicas in (("tied", 2), ("untied", 1), ("mixture", 1))
         ]
-        for deployed in both:
+        for deployed in every:
             deployed.publish()
-        yield {deployed.app: deployed for deployed in both}
-        for deployed in both:
+        yield {deployed.app: deployed for deployed in every}
+        for deployed in every:
             delete_inference(deployed.app)
         serve.shutdown()
     finally:
@@ -171,7 +175,7 @@ async def largest_difference(deployed: Deployed) -> float:
     return float(max(differences))
 
 
-@pytest.mark.parametrize("app", ["tied", "untied"])
+@pytest.mark.parametrize("app", ["tied", "untied", "mixture"])
 async def test_engine_samples_from_exactly_the_published_weights(
     deployments: dict[str, Deployed], app: str
 ) -> None:

@@ -46,10 +46,13 @@ class GuessingEnvironment:
     """The numbers low to high, max_guesses guesses.
 
     A text that names no single number of the range is malformed: it is answered with a reminder
-    and costs a guess. Rewards: `hit` 1 for the secret, 0 otherwise.
+    and costs a guess. Rewards: `hit` 1 for the secret, 0 otherwise; `ruled_out` -ruled_out_cost for
+    a number that the hints have ruled out, so that a lost game, too, tells good guesses from bad.
     """
 
-    def __init__(self, *, low: int = 1, high: int = 7, max_guesses: int = 3) -> None:
+    def __init__(
+        self, *, low: int = 1, high: int = 7, max_guesses: int = 3, ruled_out_cost: float = 0.0
+    ) -> None:
         if not 0 <= low <= high < 10**9:
             raise ValueError(
                 f"guessing: got low={low}, high={high}; expected 0 <= low <= high < 10^9; "
@@ -57,15 +60,21 @@ class GuessingEnvironment:
             )
         if not 1 <= max_guesses <= 64:
             raise ValueError(f"guessing: got max_guesses={max_guesses}; expected 1 to 64")
+        if not 0.0 <= ruled_out_cost <= 1.0:
+            raise ValueError(f"guessing: got ruled_out_cost={ruled_out_cost}; expected 0 to 1")
         self._low = low
         self._high = high
         self._max_guesses = max_guesses
+        self._ruled_out_cost = ruled_out_cost
         self._secret = low
+        # What the hints leave.
+        self._lowest, self._highest = low, high
         self._guesses_left = 0
 
     async def reset(self, task: Task) -> Observation:
         self._secret = random.Random(task.seed).randint(self._low, self._high)
         self._guesses_left = self._max_guesses
+        self._lowest, self._highest = self._low, self._high
         best = best_win_rate(self._high - self._low + 1, max_guesses=self._max_guesses)
         return Observation(messages=(self._say(INVITATION),), best_return=best)
 
@@ -75,10 +84,13 @@ class GuessingEnvironment:
         is_malformed = guess is None or not self._low <= guess <= self._high
         is_hit = guess == self._secret
         is_over = is_hit or self._guesses_left <= 0
+        components = {"hit": float(is_hit)}
+        if self._ruled_out_cost:
+            components["ruled_out"] = -self._ruled_out_cost * self._is_ruled_out(guess)
         return StepResult(
             messages=() if is_over else (self._answer(guess, is_malformed=is_malformed),),
-            reward=float(is_hit),
-            reward_components={"hit": float(is_hit)},
+            reward=sum(components.values()),
+            reward_components=components,
             terminated=is_over,
             is_malformed=is_malformed,
         )
@@ -89,7 +101,17 @@ class GuessingEnvironment:
     def _answer(self, guess: int | None, *, is_malformed: bool) -> Message:
         if guess is None or is_malformed:
             return self._say(REMINDER)
-        return self._say(HIGHER if self._secret > guess else LOWER)
+        if self._secret > guess:
+            self._lowest = max(self._lowest, guess + 1)
+            return self._say(HIGHER)
+        self._highest = min(self._highest, guess - 1)
+        return self._say(LOWER)
+
+    def _is_ruled_out(self, guess: int | None) -> bool:
+        """Whether a number of the range cannot be the secret, by the hints so far."""
+        if guess is None or not self._low <= guess <= self._high:
+            return False
+        return not self._lowest <= guess <= self._highest
 
     def _say(self, text: str) -> Message:
         content = text.format(low=self._low, high=self._high, max_guesses=self._max_guesses)

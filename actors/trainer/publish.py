@@ -1,41 +1,53 @@
 """Full weights out of the shards, packed group by group for the weight board.
 
-Invariant: the names are Hugging Face's parameter names, each once (a tied head travels as its
-embedding), in the order of the model. Gathering is collective: every rank iterates to the end,
-also the ranks that keep nothing. Called by `TrainerRank` and `TrainerRankActor`.
+Invariant: names and tensors are those of the model's checkpoint, each once (a tied head travels as
+its embedding): where transformers holds a layer's experts as one tensor, or calls a module by
+another name, the engine is given what it would read from a file. Gathering is collective: every
+rank iterates to the end, also the ranks that keep nothing. Called by `TrainerRank`,
+`TrainerRankActor` and `publish_cuda`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from actors.weights.buffers import WeightGroup, layer_groups, pack_group
 
 NamedTensors = list[tuple[str, Tensor]]
 
 
-def weight_names(causal_lm: PreTrainedModel) -> list[str]:
-    """Name the weights to publish, a tied head left out."""
-    return [name for name, _ in causal_lm.named_parameters()]
-
-
 @torch.no_grad()
-def gather_groups(
-    causal_lm: PreTrainedModel, groups: Sequence[Sequence[str]], *, dtype: torch.dtype
-) -> Iterator[NamedTensors]:
-    """Gather the full tensors of one group after the other, so that one group is in memory.
+def gather_groups(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[NamedTensors]:
+    """Gather the full tensors layer by layer, so that one layer is in memory.
 
-    Args: groups: a partition of `weight_names`. dtype: what the engines are given: the type that
-        the trainer computes in, so that both round the weights alike.
+    Args: dtype: what the engines are given: the type that the trainer computes in, so that both
+        round the weights alike.
     """
     parameters = dict(causal_lm.named_parameters())
-    for names in groups:
-        yield [(name, _full(parameters[name]).to(dtype)) for name in names]
+    for names in layer_groups(list(parameters)):
+        full = {name: _full(parameters[name]).to(dtype) for name in names}
+        yield _as_in_checkpoint(causal_lm, full)
+
+
+def published_shapes(causal_lm: PreTrainedModel) -> list[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of what `gather_groups` yields, in its order; nothing is gathered."""
+    parameters = dict(causal_lm.named_parameters())
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for names in layer_groups(list(parameters)):
+        empty = {name: torch.empty(parameters[name].shape, device="meta") for name in names}
+        found += [(name, tuple(t.shape)) for name, t in _as_in_checkpoint(causal_lm, empty)]
+    return found
+
+
+def _as_in_checkpoint(causal_lm: PreTrainedModel, tensors: dict[str, Tensor]) -> NamedTensors:
+    """Whole layers of a model under the names, and in the pieces, that its checkpoint has."""
+    return list(revert_weight_conversion(causal_lm, tensors).items())
 
 
 def _full(parameter: Tensor) -> Tensor:
@@ -49,7 +61,6 @@ def pack_weights(
 
     Yields: one packed group a layer where `is_kept`; nothing elsewhere, once all are gathered.
     """
-    groups = layer_groups(weight_names(causal_lm))
-    for named in gather_groups(causal_lm, groups, dtype=dtype):
+    for named in gather_groups(causal_lm, dtype=dtype):
         if is_kept:
             yield pack_group(named)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
@@ -25,6 +24,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from actors.trainer.process_group import Rendezvous, broadcast_integers
+from actors.trainer.publish import gather_groups, published_shapes
 from actors.trainer.settings import WeightTransport
 from actors.weights.board import BoardStatus
 from actors.weights.client import BoardClient
@@ -39,15 +39,12 @@ class ShardedWeightSource(WeightSource):
 
     def metadata(self) -> list[ParamMeta]:
         return [
-            ParamMeta(name, self._dtype, tuple(parameter.shape))
-            for name, parameter in self._causal_lm.named_parameters()
+            ParamMeta(name, self._dtype, shape) for name, shape in published_shapes(self._causal_lm)
         ]
 
-    @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._causal_lm.named_parameters():
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            yield name, full.to(self._dtype)
+        for named in gather_groups(self._causal_lm, dtype=self._dtype):
+            yield from named
 
 
 class CudaPublisher:

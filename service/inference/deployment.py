@@ -294,7 +294,8 @@ def deploy_inference(
 def wait_ready(name: str, *, timeout_s: float) -> None:
     """Wait until every replica holds the current version.
 
-    Raises: PolicyUnavailable when the deployment failed or is not ready in time.
+    Raises: PolicyUnavailable, with what a replica last failed of, when the deployment failed or is
+        not ready in time.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -304,12 +305,23 @@ def wait_ready(name: str, *, timeout_s: float) -> None:
             return
         failed = status is ApplicationStatus.DEPLOY_FAILED
         if application is None or failed or time.monotonic() > deadline:
-            detail = "" if application is None else application.message
+            deployments = [] if application is None else application.deployments.values()
+            failure = last_failure([each.message for each in deployments])
+            state = "not deployed" if status is None else status.value
             raise PolicyUnavailable(
-                f"inference: {name!r} is {status}, expected RUNNING within {timeout_s:.0f} s; "
-                f"{detail} See the replicas' logs"
+                f"inference: {name!r} is {state}, expected {ApplicationStatus.RUNNING.value} "
+                f"within {timeout_s:.0f} s; {failure}; see the replicas' logs"
             )
         time.sleep(STATUS_POLL_S)
+
+
+def last_failure(messages: Sequence[str]) -> str:
+    """The last line of what Serve knows of replicas that failed: the exception itself.
+
+    Args: messages: of the deployments; a failed one's ends with the traceback.
+    """
+    lines = [line.strip() for message in messages for line in message.splitlines()]
+    return next((line for line in reversed(lines) if line), "nothing is known of its replicas")
 
 
 def delete_leftovers(run_id: str) -> None:

@@ -153,12 +153,16 @@ class ObjectStoreWeightTransferEngine(
 
 
 def repack_kept_weights(model: torch.nn.Module) -> None:
-    """Rebuild the packed copy of every linear weight that vLLM kept beside it.
+    """Pack anew what vLLM's CPU kernels keep packed, and a reload leaves as it came.
 
     A head that shares its weight with the embedding gets the new weight by the reload, but not
-    its packed copy, and would go on answering with the old one.
+    its packed copy, and would go on answering with the old one. A mixture's experts are packed in
+    place when the engine starts, and not again: their kernel would read plain weights as packed.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight is not None and weight.numel() > 0:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
