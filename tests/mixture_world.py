@@ -19,6 +19,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from actors.merge.packing import WeightedSample
 from actors.merge.prefix import Sample, merge_turns
@@ -111,6 +112,13 @@ def load_plain(model: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+
+
+def as_in_checkpoint(model: str, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays of a model's parameters under the names, and in the pieces, of its checkpoint."""
+    tensors = {name: torch.from_numpy(value) for name, value in values.items()}
+    named = revert_weight_conversion(load_plain(model), tensors)
+    return {name: tensor.numpy() for name, tensor in named.items()}
 
 
 def perturbed(model: str) -> PreTrainedModel:
