@@ -31,13 +31,14 @@ class MixtureShape:
         Example: two layers of four experts, two chosen; indices of shape [5, 2, 3] -> "expert
         records for (2, 3) layers and experts, the trained model has (2, 2); ..."
         """
+        if not len(indices):
+            return None
         if indices.shape[1:] != (self.num_layers, self.num_chosen):
             return (
                 f"expert records for {indices.shape[1:]} layers and experts, the trained model has "
-                f"{(self.num_layers, self.num_chosen)}; record its routed layers alone"
+                f"{(self.num_layers, self.num_chosen)}; record all that it chooses, in its routed "
+                "layers alone"
             )
-        if not indices.size:
-            return None
         ids = np.sort(indices, -1)
         if ids.min() < 0 or ids.max() >= self.num_experts:
             return (

@@ -244,12 +244,12 @@ BAD = make_turn([1, 2], [3, 4])
     ("turn", "words"),
     [
         (replace(BAD, logprobs=BAD.logprobs[:1]), "turn 0: 1 log-probabilities for 2 sampled"),
-        (make_turn([], [3, 4]), "an empty prompt; send the ids"),
+        (make_turn([], [3, 4]), "turn 0: an empty prompt; send the ids"),
         (
             replace(BAD, version_spans=(VersionSpan(version=1, start=1, end=2),)),
-            "version spans that do not cover 2 sampled tokens in order",
+            "turn 0: a version span from 1, expected 0; order the spans by token",
         ),
-        (replace(BAD, version_spans=()), "version spans that do not cover 2 sampled tokens"),
+        (replace(BAD, version_spans=()), "turn 0: version spans cover 0 of 2 sampled tokens"),
         (replace(BAD, token_rewards=np.zeros(3, np.float32)), "for 2 sampled tokens"),
     ],
 )
@@ -262,14 +262,37 @@ def test_turns_that_cannot_be_merged_are_refused_by_the_name_of_their_trajectory
     assert words in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "spans",
+    [
+        (),
+        (VersionSpan(version=1, start=1, end=2),),
+        (VersionSpan(version=1, start=0, end=1),),
+        # They meet, and end where they should, but one of them runs backwards.
+        (VersionSpan(version=1, start=0, end=5), VersionSpan(version=2, start=5, end=2)),
+    ],
+)
+def test_spans_that_do_not_cover_a_played_turn_are_refused_by_name(
+    spans: tuple[VersionSpan, ...],
+) -> None:
+    side = SideData.of([replace(BAD, version_spans=spans)])
+    played = Played(trajectory_id="r.a0", buffer=fill([BAD]), side=side)
+    expected = r"trajectory r\.a0: version spans that do not cover 2 sampled tokens in order"
+    with pytest.raises(ValueError, match=expected):
+        merge_played([played])
+
+
 def test_a_span_too_many_in_one_turn_does_not_stand_for_one_that_is_missing() -> None:
     twice = (VersionSpan(version=0, start=0, end=2), VersionSpan(version=9, start=0, end=2))
     turns = [
         replace(make_turn([1], [2, 3]), version_spans=twice),
         replace(make_turn([1, 2, 3], [4, 5]), version_spans=()),
     ]
-    with pytest.raises(ValueError, match="version spans that do not cover 2"):
+    with pytest.raises(ValueError, match="turn 0: a version span from 0, expected 2"):
         merge_turns(make_trajectory(turns))
+    played = Played(trajectory_id="r.a0", buffer=fill(turns), side=SideData.of(turns))
+    with pytest.raises(ValueError, match="version spans that do not cover 2"):
+        merge_played([played])
 
 
 def test_a_lineage_of_other_turns_is_refused() -> None:

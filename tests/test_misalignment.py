@@ -104,7 +104,9 @@ def test_routing_of_two_models_in_one_trajectory_is_told() -> None:
         ([[[0, 1], [2, 4]]], "of experts 0 to 4, expected 0 to 3"),
         ([[[0, 1], [2, 2]]], "name an expert twice"),
         ([[[0, 1], [3, 2]]], None),
+        # Of a single sampled token nothing was processed, and there is nothing to hold to a shape.
         (np.zeros((0, 2, 2)), None),
+        (np.zeros((0, 0, 0)), None),
     ],
 )
 def test_routing_of_another_mixture_than_the_trained_one_is_told(

@@ -86,7 +86,7 @@ class GuessingEnvironment:
         is_over = is_hit or self._guesses_left <= 0
         components = {"hit": float(is_hit)}
         if self._ruled_out_cost:
-            components["ruled_out"] = -self._ruled_out_cost * self._is_ruled_out(guess)
+            components["ruled_out"] = -self._ruled_out_cost if self._is_ruled_out(guess) else 0.0
         return StepResult(
             messages=() if is_over else (self._answer(guess, is_malformed=is_malformed),),
             reward=sum(components.values()),

@@ -117,7 +117,7 @@ def _in_rewards(turn: Turn) -> str | None:
 def _in_experts(turn: Turn, chosen: tuple[int, ...] | None, shape: ModelShape | None) -> str | None:
     """chosen: layers and experts of an earlier turn's records."""
     indices = turn.expert_indices
-    if indices is None:
+    if indices is None or not len(indices):
         return None
     if indices.shape[0] > turn.num_sampled:
         return (

@@ -103,7 +103,14 @@ def merge_all(trajectories: Sequence[Trajectory]) -> list[Merged]:
         except ValueError as error:
             reason = find_misalignment(trajectory) or str(error)
             raise ValueError(f"merge: trajectory {trajectory.trajectory_id}: {reason}") from error
-    return _finish(drafts)
+    try:
+        return _finish(drafts)
+    except ValueError as error:
+        for trajectory in trajectories:
+            if (fault := find_misalignment(trajectory)) is not None:
+                name = trajectory.trajectory_id
+                raise ValueError(f"merge: trajectory {name}: {fault}") from error
+        raise
 
 
 def merge_played(played: Sequence[Played]) -> list[Merged]:

@@ -118,7 +118,8 @@ def place_versions(
     flat: list[VersionSpan] = []
     for of_turn, gap, count in zip(spans, lengths[::2], lengths[1::2], strict=True):
         ends = [0, *[span.end for span in of_turn]]
-        if [span.start for span in of_turn] != ends[:-1] or ends[-1] != count or min(ends) < 0:
+        starts = [span.start for span in of_turn]
+        if starts != ends[:-1] or ends[-1] != count or ends != sorted(ends):
             raise ValueError(
                 f"version spans that do not cover {count} sampled tokens in order; record the "
                 "policy version of each"

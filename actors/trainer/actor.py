@@ -69,7 +69,7 @@ class TrainerRankActor:
         return rendezvous
 
     def join(self, rendezvous: Rendezvous, is_local: bool) -> ModelShape:
-        """Meet the other ranks and load the model; returns the size of its vocabulary.
+        """Meet the other ranks and load the model; returns what its trajectories have to fit.
 
         Args: is_local: all ranks share one node.
         """

@@ -24,15 +24,16 @@ NamedTensors = list[tuple[str, Tensor]]
 
 @torch.no_grad()
 def gather_groups(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[NamedTensors]:
-    """Gather the full tensors layer by layer, so that one layer is in memory.
+    """Gather the full tensors layer by layer, so that a layer or two are in memory.
 
     Args: dtype: what the engines are given: the type that the trainer computes in, so that both
         round the weights alike.
     """
     parameters = dict(causal_lm.named_parameters())
     for names in layer_groups(list(parameters)):
-        full = {name: _full(parameters[name]).to(dtype) for name in names}
-        yield _as_in_checkpoint(causal_lm, full)
+        yield _as_in_checkpoint(
+            causal_lm, {name: _full(parameters[name]).to(dtype) for name in names}
+        )
 
 
 def published_shapes(causal_lm: PreTrainedModel) -> list[tuple[str, tuple[int, ...]]]:

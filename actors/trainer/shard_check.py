@@ -99,7 +99,7 @@ def _expert_fault(row: MicroBatch, mixture: MixtureShape | None) -> str | None:
     if indices.shape[0] != num_records or not num_records:
         return (
             f"{indices.shape[0]} expert records at {num_records} positions, expected one for each "
-            "and at least one"
+            "and at least one; leave the records out where there are none"
         )
     is_ascending = (np.diff(positions) > 0).all()
     if not is_ascending or positions[0] < 0 or positions[-1] >= row.num_tokens:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import time
 import zlib
 from collections.abc import AsyncIterator, Sequence
@@ -44,6 +45,9 @@ RETRY_S = 0.5
 FETCH_TIMEOUT_S = 300.0
 DEPLOYMENT_NAME = "InferenceReplica"
 STATUS_POLL_S = 0.2
+MAX_FAILURE_CHARACTERS = 600
+# A traceback's last line, "package.module.Name: what happened", which may go on below.
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:\(\w+\))?: ", re.MULTILINE)
 # For the answers, and the word to the board, that are on their way out of a replica that ends.
 LAST_WORDS_S = 0.2
 MAX_SEED = 1 << 31
@@ -305,8 +309,11 @@ def wait_ready(name: str, *, timeout_s: float) -> None:
             return
         failed = status is ApplicationStatus.DEPLOY_FAILED
         if application is None or failed or time.monotonic() > deadline:
-            deployments = [] if application is None else application.deployments.values()
-            failure = last_failure([each.message for each in deployments])
+            messages = []
+            if application is not None:
+                deployed = application.deployments.values()
+                messages = [application.message, *[each.message for each in deployed]]
+            failure = last_failure(messages)
             state = "not deployed" if status is None else status.value
             raise PolicyUnavailable(
                 f"inference: {name!r} is {state}, expected {ApplicationStatus.RUNNING.value} "
@@ -316,12 +323,16 @@ def wait_ready(name: str, *, timeout_s: float) -> None:
 
 
 def last_failure(messages: Sequence[str]) -> str:
-    """The last line of what Serve knows of replicas that failed: the exception itself.
+    """What Serve knows of replicas that failed: the last exception, from its name on, in one line.
 
-    Args: messages: of the deployments; a failed one's ends with the traceback.
+    Args: messages: of the application and its deployments; a failed one's ends with the traceback.
     """
-    lines = [line.strip() for message in messages for line in message.splitlines()]
-    return next((line for line in reversed(lines) if line), "nothing is known of its replicas")
+    told = [message.strip() for message in messages if message.strip()]
+    if not told:
+        return "nothing is known of its replicas"
+    named = [*_EXCEPTION.finditer(told[-1])]
+    text = told[-1][named[-1].start() :] if named else told[-1]
+    return " ".join(text.split())[:MAX_FAILURE_CHARACTERS]
 
 
 def delete_leftovers(run_id: str) -> None:
