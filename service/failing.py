@@ -3,16 +3,20 @@
 A run is given up when the last `max_groups` groups in a row could not be trained and this has
 lasted for `grace_s`, so that a server's short absence is borne. What fails while no engine is ready
 is no fault of the environment and does not count; engines that stay away are a lost part.
-It is given up as well when no update of `max_skipped_steps` steps in a row was finite.
+It is given up as well when no update of `max_skipped_steps` steps in a row was finite, or when the
+merge actor refused every trajectory of so many.
 Asked by the loop after each drain and each step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actors.merge.report import StepReport
 from actors.trajectory import Outcome
 from actors.trajectory_queue.failures import FailedGroups
+from actors.trajectory_queue.ledger import EvictionReason
 from service.ports import PartLost
 
 REMEDIES = {
@@ -61,6 +65,20 @@ class FailureWatch:
         self._num_excused = 0
         self._away_since: float | None = None
         self._num_skipped = 0
+        self._num_misaligned = 0
+
+    def look_at_merge(self, step: int, report: StepReport, *, notices: Sequence[str]) -> None:
+        """notices: what the merge actor says of the step. Raises: GivenUp."""
+        num_refused = report.evictions.get(EvictionReason.TOKEN_MISALIGNED, 0)
+        is_refused = 0 < report.num_trajectories <= num_refused
+        self._num_misaligned = self._num_misaligned + 1 if is_refused else 0
+        if self._num_misaligned >= self._limits.max_skipped_steps:
+            raise GivenUp(
+                f"every trajectory of the last {self._num_misaligned} steps, up to step {step}, "
+                "ended as token_misaligned, and nothing was trained; the last step's first: "
+                f"{next(iter(notices), 'without a notice')}; mend what records the turns; to bear "
+                "more, raise trainer.max_skipped_steps"
+            )
 
     def look_at_step(self, step: int, *, was_trained: bool) -> None:
         """was_trained: whether any update of the step was finite. Raises: GivenUp."""

@@ -232,6 +232,7 @@ class Loop:
         else:
             await self._conclude_here(trained)
         if self._failures is not None:
+            self._failures.look_at_merge(step, built.report, notices=built.notices)
             self._failures.look_at_step(step, was_trained=not stats.is_all_skipped)
 
     def _is_any_due(self, step: int) -> bool:

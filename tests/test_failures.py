@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from loop_world import report
 from queue_builders import end, fill, make_settings, take_all
 from trajectory_builders import make_summary
 
@@ -12,6 +13,7 @@ from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trajectory import Outcome, RolloutAssignment
 from actors.trajectory_queue.failures import FailedGroups
 from actors.trajectory_queue.groups import BlockRow
+from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.queue_state import QueueState
 from service.config.file import parse_config
 from service.config.settings_of import failure_limits
@@ -203,6 +205,25 @@ def test_steps_in_a_row_without_a_finite_update_end_the_run() -> None:
         watch.look_at_step(6, was_trained=False)
     for words in ("checkpoints/skipped", "trainer.learning_rate", "trainer.max_skipped_steps"):
         assert words in str(told.value)
+
+
+def test_steps_in_a_row_of_which_nothing_could_be_merged_end_the_run() -> None:
+    watch = FailureWatch(LIMITS)
+
+    def look(step: int, num_misaligned: int, *, num_trajectories: int = 4) -> None:
+        found = {EvictionReason.TOKEN_MISALIGNED: num_misaligned, EvictionReason.MASKED: 1}
+        told = replace(report(step), num_trajectories=num_trajectories, evictions=found)
+        watch.look_at_merge(step, told, notices=["g1.a0: turn 0: expert records", "g2.a0: also"])
+
+    for step, num_misaligned in enumerate([4, 4, 3, 4, 4], start=1):
+        look(step, num_misaligned)
+    with pytest.raises(GivenUp, match="last 3 steps, up to step 6, ended as token_mis") as told:
+        look(6, 4)
+    for words in ("g1.a0: turn 0: expert records", "trainer.max_skipped_steps"):
+        assert words in str(told.value)
+    other = FailureWatch(LIMITS)
+    for step in range(1, 6):
+        other.look_at_merge(step, replace(report(step), num_trajectories=0), notices=[])
 
 
 def test_the_limits_come_from_the_configuration() -> None:

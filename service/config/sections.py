@@ -200,7 +200,9 @@ class TrainerConfig(Section):
     threads: Positive = Field(1, description="of a rank on CPU")
     gpus_per_rank: NotNegative = Field(0.0, description="a fraction where engines share the GPU")
     max_skipped_steps: Positive = Field(
-        10, description="steps in a row without a finite update that end the run"
+        10,
+        description="steps in a row without a finite update, or without any "
+        "trajectory that could be merged, that end the run",
     )
     step_deadline_s: Seconds = Field(600, description="one training step, or the ranks are lost")
 
