@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.environment.tasks import GeneratedTasks
@@ -80,6 +80,7 @@ class World:
     lose_trainer_at: int | None = None
     skip_at: int | None = None
     skip_from: int = 10**9
+    misalign_from: int = 10**9
     fail_from: int | None = None
     starve_from: int | None = None
     scaled_returns: Sequence[float | None] = ()
@@ -151,6 +152,9 @@ class World:
     ) -> BuiltStep:
         self._lose_payloads(step_input.step)
         self.calls.append(f"build {step_input.step} {' '.join(scores)}".rstrip())
+        told = report(step_input.step, scaled_return=self._scaled_return(step_input.step))
+        if step_input.step >= self.misalign_from:
+            told = replace(told, evictions={EvictionReason.TOKEN_MISALIGNED: told.num_trajectories})
         return BuiltStep(
             step=step_input.step,
             shards=("shard",),
@@ -159,7 +163,8 @@ class World:
                 Settlement(rollout_id="r0"),
                 Settlement(rollout_id="r1", reason=EvictionReason.MASKED),
             ),
-            report=report(step_input.step, scaled_return=self._scaled_return(step_input.step)),
+            report=told,
+            notices=("r0.a0: turn 0: an empty prompt",) if told.evictions else (),
         )
 
     def _scaled_return(self, step: int) -> float | None:

@@ -135,6 +135,13 @@ async def test_a_run_of_which_no_update_is_finite_any_more_ends_with_the_reason(
     assert world.checkpoints[-1] == (4, "dir-4")
 
 
+async def test_a_run_of_which_nothing_can_be_merged_any_more_ends_with_the_reason() -> None:
+    world = World(misalign_from=1)
+    with pytest.raises(GivenUp, match=r"last 3 steps, up to step 4, ended .* an empty prompt;"):
+        await make_loop(world, steps=100).run()
+    assert world.checkpoints[-1] == (4, "dir-4")
+
+
 async def test_a_lost_part_ends_the_loop_with_its_name_and_commits_nothing_more() -> None:
     world = World(lose_trainer_at=2)
     with pytest.raises(PartLost, match="rank 0"):
