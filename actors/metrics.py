@@ -2,8 +2,8 @@
 
 Names are rayloom_<noun>_<unit>. A metric whose value is not known is absent, never zero; one that
 counts what has not happened yet is zero from the start, so that its first increase can be seen.
-The supervisor holds the one `Metrics` of a run; `service/recorder.py` and
-`service/stored_metrics.py` fill it. docs/metrics.md lists them.
+The supervisor holds the one `Metrics` of a run; `service/telemetry/recorder.py` and
+`service/telemetry/stored_metrics.py` fill it. docs/metrics.md lists them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from actors.merge.mismatch import MismatchKind
 from actors.metric_kinds import LateGauge, LateGauges, OneMomentRegistry
-from actors.trajectory import Outcome
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
+from actors.types import Outcome
 
 AGE_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)

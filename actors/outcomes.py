@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from actors.trajectory import Outcome
+from actors.types import Outcome
 
 
 class Disposition(StrEnum):

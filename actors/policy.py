@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.trajectory import FinishReason, LogProbs, TokenIds, VersionSpan
+from actors.types import FinishReason, LogProbs, TokenIds, VersionSpan
 
 
 class PolicyUnavailable(Exception):

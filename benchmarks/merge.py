@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from actors.merge.buffer import TrajectoryBuffer
 from actors.merge.prefix import Merged, Played, SideData, merge_all, merge_played
-from actors.trajectory import Trajectory
 from actors.trajectory_queue.columns import decode, encode
+from actors.types import Trajectory
 from benchmarks.environment import describe_environment
 from benchmarks.line_process import LineProcess
 from benchmarks.merge_inputs import (

@@ -24,7 +24,7 @@ from actors.merge.prefix import merge_turns
 from actors.merge.settings import StepSettings
 from actors.merge.shaping import KlEstimate, KlInReward, ShapingSettings
 from actors.merge.step import build_step
-from actors.trajectory import Trajectory
+from actors.types import Trajectory
 from benchmarks.environment import describe_environment
 from benchmarks.merge_inputs import Play, Shape, as_trajectory, branches, rewritten
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.trajectory import FinishReason, Outcome, Trajectory, Turn, VersionSpan
+from actors.types import FinishReason, Outcome, Trajectory, Turn, VersionSpan
 
 VOCAB_SIZE = 151_936
 

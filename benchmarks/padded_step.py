@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.trajectory import Trajectory
+from actors.types import Trajectory
 from benchmarks.train_inputs import advantages_of
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from actors.merge.packing import WeightedSample
 from actors.merge.prefix import merge_all
-from actors.trajectory import FinishReason, Outcome, Trajectory, Turn, VersionSpan
+from actors.types import FinishReason, Outcome, Trajectory, Turn, VersionSpan
 
 VOCABULARY = 8192
 

@@ -15,11 +15,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.ingress import ingress_application
-from service.commands.serve import http_settings
+from service.cli.serve import http_settings
 from service.config.file import load_config
-from service.hosting import run_host
-from service.preparing import run_id_of
-from service.run_dir import RunDir
+from service.launch.hosting import run_host
+from service.launch.preparing import run_id_of
+from service.launch.run_dir import RunDir
 
 
 class ServeArguments(BaseModel):

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from trainer_world import World
+    from worlds.trainer_world import World
 
 # Read when torch is imported. Matrices this small gain nothing by threads, and on busy cores the
 # threads wait for each other.
@@ -37,15 +37,15 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """A Ray cluster of this test file; its workers import the fakes and builders by name."""
+def cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A Ray cluster of this test file; its workers import the fakes, the builders and the file."""
     import ray
 
-    from service.cluster import start_ray
+    from service.launch.cluster import start_ray
 
     here = Path(__file__).parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{here.parent}:{here}")
+        patch.setenv("PYTHONPATH", f"{here.parent}:{here}:{request.path.parent}")
         start_ray(address="local", num_cpus=8, include_dashboard=False)
         yield
         ray.shutdown()
@@ -54,7 +54,7 @@ def cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
     """Two models' directories, by whether input and output embeddings are tied."""
-    from trainer_world import tiny_model
+    from worlds.trainer_world import tiny_model
 
     root = tmp_path_factory.mktemp("models")
     return {tied: tiny_model(root / f"tied-{tied}", tied=tied) for tied in (True, False)}
@@ -80,9 +80,9 @@ def mesh() -> Iterator[DeviceMesh]:
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What a run of `run_driver.SMALL` builds, once for all runs that do not show the building."""
-    from run_driver import SMALL
+    from worlds.run_driver import SMALL
 
-    from service.commands.model import build_tiny_for
+    from service.cli.model import build_tiny_for
     from service.config.sections import TinyModel
 
     directory = tmp_path_factory.mktemp("small") / "model"
@@ -91,13 +91,13 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def one_rank() -> World:
-    from trainer_world import shared_world
+    from worlds.trainer_world import shared_world
 
     return shared_world(1)
 
 
 @pytest.fixture
 def two_ranks() -> World:
-    from trainer_world import shared_world
+    from worlds.trainer_world import shared_world
 
     return shared_world(2)

@@ -65,7 +65,7 @@ def num_code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_there_is_something_to_look_at() -> None:
-    assert {"actors/trajectory.py", "actors/merge/prefix.py"} <= SOURCES.keys()
+    assert {"actors/types.py", "actors/merge/prefix.py"} <= SOURCES.keys()
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -110,7 +110,7 @@ import numpy as np
 from actors.merge.settings import StepSettings
 from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.step import build_step
-from actors.trajectory import FinishReason, Outcome, Trajectory, Turn, VersionSpan
+from actors.types import FinishReason, Outcome, Trajectory, Turn, VersionSpan
 
 def trajectory(member, reward):
     turn = Turn(

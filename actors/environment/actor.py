@@ -29,7 +29,8 @@ from actors.environment.settings import EnvironmentActorSettings, EnvironmentAct
 from actors.environment.tokenizer import load_tokenizer
 from actors.environment.turn_loop import EpisodeSettings, play_episode
 from actors.policy import PolicyClient
-from actors.trajectory import (
+from actors.trajectory_queue.columns import encode
+from actors.types import (
     Outcome,
     RolloutAssignment,
     Task,
@@ -37,7 +38,6 @@ from actors.trajectory import (
     TrajectorySummary,
     summarize,
 )
-from actors.trajectory_queue.columns import encode
 
 logger = logging.getLogger(__name__)
 

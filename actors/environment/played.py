@@ -17,7 +17,7 @@ from actors.environment.rendering import BreakReason
 from actors.lineage import Lineage, MismatchKind
 from actors.merge.buffer import TrajectoryBuffer
 from actors.policy import GenerateReply
-from actors.trajectory import TokenIds, Turn
+from actors.types import TokenIds, Turn
 
 # What a prompt that was rendered anew is counted as, should it extend no sample.
 _KIND_OF_BREAK = {

@@ -14,7 +14,7 @@ from enum import StrEnum
 from numbers import Real
 from typing import Any, Protocol
 
-from actors.trajectory import Task
+from actors.types import Task
 
 
 class Role(StrEnum):

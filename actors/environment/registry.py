@@ -13,10 +13,10 @@ from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from actors.environment.calculator import CalculatorEnvironment
-from actors.environment.guessing import GuessingEnvironment
+from actors.environment.builtin.calculator import CalculatorEnvironment
+from actors.environment.builtin.guessing import GuessingEnvironment
+from actors.environment.builtin.reasoning_gym_env import ReasoningGymEnvironment
 from actors.environment.protocol import Environment
-from actors.environment.reasoning_gym_env import ReasoningGymEnvironment
 
 ENTRY_POINT_GROUP = "rayloom.environments"
 

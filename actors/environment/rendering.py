@@ -18,7 +18,7 @@ import jinja2.meta
 import numpy as np
 
 from actors.environment.protocol import Message, Role, ToolSchema
-from actors.trajectory import TokenIds
+from actors.types import TokenIds
 
 _CACHE_ENTRIES = 4096
 _CACHED_CHARS = 2_000

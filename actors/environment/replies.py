@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from actors.policy import GenerateReply
-from actors.trajectory import Outcome, VersionSpan
+from actors.types import Outcome, VersionSpan
 
 
 class UnusableReply(Exception):

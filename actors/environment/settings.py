@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.environment.turn_loop import EpisodeSettings
-from actors.trajectory import Outcome
+from actors.types import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

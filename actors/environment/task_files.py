@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.environment.reasoning_gym_env import make_dataset
-from actors.trajectory import Task
+from actors.environment.builtin.reasoning_gym_env import make_dataset
+from actors.types import Task
 
 _FIELDS = ("task_id", "environment", "seed", "data")
 _KINDS = (pa.string(), pa.string(), pa.int64(), pa.string())

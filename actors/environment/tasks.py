@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from actors.trajectory import Task
+from actors.types import Task
 
 # Below 2^31, so that a seed suits every generator there is (some take 32 bits, some signed).
 _SEEDS_PER_RANGE = 2**30

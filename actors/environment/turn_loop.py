@@ -38,7 +38,7 @@ from actors.policy import (
     PolicyClient,
     PolicyDeadlineExceeded,
 )
-from actors.trajectory import (
+from actors.types import (
     FinishReason,
     Outcome,
     RolloutAssignment,

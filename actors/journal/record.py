@@ -19,8 +19,8 @@ from actors.merge.judged import JudgedTrajectory
 from actors.merge.mismatch import Mismatch
 from actors.merge.prefix import Sample
 from actors.merge.step import StepResult
-from actors.trajectory import LogProbs, TokenIds, Trajectory
 from actors.trajectory_queue.ledger import EvictionReason
+from actors.types import LogProbs, TokenIds, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from actors.lineage import Lineage, MismatchKind, SampleLineage
 from actors.merge.mismatch import classify
 from actors.merge.open_samples import OpenSamples, Place
-from actors.trajectory import TokenIds, Turn
+from actors.types import TokenIds, Turn
 
 _IDS = np.dtype(np.int32)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from actors.batch import Float32s
 from actors.merge.prefix import Merged, Sample
 from actors.merge.shaping import KlInReward, kl_penalties
-from actors.trajectory import Trajectory
+from actors.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

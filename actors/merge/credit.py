@@ -22,7 +22,7 @@ from actors.merge.prefix import Sample
 from actors.merge.settings import StepSettings
 from actors.merge.token_credit import credit_tokens
 from actors.merge.turn_credit import turn_advantages
-from actors.trajectory import Trajectory
+from actors.types import Trajectory
 
 
 class Level(Enum):

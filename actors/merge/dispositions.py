@@ -17,8 +17,8 @@ from actors.bounds import MAX_REWARD
 from actors.merge.prefix import Merged
 from actors.merge.shaping import ShapingSettings, add_at_end, shaped_rewards, total
 from actors.outcomes import Disposition, OutcomePolicy
-from actors.trajectory import Outcome, Trajectory
 from actors.trajectory_queue.ledger import EvictionReason
+from actors.types import Outcome, Trajectory
 
 _DEFAULT_POLICY = OutcomePolicy()
 _NO_SHAPING = ShapingSettings()

@@ -14,7 +14,7 @@ from actors.merge.dispositions import Verdict, judge
 from actors.merge.misalignment import find_misalignment
 from actors.merge.prefix import Merged, merge_turns
 from actors.merge.settings import StepSettings
-from actors.trajectory import Trajectory
+from actors.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from actors.batch import Float32s
 from actors.merge.dispositions import Verdict
 from actors.merge.prefix import Merged
-from actors.trajectory import Trajectory
+from actors.types import Trajectory
 
 # Of one step; what is wrong with one trajectory is mostly wrong with many.
 MAX_NOTICES = 3

@@ -10,7 +10,7 @@ import numpy as np
 
 from actors.expert_records import ModelShape
 from actors.lineage import Lineage
-from actors.trajectory import TokenIds, Trajectory, Turn
+from actors.types import TokenIds, Trajectory, Turn
 
 # Rewards by token are float32: their sum may differ from the turn's reward by rounding.
 REWARD_TOLERANCE = 1e-4

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.lineage import Mismatch, MismatchKind
-from actors.trajectory import TokenIds
+from actors.types import TokenIds
 
 __all__ = ["Mismatch", "MismatchKind", "classify", "common_prefix"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.trajectory import TokenIds
+from actors.types import TokenIds
 
 ID_BYTES = 4
 # A place where two stretches differ is narrowed down to this many tokens by halves.

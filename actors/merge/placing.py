@@ -24,7 +24,7 @@ from actors.merge.prefix_runs import (
     cut_run,
     sort_trajectories,
 )
-from actors.trajectory import TokenIds
+from actors.types import TokenIds
 
 BALANCED = 1.05
 """Largest cost of a rank over the mean that is good enough."""

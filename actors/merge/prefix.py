@@ -36,7 +36,7 @@ from actors.merge.side_data import (
     place_versions,
     zeros_between,
 )
-from actors.trajectory import LogProbs, TokenIds, Trajectory, Turn
+from actors.types import LogProbs, TokenIds, Trajectory, Turn
 
 __all__ = [
     "ExpertRecords",

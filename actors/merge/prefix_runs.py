@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.merge.prefix_tree import common_length, prefix_order
-from actors.trajectory import TokenIds
+from actors.types import TokenIds
 
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.trajectory import TokenIds
+from actors.types import TokenIds
 
 Int32s = NDArray[np.int32]
 

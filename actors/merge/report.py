@@ -16,8 +16,8 @@ from actors.batch import MicroBatch, RankShard
 from actors.bounds import MAX_REWARD
 from actors.merge.mismatch import MismatchKind
 from actors.merge.prefix import Merged
-from actors.trajectory import Outcome, Trajectory
 from actors.trajectory_queue.ledger import EvictionReason
+from actors.types import Outcome, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

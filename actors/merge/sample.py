@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from actors.expert_records import ExpertRecords
 from actors.lineage import Mismatch
-from actors.trajectory import LogProbs, TokenIds
+from actors.types import LogProbs, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.bounds import MAX_LOG_RATIO
-from actors.trajectory import FinishReason, Trajectory
+from actors.types import FinishReason, Trajectory
 
 # Of a clipped return, relative to the larger of it and 1.
 _ROUNDING = 1e-9

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.expert_records import ExpertIndices, ExpertRecords
-from actors.trajectory import LogProbs, Turn, VersionSpan
+from actors.types import LogProbs, Turn, VersionSpan
 
 UNRECORDED_VERSION = -1
 

@@ -37,8 +37,8 @@ from actors.merge.prefix import Merged
 from actors.merge.report import StepReport, StepTallies, report_step
 from actors.merge.settings import StepSettings
 from actors.merge.value_rows import ValuedSample, pack_values
-from actors.trajectory import Trajectory
 from actors.trajectory_queue.ledger import EvictionReason, Settlement
+from actors.types import Trajectory
 from actors.value_batch import ValueShard
 
 

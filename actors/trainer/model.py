@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from actors.trainer.attention import register_packed_attention
-from actors.trainer.forest_layout import PackedLayout, build_layout
+from actors.trainer.attention.forest_layout import PackedLayout, build_layout
+from actors.trainer.attention.interface import register_packed_attention
 from actors.trainer.logprobs import LogitScorer, chunked_token_logprobs, token_logprobs
 from actors.trainer.routing_replay import ReplayedExperts, attach_routing_replay
 

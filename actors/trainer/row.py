@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.batch import Float32s, Int32s, MicroBatch
-from actors.trainer.forest_layout import PackedLayout, build_layout
+from actors.trainer.attention.forest_layout import PackedLayout, build_layout
 from actors.trainer.loss.micro_batch import MicroBatchTerms
 from actors.trainer.routing_replay import ReplayedExperts, replayed_experts
 

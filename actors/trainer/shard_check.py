@@ -11,7 +11,7 @@ import numpy as np
 
 from actors.batch import MicroBatch, RankShard
 from actors.expert_records import MixtureShape, ModelShape
-from actors.trainer.forest_layout import Segments, trace_segments
+from actors.trainer.attention.forest_layout import Segments, trace_segments
 from actors.value_batch import ValueShard
 
 

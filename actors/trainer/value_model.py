@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModel, PreTrainedModel
 
-from actors.trainer.attention import register_packed_attention
-from actors.trainer.forest_layout import PackedLayout
+from actors.trainer.attention.forest_layout import PackedLayout
+from actors.trainer.attention.interface import register_packed_attention
 from actors.trainer.model import shard_layers
 
 

@@ -16,7 +16,6 @@ from typing import TypeVar
 import ray
 
 from actors.deadline import is_set_within
-from actors.trajectory import RolloutAssignment, TrajectorySummary
 from actors.trajectory_queue.columns import TrajectoryColumns
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
 from actors.trajectory_queue.ledger import Settlement
@@ -32,6 +31,7 @@ from actors.trajectory_queue.messages import (
     Vacancy,
 )
 from actors.trajectory_queue.queue_state import QueueState
+from actors.types import RolloutAssignment, TrajectorySummary
 
 Found = TypeVar("Found")
 

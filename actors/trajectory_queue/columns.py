@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from actors.expert_records import ExpertIndices
 from actors.lineage import Lineage, MismatchKind, SampleLineage
 from actors.merge.buffer import fill
-from actors.trajectory import (
+from actors.types import (
     FinishReason,
     LogProbs,
     Outcome,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from actors.trajectory import Outcome, Task
+from actors.types import Outcome, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

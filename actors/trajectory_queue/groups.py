@@ -14,8 +14,8 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from actors.outcomes import Disposition, OutcomePolicy
-from actors.trajectory import Outcome, RolloutAssignment, Task, TrajectorySummary
 from actors.trajectory_queue.ledger import EvictionReason
+from actors.types import Outcome, RolloutAssignment, Task, TrajectorySummary
 
 
 class RolloutState(Enum):

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from actors.trajectory import Outcome
+from actors.types import Outcome
 
 
 class EvictionReason(StrEnum):

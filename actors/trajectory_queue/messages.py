@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.outcomes import OutcomePolicy
-from actors.trajectory import TrajectorySummary
 from actors.trajectory_queue.failures import FailedGroups
 from actors.trajectory_queue.groups import GroupSnapshot
 from actors.trajectory_queue.ledger import LedgerCounts, LedgerEvent, LedgerSnapshot
 from actors.trajectory_queue.window import WindowSettings, WindowSnapshot
+from actors.types import TrajectorySummary
 
 
 class ActorReleased(ValueError):

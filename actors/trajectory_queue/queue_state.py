@@ -12,7 +12,6 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
 from actors.outcomes import OutcomePolicy
-from actors.trajectory import Outcome, RolloutAssignment, TrajectorySummary
 from actors.trajectory_queue.failures import FailureRow
 from actors.trajectory_queue.groups import (
     AttemptEnd,
@@ -37,6 +36,7 @@ from actors.trajectory_queue.messages import (
 )
 from actors.trajectory_queue.refills import Refills
 from actors.trajectory_queue.window import AdmissionWindow
+from actors.types import Outcome, RolloutAssignment, TrajectorySummary
 
 _DEFAULT_POLICY = OutcomePolicy()
 

@@ -7,7 +7,7 @@ from deploy.dashboards.promql import of_run
 
 
 def statistic(name: str, legend: str) -> Query:
-    """name: one of `service.statistic_names`."""
+    """name: one of `service.telemetry.statistic_names`."""
     return Query(expr=of_run("rayloom_step_statistic", f'name="{name}"'), legend=legend)
 
 

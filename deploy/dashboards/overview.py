@@ -1,7 +1,8 @@
 """Rayloom's dashboard: is it learning, where does the time go, what becomes of the rollouts.
 
 Each query names the run by its instance and nothing else, so that a scrape job may have any name.
-`tests/test_dashboard.py` holds the rules; `tests/test_metrics_scenarios.py` runs every query.
+`tests/deploy/test_dashboard.py` holds the rules;
+`tests/scenarios/test_metrics_scenarios.py` runs every query.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from actors.environment.tasks import derived_seed
-from actors.trajectory import Task
+from actors.types import Task
 from service.intake.submission import (
     Line,
     RolloutView,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from actors.outcomes import Disposition
-from actors.trajectory import TRUNCATIONS, Outcome
+from actors.types import TRUNCATIONS, Outcome
 from service.config.critic import CriticConfig
 from service.config.outcome_rules import disposition_of, outcome_rules
 from service.config.sections import Sections

@@ -15,7 +15,7 @@ from actors.environment.bounded import describe
 from actors.environment.fault_log import origin, place
 from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
-from actors.trajectory import Task
+from actors.types import Task
 from service.config.file import ConfigError
 from service.config.task_source import open_tasks
 from service.config.tree import Config

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from actors.trajectory import Outcome
+from actors.types import Outcome
 from service.config.critic import CriticConfig
 from service.config.fields import (
     Decay,

@@ -23,9 +23,9 @@ from service.config.loss import loss_settings
 from service.config.outcome_rules import outcome_rules
 from service.config.rewards import RewardConfig, kl_in_reward
 from service.config.tree import Config
-from service.failing import FailureLimits
 from service.inference.settings import EngineSettings
 from service.intake.intake import IntakeSettings
+from service.run.failing import FailureLimits
 
 MIB = 1 << 20
 # The run's store knows which checkpoints are committed; the trainer alone could drop one of them.

@@ -33,7 +33,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.batch import Float32s
 from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded, PolicyUnavailable
-from actors.trajectory import FinishReason, VersionSpan
+from actors.types import FinishReason, VersionSpan
 from actors.weights.board import Command, CommandKind, Publication
 from actors.weights.buffers import Bytes
 from actors.weights.parity import parity_tokens

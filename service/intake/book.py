@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.outcomes import Disposition, OutcomePolicy
-from actors.trajectory import Outcome
+from actors.types import Outcome
 from service.intake.submission import (
     RolloutResult,
     RolloutView,

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from actors.deadline import is_set_within
 from actors.outcomes import OutcomePolicy
-from actors.trajectory import TrajectorySummary
 from actors.trajectory_queue.groups import GroupRequest, group_id
 from actors.trajectory_queue.messages import Vacancy
+from actors.types import TrajectorySummary
 from service.intake.book import Book, rebuild
 from service.intake.submission import (
     Line,

@@ -13,7 +13,7 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import Any
 
-from actors.trajectory import Task, TrajectorySummary
+from actors.types import Task, TrajectorySummary
 
 
 class Status(StrEnum):

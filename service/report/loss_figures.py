@@ -14,7 +14,6 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from service import units
-from service.records import StepRecord
 from service.report import series
 from service.report.figure import (
     MAX_POINTS,
@@ -28,6 +27,7 @@ from service.report.figure import (
     value_axis,
 )
 from service.report.series import Buckets, Floats, buckets_of
+from service.telemetry.records import StepRecord
 
 Records = Sequence[StepRecord]
 Thin = Callable[[Buckets, Floats], Floats]

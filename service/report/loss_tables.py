@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from service import units
-from service.records import StepRecord
 from service.report.tables import Table
-from service.statistic_names import STATISTICS
+from service.telemetry.records import StepRecord
+from service.telemetry.statistic_names import STATISTICS
 
 
 def loss_tables(records: Sequence[StepRecord]) -> tuple[Table, ...]:

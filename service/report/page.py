@@ -19,7 +19,7 @@ from service.report.loss_figures import loss_figures
 from service.report.loss_tables import LOSS_DEFINITIONS, loss_tables
 from service.report.tables import Table, Tile
 from service.report.verdict import Check, checks, ending, verdict
-from service.summary import HistoryLike, RunSummary, write_aside
+from service.telemetry.summary import HistoryLike, RunSummary, write_aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

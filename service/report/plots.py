@@ -13,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from service import units
-from service.records import StepRecord
 from service.report import series
 from service.report.figure import (
     HALF,
@@ -29,6 +28,7 @@ from service.report.figure import (
 )
 from service.report.series import Buckets, Floats, buckets_of
 from service.report.style import colour
+from service.telemetry.records import StepRecord
 
 Records = Sequence[StepRecord]
 

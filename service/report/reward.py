@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from service import units
-from service.records import EvaluationRecord, StepRecord
 from service.report import series
 from service.report.figure import (
     HERO,
@@ -26,7 +25,8 @@ from service.report.figure import (
 )
 from service.report.series import Floats, buckets_of
 from service.report.style import colour, new_axes, styled
-from service.summary import EDGE_STEPS, evaluation_reward
+from service.telemetry.records import EvaluationRecord, StepRecord
+from service.telemetry.summary import EDGE_STEPS, evaluation_reward
 
 Records = Sequence[StepRecord]
 

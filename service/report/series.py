@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from service.records import StepRecord
+from service.telemetry.records import StepRecord
 
 Floats = NDArray[np.float64]
 

@@ -8,9 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from actors.trajectory import Outcome
+from actors.types import Outcome
 from service import units
-from service.records import StepRecord
 from service.report.figure import (
     HALF,
     MAX_BANDS,
@@ -23,6 +22,7 @@ from service.report.figure import (
     value_axis,
 )
 from service.report.series import Floats, buckets_of
+from service.telemetry.records import StepRecord
 
 Records = Sequence[StepRecord]
 

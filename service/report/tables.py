@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from service import units
 from service.report.verdict import balance_equation
-from service.summary import RunSummary, evaluation_reward
+from service.telemetry.summary import RunSummary, evaluation_reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

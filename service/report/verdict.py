@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service import units
-from service.records import StepRecord
-from service.summary import RunSummary
+from service.telemetry.records import StepRecord
+from service.telemetry.summary import RunSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from sqlalchemy import Connection, Table, func, select
 
-from service.records import EvaluationRecord, StepRecord
 from service.store import tables
 from service.store.run_store import RunStore, StoredEvent, checkpoint_of
+from service.telemetry.records import EvaluationRecord, StepRecord
 
 
 class Readable(Protocol):

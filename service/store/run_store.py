@@ -18,8 +18,8 @@ from sqlalchemy import Connection, Engine, create_engine, event, func, insert, s
 from sqlalchemy.exc import DatabaseError, OperationalError
 
 from service.intake.submission import RolloutResult
-from service.records import EvaluationRecord, StepRecord
 from service.store import tables
+from service.telemetry.records import EvaluationRecord, StepRecord
 
 
 class LeaseLost(Exception):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, insert, select, update
 
-from actors.trajectory import Task
+from actors.types import Task
 from service.intake.submission import RolloutResult, Submission, Wanted, as_plain
 from service.store import tables
 from service.store.lineage import events_of, surviving_stretches

@@ -1,0 +1,179 @@
+"""Arithmetic questions with a calculator tool: the policy must learn to call it in the right form.
+
+The question derives from the task's seed alone. A turn is either tool calls, each answered by a
+tool message, or the final answer, a plain number. Anything else is malformed: it is answered with
+one short sentence that says what was wrong, and ends the episode only after `max_malformed`
+malformed turns in a row. Everything that a player reads is one of the constants below.
+
+Rewards by name: `correct` 1 for the right final answer; `malformed` minus `malformed_penalty` for
+each malformed turn; `used_tool` plus `tool_bonus` at the final answer, right or wrong, where a call
+had computed the right value before (0 by default: correctness alone is then rewarded).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+from actors.environment.builtin.arithmetic import BadExpression, evaluate, format_number
+from actors.environment.protocol import (
+    Action,
+    MalformedCall,
+    Message,
+    Observation,
+    Role,
+    StepResult,
+    ToolCall,
+    ToolSchema,
+)
+from actors.environment.tool_calls import visible_text
+from actors.types import Task
+
+QUESTION = "What is {expression}?"
+NOT_A_NUMBER = "Answer with a number."
+ERROR = "error: {message}"
+CALCULATOR = ToolSchema(
+    name="calculator",
+    description="Evaluate an arithmetic expression.",
+    parameters={
+        "type": "object",
+        "properties": {"expression": {"type": "string"}},
+        "required": ["expression"],
+    },
+)
+
+MAX_CALLS_PER_TURN = 8
+_FINAL_ANSWER = re.compile(r"[-+]?[0-9]{1,15}(\.[0-9]{1,9})?\.?")
+
+
+class CalculatorEnvironment:
+    """`num_operands` numbers from low to high joined by random members of `operators`."""
+
+    def __init__(
+        self,
+        *,
+        low: int = 1,
+        high: int = 9,
+        num_operands: int = 2,
+        operators: str = "+",
+        max_malformed: int = 3,
+        malformed_penalty: float = 0.1,
+        tool_bonus: float = 0.0,
+    ) -> None:
+        _check_options(
+            low=low,
+            high=high,
+            num_operands=num_operands,
+            operators=operators,
+            max_malformed=max_malformed,
+            malformed_penalty=malformed_penalty,
+            tool_bonus=tool_bonus,
+        )
+        self._operands = range(low, high + 1)
+        self._num_operands = num_operands
+        self._operators = operators
+        self._max_malformed = max_malformed
+        self._malformed_penalty = malformed_penalty
+        self._tool_bonus = tool_bonus
+        self._truth = 0.0
+        self._malformed_in_a_row = 0
+        self._has_computed_truth = False
+
+    async def reset(self, task: Task) -> Observation:
+        dice = random.Random(task.seed)
+        expression = str(dice.choice(self._operands))
+        for _ in range(self._num_operands - 1):
+            expression += dice.choice(self._operators) + str(dice.choice(self._operands))
+        self._truth = evaluate(expression)
+        self._malformed_in_a_row = 0
+        self._has_computed_truth = False
+        question = Message(role=Role.USER, content=QUESTION.format(expression=expression))
+        return Observation(
+            messages=(question,), tools=(CALCULATOR,), best_return=1.0 + self._tool_bonus
+        )
+
+    async def step(self, action: Action) -> StepResult:
+        if action.calls:
+            return self._answer_calls(action.calls)
+        answer = visible_text(action.text)
+        if not _FINAL_ANSWER.fullmatch(answer):
+            return self._answer_malformed((Message(role=Role.USER, content=NOT_A_NUMBER),))
+        return self._grade(float(answer))
+
+    async def close(self) -> None:
+        return None
+
+    def _answer_calls(self, calls: tuple[ToolCall | MalformedCall, ...]) -> StepResult:
+        answers = []
+        num_malformed = max(0, len(calls) - MAX_CALLS_PER_TURN)
+        for call in calls[:MAX_CALLS_PER_TURN]:
+            try:
+                content = self._compute(call)
+            except BadExpression as error:
+                num_malformed += 1
+                content = ERROR.format(message=error)
+            answers.append(Message(role=Role.TOOL, content=content, name=CALCULATOR.name))
+        if num_malformed:
+            return self._answer_malformed(tuple(answers))
+        self._malformed_in_a_row = 0
+        return StepResult(messages=tuple(answers))
+
+    def _compute(self, call: ToolCall | MalformedCall) -> str:
+        if isinstance(call, MalformedCall):
+            raise BadExpression(call.message)
+        value = evaluate(call.arguments["expression"])
+        self._has_computed_truth |= self._is_truth(value)
+        return format_number(value)
+
+    def _answer_malformed(self, messages: tuple[Message, ...]) -> StepResult:
+        self._malformed_in_a_row += 1
+        is_over = self._malformed_in_a_row > self._max_malformed
+        return StepResult(
+            messages=() if is_over else messages,
+            reward=-self._malformed_penalty,
+            reward_components={"malformed": -self._malformed_penalty},
+            terminated=is_over,
+            is_malformed=True,
+            ended_by_malformed=is_over,
+        )
+
+    def _grade(self, answer: float) -> StepResult:
+        correct = float(self._is_truth(answer))
+        used_tool = self._tool_bonus if self._has_computed_truth else 0.0
+        return StepResult(
+            reward=correct + used_tool,
+            reward_components={"correct": correct, "used_tool": used_tool},
+            terminated=True,
+        )
+
+    def _is_truth(self, value: float) -> bool:
+        return abs(value - self._truth) < 1e-6
+
+
+def _check_options(
+    *,
+    low: int,
+    high: int,
+    num_operands: int,
+    operators: str,
+    max_malformed: int,
+    malformed_penalty: float,
+    tool_bonus: float,
+) -> None:
+    if not 0 <= low <= high <= 999:
+        raise ValueError(
+            f"calculator: got low={low}, high={high}; expected 0 <= low <= high <= 999"
+        )
+    if not 2 <= num_operands <= 4:
+        raise ValueError(f"calculator: got num_operands={num_operands}; expected 2 to 4")
+    if not operators or not set(operators) <= set("+-*"):
+        raise ValueError(
+            f"calculator: got operators={operators!r}; expected one or more of + - *, such as '+-'"
+        )
+    if max_malformed < 0:
+        raise ValueError(f"calculator: got max_malformed={max_malformed}; expected 0 or more")
+    if not (0 <= malformed_penalty < 10 and 0 <= tool_bonus < 10):
+        raise ValueError(
+            f"calculator: got malformed_penalty={malformed_penalty}, tool_bonus={tool_bonus}; "
+            "expected both from 0 to 10"
+        )

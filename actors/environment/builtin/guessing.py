@@ -1,0 +1,118 @@
+"""A guessing game with hints: the policy must discover a strategy, binary search is the best.
+
+The secret derives from the task's seed alone. A hit gives reward 1 and ends the game; running out
+of guesses ends it too (the game is lost: terminated, not truncated). Everything that a player
+reads is one of the constants below. Short texts: on a CPU each token costs.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+from actors.environment.protocol import Action, Message, Observation, Role, StepResult
+from actors.environment.tool_calls import visible_text
+from actors.types import Task
+
+INVITATION = "Guess my number from {low} to {high}. You have {max_guesses} guesses."
+REMINDER = "Say one number from {low} to {high}."
+HIGHER = "higher"
+LOWER = "lower"
+
+# Nine digits: more are out of any range, and Python refuses to read thousands of them.
+_NUMBER = re.compile(r"(?<![0-9.])-?[0-9]{1,9}(?![0-9]|\.[0-9])")
+_DIGIT = re.compile(r"[0-9]+")
+
+
+def best_win_rate(num_numbers: int, *, max_guesses: int) -> float:
+    """Return the chance that best play wins, over equally likely numbers.
+
+    min(1, (2^k - 1) / n): k guesses with hints tell 2^k - 1 numbers apart, and no strategy more.
+    Example: best_win_rate(7, max_guesses=3) -> 1.0; best_win_rate(10, max_guesses=2) -> 0.3
+    """
+    return min(1.0, (2**max_guesses - 1) / num_numbers)
+
+
+def parse_guess(text: str) -> int | None:
+    """Read the one whole number that a text names; None when it names none, several, or a part."""
+    shown = visible_text(text)
+    if len(_DIGIT.findall(shown)) != 1:
+        return None
+    match = _NUMBER.search(shown)
+    return None if match is None else int(match.group())
+
+
+class GuessingEnvironment:
+    """The numbers low to high, max_guesses guesses.
+
+    A text that names no single number of the range is malformed: it is answered with a reminder
+    and costs a guess. Rewards: `hit` 1 for the secret, 0 otherwise; `ruled_out` -ruled_out_cost for
+    a number that the hints have ruled out, so that a lost game, too, tells good guesses from bad.
+    """
+
+    def __init__(
+        self, *, low: int = 1, high: int = 7, max_guesses: int = 3, ruled_out_cost: float = 0.0
+    ) -> None:
+        if not 0 <= low <= high < 10**9:
+            raise ValueError(
+                f"guessing: got low={low}, high={high}; expected 0 <= low <= high < 10^9; "
+                "exchange or lower them"
+            )
+        if not 1 <= max_guesses <= 64:
+            raise ValueError(f"guessing: got max_guesses={max_guesses}; expected 1 to 64")
+        if not 0.0 <= ruled_out_cost <= 1.0:
+            raise ValueError(f"guessing: got ruled_out_cost={ruled_out_cost}; expected 0 to 1")
+        self._low = low
+        self._high = high
+        self._max_guesses = max_guesses
+        self._ruled_out_cost = ruled_out_cost
+        self._secret = low
+        # What the hints leave.
+        self._lowest, self._highest = low, high
+        self._guesses_left = 0
+
+    async def reset(self, task: Task) -> Observation:
+        self._secret = random.Random(task.seed).randint(self._low, self._high)
+        self._guesses_left = self._max_guesses
+        self._lowest, self._highest = self._low, self._high
+        best = best_win_rate(self._high - self._low + 1, max_guesses=self._max_guesses)
+        return Observation(messages=(self._say(INVITATION),), best_return=best)
+
+    async def step(self, action: Action) -> StepResult:
+        self._guesses_left -= 1
+        guess = parse_guess(action.text)
+        is_malformed = guess is None or not self._low <= guess <= self._high
+        is_hit = guess == self._secret
+        is_over = is_hit or self._guesses_left <= 0
+        components = {"hit": float(is_hit)}
+        if self._ruled_out_cost:
+            components["ruled_out"] = -self._ruled_out_cost if self._is_ruled_out(guess) else 0.0
+        return StepResult(
+            messages=() if is_over else (self._answer(guess, is_malformed=is_malformed),),
+            reward=sum(components.values()),
+            reward_components=components,
+            terminated=is_over,
+            is_malformed=is_malformed,
+        )
+
+    async def close(self) -> None:
+        return None
+
+    def _answer(self, guess: int | None, *, is_malformed: bool) -> Message:
+        if guess is None or is_malformed:
+            return self._say(REMINDER)
+        if self._secret > guess:
+            self._lowest = max(self._lowest, guess + 1)
+            return self._say(HIGHER)
+        self._highest = min(self._highest, guess - 1)
+        return self._say(LOWER)
+
+    def _is_ruled_out(self, guess: int | None) -> bool:
+        """Whether a number of the range cannot be the secret, by the hints so far."""
+        if guess is None or not self._low <= guess <= self._high:
+            return False
+        return not self._lowest <= guess <= self._highest
+
+    def _say(self, text: str) -> Message:
+        content = text.format(low=self._low, high=self._high, max_guesses=self._max_guesses)
+        return Message(role=Role.USER, content=content)

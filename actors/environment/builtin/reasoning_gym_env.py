@@ -1,0 +1,202 @@
+"""Adapter for reasoning-gym: procedural tasks that the family's own `score_answer` grades.
+
+A task's data holds `family` and either the item itself (`question`, `answer`, `metadata`; what
+`rayloom tasks` writes) or what makes it again (`seed`, `index`); `config` holds the family's own
+options. The optional package is imported at first use only.
+
+Stated choices: the answer is what stands in the last `<answer>…</answer>`, else the whole visible
+text. An empty answer scores 0 without being shown to the scorer, also where the true answer is
+empty; so do one longer than `max_answer_chars`, and one on which the scorer raises although it
+scores the true answer (the answer is at fault, not the scorer). With several attempts a turn's
+`score` is its gain over the best one so far, so that the return is the best score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from actors.environment.bounded import describe
+from actors.environment.protocol import (
+    Action,
+    Message,
+    Observation,
+    RewardError,
+    Role,
+    StepResult,
+)
+from actors.environment.tool_calls import visible_text
+from actors.types import Task
+
+TRY_AGAIN = "Not correct. Try again."
+_ANSWER_OPEN = "<answer>"
+_ANSWER_CLOSE = "</answer>"
+
+logger = logging.getLogger(__name__)
+
+Item = Mapping[str, Any]
+
+
+def import_reasoning_gym() -> ModuleType:
+    """Import the optional package. Raises: ImportError with the remedy."""
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ImportError(
+            "environment reasoning_gym: the package reasoning-gym is not installed; "
+            "install it with: pip install 'rayloom[reasoning-gym]'"
+        ) from error
+    return reasoning_gym
+
+
+def extract_answer(text: str) -> str:
+    """Return what stands in the last `<answer>…</answer>` of the visible text, else all of it.
+
+    Example: extract_answer("<answer>3</answer> no: <answer> 4 </answer>") -> "4"
+    """
+    shown = visible_text(text)
+    end = shown.rfind(_ANSWER_CLOSE)
+    start = shown.rfind(_ANSWER_OPEN, 0, max(end, 0))
+    if start < 0:
+        return shown
+    return shown[start + len(_ANSWER_OPEN) : end].strip()
+
+
+def make_dataset(family: str, *, config: Mapping[str, Any], seed: int, size: int) -> Any:
+    """Make the family's data set. Raises: ValueError for an unknown family or a bad config."""
+    gym = import_reasoning_gym()
+    from reasoning_gym.factory import DATASETS
+
+    if family not in DATASETS:
+        raise ValueError(
+            f"reasoning_gym: unknown family, got {family!r}, expected one of "
+            f"{', '.join(sorted(DATASETS))}"
+        )
+    try:
+        return gym.create_dataset(family, **{**config, "seed": seed, "size": size})
+    except (TypeError, AssertionError) as error:
+        raise ValueError(f"reasoning_gym: bad config for family {family}: {error}") from error
+
+
+class ReasoningGymEnvironment:
+    """One question, `max_attempts` answers; `instruction` is appended to the question."""
+
+    def __init__(
+        self, *, max_attempts: int = 1, instruction: str = "", max_answer_chars: int = 2_000
+    ) -> None:
+        if max_attempts < 1 or max_answer_chars < 1:
+            raise ValueError(
+                f"reasoning_gym: got max_attempts={max_attempts}, "
+                f"max_answer_chars={max_answer_chars}; expected both to be 1 or more"
+            )
+        import_reasoning_gym()
+        self._max_attempts = max_attempts
+        self._instruction = instruction
+        self._max_answer_chars = max_answer_chars
+        self._scorer: Any = None
+        self._item: Item = {}
+        self._attempts_left = 0
+        self._best_score = 0.0
+
+    async def reset(self, task: Task) -> Observation:
+        # A family may take long to make an item, and other episodes share the event loop.
+        self._scorer, self._item = await asyncio.to_thread(_load, task)
+        self._attempts_left = self._max_attempts
+        self._best_score = 0.0
+        question = "\n".join(part for part in (self._item["question"], self._instruction) if part)
+        return Observation(messages=(Message(role=Role.USER, content=question),), best_return=1.0)
+
+    async def step(self, action: Action) -> StepResult:
+        answer = extract_answer(action.text)
+        self._attempts_left -= 1
+
+        async def score() -> StepResult:
+            return await self._score(answer)
+
+        try:
+            return await score()
+        except RewardError as error:
+            raise RewardError(str(error), rescore=score) from error
+
+    async def close(self) -> None:
+        return None
+
+    async def _score(self, answer: str) -> StepResult:
+        if not answer or len(answer) > self._max_answer_chars:
+            return self._result(0.0)
+        return self._result(await asyncio.to_thread(_score, self._scorer, answer, self._item))
+
+    def _result(self, score: float) -> StepResult:
+        gain = max(0.0, score - self._best_score)
+        self._best_score += gain
+        is_over = self._attempts_left <= 0 or score >= 1.0
+        return StepResult(
+            messages=() if is_over else (Message(role=Role.USER, content=TRY_AGAIN),),
+            reward=gain,
+            reward_components={"score": gain},
+            terminated=is_over,
+        )
+
+
+class _ScorerFailed(Exception):
+    """A family's scorer raised; `__cause__` is what."""
+
+
+def _score(scorer: Any, answer: str, item: Item) -> float:
+    try:
+        return _ask_scorer(scorer, answer, item)
+    except _ScorerFailed as failure:
+        if not _scores_truth(scorer, item):
+            raise RewardError(f"score_answer: {failure}") from failure
+        logger.debug("an answer that its scorer cannot read scores 0", exc_info=failure)
+        return 0.0
+
+
+def _scores_truth(scorer: Any, item: Item) -> bool:
+    """Whether the scorer works on this item's own answer."""
+    if item["answer"] is None:
+        return False
+    try:
+        return _ask_scorer(scorer, item["answer"], item) > 0
+    except _ScorerFailed:
+        # `_score` tells of the failure that made it ask; this one only says whose fault it was.
+        return False
+
+
+def _ask_scorer(scorer: Any, answer: str, item: Item) -> float:
+    """Call a family's own code, in this one place. Raises: _ScorerFailed."""
+    try:
+        return float(scorer.score_answer(answer, entry=item))
+    except Exception as error:
+        # A stranger's code: the scorers document no exceptions and raise many on odd answers.
+        raise _ScorerFailed(describe(error)) from error
+
+
+def _load(task: Task) -> tuple[Any, Item]:
+    data = task.data
+    family = data.get("family")
+    if not isinstance(family, str):
+        raise ValueError(
+            f"reasoning_gym: task {task.task_id} names no family; expected data.family, such as "
+            "'chain_sum'; write the task file with `rayloom tasks`"
+        )
+    config = data.get("config", {})
+    config_json = json.dumps(config, sort_keys=True)
+    if "question" in data:
+        item = {key: data.get(key) for key in ("question", "answer", "metadata")}
+        return _scorer(family, config_json), item
+    index = int(data.get("index", 0))
+    seed = int(data.get("seed", task.seed))
+    dataset = make_dataset(family, config=config, seed=seed, size=index + 1)
+    return dataset, dataset[index]
+
+
+@lru_cache(maxsize=256)
+def _scorer(family: str, config_json: str) -> Any:
+    """The family's scorer: its answer depends on the item and the configuration, not the seed."""
+    return make_dataset(family, config=json.loads(config_json), seed=0, size=1)

@@ -1,0 +1,85 @@
+"""Attention over a forest on CUDA: FlexAttention with a block mask from the layout.
+
+Not yet run on a GPU: here only its mask is compared with the CPU's blocks, as booleans, and its
+uncompiled forward with the CPU's result. FlexAttention has no backward on the CPU. Called by
+`attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from actors.trainer.attention.forest_layout import PackedLayout
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def mask_function(layout: PackedLayout, *, window: int | None) -> MaskFunction:
+    """Return FlexAttention's question (batch, head, query row, key row) -> visible.
+
+    k <= q < subtree_end[k], that is: k's segment is q's own or an ancestor's (in preorder a
+    subtree is contiguous), and k is not behind q. Under a window also position[q] - position[k] <
+    window.   Source: the entry and exit times of a depth-first search, with rows as times.
+    """
+    segments = layout.segments
+    subtree_ends = torch.from_numpy(segments.token_subtree_ends()).to(layout.device)
+    positions = torch.from_numpy(segments.token_positions()).to(layout.device)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < subtree_ends[key])
+
+    def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_near = positions[query] - positions[key] < window
+        return sees(batch, head, query, key) & is_near
+
+    return sees if window is None else sees_near
+
+
+def block_mask_for(layout: PackedLayout, *, window: int | None) -> BlockMask:
+    """Return the layout's block mask for one sliding window; all layers of the row share it."""
+    if window not in layout.plans:
+        length = layout.num_tokens
+        layout.plans[window] = create_block_mask(
+            mask_function(layout, window=window), None, None, length, length, device=layout.device
+        )
+    return layout.plans[window]
+
+
+def flex_forest_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    layout: PackedLayout,
+    window: int | None,
+    scaling: float | None,
+    is_compiled: bool = True,
+) -> Tensor:
+    """Attend along the paths of a forest.
+
+    Args: query: [1, H, T, D]. key, value: [1, K, T, D], H a multiple of K. is_compiled: False runs
+    the slow reference, for comparison.
+    Returns: [1, H, T, D].
+    """
+    attend = _compiled() if is_compiled else flex_attention
+    attended: Tensor = attend(
+        query,
+        key,
+        value,
+        block_mask=block_mask_for(layout, window=window),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended
+
+
+@cache
+def _compiled() -> Any:
+    # Rows differ in length; one kernel for all of them.
+    return torch.compile(flex_attention, dynamic=True)

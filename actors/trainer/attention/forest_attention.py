@@ -1,0 +1,209 @@
+"""Attention over a forest on the CPU, forward and backward, by the blocks of a plan.
+
+A softmax over several blocks of keys is put together from the blocks' own by their normalisers:
+lse = log(sum_b exp(lse_b)), out = sum_b exp(lse_b - lse) out_b.   Source: Milakov and Gimelshein
+2018, section 3, as used in FlashAttention (Dao et al. 2022, section 3.1). The gradient of a block
+needs only the whole row's `out` and `lse` (ibid., algorithm 4, lines 14 to 20), so each block is
+given to torch's own kernel once in each direction, and gradients of shared keys add up block by
+block: in no order but the plan's, without an atomic scatter-add. The kernel is the one that
+`scaled_dot_product_attention` runs on the CPU; it is called below that function because only there
+it tells the normalisers. Called by `attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.trainer.attention.forest_plan import AttentionPlan, Block, Bucket
+
+_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def forest_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, scaling: float | None
+) -> Tensor:
+    """Attend along the paths of a forest.
+
+    Args: query: [T, H, D]. key, value: [T, K, D], H a multiple of K. scaling: of the scores; None
+    for 1 / sqrt(D).
+    Returns: [T, H, D].
+    """
+    copies = query.shape[1] // key.shape[1]
+    if copies > 1:
+        key, value = _repeat_heads(key, copies), _repeat_heads(value, copies)
+    attended: Tensor = _ForestAttention.apply(query, key, value, plan, scaling)
+    return attended
+
+
+def _repeat_heads(heads: Tensor, copies: int) -> Tensor:
+    return heads[:, :, None].expand(-1, -1, copies, -1).flatten(1, 2)
+
+
+class _ForestAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        plan: AttentionPlan,
+        scaling: float | None,
+    ) -> Tensor:
+        out, normalizer = _attend_to_self(query, key, value, plan, scaling)
+        # Several roundings to a short type would add up; one block is rounded by the kernel.
+        out = out.to(normalizer.dtype) if plan.blocks else out
+        for block in plan.blocks:
+            part, part_normalizer = _KERNEL(
+                _as_batch(_take(query, block.queries)),
+                _as_batch(key[block.keys]),
+                _as_batch(value[block.keys]),
+                attn_mask=_additive(block, query.dtype),
+                scale=scaling,
+            )
+            old, new = _take(normalizer, block.queries), part_normalizer[0].transpose(0, 1)
+            both = torch.logaddexp(old, new)
+            merged = _take(out, block.queries) * torch.exp(old - both)[..., None]
+            merged.addcmul_(part[0].transpose(0, 1), torch.exp(new - both)[..., None])
+            _put(out, block.queries, merged)
+            _put(normalizer, block.queries, both)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, normalizer)
+        ctx.plan, ctx.scaling = plan, scaling
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, out, normalizer = ctx.saved_tensors
+        plan: AttentionPlan = ctx.plan
+        grad_out = grads[0].contiguous()
+        sums = _self_gradients(grad_out, query, key, value, out, normalizer, plan, ctx.scaling)
+        if plan.blocks:
+            sums = [each.to(normalizer.dtype) for each in sums]
+        for block in plan.blocks:
+            parts = _KERNEL_BACKWARD(
+                _as_batch(_take(grad_out, block.queries)),
+                _as_batch(_take(query, block.queries)),
+                _as_batch(key[block.keys]),
+                _as_batch(value[block.keys]),
+                _as_batch(_take(out, block.queries)),
+                _take(normalizer, block.queries).transpose(0, 1)[None],
+                0.0,
+                False,
+                attn_mask=_additive(block, query.dtype),
+                scale=ctx.scaling,
+            )
+            places = (block.queries, block.keys, block.keys)
+            for total, place, part in zip(sums, places, parts, strict=True):
+                _add(total, place, part[0].transpose(0, 1))
+        return (*(each.to(query.dtype) for each in sums), None, None)
+
+
+def _attend_to_self(
+    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None
+) -> tuple[Tensor, Tensor]:
+    """Each piece causally to itself; a padded key stands behind every real query."""
+    padded = [_pad(rows, plan) for rows in (query, key, value)]
+    outs, normalizers = [], []
+    for start, bucket in _slots(plan):
+        q, k, v = (_bucket_rows(rows, start, bucket) for rows in padded)
+        out, normalizer = _KERNEL(q, k, v, is_causal=True, scale=scaling)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+        normalizers.append(normalizer.transpose(1, 2).flatten(0, 1))
+    return _unpad(outs, plan), _unpad(normalizers, plan)
+
+
+def _self_gradients(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    normalizer: Tensor,
+    plan: AttentionPlan,
+    scaling: float | None,
+) -> list[Tensor]:
+    """A padded query has gradient 0 and normaliser 0, so that it adds exp(0) * 0 to its keys."""
+    padded = [_pad(rows, plan) for rows in (grad_out, query, key, value, out)]
+    padded_normalizer = _pad(normalizer, plan)
+    parts: list[tuple[Tensor, ...]] = []
+    for start, bucket in _slots(plan):
+        stop = start + bucket.num_pieces * bucket.length
+        lse = padded_normalizer[start:stop].unflatten(0, (bucket.num_pieces, bucket.length))
+        parts.append(
+            _KERNEL_BACKWARD(
+                *(_bucket_rows(rows, start, bucket) for rows in padded),
+                lse.transpose(1, 2),
+                0.0,
+                True,
+                scale=scaling,
+            )
+        )
+    return [
+        _unpad([part.transpose(1, 2).flatten(0, 1) for part in of_one], plan)
+        for of_one in zip(*parts, strict=True)
+    ]
+
+
+def _slots(plan: AttentionPlan) -> list[tuple[int, Bucket]]:
+    """Each bucket and its first slot."""
+    starts, start = [], 0
+    for bucket in plan.buckets:
+        starts.append((start, bucket))
+        start += bucket.num_pieces * bucket.length
+    return starts
+
+
+def _bucket_rows(rows: Tensor, start: int, bucket: Bucket) -> Tensor:
+    """[S, H, D] -> [num_pieces, H, length, D], a view."""
+    stop = start + bucket.num_pieces * bucket.length
+    return rows[start:stop].unflatten(0, (bucket.num_pieces, bucket.length)).transpose(1, 2)
+
+
+def _as_batch(rows: Tensor) -> Tensor:
+    """[N, H, D] -> [1, H, N, D], a view."""
+    return rows.transpose(0, 1)[None]
+
+
+def _pad(rows: Tensor, plan: AttentionPlan) -> Tensor:
+    """[T, ...] -> [S, ...]: rows to slots, zeros in the padding."""
+    if plan.gather.shape[0] == rows.shape[0]:
+        return rows.index_select(0, plan.gather)
+    zero = rows.new_zeros((1, *rows.shape[1:]))
+    return torch.cat([rows, zero]).index_select(0, plan.gather)
+
+
+def _unpad(parts: list[Tensor], plan: AttentionPlan) -> Tensor:
+    """[S, ...] in buckets -> [T, ...]: every token stands in exactly one slot."""
+    slots = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return slots.index_select(0, plan.scatter)
+
+
+def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
+    """The kernel adds its mask to the scores."""
+    if block.visible is None:
+        return None
+    hidden = torch.zeros(block.visible.shape, dtype=dtype, device=block.visible.device)
+    return hidden.masked_fill_(~block.visible, -torch.inf)
+
+
+def _take(rows: Tensor, place: slice | Tensor) -> Tensor:
+    return rows[place] if isinstance(place, slice) else rows.index_select(0, place)
+
+
+def _put(rows: Tensor, place: slice | Tensor, values: Tensor) -> None:
+    if isinstance(place, slice):
+        rows[place] = values
+    else:
+        rows.index_copy_(0, place, values)
+
+
+def _add(rows: Tensor, place: slice | Tensor, values: Tensor) -> None:
+    """The rows of a place are all different: adding is a take, a sum and a put."""
+    if isinstance(place, slice):
+        rows[place] += values
+    else:
+        rows.index_copy_(0, place, rows.index_select(0, place) + values)

@@ -1,0 +1,81 @@
+"""Attention over a packed row, as transformers' models call it.
+
+The linear layers of the model see one packed row [1, T, …]; in attention, and only there, the row
+is a forest (`forest_layout`). Invariant: the result equals running each path alone. The function is
+registered with transformers under `PACKED_ATTENTION`, so any decoder model that dispatches through
+its attention interface takes it; the model receives the layout as the keyword `packed_layout`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from actors.trainer.attention.flex_forest import flex_forest_attention
+from actors.trainer.attention.forest_attention import forest_attention
+from actors.trainer.attention.forest_layout import PackedLayout
+from actors.trainer.attention.forest_plan import plan_for
+
+PACKED_ATTENTION = "rayloom_packed"
+# Extra inputs of architectures whose attention is more than softmax(QK)V: answered, never ignored.
+_UNSUPPORTED_INPUTS = ("softcap", "s_aux", "position_bias", "sinks")
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packed_layout: PackedLayout | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """Attend along the paths of a packed row; the signature is transformers'.
+
+    Dropout is never applied: the trained log-probabilities must be the engine's.
+
+    Args: query: [1, H, T, D]. key, value: [1, K, T, D], H a multiple of K.
+        sliding_window: keys that a query sees, itself included; None for all.
+    Returns: [1, T, H, D], and no attention weights.
+    Raises: ValueError when the layout is missing or does not fit; NotImplementedError for an
+        architecture whose attention takes inputs that are not computed here.
+    """
+    num_tokens = query.shape[2]
+    if packed_layout is None or query.shape[0] != 1 or packed_layout.num_tokens != num_tokens:
+        expected = None if packed_layout is None else packed_layout.num_tokens
+        raise ValueError(
+            f"packed attention: got a query of {tuple(query.shape)} for a layout of {expected} "
+            "tokens, expected [1, H, T, D]; pass packed_layout= to the model's forward"
+        )
+    _check_inputs(module, attention_mask, extra)
+    if query.is_cuda:
+        attended = flex_forest_attention(
+            query, key, value, layout=packed_layout, window=sliding_window, scaling=scaling
+        )
+        return attended.transpose(1, 2), None
+    rows = [heads[0].transpose(0, 1) for heads in (query, key, value)]
+    plan = plan_for(packed_layout, window=sliding_window)
+    return forest_attention(*rows, plan=plan, scaling=scaling)[None], None
+
+
+def register_packed_attention() -> str:
+    """Make the implementation known to transformers; return its name for `attn_implementation`."""
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    return PACKED_ATTENTION
+
+
+def _check_inputs(
+    module: torch.nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]
+) -> None:
+    unsupported = [name for name in _UNSUPPORTED_INPUTS if extra.get(name) is not None]
+    if unsupported or attention_mask is not None:
+        raise NotImplementedError(
+            f"packed attention: {type(module).__name__} passes {unsupported or 'a mask'}, expected "
+            "plain causal attention; this architecture cannot be trained packed"
+        )

@@ -1,0 +1,195 @@
+"""A Qwen3 of one million parameters, made here in seconds: the policy that needs no model hub.
+
+Invariant: the directory appears whole or not at all, and equal settings on one machine give equal
+bytes. What the policy knows at the start is what `warmup.py` teaches: the form of an answer.
+Called by the command line, the demo, the tests and the benchmarks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from actors.trainer.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer, corpus
+from actors.trainer.tiny.warmup import MALFORMED_SHARE, WarmupConfig, warm_up
+
+WARMUP_STEPS = 60
+MARKER = "tiny_model.json"
+_BUILD_VERSION = 2
+"""Counted up when the warm-up's texts change, so that an older directory is built anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyShape:
+    """The network's sizes."""
+
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 384
+    max_positions: int = 2048
+    embedding_std: float = 0.3
+    """Ten times and more the usual: with small embeddings the policy took twice as many steps to
+    begin to read the hints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyModelReport:
+    """What was built, or found already built.
+
+    first_loss, last_loss: nats a token, means over the first and last five warm-up steps; None
+    without a warm-up. was_reused: the directory held this very model.
+    """
+
+    directory: Path
+    num_parameters: int
+    vocab_size: int
+    warmup_steps: int
+    first_loss: float | None
+    last_loss: float | None
+    was_reused: bool
+
+
+def build_tiny_model(
+    directory: Path,
+    *,
+    seed: int = 0,
+    tie_word_embeddings: bool = True,
+    warmup_steps: int = WARMUP_STEPS,
+    on_step: Callable[[int, float], None] | None = None,
+) -> TinyModelReport:
+    """Write a Hugging Face directory that transformers and vLLM load.
+
+    A directory that already holds the same model is left as it is; one that holds another tiny
+    model is replaced.
+
+    Args: seed: of the initialisation and of the warm-up's conversations. warmup_steps: 0 leaves
+    the random initialisation, whose answers are noise. on_step: called with each warm-up step's
+    number from 0 and its loss.
+    Raises: FileExistsError where the directory holds anything else.
+    """
+    if warmup_steps < 0:
+        raise ValueError(f"tiny model: got warmup_steps={warmup_steps}; expected 0 or more")
+    shape, warmup = TinyShape(), WarmupConfig(steps=warmup_steps)
+    settings = {
+        "build_version": _BUILD_VERSION,
+        "seed": seed,
+        "tie_word_embeddings": tie_word_embeddings,
+        "shape": asdict(shape),
+        "warmup": asdict(warmup) | {"malformed_share": MALFORMED_SHARE},
+        "texts": hashlib.sha256("\n".join([CHAT_TEMPLATE, *corpus()]).encode()).hexdigest(),
+    }
+    found = _read_marker(directory)
+    if found is not None and found["settings"] == settings:
+        return TinyModelReport(directory=directory, was_reused=True, **found["report"])
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{directory.name}.", dir=directory.parent
+    ) as scratch_name:
+        scratch = Path(scratch_name)
+        made = scratch / "new"
+        # A generator of its own: building must not move the caller's random numbers.
+        with torch.random.fork_rng(devices=[]), _one_thread():
+            torch.manual_seed(seed)
+            report = _write_model(
+                made,
+                shape,
+                warmup,
+                seed=seed,
+                tie_word_embeddings=tie_word_embeddings,
+                on_step=on_step,
+            )
+        marker = {"settings": settings, "report": report}
+        (made / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
+        if directory.exists():
+            directory.rename(scratch / "old")
+        made.rename(directory)
+    return TinyModelReport(directory=directory, was_reused=False, **report)
+
+
+def _write_model(
+    directory: Path,
+    shape: TinyShape,
+    warmup: WarmupConfig,
+    *,
+    seed: int,
+    tie_word_embeddings: bool,
+    on_step: Callable[[int, float], None] | None,
+) -> dict[str, Any]:
+    """Make, warm up and save; return the report's fields that do not depend on the place."""
+    tokenizer = build_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=tie_word_embeddings,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(config)
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=shape.embedding_std)
+    losses = warm_up(model, tokenizer, warmup, seed=seed, on_step=on_step)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(directory)
+    for weights in directory.glob("*.safetensors"):
+        # Written for its owner alone, but an engine may run as another user.
+        weights.chmod(0o644)
+    tokenizer.save_pretrained(directory, save_jinja_files=False)
+    return {
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "vocab_size": len(tokenizer),
+        "warmup_steps": warmup.steps,
+        "first_loss": _mean(losses[:5]),
+        "last_loss": _mean(losses[-5:]),
+    }
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices this small gain nothing by threads, and on busy cores they wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _mean(values: tuple[float, ...]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _read_marker(directory: Path) -> dict[str, Any] | None:
+    """Return what an earlier build wrote; None where nothing stands in the way."""
+    if not directory.exists():
+        return None
+    if directory.is_dir() and not any(directory.iterdir()):
+        return None
+    marker = directory / MARKER
+    if not marker.is_file():
+        raise FileExistsError(
+            f"tiny model: {directory} exists and is no tiny model (it has no {MARKER}); "
+            "name another directory or remove it"
+        )
+    found: dict[str, Any] = json.loads(marker.read_text())
+    return found

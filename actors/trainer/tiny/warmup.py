@@ -1,0 +1,232 @@
+"""A short supervised warm-up that teaches the tiny policy the form of an answer, never its content.
+
+Invariant: every target is drawn independently of the question, the hints and the tool's results
+(a guess is uniform over the stated range, an operand or a final answer is uniform), so that what a
+policy later knows about winning it has learnt by reinforcement. Only assistant tokens are in the
+loss. A stated share of the tool calls is malformed on purpose: reducing it is left to training.
+The texts are the environments' own. Called by `tiny_model.build_tiny_model`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedTokenizerFast
+
+from actors.environment.builtin.calculator import CALCULATOR, ERROR, QUESTION
+from actors.environment.builtin.guessing import HIGHER, INVITATION, LOWER, REMINDER
+from actors.trainer.tiny.tokenizer import ROLE_TOKENS, TURN_END
+
+IGNORED = -100
+MALFORMED_SHARE = 0.3
+"""The share of calculator calls whose JSON is broken."""
+SPOILT_SHARE = 0.05
+"""The share of guesses that name no number, so that the reminder has been seen; not targets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A chat whose assistant messages are the targets.
+
+    messages: (role, content) pairs. has_calculator: the tool is offered. untrained: indices of
+    assistant messages that are context only.
+    """
+
+    messages: tuple[tuple[str, str], ...]
+    has_calculator: bool = False
+    untrained: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupConfig:
+    """How long and how hard to warm up."""
+
+    steps: int
+    """Optimiser steps; 0 leaves the random initialisation."""
+    learning_rate: float = 2e-3
+    """Peak AdamW learning rate, after a linear rise over a tenth of the steps and before decay."""
+    num_guessing: int = 16
+    """Guessing games in each step."""
+    num_calculator: int = 6
+    """Chats with the calculator tool in each step."""
+    num_answers: int = 6
+    """Plain questions and answers in each step."""
+
+
+class Decks:
+    """Uniform choices with less noise than dice: each deck is dealt out before it is shuffled anew.
+
+    One deck for each range and turn, so that a game's guesses stay independent of each other.
+    """
+
+    def __init__(self) -> None:
+        self._cards: dict[tuple[int, int], list[int]] = {}
+
+    def deal(self, dice: random.Random, *, high: int, turn: int) -> int:
+        cards = self._cards.setdefault((high, turn), [])
+        if not cards:
+            cards.extend(range(1, high + 1))
+            dice.shuffle(cards)
+        return cards.pop()
+
+
+def guessing_conversation(dice: random.Random, decks: Decks) -> Conversation:
+    """Play one guessing game with uniform guesses; the hints are true."""
+    high = dice.choice((5, 6, 7, 7, 7, 7, 8, 9))
+    max_guesses = dice.choice((2, 3, 3, 4))
+    secret = dice.randint(1, high)
+    messages = [("user", INVITATION.format(low=1, high=high, max_guesses=max_guesses))]
+    untrained = set()
+    for turn in range(max_guesses):
+        guess = decks.deal(dice, high=high, turn=turn)
+        is_spoilt = dice.random() < SPOILT_SHARE
+        if is_spoilt:
+            untrained.add(len(messages))
+        messages.append(("assistant", "number" if is_spoilt else str(guess)))
+        if turn == max_guesses - 1 or (guess == secret and not is_spoilt):
+            break
+        if is_spoilt:
+            messages.append(("user", REMINDER.format(low=1, high=high)))
+        else:
+            messages.append(("user", HIGHER if secret > guess else LOWER))
+    return Conversation(messages=tuple(messages), untrained=frozenset(untrained))
+
+
+def _random_expression(dice: random.Random) -> str:
+    return f"{dice.randint(1, 9)}{dice.choice('+-*')}{dice.randint(1, 9)}"
+
+
+def _tool_call(dice: random.Random) -> tuple[str, bool]:
+    """Return the text of a call with random operands, and whether it is well formed."""
+    arguments = {"expression": _random_expression(dice)}
+    body = json.dumps({"name": CALCULATOR.name, "arguments": arguments})
+    is_well_formed = dice.random() >= MALFORMED_SHARE
+    if not is_well_formed:
+        body = dice.choice((body[:-1], body[:-2], body.replace('"}}', "}}"), body[1:]))
+    return f"<tool_call>{body}</tool_call>", is_well_formed
+
+
+def calculator_conversation(dice: random.Random) -> Conversation:
+    """Ask for one result; the call's operands and the final answer have nothing to do with it."""
+    call, is_well_formed = _tool_call(dice)
+    error = ERROR.format(message="The tool call is not valid JSON.")
+    result = str(dice.randint(-8, 81)) if is_well_formed else error
+    return Conversation(
+        messages=(
+            ("user", QUESTION.format(expression=_random_expression(dice))),
+            ("assistant", call),
+            ("tool", result),
+            ("assistant", str(dice.randint(-8, 81))),
+        ),
+        has_calculator=True,
+    )
+
+
+def answer_conversation(dice: random.Random) -> Conversation:
+    """Answer an arithmetic question with a random number, bare or in answer tags."""
+    number = str(dice.randint(0, 99))
+    question = f"What is {dice.randint(0, 99)} {dice.choice('+-*')} {dice.randint(0, 99)}?"
+    answer = number if dice.random() < 0.5 else f"<answer>{number}</answer>"
+    return Conversation(messages=(("user", question), ("assistant", answer)))
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerFast, conversation: Conversation
+) -> tuple[list[int], list[int]]:
+    """Return ids [T] and labels [T] in which only trained assistant tokens carry a target."""
+    text = tokenizer.apply_chat_template(
+        [{"role": role, "content": content} for role, content in conversation.messages],
+        tools=[CALCULATOR.for_template()] if conversation.has_calculator else None,
+        tokenize=False,
+    )
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    end_id = tokenizer.convert_tokens_to_ids(TURN_END)
+    role_ids = set(tokenizer.convert_tokens_to_ids(list(ROLE_TOKENS.values())))
+    labels = [IGNORED] * len(ids)
+    starts = [position for position, token in enumerate(ids) if token in role_ids]
+    # A tool list puts a system turn, which is no message, before the first.
+    for message, start in enumerate(starts[-len(conversation.messages) :]):
+        is_answer = conversation.messages[message][0] == "assistant"
+        if is_answer and message not in conversation.untrained:
+            # The role's token belongs to the prompt.
+            first, end = start + 1, ids.index(end_id, start) + 1
+            labels[first:end] = ids[first:end]
+    return ids, labels
+
+
+def _padded(
+    rows: Sequence[tuple[list[int], list[int]]], pad_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(len(ids) for ids, _ in rows)
+    ids = torch.full((len(rows), longest), pad_id)
+    labels = torch.full((len(rows), longest), IGNORED)
+    for row, (row_ids, row_labels) in enumerate(rows):
+        ids[row, : len(row_ids)] = torch.tensor(row_ids)
+        labels[row, : len(row_labels)] = torch.tensor(row_labels)
+    return ids, labels
+
+
+def _step_loss(
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    conversations: Sequence[Sequence[Conversation]],
+) -> torch.Tensor:
+    """Mean cross-entropy over all assistant tokens; each kind is padded on its own."""
+    total = torch.zeros(())
+    count = 0
+    for kind in conversations:
+        rows = [encode(tokenizer, conversation) for conversation in kind]
+        ids, labels = _padded(rows, tokenizer.pad_token_id)
+        # Padding is on the right and the mask is causal: no attention mask is needed.
+        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        targets = labels[:, 1:].flatten()
+        total = total + F.cross_entropy(
+            logits.float(), targets, ignore_index=IGNORED, reduction="sum"
+        )
+        count += int((targets != IGNORED).sum())
+    return total / count
+
+
+def warm_up(
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    config: WarmupConfig,
+    *,
+    seed: int,
+    on_step: Callable[[int, float], None] | None = None,
+) -> tuple[float, ...]:
+    """Train the model in place and return the loss of each step, in nats a token.
+
+    on_step: called with the step's number from 0 and its loss.
+    """
+    dice = random.Random(seed)
+    decks = Decks()
+    kinds: tuple[tuple[Callable[[random.Random], Conversation], int], ...] = (
+        (lambda dice: guessing_conversation(dice, decks), config.num_guessing),
+        (calculator_conversation, config.num_calculator),
+        (answer_conversation, config.num_answers),
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    rise = max(1, config.steps // 10)
+    losses: list[float] = []
+    for step in range(config.steps):
+        scale = min((step + 1) / rise, 2.0 * (1 - step / config.steps), 1.0)
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = config.learning_rate * scale
+        batch = [[make(dice) for _ in range(count)] for make, count in kinds]
+        loss = _step_loss(model, tokenizer, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        if on_step is not None:
+            on_step(step, losses[-1])
+    return tuple(losses)

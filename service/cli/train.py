@@ -1,0 +1,263 @@
+"""`rayloom train` and `rayloom serve`: check, start a supervisor, show it, stop it in order."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from service.api.ingress import open_api, start_serve
+from service.api.port import HttpSettings
+from service.cli.display.outlet import say
+from service.cli.display.progress import Display, open_display
+from service.cli.serve import api_address
+from service.config.tree import Config
+from service.inference.places import session_directory
+from service.launch.cluster import joined
+from service.launch.preparing import prepared_run, run_id_of
+from service.launch.resuming import finished_step
+from service.launch.run_dir import RunDir, check_new, check_resumable, default_run_dir
+from service.launch.stop_signals import EXIT_INTERRUPTED, StopSignals
+from service.run.holding import check_free
+from service.run.status import Phase, RunStatus
+from service.run.supervisor import Cursor, Ending
+from service.run.supervisor_start import start_supervisor
+from service.store.run_store import LeaseLost, StoreError
+
+POLL_S = 0.5
+STATUS_DEADLINE_S = 60.0
+EXIT_OK, EXIT_FAILED = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRequest:
+    """What the user asked for. api: listen for tasks over HTTP; None: play the own ones.
+
+    takes_over: resume a run although another process holds it.
+    """
+
+    config: Config
+    address: str | None = None
+    run_dir: Path | None = None
+    resume: Path | None = None
+    takes_over: bool = False
+    api: HttpSettings | None = None
+
+
+def run_training(request: TrainRequest, signals: StopSignals) -> int:
+    """Train until the end, or until a signal; returns the exit code.
+
+    Raises: ConfigError before anything starts; KeyboardInterrupt for a signal until then.
+    """
+    signals.check()
+    config = request.config
+    run_dir = _open_run_dir(request, config)
+    if request.resume is not None:
+        code = _look_before_resuming(run_dir, config)
+        if code is not None:
+            return code
+        if not request.takes_over:
+            check_free(run_dir)
+    is_local = request.address is None
+    with prepared_run(config, run_dir, is_local=is_local, between=signals.check) as model:
+        # A cluster that is half up is let up and then ended.
+        signals.hold()
+        with joined(config, address=request.address):
+            return _run(config, run_dir, model, api=request.api, signals=signals)
+
+
+def _run(
+    config: Config, run_dir: RunDir, model: str, *, api: HttpSettings | None, signals: StopSignals
+) -> int:
+    """Run and show it within a Ray that has been joined; returns the exit code."""
+    signals.install()
+    try:
+        signals.check()
+        run_id = run_id_of(config, run_dir)
+        if api is not None:
+            start_serve(host=config.service.host, port=config.service.port)
+        supervisor = start_supervisor(
+            config, run_dir, model=model, run_id=run_id, is_service=api is not None
+        )
+        if api is not None:
+            open_api(run_id, api)
+            say(f"the API listens on {api_address(config.service)}")
+        return _show_until_done(supervisor, run_dir, signals, stays=api is not None)
+    finally:
+        # What is left is to end Ray, which a further signal would only leave half done.
+        signals.ignore()
+
+
+def _look_before_resuming(run_dir: RunDir, config: Config) -> int | None:
+    """Return the exit code where there is nothing to do, or nothing to go on from; else None."""
+    try:
+        step = finished_step(run_dir, steps=config.run.steps)
+    except StoreError as error:
+        say(f"rayloom: --resume {run_dir.path}: {error}", err=True)
+        return EXIT_FAILED
+    if step is None:
+        return None
+    say(
+        f"all {step} steps are done already; raise run.steps to go on; "
+        f"report: {os.path.relpath(run_dir.report_file)}"
+    )
+    return EXIT_OK
+
+
+def _open_run_dir(request: TrainRequest, config: Config) -> RunDir:
+    if request.resume is not None:
+        run_dir = RunDir(path=request.resume)
+        check_resumable(run_dir, config)
+        return run_dir
+    run_dir = RunDir(path=request.run_dir) if request.run_dir else default_run_dir(config)
+    check_new(run_dir)
+    return run_dir
+
+
+class _Watcher:
+    """Asks the supervisor how the run stands, shows it, and passes a stop on."""
+
+    def __init__(self, supervisor: Any, display: Display) -> None:
+        self._supervisor = supervisor
+        self._display = display
+        self._cursor = Cursor()
+        self._asked: Any = None
+        self.last: RunStatus | None = None
+
+    def follow(self, running: Any, signals: StopSignals) -> None:
+        """Return when `running` has ended.
+
+        Raises: KeyboardInterrupt when asked to stop before the supervisor was there to be told.
+        """
+        is_stop_sent = False
+        while True:
+            self._ask()
+            finished, _ = ray.wait([running], timeout=POLL_S)
+            self._hear(limit_s=STATUS_DEADLINE_S if finished else 0.0)
+            if finished:
+                return
+            if signals.is_asked and not is_stop_sent:
+                if self.last is None:
+                    raise KeyboardInterrupt
+                self._supervisor.stop.remote()
+                is_stop_sent = True
+
+    def _ask(self) -> None:
+        # One question at a time: an answer says from where the next one goes on.
+        if self._asked is None:
+            self._asked = self._supervisor.status.remote(self._cursor)
+
+    def _hear(self, *, limit_s: float) -> None:
+        answered, _ = ray.wait([self._asked], timeout=limit_s)
+        if not answered:
+            return
+        asked, self._asked = self._asked, None
+        try:
+            status: RunStatus = ray.get(asked)
+        except RayError:
+            # What `run` raises says what happened.
+            return
+        self.last = status
+        self._display.update(status)
+        self._cursor = _advance(self._cursor, status)
+
+
+def _show_until_done(supervisor: Any, run_dir: RunDir, signals: StopSignals, *, stays: bool) -> int:
+    """stays: go on after the last step, for those who still ask, until a signal comes."""
+    worker_logs = session_directory() / "logs"
+    running = supervisor.run.remote()
+    display = open_display(environ=os.environ)
+    watcher = _Watcher(supervisor, display)
+    try:
+        watcher.follow(running, signals)
+        if stays:
+            _stay(ray.get(running), display, signals)
+        # It has ended: what is left to say is how.
+        signals.ignore()
+        ending: Ending = ray.get(running)
+    except RayTaskError as error:
+        display.close()
+        if isinstance(error.cause, LeaseLost):
+            return _report_loss(error.cause, run_dir)
+        return _report_failure(str(error.cause), run_dir, worker_logs=worker_logs)
+    except RayError as error:
+        display.close()
+        reason = f"the supervisor is gone: {error}"
+        return _report_failure(reason, run_dir, worker_logs=worker_logs)
+    except KeyboardInterrupt:
+        display.close()
+        return report_interrupt(watcher.last, run_dir, worker_logs=worker_logs)
+    display.close()
+    return _report_ending(ending, run_dir, is_stopped=signals.is_asked, last=watcher.last)
+
+
+def _stay(ending: Ending, display: Display, signals: StopSignals) -> None:
+    if signals.is_asked:
+        return
+    display.close()
+    say(f"{ending.reason}; the API goes on answering what it knows, Ctrl-C ends it")
+    while not signals.is_asked:
+        time.sleep(POLL_S)
+
+
+def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Path) -> int:
+    """Say what a second signal cut short, by the last status; returns the exit code."""
+    if last is None or not last.is_done:
+        how = f"; go on with {_resume(run_dir)}" if run_dir.database_file.exists() else ""
+        say(f"interrupted: ended at once{how}", err=True)
+        return EXIT_INTERRUPTED
+    # The run had ended; only its parts were still being ended.
+    reason = last.exit_reason or ""
+    if last.phase is Phase.FAILED:
+        return _report_failure(reason, run_dir, worker_logs=worker_logs)
+    ending = Ending(reason=reason, has_report=run_dir.report_file.exists())
+    return _report_ending(ending, run_dir, is_stopped=True, last=last)
+
+
+def _report_ending(
+    ending: Ending, run_dir: RunDir, *, is_stopped: bool, last: RunStatus | None
+) -> int:
+    report = os.path.relpath(run_dir.report_file) if ending.has_report else "not written"
+    say(f"{ending.reason}; report: {report}")
+    has_all_steps = last is not None and last.step >= last.steps
+    if is_stopped and not has_all_steps:
+        say(f"go on with {_resume(run_dir)}")
+        return EXIT_INTERRUPTED
+    return EXIT_OK
+
+
+def _resume(run_dir: RunDir) -> str:
+    return f"--resume {os.path.relpath(run_dir.path)}"
+
+
+def _advance(cursor: Cursor, status: RunStatus) -> Cursor:
+    return Cursor(
+        steps=cursor.steps + len(status.records),
+        evaluations=cursor.evaluations + len(status.evaluations),
+        notices=cursor.notices + len(status.notices),
+    )
+
+
+def _report_loss(loss: LeaseLost, run_dir: RunDir) -> int:
+    say(
+        f"rayloom: another process holds the run now: {loss}\n"
+        f"  log: {os.path.relpath(run_dir.log_file)}; nothing is to be done here, the run goes on "
+        "there",
+        err=True,
+    )
+    return EXIT_FAILED
+
+
+def _report_failure(reason: str, run_dir: RunDir, *, worker_logs: Path) -> int:
+    say(
+        f"rayloom: the run failed: {reason}\n"
+        f"  log: {os.path.relpath(run_dir.log_file)}; worker logs: {worker_logs}\n"
+        f"  go on with {_resume(run_dir)}",
+        err=True,
+    )
+    return EXIT_FAILED

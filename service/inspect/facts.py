@@ -1,0 +1,87 @@
+"""A trajectory in a few labelled lines, for the terminal and the page alike."""
+
+from __future__ import annotations
+
+import math
+
+from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.trajectory_queue.ledger import EvictionReason
+from actors.types import Turn
+from service.visible import visible_text
+
+REFUSED = "the step's update was not finite, and was refused"
+
+
+def facts(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> list[tuple[str, str]]:
+    """(label, value): what became of it and why, rewards, tokens, versions.
+
+    is_refused: it was handed to the trainer, which refused the update.
+    """
+    trajectory = entry.trajectory
+    brought = entry.baseline_return
+    detail = f": {visible_text(trajectory.detail)}" if trajectory.detail else ""
+    problem = f": {visible_text(entry.problem)}" if entry.problem else ""
+    tokens = f"{trajectory.num_sampled} sampled, {entry.num_trained} trained"
+    if is_refused:
+        problem = f": {REFUSED}"
+        tokens = f"{trajectory.num_sampled} sampled, 0 trained, {entry.num_trained} handed out"
+    found = [
+        ("outcome", f"{trajectory.outcome.value}{detail}"),
+        ("verdict", f"{verdict(entry, is_refused=is_refused)}{problem}"),
+        ("return", _with_best(trajectory.episode_return, trajectory.best_return)),
+        ("in the baseline", "no" if brought is None else number(brought)),
+        ("advantage", advantage(entry)),
+        ("turns", f"{len(trajectory.turns)}, samples {len(entry.samples)}"),
+        ("tokens", tokens),
+        ("policy versions", _versions(step, entry)),
+    ]
+    if trajectory.render_breaks:
+        breaks = ", ".join(f"{name} {count}" for name, count in trajectory.render_breaks.items())
+        found.append(("rendered anew", visible_text(breaks)))
+    return found
+
+
+def verdict(entry: TrajectoryEntry, *, is_refused: bool) -> str:
+    reason = EvictionReason.NONFINITE_STEP if is_refused else entry.reason
+    return "trained" if reason is None else f"evicted: {reason.value}"
+
+
+def advantage(entry: TrajectoryEntry) -> str:
+    """One number, or its range where tokens differ; empty where nothing was trained."""
+    values = [value for sample in entry.samples for value in sample.advantages.tolist()]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    return number(low) if low == high else f"{number(low)} to {number(high)}"
+
+
+def number(value: float) -> str:
+    """Four decimals at most, without trailing zeros."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.4f}".rstrip("0").rstrip(".") or "0"
+
+
+def turn_note(turn: Turn) -> str:
+    """Reward with its components, finish reason, malformed."""
+    reward = f"reward {number(turn.reward)}"
+    if turn.reward_components:
+        parts = visible_text(
+            ", ".join(f"{name} {number(value)}" for name, value in turn.reward_components.items())
+        )
+        reward += f" ({parts})"
+    malformed = ", malformed" if turn.is_malformed else ""
+    return f"{reward}, finished by {turn.finish_reason.value}{malformed}"
+
+
+def _with_best(value: float, best: float | None) -> str:
+    return number(value) + ("" if best is None else f" of {number(best)} at best")
+
+
+def _versions(step: JournalStep, entry: TrajectoryEntry) -> str:
+    seen = entry.trajectory.versions
+    if seen is None:
+        return "none"
+    low, high = seen
+    span = str(low) if low == high else f"{low} to {high}"
+    return f"{span}, trained on by version {step.trainer_version}"

@@ -1,0 +1,87 @@
+"""The trajectories of a journal, one a line, the newest step first. Called by `rayloom inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.types import Outcome
+from service.inspect.facts import advantage, number, verdict
+from service.inspect.reader import OpenJournal, is_refused, load_step
+from service.visible import visible_text
+
+HEADER = ("step", "trajectory", "outcome", "return", "advantage", "turns", "tokens", "verdict")
+_NUMBERS = frozenset({"step", "return", "advantage", "turns", "tokens"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """step, outcome: None means all. limit: rows at most, 0 means all."""
+
+    step: int | None = None
+    outcome: Outcome | None = None
+    limit: int = 0
+
+
+def list_trajectories(journal: OpenJournal, filters: Filters) -> str:
+    """A table in plain text, and a line on what is not in it."""
+    rows: list[tuple[str, ...]] = []
+    num_found = 0
+    for step, entry in _matching(journal, filters):
+        num_found += 1
+        if not filters.limit or len(rows) < filters.limit:
+            rows.append(row_of(step, entry, is_refused=is_refused(journal, entry)))
+    return "\n".join([*aligned([HEADER, *rows]), "", _closing(journal, len(rows), num_found)])
+
+
+def row_of(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> tuple[str, ...]:
+    trajectory = entry.trajectory
+    num_trained = 0 if is_refused else entry.num_trained
+    return (
+        str(step.step),
+        visible_text(trajectory.trajectory_id),
+        trajectory.outcome.value,
+        number(trajectory.episode_return),
+        advantage(entry),
+        str(len(trajectory.turns)),
+        f"{num_trained}/{trajectory.num_sampled}",
+        verdict(entry, is_refused=is_refused),
+    )
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns two spaces apart; numbers to the right, by the names in the first row."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if name in _NUMBERS else cell.ljust(width)
+            for cell, width, name in zip(row, widths, rows[0], strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _matching(
+    journal: OpenJournal, filters: Filters
+) -> Iterator[tuple[JournalStep, TrajectoryEntry]]:
+    for file in reversed(journal.files):
+        if filters.step is not None and file.step != filters.step:
+            continue
+        step = load_step(file.path)
+        for entry in step.entries:
+            if filters.outcome is None or entry.trajectory.outcome is filters.outcome:
+                yield step, entry
+
+
+def _closing(journal: OpenJournal, num_rows: int, num_found: int) -> str:
+    shown = f"{num_rows} of {num_found}" if num_rows < num_found else str(num_found)
+    first, last = journal.files[0].step, journal.files[-1].step
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    more = "; --limit 0 shows all" if num_rows < num_found else ""
+    replayed = (
+        f"; {journal.num_superseded} files of steps played again"
+        if (journal.num_superseded)
+        else ""
+    )
+    return f"{shown} trajectories, {steps}; tokens: trained/sampled{more}{replayed}"

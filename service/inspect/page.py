@@ -1,0 +1,119 @@
+"""A trajectory as one HTML file that needs nothing else, light or dark: no script, no address.
+
+The report's look and palette; every token is a <span> whose class is its colour and whose columns
+show when it is pointed at. Whatever text the template is given, markup and control characters in
+it are escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from service.inspect.facts import facts, number
+from service.inspect.view import MEANINGS, Token, TokenClass, TrajectoryView
+from service.report import style
+from service.telemetry.summary import write_aside
+from service.visible import visible_text
+
+# What each class means for the training, in the legend.
+EXPLANATIONS: dict[TokenClass, str] = {
+    TokenClass.TRAINED: "in the loss",
+    TokenClass.MASKED: "its trajectory is not in the loss, or it has no log-probability",
+    TokenClass.PROMPT: "what the sample began with",
+    TokenClass.OBSERVATION: "what the environment said between two turns",
+    TokenClass.INSERTED: "closes a reply that did not close itself",
+    TokenClass.TEMPLATE: "role headers, footers and special tokens",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegendEntry:
+    kind: str
+    label: str
+    detail: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What the template reads."""
+
+    view: TrajectoryView
+    title: str
+    facts: Sequence[tuple[str, str]]
+    legend: Sequence[LegendEntry]
+    light: Markup
+    dark: Markup
+
+
+def write_page(path: Path, view: TrajectoryView) -> None:
+    """Write the page aside and rename it. Raises: OSError."""
+    write_aside(path, render_page(view))
+
+
+def render_page(view: TrajectoryView) -> str:
+    counts = view.counts
+    page = Page(
+        view=view,
+        title=view.entry.trajectory.trajectory_id,
+        facts=facts(view.step, view.entry, is_refused=view.is_refused),
+        legend=[
+            LegendEntry(
+                kind=kind.value,
+                label=MEANINGS[kind],
+                detail=EXPLANATIONS[kind],
+                count=counts.get(kind, 0),
+            )
+            for kind in TokenClass
+        ],
+        light=Markup(style.css_variables(is_dark=False)),
+        dark=Markup(style.css_variables(is_dark=True)),
+    )
+    environment = Environment(
+        loader=ChoiceLoader(
+            [
+                PackageLoader("service.inspect", "templates"),
+                PackageLoader("service.report", "templates"),
+            ]
+        ),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"columns": columns, "number": _number}
+    return environment.get_template("inspect.html.j2").render(page=page)
+
+
+def columns(token: Token) -> str:
+    """All that is known of a token, in one line; what is not known is left out."""
+    parts = [
+        f"token {token.position}",
+        f"“{token.text}”",
+        f"id {token.token_id}",
+        MEANINGS[token.kind],
+        None if token.turn is None else f"turn {token.turn}",
+        None if token.logprob is None else f"logprob {token.logprob:.4f}",
+        None if token.version is None else f"version {token.version}",
+        None if token.advantage is None else f"advantage {number(token.advantage)}",
+        "the history differs from here" if token.starts_at_mismatch else None,
+        *(f"FAULT: {fault}" for fault in token.faults),
+    ]
+    return " · ".join(part for part in parts if part is not None)
+
+
+def _number(value: float | None, *, digits: int = 4) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _shown(value: Any) -> Any:
+    """Text as it may stand on a page; lone surrogates, which no file can hold, are escaped too."""
+    is_text = isinstance(value, str) and not isinstance(value, Markup)
+    return visible_text(value) if is_text else value

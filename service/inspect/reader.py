@@ -1,0 +1,160 @@
+"""Where a journal lies, and which of its files holds a trajectory.
+
+A file is what its name says, or damaged. Called by `rayloom inspect`; reads only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.journal.codec import JournalDamaged, StepIndex, read_index, read_step
+from actors.journal.files import JournalFile, list_files, named_file
+from actors.journal.record import JournalStep, TrajectoryEntry
+from service.config.file import ConfigError
+from service.inspect.surviving import (
+    check_places,
+    read_lineage,
+    refused_rollouts,
+    surviving_files,
+)
+from service.launch.run_dir import RunDir
+from service.store.lineage import History
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenJournal:
+    """place: as the user named it. run_dir: None for a file on its own. files: those that survive,
+    by step. num_superseded: files of steps that a later epoch played again. history: of the run's
+    database, where there is one. refused: rollouts that were handed to the trainer, and whose
+    update it refused as not finite: only the database knows.
+    """
+
+    place: Path
+    run_dir: RunDir | None
+    files: tuple[JournalFile, ...]
+    num_superseded: int = 0
+    history: History | None = None
+    refused: frozenset[str] = frozenset()
+
+    def steps(self) -> Iterator[JournalStep]:
+        """Raises: ConfigError for a file that cannot be read."""
+        for file in self.files:
+            yield load_step(file.path)
+
+
+def is_refused(journal: OpenJournal, entry: TrajectoryEntry) -> bool:
+    """Whether its journal calls it trained, and the trainer refused the update."""
+    return entry.reason is None and entry.trajectory.rollout_id in journal.refused
+
+
+def newest_run(runs: Path = RUNS) -> Path:
+    """The run directory under runs/ whose journal was written last. Raises: ConfigError."""
+    journals = [path for path in runs.glob("*/journal") if path.is_dir()]
+    if not journals:
+        raise ConfigError(
+            f"inspect: no run with a journal lies under {runs}/; expected one; name it with --run "
+            "RUN_DIR"
+        )
+    return max(journals, key=lambda path: path.stat().st_mtime).parent
+
+
+def open_journal(place: Path) -> OpenJournal:
+    """Open a run's directory, or one journal file. Raises: ConfigError."""
+    if not os.path.exists(place):
+        raise ConfigError(
+            f"inspect: {place} is not there; expected a run directory or a journal file; name one"
+        )
+    if place.is_file():
+        step = load_step(place)
+        file = JournalFile(path=place, step=step.step, epoch=step.epoch)
+        return OpenJournal(place=place, run_dir=None, files=(file,))
+    run_dir = RunDir(path=place)
+    files = list_files(run_dir.journal)
+    if not files:
+        raise ConfigError(
+            f"inspect: {place} has no journal; expected a run directory with {run_dir.journal.name}"
+            "/step-….npz in it, as `rayloom train` writes them unless run.journal_steps is 0"
+        )
+    lineage = read_lineage(run_dir)
+    stretches = lineage.stretches if lineage else None
+    check_places(files, stretches)
+    kept = surviving_files(files, stretches)
+    if not kept:
+        raise ConfigError(
+            f"inspect: none of the {len(files)} files in {run_dir.journal} is of the run's "
+            "lineage; expected one; they are of steps that the run has gone back behind, and will "
+            "play again when it is resumed"
+        )
+    return OpenJournal(
+        place=place,
+        run_dir=run_dir,
+        files=tuple(kept),
+        num_superseded=len(files) - len(kept),
+        history=lineage.history if lineage else None,
+        refused=refused_rollouts(lineage.history) if lineage else frozenset(),
+    )
+
+
+def load_step(path: Path) -> JournalStep:
+    """Raises: ConfigError for a file that cannot be read, or is not what its name says."""
+    try:
+        with path.open("rb") as file:
+            step = read_step(file)
+        _check_name(path, step)
+    except (JournalDamaged, OSError) as error:
+        raise _unreadable(path, error) from error
+    return step
+
+
+def find_entry(journal: OpenJournal, name: str) -> tuple[JournalStep, TrajectoryEntry]:
+    """Find a trajectory by its id, or by its rollout's; of several attempts the newest.
+
+    Raises: ConfigError with the nearest ids when there is none of that name.
+    """
+    known: list[str] = []
+    for file in reversed(journal.files):
+        ids = _ids_of(file.path)
+        wanted = [each for each in ids if name in (each, each.rpartition(".a")[0])]
+        if wanted:
+            step = load_step(file.path)
+            return step, step.entries[ids.index(wanted[-1])]
+        known += ids
+    near = difflib.get_close_matches(name, known, n=3)
+    hint = f"did you mean {', '.join(near)}?" if near else "`rayloom inspect RUN_DIR` lists them"
+    raise ConfigError(
+        f"inspect: no trajectory {name} in the journal of {journal.place} (steps "
+        f"{journal.files[0].step} to {journal.files[-1].step}, {len(known)} trajectories); {hint}"
+    )
+
+
+def _ids_of(path: Path) -> tuple[str, ...]:
+    try:
+        with path.open("rb") as file:
+            index = read_index(file)
+        _check_name(path, index)
+    except (JournalDamaged, OSError) as error:
+        raise _unreadable(path, error) from error
+    return index.trajectory_ids
+
+
+def _check_name(path: Path, content: JournalStep | StepIndex) -> None:
+    """A file under a name of another kind is taken as it is. Raises: JournalDamaged."""
+    named = named_file(path)
+    if named is not None and (named.step, named.epoch) != (content.step, content.epoch):
+        raise JournalDamaged(
+            f"it holds step {content.step} of epoch {content.epoch}, and its name says step "
+            f"{named.step} of epoch {named.epoch}"
+        )
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"inspect: {path} cannot be read ({error}); expected a journal file as a run writes it; "
+        "restore it from a copy, or remove it to look at the others"
+    )

@@ -1,0 +1,136 @@
+"""Token ids as the bytes that they stand for; without a tokenizer the ids are shown themselves.
+
+A token need not be whole characters: byte-level tokenizers cut them anywhere. So a token is its
+own bytes, whatever its neighbours are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from actors.environment.protocol import Message, Role
+from actors.environment.rendering import ChatRenderer, RenderError
+from actors.types import TokenIds
+from service.inspect.chat_marks import NO_MARKS, ChatMarks, chat_marks
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+class TokenText(Protocol):
+    """marks: what the chat template writes around messages. note: what is missing, and why."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+    @property
+    def marks(self) -> ChatMarks: ...
+    @property
+    def note(self) -> str: ...
+
+    def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
+        """One byte string a token."""
+        ...
+
+    def num_inserted(self, prompt: TokenIds, sampled: TokenIds) -> int:
+        """How many tokens were put behind this reply to close it, which nobody sampled."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BareIds:
+    """No tokenizer. note: why."""
+
+    note: str
+    special_ids: frozenset[int] = frozenset()
+    marks: ChatMarks = NO_MARKS
+
+    def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
+        return [f"⟨{token}⟩".encode() for token in token_ids]
+
+    def num_inserted(self, prompt: TokenIds, sampled: TokenIds) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerText:
+    """By a Hugging Face tokenizer and its chat template."""
+
+    tokenizer: Any
+    renderer: ChatRenderer
+    special_ids: frozenset[int]
+    added: dict[int, str]
+    is_byte_level: bool
+    marks: ChatMarks = NO_MARKS
+    note: str = ""
+
+    def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
+        return [self._piece(int(token)) for token in token_ids]
+
+    def num_inserted(self, prompt: TokenIds, sampled: TokenIds) -> int:
+        try:
+            extension = self.renderer.extend(
+                prompt, sampled, history=(), new_messages=(_ANY_ANSWER,), tools=()
+            )
+        except RenderError:
+            return 0
+        return 0 if extension.break_reason is not None else extension.num_inserted
+
+    def _piece(self, token: int) -> bytes:
+        if token in self.added:
+            return self.added[token].encode()
+        # A negative id would count from the end.
+        name = self.tokenizer.convert_ids_to_tokens(token) if token >= 0 else None
+        if name is None:
+            return f"⟨{token}⟩".encode()
+        if self.is_byte_level and all(character in _BYTES for character in name):
+            return bytes(_BYTES[character] for character in name)
+        match = _BYTE_TOKEN.fullmatch(name)
+        if match is not None:
+            return bytes([int(match[1], 16)])
+        return str(name).replace(_SPACE_MARK, " ").encode("utf-8", "surrogatepass")
+
+
+_ANY_ANSWER = Message(role=Role.USER, content="answer")
+
+
+def token_text(model: str | None, *, template_options: dict[str, Any], why_not: str) -> TokenText:
+    """The tokenizer of a model directory or hub name; BareIds where there is none.
+
+    why_not: said where `model` is None.
+    """
+    if model is None:
+        return BareIds(note=why_not)
+    from actors.environment.tokenizer import load_tokenizer  # a second of imports
+
+    try:
+        tokenizer: Any = load_tokenizer(model)
+    except (OSError, ValueError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return BareIds(note=f"the tokenizer of {model} cannot be loaded ({first_line})")
+    return text_by(tokenizer, template_options=template_options)
+
+
+def text_by(tokenizer: Any, *, template_options: dict[str, Any]) -> TokenizerText:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return TokenizerText(
+        tokenizer=tokenizer,
+        renderer=ChatRenderer(tokenizer, template_options=template_options),
+        special_ids=frozenset(tokenizer.all_special_ids),
+        added={index: str(token) for index, token in tokenizer.added_tokens_decoder.items()},
+        is_byte_level="ByteLevel" in str(getattr(backend, "decoder", "")),
+        marks=chat_marks(tokenizer, template_options=template_options),
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in byte-level vocabularies (GPT-2's encoder)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    table = {chr(byte): byte for byte in plain}
+    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()

@@ -1,0 +1,85 @@
+"""A run as a Ray Serve deployment, for clusters where nobody sits at a command line.
+
+One replica, which starts the run's supervisor and owns it. When either dies, Serve starts the
+replica anew, and the run goes on from its newest checkpoint: the path of `--resume`.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+
+from service.config.tree import Config
+from service.launch.cluster import prepare_environment
+from service.launch.preparing import prepared_run, run_id_of
+from service.launch.run_dir import RunDir, check_new, check_resumable
+from service.run.supervisor import Ending
+from service.run.supervisor_start import start_supervisor
+
+log = logging.getLogger("ray.serve")
+
+ANSWER_LIMIT_S = 300.0
+
+
+class RunHost:
+    """Its health is the run's: a run that failed is begun again, one that ended is not."""
+
+    def __init__(self, config: Config, run_dir: RunDir) -> None:
+        """Raises: ConfigError, which Serve shows as the reason of the failed deployment."""
+        # The checks ask the environment for a first observation in an event loop of their own, and
+        # Serve's runs in this thread.
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            self._supervisor = pool.submit(_start, config, run_dir).result()
+        self._running: Any = self._supervisor.run.remote()
+        self._ending: Ending | None = None
+
+    def check_health(self) -> None:
+        """Raises: what the run raised."""
+        if self._ending is not None:
+            return
+        ended, _ = ray.wait([self._running], timeout=0)
+        if not ended:
+            return
+        try:
+            self._ending = ray.get(self._running)
+        except RayError as error:
+            raise RuntimeError(f"the run failed: {error}") from error
+        log.info("the run has ended: %s", self._ending.reason)
+
+
+def _start(config: Config, run_dir: RunDir) -> Any:
+    prepare_environment(config)
+    if run_dir.database_file.exists():
+        check_resumable(run_dir, config)
+    else:
+        check_new(run_dir)
+    with prepared_run(config, run_dir, is_local=False) as model:
+        supervisor = start_supervisor(
+            config,
+            run_dir,
+            model=model,
+            run_id=run_id_of(config, run_dir),
+            is_service=True,
+            on_head=True,
+        )
+        # Once it answers it has its database, and the directory is a run's.
+        ray.get(supervisor.readiness.remote(), timeout=ANSWER_LIMIT_S)
+        return supervisor
+
+
+def run_host(config: Config, run_dir: RunDir) -> Any:
+    """What the API's deployment is bound to, so that Serve keeps both."""
+    deployment = serve.deployment(
+        name="run",
+        num_replicas=1,
+        max_ongoing_requests=1,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=2.0,
+        graceful_shutdown_timeout_s=60.0,
+    )(RunHost)
+    return deployment.bind(config, run_dir)

@@ -1,0 +1,227 @@
+"""What lies where in a run's directory, and whether a new run may use it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.config.file import ConfigError, dump_config, load_config
+from service.config.resumable import refused_changes
+from service.config.tree import Config
+from service.store.run_store import RunStore, StoreError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDir:
+    """Paths only; nothing is created by naming them. However it is spelt, a run has one path."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", self.path.resolve())
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def database_url(self) -> str:
+        return f"sqlite:///{self.path / 'rayloom.db'}"
+
+    @property
+    def database_file(self) -> Path:
+        return self.path / "rayloom.db"
+
+    @property
+    def tiny_model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def log_file(self) -> Path:
+        return self.path / "run.log"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def report_file(self) -> Path:
+        return self.path / "report.html"
+
+
+def default_run_dir(config: Config) -> RunDir:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return RunDir(path=Path("runs") / f"{config.run.name}-{stamp}")
+
+
+def check_new(run_dir: RunDir) -> None:
+    """A new run may lie there: there is nothing yet, or only what a start left that was cut short.
+
+    Raises: ConfigError.
+    """
+    with _refusing(run_dir):
+        if not run_dir.path.exists():
+            return
+        if not run_dir.path.is_dir():
+            raise ConfigError(
+                f"run directory {run_dir.path} is a file; expected a new directory: choose another "
+                "--run-dir"
+            )
+        if run_dir.database_file.exists():
+            raise ConfigError(
+                f"run directory {run_dir.path} holds a run and is not empty; expected a new one: "
+                f"choose another --run-dir, or go on with that run by --resume {run_dir.path}"
+            )
+        strangers = sorted(
+            path.name for path in run_dir.path.iterdir() if not _is_of_a_start(path, run_dir)
+        )
+    if strangers:
+        raise ConfigError(
+            f"run directory {run_dir.path} is not empty (it holds {', '.join(strangers[:3])}); "
+            "expected a new one: choose another --run-dir"
+        )
+
+
+@contextmanager
+def prepared(run_dir: RunDir) -> Iterator[None]:
+    """Make the directory of a new run; take away what was made where no run comes of it.
+
+    Raises: ConfigError, also while another start is at work there.
+    """
+    # os.path, because a path that cannot be made raises from Path.exists.
+    made = [path for path in (run_dir.path, *run_dir.path.parents) if not os.path.exists(path)]
+    had_model = os.path.exists(run_dir.tiny_model)
+    try:
+        with _refusing(run_dir):
+            run_dir.path.mkdir(parents=True, exist_ok=True)
+        with _alone(run_dir):
+            try:
+                yield
+            finally:
+                if not os.path.exists(run_dir.database_file):
+                    _clear(run_dir, had_model=had_model)
+    finally:
+        with suppress(OSError):
+            for directory in made:
+                directory.rmdir()
+
+
+@contextmanager
+def _alone(run_dir: RunDir) -> Iterator[None]:
+    """Keep other starts off a directory until there is a run in it, which has a lease of its own.
+
+    Raises: ConfigError.
+    """
+    if os.path.exists(run_dir.database_file):
+        yield
+        return
+    place = os.open(run_dir.path, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(place)
+        raise ConfigError(
+            f"run directory {run_dir.path}: another start is at work there; expected a directory "
+            "of its own for each run: wait for that one, or choose another --run-dir"
+        ) from None
+    except OSError:
+        # A file system without locks: two starts at once are then nobody's to tell apart.
+        pass
+    try:
+        yield
+    finally:
+        os.close(place)
+
+
+def _clear(run_dir: RunDir, *, had_model: bool) -> None:
+    """Take away what a start that came to nothing has written."""
+    if not had_model:
+        shutil.rmtree(run_dir.tiny_model, ignore_errors=True)
+    with suppress(OSError):
+        run_dir.config_file.unlink()
+
+
+def write_config(run_dir: RunDir, config: Config) -> None:
+    """Write the run's own configuration. Raises: ConfigError where it cannot be written."""
+    with _refusing(run_dir):
+        run_dir.config_file.write_text(dump_config(config))
+
+
+@contextmanager
+def _refusing(run_dir: RunDir) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"run directory {run_dir.path} cannot be used ({error.strerror or error}); expected "
+            "one that can be made and written: choose another --run-dir"
+        ) from error
+
+
+def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
+    """The tiny model, or a configuration as we write it; a user's own is never written over."""
+    if path == run_dir.tiny_model:
+        # Seconds of imports, which most refusals do without.
+        from actors.trainer.tiny.model import MARKER
+
+        return (path / MARKER).is_file()
+    if path != run_dir.config_file:
+        return False
+    try:
+        return path.read_text() == dump_config(load_config(path))
+    except (ConfigError, UnicodeDecodeError):
+        return False
+
+
+def check_resumable(run_dir: RunDir, config: Config) -> None:
+    """A run can go on with this configuration. Raises: ConfigError."""
+    if not run_dir.database_file.is_file() or not run_dir.config_file.is_file():
+        raise ConfigError(
+            f"--resume {run_dir.path}: no run lies there; expected a directory with rayloom.db "
+            "and config.yaml, as `rayloom train` makes it"
+        )
+    try:
+        before = load_config(run_dir.config_file)
+    except (ConfigError, OSError) as error:
+        raise ConfigError(
+            f"--resume {run_dir.path}: the run's own configuration cannot be used "
+            f"({' '.join(str(error).split())}); restore it, or start a new run"
+        ) from error
+    _check_database(run_dir)
+    if refused := refused_changes(before, config):
+        raise ConfigError(
+            f"--resume {run_dir.path}: {refused[0]}; use the run's own configuration "
+            f"({run_dir.config_file}), or start a new run"
+        )
+
+
+def _check_database(run_dir: RunDir) -> None:
+    """Raises: ConfigError for a database that is damaged, or that knows nothing of the run."""
+    try:
+        store = RunStore(run_dir.database_url)
+        try:
+            store.check()
+            is_blank = store.newest_epoch() == 0
+        finally:
+            store.close()
+    except StoreError as error:
+        raise ConfigError(f"--resume {run_dir.path}: {error}") from error
+    if is_blank and any(run_dir.checkpoints.glob("step-*")):
+        raise ConfigError(
+            f"--resume {run_dir.path}: the database {run_dir.database_file} is empty, but there "
+            f"are checkpoints in {run_dir.checkpoints}; restore a copy of it, or start a new run"
+        )

@@ -1,0 +1,213 @@
+"""The environment actors of one epoch: started, watched, replaced when they die or freeze.
+
+Invariant: a dead actor's rollouts are given back to the queue before its successor starts, so that
+none is lost and none is counted twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from actors.deadline import within
+from actors.environment.actor import EnvironmentActor, PolicyFactory
+from actors.environment.settings import EnvironmentActorSettings
+from actors.metrics import Part
+from actors.types import Task, TrajectorySummary
+from service.run.parts import QueueParts, answer
+from service.run.ports import PartLost
+
+log = logging.getLogger("rayloom.environments")
+
+EVALUATION_DEADLINE_S = 900.0
+STOP_DEADLINE_S = 40.0
+# An actor that dies at once, again and again, has a cause that a further start does not mend.
+MAX_EARLY_DEATHS = 5
+SETTLED_AFTER_S = 30.0
+START_DEADLINE_S = 300.0
+PING_EVERY_S = 5.0
+
+
+class Told(Protocol):
+    """Who hears of faults; the recorder is one."""
+
+    def replaced(self, part: Part, text: str) -> None: ...
+    def notice(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """settings_of: an actor's settings by its id. epoch: ids never repeat over epochs.
+
+    frozen_after_s: an actor that answers nothing for as long is replaced.
+    """
+
+    num_actors: int
+    settings_of: Callable[[str], EnvironmentActorSettings]
+    tokenizer_path: str
+    make_policy: PolicyFactory
+    epoch: int
+    frozen_after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    actor_id: str
+    actor: ActorHandle
+
+
+class EnvironmentPool:
+    """EnvironmentsPort, and what keeps the actors alive."""
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        *,
+        queue_actor: ActorHandle,
+        queue: QueueParts,
+        told: Told,
+    ) -> None:
+        self._settings = settings
+        self._queue_actor = queue_actor
+        self._queue = queue
+        self._told = told
+        self._numbers = itertools.count()
+        self._members = [self._new_member() for _ in range(settings.num_actors)]
+
+    async def watch(self) -> None:
+        """Run every actor and replace those that die; returns only by raising.
+
+        Raises: PartLost when actors die at once, again and again, or the queue is lost.
+        """
+        tasks = [asyncio.create_task(self._keep_alive(slot)) for slot in range(len(self._members))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def evaluate(self, tasks: Sequence[Task]) -> list[TrajectorySummary]:
+        """Play tasks at temperature 0, shared out over the actors.
+
+        A share whose actor dies is left out: an evaluation is a measurement, not work to be kept.
+        """
+        size = len(self._members)
+        shares = [list(tasks[index::size]) for index in range(size)]
+        answers = await asyncio.gather(
+            *(
+                answer(
+                    member.actor.evaluate.remote(share),
+                    part=f"environment actor {member.actor_id}",
+                    deadline_s=EVALUATION_DEADLINE_S,
+                )
+                for member, share in zip(list(self._members), shares, strict=True)
+                if share
+            ),
+            return_exceptions=True,
+        )
+        found: list[TrajectorySummary] = []
+        for result in answers:
+            if isinstance(result, PartLost):
+                self._told.notice(f"part of an evaluation is missing: {result}")
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                found += result
+        return found
+
+    async def stop(self) -> None:
+        """Let the actors hand over what they hold, then end them."""
+        stops = [
+            answer(member.actor.stop.remote(), part="environment actor", deadline_s=STOP_DEADLINE_S)
+            for member in self._members
+        ]
+        for result in await asyncio.gather(*stops, return_exceptions=True):
+            if isinstance(result, BaseException):
+                log.warning("not stopped in order, ended at once: %s", result)
+        self.kill()
+
+    def kill(self) -> None:
+        for member in self._members:
+            ray.kill(member.actor)
+
+    async def _keep_alive(self, slot: int) -> None:
+        num_early_deaths = 0
+        while True:
+            member = self._members[slot]
+            started = time.monotonic()
+            cause = await self._run_to_death(member)
+            lived_s = time.monotonic() - started
+            num_early_deaths = 0 if lived_s > SETTLED_AFTER_S else num_early_deaths + 1
+            if num_early_deaths >= MAX_EARLY_DEATHS:
+                raise PartLost(
+                    f"environment actors died {num_early_deaths} times in a row within "
+                    f"{SETTLED_AFTER_S:g} s of their start; the last: {cause}"
+                )
+            ray.kill(member.actor)
+            num_released = await self._queue.release_actor(member.actor_id)
+            self._members[slot] = self._new_member()
+            self._told.replaced(
+                Part.ENVIRONMENT_ACTOR,
+                f"environment actor {member.actor_id} died ({cause}); {num_released} rollouts "
+                f"are played again by {self._members[slot].actor_id}",
+            )
+
+    async def _run_to_death(self, member: _Member) -> str:
+        """Return why the actor is of no more use."""
+        ends = [
+            asyncio.create_task(self._until_stopped(member)),
+            asyncio.create_task(self._until_frozen(member)),
+        ]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return next(end for end in ends if end.done()).result()
+        finally:
+            for end in ends:
+                end.cancel()
+
+    async def _until_stopped(self, member: _Member) -> str:
+        try:
+            await member.actor.run.remote()
+        except RayError as error:
+            return _last_line(error)
+        return "it stopped by itself"
+
+    async def _until_frozen(self, member: _Member) -> str:
+        limit_s = self._settings.frozen_after_s
+        try:
+            await within(START_DEADLINE_S, member.actor.ping.remote())
+            while True:
+                await within(limit_s, member.actor.ping.remote())
+                await asyncio.sleep(PING_EVERY_S)
+        except TimeoutError:
+            return (
+                f"it answered nothing for {limit_s:g} s; either its process is frozen, or an "
+                "environment blocks the event loop, where it should await"
+            )
+        except RayError as error:
+            return _last_line(error)
+
+    def _new_member(self) -> _Member:
+        actor_id = f"environment-{self._settings.epoch}-{next(self._numbers)}"
+        actor_class: Any = ray.remote(EnvironmentActor)
+        actor = actor_class.options(num_cpus=1, max_concurrency=1000).remote(
+            self._settings.settings_of(actor_id),
+            tokenizer_path=self._settings.tokenizer_path,
+            make_policy=self._settings.make_policy,
+            queue=self._queue_actor,
+        )
+        return _Member(actor_id=actor_id, actor=actor)
+
+
+def _last_line(error: RayError) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__

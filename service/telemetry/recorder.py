@@ -1,0 +1,215 @@
+"""Writes down what the loop does: durable rows, metrics, log lines, and what the display shows."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from actors.metrics import Metrics, Part
+from actors.outcomes import DEFAULT_RULES, Disposition
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent
+from actors.trajectory_queue.messages import QueueCut, QueueStats
+from actors.types import Outcome, TrajectorySummary
+from service.cli.display.step_line import evaluation_line, step_line
+from service.intake.intake import Intake
+from service.intake.submission import RolloutResult
+from service.run.status import Phase
+from service.store.run_store import Lease, RunStore, StoredEvent
+from service.telemetry.records import EvaluationRecord, StepRecord
+from service.telemetry.stored_metrics import StoredMetrics
+
+log = logging.getLogger("rayloom.run")
+
+# A user should see the first of each with its text; the counts are in the metrics and the report.
+FAULTS = frozenset(
+    {
+        Outcome.AGENT_ERROR,
+        Outcome.ENVIRONMENT_ERROR,
+        Outcome.INFRASTRUCTURE_ERROR,
+        Outcome.REWARD_ERROR,
+        Outcome.TOKEN_MISALIGNED,
+        Outcome.WALL_TIMEOUT,
+    }
+)
+
+# What is dropped was not scored: its return says how far it came before it was cut off, or is 0.
+UNSCORED = frozenset(
+    outcome for outcome, rule in DEFAULT_RULES.items() if rule.disposition is Disposition.DROP
+)
+
+
+class RunRecorder:
+    """One for all epochs of a process; `begin_epoch` comes first.
+
+    A write of an epoch that a newer one has fenced off raises LeaseLost.
+    """
+
+    def __init__(
+        self, store: RunStore, metrics: Metrics, *, num_steps: int, intake: Intake | None = None
+    ) -> None:
+        """intake: told what becomes of rollouts, where clients submit them."""
+        self._store = store
+        self._intake = intake
+        self._metrics = metrics
+        self._stored = StoredMetrics(metrics, store)
+        self.epoch = 0
+        self._num_steps = num_steps
+        self._pending: list[StoredEvent] = []
+        self._pending_results: list[RolloutResult] = []
+        self.last_step = 0
+        self.steps: list[StepRecord] = []
+        self.evaluations: list[EvaluationRecord] = []
+        self.notices: list[str] = []
+        self.current_phase = Phase.STARTING
+        self.phase_detail = ""
+        self.num_rollouts = 0
+        self.num_sampled = 0
+        self._faults_told: set[Outcome] = set()
+
+    def begin_epoch(self, lease: Lease) -> None:
+        """From here on write as `lease`; what an older epoch had not stored yet is void."""
+        self.epoch = lease.epoch
+        self._pending, self._pending_results = [], []
+        if self._intake is not None:
+            self._intake.begin_epoch(lease.epoch)
+        self._stored.begin_epoch()
+        self.last_step = lease.parent.step if lease.parent else 0
+        if lease.epoch > 1:
+            self.notice(f"epoch {lease.epoch} goes on from step {self.last_step}")
+
+    def phase(self, phase: Phase, detail: str) -> None:
+        if (phase, detail) != (self.current_phase, self.phase_detail):
+            log.info("%s%s", phase.value, f": {detail}" if detail else "")
+        self.current_phase, self.phase_detail = phase, detail
+
+    def starting(self, detail: str) -> None:
+        """Parts are being started; after a fault that belongs to the recovery."""
+        is_recovery = self.current_phase is Phase.RECOVERING
+        self.phase(Phase.RECOVERING if is_recovery else Phase.STARTING, detail)
+
+    def notice(self, text: str) -> None:
+        """Something a user should see: a fault, a recovery, a warning."""
+        log.warning("%s", text)
+        self.notices.append(text)
+
+    def replaced(self, part: Part, text: str, *, count: int = 1) -> None:
+        self._metrics.parts.replacements.labels(part=part.value).inc(count)
+        self.notice(text)
+
+    def rollouts(self, summaries: Sequence[TrajectorySummary]) -> None:
+        for summary in summaries:
+            with self._metrics.together():
+                self._count_rollout(summary)
+            self.num_sampled += summary.num_sampled
+            self._tell_first(summary)
+        self.num_rollouts += len(summaries)
+        if self._intake is not None:
+            self._pending_results += self._intake.note_rollouts(summaries)
+
+    def _count_rollout(self, summary: TrajectorySummary) -> None:
+        metrics, environment = self._metrics.rollouts, summary.environment
+        metrics.meet(environment)
+        metrics.ended.labels(environment=environment, outcome=summary.outcome.value).inc()
+        metrics.seconds.labels(environment=environment).observe(summary.timings.wall_s)
+        if summary.is_graded and summary.outcome not in UNSCORED:
+            metrics.returns.labels(environment=environment).observe(summary.episode_return)
+
+    def _tell_first(self, summary: TrajectorySummary) -> None:
+        outcome = summary.outcome
+        if outcome in FAULTS and outcome not in self._faults_told:
+            self._faults_told.add(outcome)
+            self.notice(
+                f"first {outcome.value}, on task {summary.task_id!r}: {summary.detail}; "
+                "further ones are only counted"
+            )
+
+    def events(self, events: Sequence[LedgerEvent]) -> None:
+        stored = [
+            StoredEvent(
+                seq=event.seq,
+                rollout_id=event.rollout_id,
+                kind=event.kind.value,
+                reason=event.reason.value if event.reason else None,
+                step=None if event.step is None else event.step + 1,
+            )
+            for event in events
+        ]
+        self._pending += stored
+        if self._intake is not None:
+            self._intake.note_events(stored)
+
+    def step(self, record: StepRecord) -> None:
+        events = self._take_events()
+        self._store.add_step(
+            record, epoch=self.epoch, new_events=events, new_results=self._take_results()
+        )
+        self._stored.step(record, events)
+        if self._intake is not None:
+            self._intake.note_step_seconds(record.stages.total)
+        self.steps.append(record)
+        self.last_step = record.step
+        log.info("%s", step_line(record, self._num_steps))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._store.add_evaluation(record, epoch=self.epoch)
+        self.evaluations.append(record)
+        self._stored.evaluation(record)
+        log.info("%s", evaluation_line(record))
+
+    def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
+        events = self._take_events()
+        self._store.commit_checkpoint(
+            epoch=self.epoch,
+            step=step,
+            policy_version=version,
+            directory=directory,
+            queue_snapshot=cut.snapshot.to_json(),
+            new_events=events,
+            new_results=self._take_results(),
+            last_event_seq=cut.last_event_seq,
+        )
+        self._stored.events(events)
+        log.info("checkpoint of step %d in %s", step, directory)
+
+    def engines(self, num_ready: int | None) -> None:
+        """num_ready: None while nobody knows."""
+        self._metrics.parts.engines_ready.set(num_ready)
+
+    def queue(self, stats: QueueStats) -> None:
+        """Gauges that say how things stand now."""
+        metrics, ledger = self._metrics.ledger, stats.ledger
+        with self._metrics.together():
+            metrics.admitted.set(ledger.admitted)
+            metrics.trained.set(ledger.trained)
+            metrics.in_flight.set(ledger.in_flight)
+            # Every reason: one that a lost epoch met is at 0 again in the next.
+            for reason in EvictionReason:
+                metrics.evicted.labels(reason=reason.value).set(ledger.evicted.get(reason, 0))
+            metrics.waiting_items.set(stats.num_waiting)
+            metrics.waiting_bytes.set(stats.waiting_bytes)
+            if self._intake is not None:
+                line = self._intake.line
+                self._metrics.service.waiting_tasks.set(line.waiting)
+                self._metrics.service.waiting_tasks_limit.set(line.capacity)
+
+    def _take_events(self) -> list[StoredEvent]:
+        taken, self._pending = self._pending, []
+        return taken
+
+    def _take_results(self) -> list[RolloutResult]:
+        taken, self._pending_results = self._pending_results, []
+        return taken
+
+
+def configure_logging(path: str) -> None:
+    """Send Rayloom's log to a file, one line an event with its time."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s %(levelname)-7s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    )
+    handler.formatter.converter = time.gmtime  # type: ignore[union-attr]
+    root = logging.getLogger("rayloom")
+    root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    root.propagate = False

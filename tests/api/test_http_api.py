@@ -1,0 +1,371 @@
+"""The HTTP API over the real intake and store, without a cluster: every status code and problem."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from worlds.intake_desk import Desk
+
+from service.api.app import create_app
+from service.api.guards import Guards
+from service.api.key import digest_of
+from service.api.port import HttpSettings, RunUnavailable
+from service.intake.submission import SubmissionView, SubmitReply, Wanted
+from service.run.readiness import Readiness, readiness
+from service.run.status import Phase
+
+KEY = "0123456789abcdef"
+URL = "/api/v1/rollouts"
+SETTINGS = HttpSettings(
+    environments=("guessing",), num_samples=2, min_samples=2, max_samples=8, max_tasks=4,
+    max_body_bytes=4096,
+)  # fmt: skip
+
+
+@dataclass
+class DeskRun:
+    """The port, in this process."""
+
+    desk: Desk
+    behind_s: float = 0.0
+    is_gone: bool = False
+
+    async def submit(self, wanted: Sequence[Wanted]) -> SubmitReply:
+        return self.desk.intake.submit(wanted)
+
+    async def submission(self, submission_id: str) -> SubmissionView | None:
+        return self.desk.intake.view(submission_id)
+
+    async def cancel(self, submission_id: str) -> SubmissionView | None:
+        await self.desk.cancel(submission_id)
+        return self.desk.intake.view(submission_id)
+
+    async def readiness(self) -> Readiness:
+        if self.is_gone:
+            raise RunUnavailable("the run does not answer: the supervisor died")
+        return readiness(
+            phase=Phase.TRAINING, detail="", policy_version=3, engines_ready=1,
+            engines_expected=2, behind_s=self.behind_s, publish_limit_s=30.0,
+        )  # fmt: skip
+
+
+def client_of(run: DeskRun, settings: HttpSettings = SETTINGS, **headers: str) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=create_app(run, settings))
+    return httpx.AsyncClient(transport=transport, base_url="http://api", headers=headers)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> DeskRun:
+    return DeskRun(Desk(tmp_path, capacity=4).begin())
+
+
+@pytest.fixture
+async def client(run: DeskRun) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(run) as client:
+        yield client
+
+
+def batch(*ids: str, **fields: Any) -> dict[str, Any]:
+    return {"environment": "guessing", "tasks": [{"id": each, "seed": 3} for each in ids], **fields}
+
+
+def problem(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    body: dict[str, Any] = answer.json()
+    assert body["status"] == status and body["code"] == code and body["detail"]
+    assert body["type"].endswith(code) and body["title"] and body["instance"].startswith("/")
+    return body
+
+
+async def test_a_batch_gets_places_and_is_followed_to_its_training_step(
+    client: httpx.AsyncClient, run: DeskRun
+) -> None:
+    answer = await client.post(URL, json=batch("a", "b"))
+    assert answer.status_code == 202
+    body = answer.json()
+    assert body["accepted"] == 2 and body["queue"] == {"waiting": 2, "capacity": 4}
+    assert [(item["id"], item["place"], item["ahead"]) for item in body["rollouts"]] == [
+        ("a", 1, 0),
+        ("b", 2, 1),
+    ]
+    await run.desk.admit()
+    assert (await client.get(f"{URL}/a")).json()["status"] == "running"
+    run.desk.play()
+    run.desk.train()
+    found = (await client.get(f"{URL}/a")).json()
+    assert found["status"] == "trained" and found["reward"] == 0.0
+    assert found["outcomes"] == {"completed": 2} and found["policy_versions"] == [0, 0]
+    first = found["samples"][0]
+    assert (first["status"], first["step"], first["outcome"]) == ("trained", 1, "completed")
+    assert first["turns"] == 1 and first["sampled_tokens"] == 2
+
+
+async def test_a_repeated_request_is_answered_and_creates_nothing(
+    client: httpx.AsyncClient, run: DeskRun
+) -> None:
+    first = await client.post(URL, json=batch("a"))
+    assert first.headers["location"] == f"{URL}/a"
+    again = await client.post(URL, json=batch("a"))
+    assert again.status_code == 202 and again.json()["accepted"] == 0
+    assert again.json()["rollouts"][0]["place"] == first.json()["rollouts"][0]["place"]
+    assert not again.json()["rollouts"][0]["is_new"]
+    assert run.desk.intake.line.waiting == 1
+    body = problem(await client.post(URL, json=batch("a", num_samples=4)), 409, "id-conflict")
+    assert "a" in body["detail"]
+
+
+async def test_a_seed_that_is_left_out_follows_from_the_id(client: httpx.AsyncClient) -> None:
+    body = {"environment": "guessing", "tasks": [{"id": "x"}]}
+    assert (await client.post(URL, json=body)).json()["accepted"] == 1
+    assert (await client.post(URL, json=body)).json()["accepted"] == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (batch(), "tasks"),
+        (batch("a", "a"), "more than once"),
+        (batch("no/slash"), "body.tasks.0.id"),
+        (batch("a", surprise=1), "surprise"),
+        ({"tasks": [{"id": "a"}]}, "environment"),
+        ({"environment": "guessing", "tasks": [{"id": "a", "seed": -1}]}, "seed"),
+        ({"environment": "guessing", "tasks": [{"id": "a", "seed": True}]}, "seed"),
+        ([], "body"),
+        ("text", "body"),
+    ],
+)
+async def test_a_body_of_another_shape_says_where(
+    client: httpx.AsyncClient, body: Any, words: str
+) -> None:
+    found = problem(await client.post(URL, json=body), 422, "invalid-request")
+    assert words in json.dumps(found) and found["errors"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "at character 1"),
+        ('{"environment": }', "at character 16"),
+        ("\xff", "can't decode byte 0xff"),
+        ("[" * 4000, "recursion"),
+        ("9" * 4000 + "9" * 1000, "digits"),
+    ],
+)
+async def test_a_body_that_is_no_json_says_why_and_what_to_send(
+    run: DeskRun, text: str, words: str
+) -> None:
+    async with client_of(run, replace(SETTINGS, max_body_bytes=8192)) as client:
+        answer = await client.post(
+            URL, content=text.encode("latin-1"), headers={"content-type": "application/json"}
+        )
+    detail = problem(answer, 400, "malformed-body")["detail"]
+    assert words in detail and "send one JSON object" in detail
+
+
+async def test_no_body_at_all_is_told_as_a_missing_one(client: httpx.AsyncClient) -> None:
+    assert problem(await client.post(URL), 422, "invalid-request")["detail"].startswith("body")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {},
+        {"content-type": "application/json", "content-encoding": "gzip"},
+    ],
+)
+async def test_a_body_of_another_format_is_415(
+    client: httpx.AsyncClient, headers: dict[str, str]
+) -> None:
+    content = json.dumps(batch("a")).encode()
+    answer = await client.post(URL, content=content, headers=headers)
+    assert "expected" in problem(answer, 415, "unsupported-media-type")["detail"]
+    utf8 = {"content-type": "application/json; charset=utf-8"}
+    assert (await client.post(URL, content=content, headers=utf8)).status_code == 202
+    # What has no body needs no format.
+    assert (await client.post(f"{URL}/a/cancel")).status_code == 200
+
+
+async def test_of_what_was_sent_only_a_part_is_sent_back(client: httpx.AsyncClient) -> None:
+    long = "x" * 3000
+    for body in (batch("a", environment=long), batch("a", **{long: 1}), batch(long)):
+        assert len((await client.post(URL, json=body)).text) < 1500
+    assert len((await client.get(f"/{long}")).text) < 1500
+    many = {"environment": "guessing", "tasks": [{"id": "a b"}] * 100}
+    assert len(problem(await client.post(URL, json=many), 422, "invalid-request")["errors"]) == 20
+
+
+async def test_a_body_that_stalls_is_given_up(run: DeskRun) -> None:
+    guarded = Guards(
+        create_app(run, SETTINGS), max_body_bytes=4096, key_digest=None, body_limit_s=0.1
+    )
+
+    async def stalling() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    transport = httpx.ASGITransport(app=guarded)
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+        answer = await client.post(URL, content=stalling())
+    assert "0.1 s" in problem(answer, 408, "body-too-slow")["detail"]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", '"\\ud800"'])
+async def test_data_that_json_cannot_keep_is_refused(client: httpx.AsyncClient, value: str) -> None:
+    text = '{"environment": "guessing", "tasks": [{"id": "a", "data": {"x": VALUE}}]}'
+    text = text.replace("VALUE", value)
+    answer = await client.post(
+        URL, content=text.encode(), headers={"content-type": "application/json"}
+    )
+    assert "plain JSON" in problem(answer, 422, "invalid-request")["detail"]
+
+
+@pytest.mark.parametrize("depth", [65, 480, 900])
+async def test_data_is_taken_up_to_a_depth(client: httpx.AsyncClient, depth: int) -> None:
+    def text(levels: int) -> bytes:
+        data = '{"x": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+        head = '{"environment": "guessing", "tasks": [{"id": "a", "seed": 3, "data": '
+        return (head + data + "}]}").encode()
+
+    headers = {"content-type": "application/json"}
+    refused = await client.post(URL, content=text(depth), headers=headers)
+    assert "at most 64 objects and lists" in problem(refused, 422, "invalid-request")["detail"]
+    assert (await client.post(URL, content=text(64), headers=headers)).status_code == 202
+
+
+async def test_what_the_run_does_not_play_is_refused_with_what_it_does(
+    client: httpx.AsyncClient,
+) -> None:
+    body = problem(
+        await client.post(URL, json=batch("a", environment="chess")), 422, "unknown-environment"
+    )
+    assert "'chess'" in body["detail"] and "guessing" in body["detail"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_samples": 1}, {"num_samples": 9}, {"num_samples": 3, "least": 4}]
+)
+async def test_numbers_of_rollouts_out_of_range_are_refused(
+    client: httpx.AsyncClient, fields: dict[str, int]
+) -> None:
+    task = {"id": "a", "num_samples": fields["num_samples"]}
+    if "least" in fields:
+        task["min_usable_samples"] = fields["least"]
+    answer = await client.post(URL, json={"environment": "guessing", "tasks": [task]})
+    assert "min_group_size" in problem(answer, 422, "num-samples")["detail"]
+
+
+async def test_too_many_tasks_and_too_large_bodies_are_413(client: httpx.AsyncClient) -> None:
+    problem(await client.post(URL, json=batch(*"abcde")), 413, "too-many-tasks")
+    large = {"environment": "guessing", "tasks": [{"id": "a", "data": {"x": "y" * 5000}}]}
+    body = problem(await client.post(URL, json=large), 413, "body-too-large")
+    assert "4096" in body["detail"]
+
+    async def in_pieces() -> AsyncIterator[bytes]:
+        for _ in range(50):
+            yield b" " * 100
+
+    # Without a length in the header it is counted as it comes.
+    problem(await client.post(URL, content=in_pieces()), 413, "body-too-large")
+
+
+async def test_a_full_line_is_429_with_the_time_to_come_again(client: httpx.AsyncClient) -> None:
+    assert (await client.post(URL, json=batch(*"abc"))).status_code == 202
+    answer = await client.post(URL, json=batch("d", "e"))
+    problem(answer, 429, "queue-full")
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert (await client.get(f"{URL}/d")).status_code == 404
+
+
+async def test_a_batch_that_no_waiting_makes_fit_is_413(tmp_path: Path) -> None:
+    run = DeskRun(Desk(tmp_path, capacity=3).begin())
+    async with client_of(run) as client:
+        body = problem(await client.post(URL, json=batch(*"abcd")), 413, "batch-too-large")
+        assert "expected at most 3" in body["detail"] and "split the batch" in body["detail"]
+        assert (await client.post(URL, json=batch(*"abc"))).status_code == 202
+        # Only what is new needs room.
+        assert (await client.post(URL, json=batch(*"abcd"))).status_code == 429
+
+
+async def test_a_task_is_cancelled_once_and_for_all(
+    client: httpx.AsyncClient, run: DeskRun
+) -> None:
+    await client.post(URL, json=batch("a", "b", "c"))
+    for _ in range(2):
+        answer = await client.post(f"{URL}/c/cancel")
+        assert answer.status_code == 200 and answer.json()["status"] == "cancelled"
+    assert await run.desk.admit() == ["a", "b"]
+    run.desk.play()
+    run.desk.train()
+    problem(await client.post(f"{URL}/a/cancel"), 409, "already-over")
+
+
+async def test_what_a_step_has_taken_cannot_be_cancelled(
+    client: httpx.AsyncClient, run: DeskRun
+) -> None:
+    await client.post(URL, json=batch("a", "b"))
+    await run.desk.admit()
+    run.desk.play()
+    run.desk.take()
+    body = problem(await client.post(f"{URL}/a/cancel"), 409, "already-over")
+    assert "a training step has it" in body["detail"]
+    assert (await client.get(f"{URL}/a")).json()["status"] == "finished"
+    run.desk.train()
+    assert (await client.get(f"{URL}/a")).json()["status"] == "trained"
+
+
+async def test_what_is_not_there_is_404(client: httpx.AsyncClient) -> None:
+    problem(await client.get(f"{URL}/nobody"), 404, "unknown-rollout")
+    problem(await client.post(f"{URL}/nobody/cancel"), 404, "unknown-rollout")
+    body = problem(await client.get("/api/v2/rollouts"), 404, "not-found")
+    assert "POST /api/v1/rollouts, GET /api/v1/rollouts/{rollout_id}" in body["detail"]
+    answer = await client.delete(f"{URL}/a")
+    body = problem(answer, 405, "method-not-allowed")
+    assert "got DELETE" in body["detail"] and "expected GET" in body["detail"]
+    assert answer.headers["allow"] == "GET"
+
+
+async def test_the_key_guards_all_but_the_probes(run: DeskRun) -> None:
+    settings = replace(SETTINGS, key_digest=digest_of(KEY))
+    async with client_of(run, settings) as client:
+        answer = await client.post(URL, json=batch("a"))
+        problem(answer, 401, "wrong-key")
+        assert answer.headers["www-authenticate"] == "Bearer"
+        for header in ("Bearer wrong", f"Basic {KEY}", KEY, "Bearer"):
+            answer = await client.get(f"{URL}/a", headers={"authorization": header})
+            problem(answer, 401, "wrong-key")
+        problem(await client.get("/openapi.json"), 401, "wrong-key")
+        assert (await client.get("/healthz")).status_code == 200
+        assert (await client.get("/readyz")).status_code == 200
+        right = {"authorization": f"Bearer {KEY}"}
+        assert (await client.post(URL, json=batch("a"), headers=right)).status_code == 202
+
+
+async def test_ready_says_what_is_missing(client: httpx.AsyncClient, run: DeskRun) -> None:
+    run.behind_s = 29.0
+    answer = await client.get("/readyz")
+    assert answer.status_code == 200
+    assert answer.json()["engines"] == {"ready": 1, "total": 2}
+    run.behind_s = 31.0
+    answer = await client.get("/readyz")
+    assert answer.status_code == 503 and not answer.json()["ready"]
+    assert "1 of 2 engines" in answer.json()["reasons"][0]
+    run.is_gone = True
+    body = problem(await client.get("/readyz"), 503, "not-available")
+    assert "supervisor died" in body["detail"]
+
+
+async def test_a_run_that_has_not_begun_takes_nothing_in(tmp_path: Path) -> None:
+    async with client_of(DeskRun(Desk(tmp_path))) as client:
+        answer = await client.post(URL, json=batch("a"))
+        problem(answer, 503, "not-available")
+        assert answer.headers["retry-after"]

@@ -1,0 +1,153 @@
+"""The command line: what it refuses before anything starts, and its small commands."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds.command_lines import Answer, as_a_user, rayloom
+from worlds.run_driver import small_config
+
+# Sections that replace SMALL's, and words of the refusal.
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown-key": ({"run": {"stepz": 1}}, "unknown key"),
+    "group-of-one": ({"algorithm": {"group_size": 1}}, "expected at least 2"),
+    "no-model": ({"model": {"tiny": None, "path": "/no/such/model"}}, "is not there"),
+    "no-host": ({"metrics": {"host": "no.such.host.invalid"}}, "metrics.host"),
+    "no-room": ({"model": {"max_context_tokens": 12}}, "greater than or equal to 32"),
+    # torch counts the GPUs, so that this one comes last.
+    "no-gpus": ({"inference": {"gpus_per_replica": 64.0}}, "64 GPUs"),
+}
+
+
+def refuses(answer: Answer, words: str) -> bool:
+    """With a sentence and the exit code of a refusal."""
+    return answer.code == 2 and words in answer.err and "Traceback" not in answer.err
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer, Path]]:
+    """What `rayloom train` answers to each of WRONG, and the run's directory."""
+    places = {name: tmp_path_factory.mktemp(name) / "run" for name in WRONG}
+    lines = [
+        (
+            "train",
+            str(small_config(places[name].parent, **sections)),
+            "--run-dir",
+            str(places[name]),
+        )
+        for name, (sections, _) in WRONG.items()
+    ]
+    answers = zip(WRONG, rayloom(*lines), strict=True)
+    return {name: (answer, places[name]) for name, answer in answers}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_configuration_is_refused_before_the_heavy_imports(
+    wrong: dict[str, tuple[Answer, Path]], name: str
+) -> None:
+    answer, place = wrong[name]
+    assert refuses(answer, WRONG[name][1]), answer.err
+    assert answer.heavy == (["torch"] if name == "no-gpus" else [])
+    assert not place.exists()
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path,
+        model={"max_context_tokens": 32, "tiny": {"warmup_steps": 0}},
+        tasks={"environment": "calculator", "options": {}},
+    )
+    answer = as_a_user("train", str(config), "--run-dir", str(tmp_path / "run"))
+    assert answer.returncode == 2
+    assert "first prompt has" in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_names_no_place_or_a_wrong_one_is_refused_before_the_heavy_imports(
+    tmp_path: Path,
+) -> None:
+    config = str(small_config(tmp_path))
+    (tmp_path / "link").symlink_to("nowhere")
+    expected = {
+        ("train", "nofile.yaml"): "nofile.yaml is not there",
+        ("train", config, "--run-dir", ""): "expected",
+        ("train", config, "--run-dir", "/proc/foo"): "expected",
+        ("train", config, "--run-dir", "/dev/null/run"): "expected",
+        ("train", config, "--resume", str(tmp_path / "link")): "no run lies there",
+        ("serve", config, "--take-over"): "--take-over: got no --resume",
+        ("export", str(tmp_path), str(tmp_path / "out")): "no run or checkpoint lies there",
+    }
+    for line, answer in zip(expected, rayloom(*expected), strict=True):
+        assert refuses(answer, expected[line]), (line, answer.err)
+        assert len(answer.err.splitlines()) == 1 and answer.heavy == [], line
+    assert not (tmp_path / "out").exists() and not (tmp_path / "nowhere").exists()
+
+
+def test_what_serve_refuses_is_refused_before_the_heavy_imports(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {tiny: {}}\ntasks: {environment: guessing}\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rayloom.db").touch()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        expected = {
+            ("--set", "service.port=0", "--set", "service.host=0.0.0.0"): "no key is set",
+            ("--set", f"service.port={taken}"): "service.port",
+            ("--set", "service.port=0", "--set", f"metrics.port={taken}"): "metrics.port",
+            ("--set", "service.port=0", "--run-dir", str(tmp_path / "run")): "holds a run",
+        }
+        lines = [["serve", str(tmp_path / "config.yaml"), *rest] for rest in expected]
+        for rest, answer in zip(expected, rayloom(*lines), strict=True):
+            assert refuses(answer, expected[rest]), (rest, answer.err)
+            assert answer.heavy == [], rest
+
+
+def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:
+    answer = as_a_user("check", str(small_config(tmp_path)), "--set", "run.steps=9")
+    assert answer.returncode == 0
+    assert "steps: 9" in answer.stdout and "clip_high: 0.28" in answer.stdout
+
+
+def test_task_files_are_written_in_both_forms_and_an_unknown_family_is_refused(
+    tmp_path: Path,
+) -> None:
+    files = [tmp_path / "tasks.jsonl", tmp_path / "tasks.parquet"]
+    command = ("tasks", "reasoning-gym")
+    *written, refused = rayloom(
+        *((*command, "chain_sum", str(file), "--count", "5") for file in files),
+        (*command, "chain_summ", str(tmp_path / "other.jsonl")),
+    )
+    for file, answer in zip(files, written, strict=True):
+        assert answer.code == 0, answer.err
+        assert file.stat().st_size > 0
+    rows = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert len(rows) == 5 and {row["environment"] for row in rows} == {"reasoning_gym"}
+    assert refuses(refused, "chain_sum")
+
+
+def test_a_tiny_model_is_built_but_not_over_something_else_or_where_none_can_be(
+    tmp_path: Path,
+) -> None:
+    directory, other = tmp_path / "tiny", tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    command = ("model", "tiny", "--warmup-steps", "0")
+    built, *refused = rayloom(
+        (*command, str(directory)),
+        (*command, str(other)),
+        (*command, "/proc/x"),
+        (*command, str(tmp_path / "seeded"), "--seed", "99999999999999999999999"),
+    )
+    assert built.code == 0 and "0.85 M parameters" in built.out
+    assert (directory / "model.safetensors").stat().st_mode & 0o044
+    for answer, words in zip(
+        refused, ("is no tiny model", "cannot be written", "--seed"), strict=True
+    ):
+        assert refuses(answer, words), answer.err
+    assert (other / "notes.txt").read_text() == "mine"

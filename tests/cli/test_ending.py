@@ -1,0 +1,48 @@
+"""What `rayloom train` says, and exits with, when a second signal comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_progress import status_of
+
+from service.cli.train import report_interrupt
+from service.launch.run_dir import RunDir
+from service.run.status import Phase, RunStatus
+
+STOPPED = status_of(
+    2, phase=Phase.FINISHED, is_done=True, exit_reason="stopped after step 2 of 120"
+)
+COMPLETE = status_of(120, phase=Phase.FINISHED, is_done=True, exit_reason="all 120 steps are done")
+FAILED = status_of(2, phase=Phase.FAILED, is_done=True, exit_reason="the trainer died")
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "words"),
+    [
+        (status_of(2), 130, "ended at once; go on with --resume"),
+        (STOPPED, 130, "stopped after step 2 of 120; report"),
+        (COMPLETE, 0, "all 120 steps are done; report"),
+        (FAILED, 1, "the run failed: the trainer died"),
+    ],
+    ids=["running", "stopped", "complete", "failed"],
+)
+def test_a_run_that_had_ended_already_says_how_it_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], last: RunStatus, code: int, words: str
+) -> None:
+    (tmp_path / "rayloom.db").touch()
+    found = report_interrupt(last, RunDir(path=tmp_path), worker_logs=Path("/tmp/ray/s/logs"))
+    told = capsys.readouterr()
+    text = told.out + told.err
+    assert found == code and words in text
+    assert ("ended at once" in text) == (last.phase is Phase.TRAINING)
+    assert ("go on with --resume" in text) == (last is not COMPLETE)
+    assert ("worker logs: /tmp/ray/s/logs" in text) == (last is FAILED)
+
+
+def test_a_run_that_never_answered_is_ended_at_once_with_nothing_to_go_on_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report_interrupt(None, RunDir(path=tmp_path), worker_logs=tmp_path) == 130
+    assert capsys.readouterr().err == "interrupted: ended at once\n"

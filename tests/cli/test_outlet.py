@@ -1,0 +1,130 @@
+"""A display whose reader is gone: the run goes on, and nothing is said of it at the end."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import IO
+
+import pytest
+from test_progress import status_of
+from worlds.run_driver import ROOT
+
+from service.cli.display.outlet import OutletConsole, outlet, say
+from service.cli.display.progress import LineDisplay, LiveDisplay, open_display
+
+# As `rayloom train` writes: a display, then a sentence, then the interpreter's own flush.
+TALKATIVE = """
+import os, sys
+sys.path[:0] = ["tests", "tests/cli"]
+from test_progress import status_of
+from service.cli.display.outlet import say
+from service.cli.display.progress import open_display
+display = open_display(environ={})
+for step in range(1, 5):
+    display.update(status_of(step))
+    sys.stdin.readline()
+display.close()
+say("all steps are done")
+say("and something went wrong", err=True)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def closed_pipe() -> Iterator[IO[str]]:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        os.close(reading)
+        yield file
+
+
+def leads_nowhere(stream: IO[str]) -> bool:
+    return os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
+
+
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "lines"])
+def test_a_display_survives_the_loss_of_its_reader(closed_pipe: IO[str], is_live: bool) -> None:
+    console = OutletConsole(file=closed_pipe, force_terminal=is_live, width=80, height=24)
+    display = LiveDisplay(console) if is_live else LineDisplay(console)
+    for step in range(1, 4):
+        display.update(status_of(step, notices=("a part was lost",)))
+    display.close()
+    assert leads_nowhere(closed_pipe)
+
+
+def test_a_display_survives_a_full_disk() -> None:
+    with open("/dev/full", "w") as full:
+        display = LineDisplay(OutletConsole(file=full))
+        for step in range(1, 4):
+            display.update(status_of(step))
+        display.close()
+        assert leads_nowhere(full)
+
+
+@pytest.mark.parametrize("is_stderr_lost", [False, True], ids=["stdout", "both"])
+def test_a_command_whose_output_is_cut_off_ends_as_if_it_were_not(is_stderr_lost: bool) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", TALKATIVE],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdin and process.stdout and process.stderr
+        assert process.stdout.readline() == "training\n"
+        process.stdout.close()
+        if is_stderr_lost:
+            process.stderr.close()
+        process.stdin.close()
+        told = "" if is_stderr_lost else process.stderr.read()
+        assert process.wait(timeout=60) == 3
+    assert told == ("" if is_stderr_lost else "and something went wrong\n")
+
+
+def latin_stream() -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
+
+
+def bytes_of(stream: io.TextIOWrapper) -> bytes:
+    assert isinstance(stream.buffer, io.BytesIO)
+    return stream.buffer.getvalue()
+
+
+def test_what_an_encoding_lacks_is_shown_as_an_escape() -> None:
+    stream = latin_stream()
+    for words in ("größer …", "and on"):
+        with outlet(stream):
+            print(words, file=stream)
+    assert bytes_of(stream).decode("latin-1") == "größer \\u2026\nand on\n"
+
+
+def test_lines_reach_a_terminal_that_lacks_their_characters() -> None:
+    stream = latin_stream()
+    display = LineDisplay(OutletConsole(file=stream))
+    display.update(status_of(1, notices=("part … was lost",)))
+    display.update(status_of(2, notices=("once more",)))
+    written = bytes_of(stream).decode("latin-1")
+    assert "warning: part \\u2026 was lost" in written and "warning: once more" in written
+
+
+def test_a_text_that_cannot_be_encoded_passes_for_no_closed_terminal() -> None:
+    with pytest.raises(UnicodeEncodeError), outlet(None):
+        "…".encode("latin-1")
+
+
+@pytest.mark.parametrize(("encoding", "kind"), [("latin-1", LineDisplay), ("utf-8", LiveDisplay)])
+def test_a_picture_is_drawn_only_where_its_bars_can_be(encoding: str, kind: type) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = OutletConsole(file=stream, force_terminal=True, width=80, height=24)
+    display = open_display(environ={}, console=console)
+    display.close()
+    assert type(display) is kind
+
+
+def test_what_others_wrote_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    say("the first line\nsays \x1b[2J", err=True)
+    assert capsys.readouterr().err == "the first line\nsays \\x1b[2J\n"
+    file = io.StringIO()
+    LineDisplay(OutletConsole(file=file)).update(status_of(1, notices=("task \x1b[2J\x07",)))
+    assert "warning: task \\x1b[2J\\x07\n" in file.getvalue()

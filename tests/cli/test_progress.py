@@ -1,0 +1,215 @@
+"""What a user sees during a run: the step's line, the plain display, the live one."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+from worlds.record_builders import evaluation_record, step_record, unmeasured_step
+
+from service import units
+from service.cli.display.progress import LineDisplay, LiveDisplay, open_display, step_line
+from service.cli.display.progress_state import ProgressState
+from service.cli.display.progress_view import STAGE_STYLES, picture, sparkline
+from service.run.status import Phase, RunStatus
+from service.telemetry.records import StageSeconds
+from service.telemetry.summary import LedgerTotals
+
+START = 1_795_000_000.0
+
+
+def status_of(step: int, **changes: object) -> RunStatus:
+    status = RunStatus(
+        name="guessing",
+        phase=Phase.TRAINING,
+        started_at=START,
+        steps=120,
+        step=step,
+        policy_version=step,
+        records=(step_record(step),) if step else (),
+        ledger=LedgerTotals(admitted=20, trained=12, evicted={"masked": 2}, in_flight=6),
+        queue_items=6,
+        queue_bytes=3 * 1024 * 1024,
+        rollouts_done=16 * step,
+        sampled_tokens=400 * step,
+        engines_ready=1,
+        metrics_address="http://127.0.0.1:9090/metrics",
+        run_dir="runs/demo",
+    )
+    return replace(status, **changes)  # type: ignore[arg-type]
+
+
+def lines_of(statuses: list[RunStatus]) -> list[str]:
+    stream = io.StringIO()
+    display = LineDisplay(Console(file=stream, width=40))
+    for status in statuses:
+        display.update(status)
+    display.close()
+    return stream.getvalue().splitlines()
+
+
+def test_step_line_tells_the_step_on_one_line() -> None:
+    record = step_record(12, scaled_reward_mean=0.412, mismatch_k3=2e-9)
+    assert step_line(record, 120) == (
+        "step  12/120  v12   reward 0.41 (best 1)  age 0  loss +0.0100  k3  2e-9    267 tok/s"
+        "  1.5 s (collect 0.8, merge 0.1, train 0.5, publish 0.1)"
+        "  16 rollouts: 14 completed, 2 max_turns"
+    )
+
+
+def test_step_line_leaves_out_what_was_not_measured() -> None:
+    assert step_line(unmeasured_step(3), 9) == (
+        f"step 3/9  v3  reward {units.UNKNOWN}  age 0  0 rollouts"
+    )
+
+
+def test_step_line_says_that_an_update_was_skipped() -> None:
+    record = step_record(1, loss=float("nan"), is_skipped=True)
+    line = step_line(record, 1)
+    assert "loss" not in line
+    assert line.endswith("update skipped: not finite")
+
+
+def test_plain_display_prints_one_line_a_step_phase_evaluation_and_notice() -> None:
+    lines = lines_of(
+        [
+            status_of(0, phase=Phase.STARTING, phase_detail="2 engines"),
+            status_of(0, phase=Phase.STARTING, phase_detail="2 engines"),
+            status_of(1),
+            status_of(2, evaluations=(evaluation_record(2),), notices=("engine 1 died",)),
+            status_of(2, phase=Phase.CHECKPOINTING, records=()),
+            status_of(2, records=()),
+            status_of(3, phase=Phase.FINISHED, is_done=True, exit_reason="all 3 steps are done"),
+        ]
+    )
+    assert [line.split("  ")[0] for line in lines] == [
+        "starting: 2 engines",
+        "training",
+        "step",
+        "step",
+        "evaluation",
+        "warning: engine 1 died",
+        "writing a checkpoint",
+        "step",
+        "finished: all 3 steps are done",
+    ]
+
+
+def test_plain_display_prints_every_step_of_a_status_that_carries_several() -> None:
+    records = tuple(step_record(step) for step in (1, 2, 3))
+    lines = lines_of([status_of(3, records=records)])
+    assert [line.split()[1] for line in lines if line.startswith("step")] == [
+        "1/120",
+        "2/120",
+        "3/120",
+    ]
+
+
+def test_plain_display_writes_no_escape_codes_and_does_not_wrap() -> None:
+    lines = lines_of([status_of(1)])
+    assert len(lines) == 2
+    assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_terminal", "expected"),
+    [
+        ({}, True, LiveDisplay),
+        ({}, False, LineDisplay),
+        ({"CI": "true"}, True, LineDisplay),
+        ({"NO_COLOR": "1"}, True, LineDisplay),
+    ],
+)
+def test_display_is_live_only_where_a_person_looks(
+    environ: dict[str, str], is_terminal: bool, expected: type
+) -> None:
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, _environ={"TERM": "xterm"})
+    display = open_display(environ=environ, console=console)
+    display.close()
+    assert isinstance(display, expected)
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+@pytest.mark.parametrize("height", [10, 24, 60])
+def test_live_display_fits_its_terminal(width: int, height: int) -> None:
+    state, lines = ProgressState(), []
+    for step in range(12):
+        lines += state.absorb(status_of(step), now=START + 2.0 * step)
+    console = Console(file=io.StringIO(), width=width, height=height, record=True)
+    console.print(picture(state, lines=lines, width=width, num_lines=height - 15))
+    text = console.export_text()
+    assert all(cell_len(line) <= width for line in text.splitlines())
+    assert len(text.splitlines()) <= max(height, 13)
+    assert "guessing" in text and "step 11/120" in text
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_live_display_shows_what_a_run_is_about(width: int) -> None:
+    state = ProgressState()
+    lines = state.absorb(status_of(1, evaluations=(evaluation_record(0),)), now=START + 65)
+    lines += state.absorb(status_of(2), now=START + 67)
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(picture(state, lines=lines, width=width, num_lines=4))
+    text = console.export_text()
+    for expected in (
+        "1:07 elapsed",
+        "about 2:57 left",
+        "version 2",
+        "8 a second",
+        "200 tokens a second",
+        "6 waiting · 3.0 MiB · 1 engine ready",
+        "20 admitted = 12 trained + 2 evicted + 6 in flight",
+        "collect 0.8",
+        "0.60 at version 0",
+        "runs/demo · http://127.0.0.1:9090/metrics",
+    ):
+        assert expected in text, expected
+
+
+def test_live_display_survives_unmeasured_steps_and_keeps_notices() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, height=24, force_terminal=True)
+    display = LiveDisplay(console, clock=lambda: START + 5)
+    display.update(status_of(0, phase=Phase.STARTING, metrics_address=None, run_dir=""))
+    display.update(status_of(1, records=(unmeasured_step(1),), notices=("rank 1 [died]",)))
+    display.update(status_of(1, records=(), evaluations=(evaluation_record(1, reward=None),)))
+    display.update(status_of(0, records=(), steps=0, ledger=LedgerTotals(admitted=1)))
+    display.close()
+    written = stream.getvalue()
+    assert "! rank 1 [died]" in written
+    assert "does not balance" in written
+
+
+def test_a_step_taken_again_after_a_recovery_replaces_what_was_shown() -> None:
+    state = ProgressState()
+    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3)):
+        record = step_record(step, scaled_reward_mean=reward)
+        state.absorb(status_of(step, records=(record,)), now=START + step)
+    again = step_record(2, scaled_reward_mean=0.9)
+    state.absorb(status_of(2, records=(again,), rollouts_done=0), now=START + 9)
+    assert list(state.rewards) == [0.1, 0.9]
+    assert [record.step for record in state.recent] == [1, 2]
+    assert state.rates.rollouts is None
+
+
+def test_every_stage_has_a_style() -> None:
+    assert set(STAGE_STYLES) == set(StageSeconds().by_name())
+
+
+def test_sparkline_climbs_and_leaves_gaps() -> None:
+    assert sparkline([0.0, 0.5, 1.0], width=3, low=0.0, high=1.0) == "▁▅█"
+    assert sparkline([0.0, None, 1.0], width=10, low=None, high=None) == "▁ █"
+    assert sparkline([None], width=10, low=None, high=None) == ""
+
+
+@given(
+    values=st.lists(st.one_of(st.none(), st.floats(-1e9, 1e9)), max_size=80),
+    width=st.integers(-2, 50),
+)
+def test_sparkline_never_exceeds_its_width(values: list[float | None], width: int) -> None:
+    assert len(sparkline(values, width=width, low=0.0, high=1.0)) <= max(width, 0)

@@ -1,0 +1,113 @@
+"""What `rayloom serve` refuses before anything starts: open doors and ports that are taken."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.api.key import digest_of
+from service.cli.serve import (
+    api_address,
+    checked_service,
+    http_settings,
+    is_loopback,
+    with_free_port,
+)
+from service.config.file import ConfigError
+from service.config.sections import MetricsConfig
+from service.config.tree import Config
+
+KEY = "0123456789abcdef"
+
+
+def config(**service: Any) -> Config:
+    return Config.model_validate(
+        {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}, "service": service}
+    )
+
+
+@pytest.fixture(autouse=True)
+def without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAYLOOM_API_KEY", raising=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
+def test_on_loopback_no_key_is_needed(host: str) -> None:
+    assert is_loopback(host)
+    assert http_settings(config(host=host)).key_digest is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
+def test_beyond_loopback_a_key_is_needed(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="RAYLOOM_API_KEY"):
+        http_settings(config(host=host))
+    monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
+    assert http_settings(config(host=host)).key_digest == digest_of(KEY)
+
+
+@pytest.mark.parametrize("key", ["", "short"])
+def test_a_key_that_can_be_guessed_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYLOOM_API_KEY", key)
+    with pytest.raises(ConfigError, match=f"got {len(key)} characters, expected at least 16"):
+        http_settings(config())
+
+
+def test_the_key_is_not_inherited_by_what_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
+    assert http_settings(config()).key_digest == digest_of(KEY)
+    child = [sys.executable, "-c", "import os; print('RAYLOOM_API_KEY' in os.environ)"]
+    assert subprocess.run(child, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc on this machine")
+def test_the_key_can_no_longer_be_read_in_proc_of_the_process_that_took_it() -> None:
+    code = (
+        "from pathlib import Path; from service.api.key import take_key; "
+        "print(take_key(), Path('/proc/self/environ').read_text())"
+    )
+    environ = {**os.environ, "RAYLOOM_API_KEY": KEY}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ
+    )
+    assert found.stdout.count(KEY) == 1 and "RAYLOOM_API_KEY=xxxx" in found.stdout
+
+
+def test_the_routes_get_what_the_configuration_says() -> None:
+    settings = http_settings(config(max_body_kib=2, max_tasks_per_request=3))
+    assert (settings.max_body_bytes, settings.max_tasks) == (2048, 3)
+    assert settings.environments == ("guessing",)
+    assert (settings.num_samples, settings.min_samples) == (16, 2)
+
+
+def test_port_0_becomes_a_free_one_and_a_taken_one_is_refused() -> None:
+    chosen = with_free_port(config(port=0), is_local=True).service.port
+    assert chosen > 0
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"service.port {port}: cannot listen there"):
+            with_free_port(config(port=port), is_local=True)
+        assert with_free_port(config(port=port), is_local=False).service.port == port
+
+
+def test_the_api_and_the_metrics_need_two_ports() -> None:
+    both = config(port=8123).model_copy(update={"metrics": MetricsConfig(port=8123)})
+    with pytest.raises(ConfigError, match=r"service\.port and metrics\.port are both 8123"):
+        checked_service(both, is_local=False)
+
+
+def test_on_another_machine_the_port_has_to_be_named() -> None:
+    with pytest.raises(ConfigError, match=r"service\.port is 0 with --address"):
+        with_free_port(config(port=0), is_local=False)
+
+
+def test_an_address_of_ip_version_6_stands_in_brackets() -> None:
+    assert api_address(config(host="::1", port=80).service) == "http://[::1]:80"
+    assert api_address(config(port=80).service) == "http://127.0.0.1:80"

@@ -1,0 +1,388 @@
+"""What is refused before anything starts, because this machine or these files cannot run it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from actors.trainer.tiny.model import build_tiny_model
+from service.config import preflight
+from service.config.file import ConfigError, parse_config
+from service.config.tree import Config
+from service.launch import run_dir
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    build_tiny_model(directory, warmup_steps=0)
+    return str(directory)
+
+
+def config_with(model_path: str, **sections: Any) -> Config:
+    tree = {"model": {"path": model_path}, "tasks": {"environment": "guessing"}, **sections}
+    return parse_config(tree, source="test")
+
+
+def check_all(config: Config, model_path: str) -> None:
+    observation = preflight.check_without_model(config)
+    preflight.check_with_model(config, observation, model_path=model_path)
+
+
+def test_a_sound_configuration_passes(model: str) -> None:
+    check_all(config_with(model), model)
+
+
+def cut_short(directory: Path) -> Path:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    return file
+
+
+def with_another_header(directory: Path) -> Path:
+    file = directory / "model.safetensors"
+    file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
+    return file
+
+
+def of_unknown_type(directory: Path) -> Path:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "nonesuch"}))
+    return file
+
+
+def with_broken_settings(directory: Path) -> Path:
+    file = directory / "config.json"
+    file.write_text(file.read_text()[:-20])
+    return file
+
+
+def with_settings_that_are_a_list(directory: Path) -> Path:
+    file = directory / "generation_config.json"
+    file.write_text("[]")
+    return file
+
+
+def with_a_broken_tokenizer(directory: Path) -> Path:
+    file = directory / "tokenizer.json"
+    file.write_text("{")
+    return file
+
+
+def in_two_files_of_which_one_is_missing(directory: Path) -> Path:
+    names = list(load_file(directory / "model.safetensors"))
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
+    weight_map = dict.fromkeys(names, "model-00001-of-00002.safetensors")
+    weight_map[names[0]] = "model-00002-of-00002.safetensors"
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory / "model-00002-of-00002.safetensors"
+
+
+def without_weights(directory: Path) -> Path:
+    save_file({}, directory / "model.safetensors")
+    return directory / "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_short,
+        with_another_header,
+        of_unknown_type,
+        with_broken_settings,
+        with_settings_that_are_a_list,
+        with_a_broken_tokenizer,
+        in_two_files_of_which_one_is_missing,
+        without_weights,
+    ],
+)
+def test_a_damaged_model_is_refused_and_the_file_is_named(
+    model: str, tmp_path: Path, damage: Any
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    file = damage(directory)
+    with pytest.raises(ConfigError, match=rf"model\.path.*{re.escape(file.name)}.*expected"):
+        check_all(config_with(str(directory)), str(directory))
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./none", "none"])
+def test_a_model_that_is_not_there_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path.*is not there.*rayloom model tiny"):
+        preflight.check_model_source(path, key="model.path")
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"lacks tokenizer\.json, \*\.safetensors"):
+        preflight.check_model_source(str(tmp_path), key="model.path")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [
+        ({"loss": {"kl": {"coefficient": 0.1}}, "reference": "/nope"}, r"algorithm\.reference"),
+        (
+            {"baseline": "critic", "scale": "none", "critic": {"model": "/nope"}},
+            r"algorithm\.critic\.model",
+        ),
+    ],
+)
+def test_a_reference_or_critic_that_is_not_there_is_refused_by_its_own_key(
+    model: str, algorithm: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: /nope is not there"):
+        preflight.check_model_sources(config_with(model, algorithm=algorithm))
+
+
+def test_a_reference_of_a_smaller_vocabulary_is_refused(model: str, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    shutil.copytree(model, small)
+    settings = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**settings, "vocab_size": 100}))
+    algorithm = {"loss": {"kl": {"coefficient": 0.1}}, "reference": str(small)}
+    config = config_with(model, algorithm=algorithm)
+    with pytest.raises(ConfigError, match=r"algorithm\.reference.*vocabulary of 100 ids, expected"):
+        check_all(config, model)
+    check_all(config_with(model, algorithm={**algorithm, "reference": model}), model)
+
+
+def test_a_context_beyond_the_model_is_refused(model: str) -> None:
+    config = config_with(model, model={"path": model, "max_context_tokens": 10**6})
+    with pytest.raises(ConfigError, match=r"max_context_tokens is 1000000.*2048 positions"):
+        check_all(config, model)
+
+
+def test_a_prompt_longer_than_the_context_is_refused(model: str) -> None:
+    config = config_with(
+        model,
+        model={"path": model, "max_context_tokens": 32},
+        # The tool's schema stands in the prompt.
+        tasks={"environment": "calculator"},
+        rollouts={"max_tokens_per_turn": 8},
+    )
+    with pytest.raises(ConfigError, match=r"first prompt has \d+ tokens.*raise that"):
+        check_all(config, model)
+
+
+ENVIRONMENTS = """
+import sys
+from actors.environment.protocol import Message, Observation, Role
+
+class Base:
+    async def reset(self, task):
+        return None
+    async def step(self, action):
+        raise NotImplementedError
+    async def close(self):
+        pass
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+class Own(BaseException):
+    pass
+
+class Nothing(Base):
+    pass
+
+class Surrogate(Base):
+    async def reset(self, task):
+        return Observation(messages=(Message(role=Role.USER, content="a\\ud800"),))
+
+class Unspeakable(Base):
+    async def reset(self, task):
+        raise Silent
+
+class Exits(Base):
+    async def reset(self, task):
+        sys.exit(3)
+
+class Raises(Base):
+    async def reset(self, task):
+        raise Own("mine")
+
+class ExitsWhenMade(Base):
+    def __init__(self):
+        sys.exit(4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Nothing", "NoneType, expected an Observation"),
+        ("Surrogate", "lone surrogate .* at character 1"),
+        ("Unspeakable", "Silent: its text cannot be had"),
+        ("Exits", r"SystemExit: 3 \(.*hostile.py:\d+ in reset"),
+        ("Raises", "Own: mine"),
+        ("ExitsWhenMade", "cannot be made: SystemExit: 4"),
+    ],
+)
+def test_whatever_an_environment_does_at_the_start_is_told_in_a_sentence(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    (tmp_path / "hostile.py").write_text(ENVIRONMENTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "hostile", raising=False)
+    config = config_with(model, tasks={"environment": f"hostile:{name}"})
+    with pytest.raises(ConfigError, match=words):
+        preflight.check_without_model(config)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [
+        ({"environment": "gessing"}, "guessing"),
+        ({"environment": "guessing", "options": {"maximum": 3}}, "maximum"),
+        ({"environment": "no.such.module:Environment"}, "no.such.module"),
+        ({"environment": "guessing", "file": "/no/tasks.jsonl"}, "tasks.file"),
+        ({"environment": "guessing", "file": "tasks.csv"}, "jsonl"),
+    ],
+)
+def test_an_environment_or_task_file_that_cannot_be_used_is_refused(
+    model: str, tasks: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_all(config_with(model, tasks=tasks), model)
+
+
+def test_tasks_of_another_environment_are_refused(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"task_id": "a", "environment": "calculator", "seed": 1}\n' * 1)
+    tasks = {"environment": "guessing", "file": str(file), "evaluation_tasks": 0}
+    with pytest.raises(ConfigError, match="'calculator'"):
+        check_all(config_with(model, tasks=tasks), model)
+
+
+def test_more_memory_than_the_machine_has_is_refused(model: str) -> None:
+    config = config_with(model, inference={"kv_cache_gib": 1e6})
+    with pytest.raises(ConfigError, match=r"kv_cache_gib.*GiB.*lower them"):
+        check_all(config, model)
+
+
+def test_gpus_that_are_not_there_are_refused(model: str) -> None:
+    config = config_with(model, inference={"gpus_per_replica": 512.0})
+    with pytest.raises(ConfigError, match=r"asks for 512 GPUs.*--address"):
+        check_all(config, model)
+
+
+def test_a_cluster_is_not_asked_for_this_machines_gpus(model: str) -> None:
+    config = config_with(model, inference={"gpus_per_replica": 512.0})
+    preflight.check_without_model(config, is_local=False)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"trainer": {"num_ranks": 10**6}}, {"rollouts": {"num_actors": 10**6}}],
+    ids=["ranks", "actors"],
+)
+def test_more_processes_than_the_machine_could_hold_are_refused(
+    model: str, sections: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"is 1000000, one process each; expected at most \d+"):
+        preflight.check_without_model(config_with(model, **sections))
+
+
+@pytest.mark.parametrize("port", [0, 9000])
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 70])
+def test_a_metrics_host_that_is_not_here_is_refused(model: str, host: str, port: int) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.host: .*expected"):
+        preflight.check_without_model(config_with(model, metrics={"host": host, "port": port}))
+
+
+def test_a_metrics_port_in_use_is_refused(model: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=r"metrics\.port.*or 0 for any free one"):
+            preflight.check_without_model(config_with(model, metrics={"port": port}))
+
+
+def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "old.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"is not empty .*old\.txt"):
+        run_dir.check_new(run_dir.RunDir(path=tmp_path))
+    (tmp_path / "rayloom.db").touch()
+    with pytest.raises(ConfigError, match=r"is not empty.*--resume"):
+        run_dir.check_new(run_dir.RunDir(path=tmp_path))
+
+
+def test_what_a_cut_short_start_left_is_no_run(model: str, tmp_path: Path) -> None:
+    place = run_dir.RunDir(path=tmp_path)
+    shutil.copytree(model, place.tiny_model)
+    run_dir.write_config(place, config_with(model))
+    run_dir.check_new(place)
+    # A hand-written configuration would be written over.
+    place.config_file.write_text("# mine\n" + place.config_file.read_text())
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        run_dir.check_new(place)
+
+
+def test_a_refused_start_leaves_nothing_behind(model: str, tmp_path: Path) -> None:
+    place = run_dir.RunDir(path=tmp_path / "runs" / "one")
+    with pytest.raises(ConfigError, match="refused"), run_dir.prepared(place):
+        shutil.copytree(model, place.tiny_model)
+        run_dir.write_config(place, config_with(model))
+        raise ConfigError("refused")
+    assert list(tmp_path.iterdir()) == []
+    with run_dir.prepared(place):
+        place.database_file.touch()
+    run_dir.write_config(place, config_with(model))
+    with pytest.raises(ConfigError, match="refused"), run_dir.prepared(place):
+        raise ConfigError("refused")
+    assert place.config_file.is_file()
+
+
+def test_a_second_start_in_one_directory_is_refused_and_takes_nothing_away(
+    model: str, tmp_path: Path
+) -> None:
+    place = run_dir.RunDir(path=tmp_path / "one")
+    with run_dir.prepared(place):
+        run_dir.write_config(place, config_with(model))
+        with pytest.raises(ConfigError, match="another start is at work"), run_dir.prepared(place):
+            raise AssertionError("two starts at once")
+        assert place.config_file.is_file()
+        place.database_file.touch()
+        # From here on the run's own lease says who may go on with it.
+        with run_dir.prepared(place):
+            pass
+    assert place.config_file.is_file()
+
+
+@pytest.mark.parametrize("name", ["file/run", "x" * 300])
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("x")
+    place = run_dir.RunDir(path=tmp_path / name)
+    with pytest.raises(ConfigError, match=r"cannot be used.*--run-dir"), run_dir.prepared(place):
+        raise AssertionError("it was made")
+
+
+def test_resuming_where_no_run_lies_is_refused(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run lies there"):
+        run_dir.check_resumable(run_dir.RunDir(path=tmp_path), config_with(model))
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [({"tasks": {"environment": "calculator"}}, "section tasks"), ({"run": {"seed": 1}}, "seed")],
+)
+def test_resuming_with_another_task_order_is_refused(
+    model: str, tmp_path: Path, sections: dict[str, Any], words: str
+) -> None:
+    place = run_dir.RunDir(path=tmp_path)
+    run_dir.write_config(place, config_with(model))
+    place.database_file.touch()
+    with pytest.raises(ConfigError, match=words):
+        run_dir.check_resumable(place, config_with(model, **sections))
+    run_dir.check_resumable(place, config_with(model, run={"steps": 500}))

@@ -1,0 +1,121 @@
+"""The dashboard as it is committed: the rules that each panel keeps, and what it shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from worlds.metric_names import NAME, declared
+
+from deploy.dashboards.__main__ import FILE
+from deploy.dashboards.grafana import COLUMNS, to_json
+from deploy.dashboards.overview import OVERVIEW
+from service.telemetry.statistic_names import STATISTIC_NAMES
+
+TREE: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+PANELS = [panel for panel in TREE["panels"] if panel["type"] != "row"]
+QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
+MAX_BYTES = 200 * 1024
+
+# Metrics that no panel shows, and why.
+NOT_SHOWN = {
+    "rayloom_ledger_admitted_rollouts": "it is the sum of the three states that are shown",
+}
+
+
+def names_in(query: str) -> set[str]:
+    return set(NAME.findall(query))
+
+
+def test_the_committed_file_is_what_the_code_makes() -> None:
+    assert FILE.read_text(encoding="utf-8") == to_json(OVERVIEW), "python -m deploy.dashboards"
+
+
+def test_there_are_the_sections_that_a_reader_looks_for() -> None:
+    rows = [panel["title"] for panel in TREE["panels"] if panel["type"] == "row"]
+    assert rows == [
+        "Overview", "Pipeline", "Rollouts", "Learning health", "Statistics of the loss", "Parts",
+        "Service",
+    ]  # fmt: skip
+    assert all(section.panels for section in OVERVIEW.sections)
+
+
+def test_the_only_variables_are_the_data_source_and_the_run() -> None:
+    variables = TREE["templating"]["list"]
+    assert [item["name"] for item in variables] == ["datasource", "instance"]
+    used = set(re.findall(r"\$\{?(\w+)", FILE.read_text(encoding="utf-8")))
+    assert used == {"datasource", "instance", "__rate_interval"}
+
+
+def test_ids_are_unique_and_every_panel_has_its_own_place() -> None:
+    ids = [panel["id"] for panel in TREE["panels"]]
+    assert sorted(ids) == list(range(1, len(ids) + 1))
+    cells = Counter(
+        (x, y)
+        for place in (panel["gridPos"] for panel in TREE["panels"])
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    )
+    assert max(cells.values()) == 1
+    assert max(x for x, _ in cells) < COLUMNS
+
+
+def test_the_file_is_small_enough_for_a_config_map() -> None:
+    assert FILE.stat().st_size < MAX_BYTES
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=[panel["title"] for panel in PANELS])
+def test_a_panel_says_what_it_shows_and_where_from(panel: dict[str, Any]) -> None:
+    assert panel["title"] and panel["description"].endswith(".")
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    for part in (panel, *panel["targets"]):
+        assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    references = [target["refId"] for target in panel["targets"]]
+    assert references and len(set(references)) == len(references)
+    legends = [target["legendFormat"] for target in panel["targets"]]
+    assert all(legends) and len(set(legends)) == len(legends)
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_query_asks_for_one_run_at_an_interval_that_fits_the_scrapes(query: str) -> None:
+    assert "job" not in query
+    assert names_in(query)
+    for selector in re.findall(r"rayloom_[a-z0-9_]+(\S*)", query):
+        assert selector.startswith('{instance="$instance"')
+    ranges = re.findall(r"\[([^\]]*)\]", query)
+    assert set(ranges) <= {"$__rate_interval"}
+    assert len(ranges) == len(re.findall(r"\brate\(", query))
+    assert not re.search(r"\b(irate|increase|delta)\(", query)
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_query_takes_the_rate_of_what_grows_and_of_nothing_else(query: str) -> None:
+    gauges = {item.name for item in declared() if item.kind == "gauge"}
+    assert not set(re.findall(r"\brate\((rayloom_\w+)", query)) & gauges
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_every_metric_and_label_of_a_query_is_declared(query: str) -> None:
+    by_series = {name: item for item in declared() for name in item.series}
+    names = names_in(query)
+    assert names <= by_series.keys()
+    labels = {label for name in names for label in by_series[name].labels}
+    used = set(re.findall(r"(\w+)(?:=|!=)\"", query)) - {"instance"}
+    for grouped in re.findall(r"\b(?:by|ignoring) \(([^)]*)\)", query):
+        used |= {label.strip() for label in grouped.split(",")} - {"le"}
+    assert used <= labels
+
+
+def test_a_panel_asks_for_statistics_that_there_are() -> None:
+    asked = re.findall(r'rayloom_step_statistic\{[^}]*name="([^"]*)"\}', "\n".join(QUERIES))
+    assert len(asked) == "".join(QUERIES).count("rayloom_step_statistic")
+    assert set(asked) <= set(STATISTIC_NAMES)
+
+
+def test_every_declared_metric_is_shown_or_named_as_not_shown() -> None:
+    asked = {name for query in QUERIES for name in names_in(query)}
+    hidden = {item.name for item in declared() if not asked & set(item.series)}
+    assert hidden == NOT_SHOWN.keys()

@@ -1,0 +1,119 @@
+"""A real Prometheus with the committed configuration, and metrics that a recorder filled."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prometheus_client import start_http_server
+from worlds.metric_expectations import differences, of_newest, of_steps
+from worlds.prometheus_server import CONFIG, find_tools, free_port, scraping, series
+from worlds.queue_builders import queue_stats
+from worlds.record_builders import evaluation_record, step_record
+from worlds.trajectory_builders import make_summary
+
+from actors.metrics import Metrics
+from actors.outcomes import OutcomePolicy
+from actors.trajectory_queue.ledger import EvictionReason, Ledger
+from deploy.dashboards.overview import OVERVIEW
+from service.intake.intake import Intake, IntakeSettings
+from service.store.run_store import RunStore
+from service.telemetry.recorder import RunRecorder
+
+LIMIT_S = 60.0
+
+
+def commit(store: RunStore, *, step: int, last_event_seq: int) -> None:
+    store.commit_checkpoint(
+        epoch=1,
+        step=step,
+        policy_version=step,
+        directory=f"step-{step}",
+        queue_snapshot={},
+        new_events=(),
+        last_event_seq=last_event_seq,
+    )
+
+
+def test_the_configuration_for_a_laptop_is_valid() -> None:
+    done = subprocess.run(
+        [find_tools()["promtool"], "check", "config", str(CONFIG)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@contextmanager
+def serving(metrics: Metrics, *, port: int) -> Iterator[None]:
+    server, _ = start_http_server(port, addr="127.0.0.1", registry=metrics.registry)
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def service_recorder(store: RunStore, metrics: Metrics) -> RunRecorder:
+    """Of a run whose tasks clients submit."""
+    settings = IntakeSettings(capacity=64, groups_per_step=1, policy=OutcomePolicy())
+    return RunRecorder(store, metrics, num_steps=9, intake=Intake(settings, store))
+
+
+def record(recorder: RunRecorder, ledger: Ledger, step: int) -> None:
+    """A step of two rollouts, one of them trained."""
+    for member in range(2):
+        rollout_id = f"g{step:06d}.0-{member}"
+        ledger.admit(rollout_id)
+        recorder.rollouts([make_summary(rollout_id, reward=0.5)])
+    ledger.train(f"g{step:06d}.0-0", step=step - 1)
+    ledger.evict(f"g{step:06d}.0-1", EvictionReason.MASKED, step=step - 1)
+    recorder.events(ledger.drain())
+    recorder.step(step_record(step, policy_age_max=step % 3))
+    recorder.queue(queue_stats(ledger.counts()))
+    recorder.engines(1)
+
+
+def test_a_resumed_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
+    """One process ends after step 3; the next takes its port and goes on from step 1."""
+    store, ledger, port = RunStore(f"sqlite:///{tmp_path / 'run.db'}"), Ledger(), free_port()
+    done, newest = series("rayloom_train_steps_total"), series("rayloom_train_newest_step")
+    started = time.time()
+    with scraping(f"127.0.0.1:{port}", tmp_path / "prometheus") as prometheus:
+        first = Metrics()
+        recorder = service_recorder(store, first)
+        recorder.begin_epoch(store.acquire_lease(holder="first"))
+        recorder.evaluation(evaluation_record(0))
+        with serving(first, port=port):
+            record(recorder, ledger, 1)
+            commit(store, step=1, last_event_seq=3)
+            snapshot = ledger.snapshot()
+            prometheus.wait_for(done, at_least=1, limit_s=LIMIT_S)
+            record(recorder, ledger, 2)
+            record(recorder, ledger, 3)
+            prometheus.wait_for(done, at_least=3, limit_s=LIMIT_S)
+
+        second, ledger = Metrics(), Ledger(snapshot=snapshot)
+        recorder = service_recorder(store, second)
+        recorder.begin_epoch(store.acquire_lease(holder="second"))
+        with serving(second, port=port):
+            record(recorder, ledger, 2)
+            prometheus.wait_for(done, at_least=4, limit_s=LIMIT_S)
+            seen = prometheus.newest()
+            resets = f'resets(rayloom_train_steps_total{{instance="127.0.0.1:{port}"}}[10m])'
+            assert set(prometheus.draw(resets, since=started)) == {0}
+
+        assert seen[newest] == 2
+        records = [step_record(step, policy_age_max=step % 3) for step in (1, 2, 3, 2)]
+        assert not differences(seen, {**of_steps(records), **of_newest(records[-1])})
+        assert seen[series("rayloom_ledger_events_total", kind="trained")] == 4
+        assert seen[series("rayloom_ledger_trained_rollouts")] == 2
+
+        for panel in OVERVIEW.panels:
+            for query in panel.queries:
+                assert prometheus.draw(query.expr, since=started), query.expr

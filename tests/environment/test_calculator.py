@@ -1,0 +1,249 @@
+"""The calculator environment, its expressions, and the reading of tool calls."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.environment.builtin.arithmetic import BadExpression, evaluate, format_number
+from actors.environment.builtin.calculator import CALCULATOR, CalculatorEnvironment
+from actors.environment.protocol import Action, MalformedCall, MalformedReason, Role, ToolCall
+from actors.environment.tool_calls import parse_tool_calls
+from actors.types import Task
+
+TASK = Task(task_id="t", environment="calculator", seed=11)
+
+
+def _call(expression: str) -> str:
+    call = {"name": "calculator", "arguments": {"expression": expression}}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+
+def _action(text: str) -> Action:
+    return Action(text=text, calls=parse_tool_calls(text, (CALCULATOR,)))
+
+
+async def _start(**options: object) -> tuple[CalculatorEnvironment, str]:
+    environment = CalculatorEnvironment(**options)  # type: ignore[arg-type]
+    start = await environment.reset(TASK)
+    question = start.messages[0].content
+    assert question.startswith("What is ") and question.endswith("?")
+    return environment, question.removeprefix("What is ").removesuffix("?")
+
+
+async def test_a_call_is_answered_by_a_tool_message_and_the_right_number_is_rewarded() -> None:
+    environment, expression = await _start(low=10, high=99)
+    answered = await environment.step(_action(_call(expression)))
+    assert answered.messages[0].role is Role.TOOL
+    assert not (answered.terminated or answered.is_malformed or answered.reward)
+    done = await environment.step(_action(answered.messages[0].content))
+    assert done.terminated and done.reward == 1.0
+    assert done.reward_components == {"correct": 1.0, "used_tool": 0.0}
+
+
+async def test_a_wrong_number_ends_the_task_without_reward() -> None:
+    environment, _ = await _start()
+    done = await environment.step(_action("-1"))
+    assert done.terminated and done.reward == 0.0 and not done.is_malformed
+
+
+async def test_the_tool_bonus_is_paid_once_and_only_with_the_final_answer() -> None:
+    environment, expression = await _start(tool_bonus=0.5)
+    for _ in range(3):
+        assert (await environment.step(_action(_call(expression)))).reward == 0.0
+    assert (await environment.step(_action("-1"))).reward == 0.5
+    fresh, expression = await _start(tool_bonus=0.5)
+    assert (await fresh.step(_action(str(int(evaluate(expression)))))).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<tool_call>{oops}</tool_call>", "error: The tool call is not valid JSON."),
+        ('<tool_call>{"name": "sum", "arguments": {}}</tool_call>', "error: No such tool."),
+        ('<tool_call>{"name": "calculator"}</tool_call>', "error: Missing argument expression."),
+        (_call("1/0"), "error: Division by zero."),
+        (_call("import os"), "error: Use numbers"),
+        ("the answer", "Answer with a number."),
+        ("", "Answer with a number."),
+        ("1 2", "Answer with a number."),
+        ("9" * 5000, "Answer with a number."),
+    ],
+)
+async def test_a_malformed_turn_is_answered_and_does_not_end_the_task(
+    text: str, answer: str
+) -> None:
+    environment, _ = await _start(malformed_penalty=0.25)
+    result = await environment.step(_action(text))
+    assert result.is_malformed and not result.terminated and not result.ended_by_malformed
+    assert result.reward == -0.25 and result.reward_components == {"malformed": -0.25}
+    assert result.messages[0].content.startswith(answer)
+
+
+async def test_only_too_many_malformed_turns_in_a_row_end_the_task() -> None:
+    environment, expression = await _start(max_malformed=2)
+    for text in ("x", "x", _call(expression), "x", "x"):
+        assert not (await environment.step(_action(text))).terminated
+    last = await environment.step(_action("x"))
+    assert last.terminated and last.ended_by_malformed and last.messages == ()
+    assert last.reward < 0
+
+
+async def test_calls_of_one_turn_are_answered_in_order_and_one_bad_one_makes_it_malformed() -> None:
+    environment, _ = await _start()
+    result = await environment.step(_action(_call("1+1") + _call("1+") + _call("2*3")))
+    contents = [message.content for message in result.messages]
+    assert (contents[0], contents[2]) == ("2", "6") and contents[1].startswith("error")
+    assert result.is_malformed
+
+
+async def test_a_flood_of_calls_is_malformed_and_answered_in_part() -> None:
+    environment, _ = await _start()
+    result = await environment.step(_action(_call("1+1") * 500))
+    assert result.is_malformed and len(result.messages) == 8
+
+
+async def test_questions_depend_on_the_seed_and_keep_to_the_options() -> None:
+    environment = CalculatorEnvironment(low=3, high=5, num_operands=3, operators="*-")
+    questions = set()
+    for seed in range(50):
+        start = await environment.reset(Task(task_id="t", environment="calculator", seed=seed))
+        again = await environment.reset(Task(task_id="t", environment="calculator", seed=seed))
+        assert start == again
+        questions.add(start.messages[0].content)
+    assert len(questions) > 20
+    letters = set("".join(q.removeprefix("What is ") for q in questions))
+    assert letters == set("345*-?")
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("2*(3+4)", 14), ("-3--4", 1), ("7/2", 3.5), (".5+1.", 1.5), (" 1 + 1 ", 2), ("+--2", 2)],
+)
+def test_expressions_by_hand(expression: str, value: float) -> None:
+    assert evaluate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "()",
+        "1,2",
+        "2**9",
+        "7//2",
+        "3(4)",
+        "...",
+        "1_000",
+        "9" * 100,
+        "1e9",
+        "(" * 60,
+        "(" * 119 + "1",
+        "+-" * 59 + "1" + "*",
+        "__import__('os')",
+        "\u0663+\u0661",
+        "1\x00",
+        "1\n+1",
+        "0777",
+        "1" * 121,
+        "1 if 1 else 2",
+        "True",
+        "[1]",
+        "0/0",
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_anything_else_is_refused_without_a_warning(expression: str) -> None:
+    with pytest.raises(BadExpression):
+        evaluate(expression)
+
+
+@settings(deadline=None)
+@given(text=st.text(alphabet="0123456789+-*/(). ", max_size=130) | st.text())
+def test_no_expression_does_more_than_give_a_number_or_be_refused(text: str) -> None:
+    try:
+        value = evaluate(text)
+    except BadExpression:
+        return
+    assert abs(value) <= 1e12
+    assert evaluate(format_number(value)) == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(7.0, "7"), (0.1 + 0.2, "0.3"), (-0.0, "0"), (1e12, "1000000000000"), (1 / 3, "0.333333")],
+)
+def test_numbers_are_written_as_a_person_would(value: float, text: str) -> None:
+    assert format_number(value) == text
+
+
+def _reasons(text: str) -> list[MalformedReason | None]:
+    calls = parse_tool_calls(text, (CALCULATOR,))
+    return [call.reason if isinstance(call, MalformedCall) else None for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasons"),
+    [
+        ("no call", []),
+        (_call("1+1"), [None]),
+        ("well:" + _call("1") + _call("2"), [None, None]),
+        (f"<think>{_call('1')}</think>4", []),
+        ("<tool_call>[1]</tool_call>", [MalformedReason.NOT_AN_OBJECT]),
+        ("<tool_call></tool_call>", [MalformedReason.INVALID_JSON]),
+        ("<tool_call>{", [MalformedReason.UNCLOSED]),
+        ("}</tool_call>", [MalformedReason.UNOPENED]),
+        (_call("1") + "</tool_call>", [None, MalformedReason.UNOPENED]),
+        ('<tool_call>{"name": 7}</tool_call>', [MalformedReason.UNKNOWN_TOOL]),
+        (
+            '<tool_call>{"name": "calculator", "arguments": 3}</tool_call>',
+            [MalformedReason.NOT_AN_OBJECT],
+        ),
+        (
+            '<tool_call>{"name": "calculator", "arguments": {"expression": 3}}</tool_call>',
+            [MalformedReason.ILL_TYPED_ARGUMENT],
+        ),
+        (
+            '<tool_call>{"name": "calculator", "arguments": {"expression": "1", "x": 1}}'
+            "</tool_call>",
+            [MalformedReason.UNKNOWN_ARGUMENT],
+        ),
+        (
+            '<tool_call>{"name": "calculator", "arguments": "{\\"expression\\": \\"1\\"}"}'
+            "</tool_call>",
+            [None],
+        ),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", [MalformedReason.INVALID_JSON]),
+        ("<tool_call>" + "[" * 15_000 + "</tool_call>", [MalformedReason.INVALID_JSON]),
+        ("<tool_call>" + "1" * 9_000 + "</tool_call>", [MalformedReason.INVALID_JSON]),
+        ('<tool_call>{"name": NaN}</tool_call>', [MalformedReason.INVALID_JSON]),
+    ],
+)
+def test_calls_are_read_or_their_fault_is_named(
+    text: str, reasons: list[MalformedReason | None]
+) -> None:
+    assert _reasons(text) == reasons
+
+
+@settings(deadline=None)
+@given(text=st.text() | st.text(alphabet='<>/tool_ca{}":,[]1e').map(lambda s: f"<tool_call>{s}"))
+def test_no_text_breaks_the_reading_of_calls(text: str) -> None:
+    for call in parse_tool_calls(text, (CALCULATOR,)):
+        assert isinstance(call, ToolCall | MalformedCall)
+
+
+def test_a_flag_is_not_an_integer() -> None:
+    schema = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tool = type(CALCULATOR)(name="f", description="", parameters=schema)
+    text = '<tool_call>{"name": "f", "arguments": {"n": true}}</tool_call>'
+    (call,) = parse_tool_calls(text, (tool,))
+    assert isinstance(call, MalformedCall) and call.reason is MalformedReason.ILL_TYPED_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "options", [{"low": 9, "high": 1}, {"operators": "/"}, {"operators": ""}, {"num_operands": 1}]
+)
+def test_impossible_options_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        CalculatorEnvironment(**options)  # type: ignore[arg-type]

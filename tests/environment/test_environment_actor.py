@@ -1,0 +1,227 @@
+"""The environment actor in a real Ray: assignments in, columnar blocks out, none lost."""
+
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from worlds.environment_fakes import FakeQueue, GuessFour
+
+from actors.environment.actor import EnvironmentActor
+from actors.environment.settings import (
+    EnvironmentActorSettings,
+    EnvironmentActorStatus,
+    EnvironmentSettings,
+)
+from actors.environment.turn_loop import EpisodeSettings
+from actors.trainer.tiny.tokenizer import build_tokenizer
+from actors.trajectory_queue.actor import TrajectoryQueue
+from actors.trajectory_queue.columns import decode
+from actors.trajectory_queue.groups import GroupRequest
+from actors.trajectory_queue.ledger import Settlement
+from actors.trajectory_queue.messages import QueueSettings
+from actors.trajectory_queue.window import WindowSettings
+from actors.types import Outcome, RolloutAssignment, Task
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("cluster"),
+]
+
+LIMITS = EpisodeSettings(
+    max_turns=4,
+    max_tokens_per_turn=8,
+    max_context_tokens=256,
+    temperature=1.0,
+    turn_deadline_s=30.0,
+    episode_deadline_s=60.0,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save_pretrained(str(path))
+    return path
+
+
+def _assignments(count: int, environment: str = "guessing") -> list[RolloutAssignment]:
+    return [
+        RolloutAssignment(
+            rollout_id=f"r{i}",
+            group_id=f"g{i // 4}",
+            group_number=i // 4,
+            attempt=0,
+            task=Task(
+                task_id="unwanted" if i == 0 else f"t{i}", environment=environment, seed=i // 4
+            ),
+        )
+        for i in range(count)
+    ]
+
+
+def _start(queue: Any, tokenizer_path: Path, *, delay_s: float = 0.0, **changes: Any) -> Any:
+    ids = build_tokenizer().encode("4<|end|>")
+    fields: dict[str, Any] = {
+        "actor_id": "e0",
+        "slots": 16,
+        "poll_s": 0.2,
+        "environments": (
+            EnvironmentSettings(name="guessing", episode=LIMITS, options={"max_guesses": 2}),
+            EnvironmentSettings(
+                name="worlds.environment_fakes:Endless", episode=LIMITS, options={"word": "hello"}
+            ),
+        ),
+    }
+    return (
+        ray.remote(EnvironmentActor)
+        .options(num_cpus=0)
+        .remote(
+            EnvironmentActorSettings(**(fields | changes)),
+            tokenizer_path=str(tokenizer_path),
+            make_policy=partial(GuessFour, ids, delay_s=delay_s),
+            queue=queue,
+        )
+    )
+
+
+def _queue(assignments: list[RolloutAssignment], **options: Any) -> Any:
+    return ray.remote(FakeQueue).options(num_cpus=0).remote(assignments, **options)
+
+
+def _until_ended(queue: Any, count: int) -> tuple[list[Any], list[int], int]:
+    while True:
+        report = ray.get(queue.report.remote(), timeout=120)
+        if len(report[0]) >= count:
+            return report
+        time.sleep(0.05)
+
+
+def _finish(actor: Any, run: Any) -> EnvironmentActorStatus:
+    ray.get(actor.stop.remote(), timeout=120)
+    ray.get(run, timeout=120)
+    status: EnvironmentActorStatus = ray.get(actor.status.remote(), timeout=120)
+    ray.kill(actor)
+    return status
+
+
+def test_every_assignment_comes_back_once_with_its_tokens(tokenizer_path: Path) -> None:
+    queue = _queue(_assignments(100), num_failing_puts=2)
+    actor = _start(queue, tokenizer_path, max_block=8)
+    run = actor.run.remote()
+    ended, block_sizes, max_held = _until_ended(queue, 100)
+    status = _finish(actor, run)
+    assert Counter(summary.rollout_id for summary, _ in ended) == Counter(
+        f"r{i}" for i in range(100)
+    )
+    for summary, trajectory in ended:
+        assert trajectory.trajectory_id == f"{summary.rollout_id}.a0"
+        assert (summary.num_turns, summary.outcome) == (
+            len(trajectory.turns),
+            Outcome.COMPLETED,
+        )
+        assert summary.num_bytes > 0 and trajectory.num_sampled == 2 * summary.num_turns
+    by_group = {t.group_id: t.episode_return for _, t in ended}
+    assert all(t.episode_return == by_group[t.group_id] for _, t in ended)
+    assert max(block_sizes) <= 8 and max_held <= 16
+    assert (status.num_taken, status.num_sent, status.num_refused) == (100, 99, 1)
+    assert status.outcomes == {Outcome.COMPLETED: 100}
+    assert not status.is_running and status.num_running == status.num_unsent == 0
+
+
+def test_stopping_ends_running_episodes_as_cancelled_and_loses_none(tokenizer_path: Path) -> None:
+    queue = _queue(_assignments(40, environment="worlds.environment_fakes:Endless"))
+    actor = _start(queue, tokenizer_path)
+    run = actor.run.remote()
+    while ray.get(actor.status.remote(), timeout=120).num_running < 16:
+        time.sleep(0.05)
+    status = _finish(actor, run)
+    ended, _, _ = ray.get(queue.report.remote(), timeout=120)
+    assert len(ended) == status.num_taken == 16
+    assert {summary.outcome for summary, _ in ended} == {Outcome.CANCELLED}
+
+
+def test_a_drained_stop_lets_running_episodes_end(tokenizer_path: Path) -> None:
+    queue = _queue(_assignments(8))
+    actor = _start(queue, tokenizer_path, delay_s=0.3)
+    run = actor.run.remote()
+    while ray.get(actor.status.remote(), timeout=120).num_running < 8:
+        time.sleep(0.05)
+    ray.get(actor.stop.remote(drain_s=60.0), timeout=180)
+    ray.get(run, timeout=120)
+    ended, _, _ = ray.get(queue.report.remote(), timeout=120)
+    assert [summary.outcome for summary, _ in ended] == [Outcome.COMPLETED] * 8
+    ray.kill(actor)
+
+
+def test_evaluation_answers_in_order_and_sends_nothing_to_the_queue(tokenizer_path: Path) -> None:
+    queue = _queue([])
+    actor = _start(queue, tokenizer_path)
+    tasks = [Task(task_id=f"e{i}", environment="guessing", seed=i) for i in range(50)]
+    summaries = ray.get(actor.evaluate.remote(tasks), timeout=120)
+    assert [summary.task_id for summary in summaries] == [task.task_id for task in tasks]
+    assert {summary.outcome for summary in summaries} == {Outcome.COMPLETED}
+    failed = ray.get(actor.evaluate.remote(tasks[:1], temperature=0.25), timeout=120)
+    assert failed[0].outcome is Outcome.INFRASTRUCTURE_ERROR
+    assert ray.get(actor.evaluate.remote([]), timeout=120) == []
+    unknown = [Task(task_id="u", environment="chess", seed=0)]
+    (refused,) = ray.get(actor.evaluate.remote(unknown), timeout=120)
+    assert refused.outcome is Outcome.ENVIRONMENT_ERROR and "guessing" in refused.detail
+    status = ray.get(actor.status.remote(), timeout=120)
+    assert (status.num_evaluated, status.num_taken, status.outcomes) == (52, 0, {})
+    assert ray.get(queue.report.remote(), timeout=120)[0] == []
+    ray.kill(actor)
+
+
+def test_a_killed_actor_costs_the_real_queue_nothing(tokenizer_path: Path) -> None:
+    window = WindowSettings(groups_per_step=8, max_lag=0, window_groups=8, num_groups=8)
+    queue = TrajectoryQueue.remote(QueueSettings(window=window))
+    groups = [
+        GroupRequest(group_number=i, task=assignment.task, num_samples=4)
+        for i, assignment in enumerate(_assignments(8))
+    ]
+    ray.get(queue.admit.remote(groups), timeout=120)
+    first = _start(queue, tokenizer_path, delay_s=0.05)
+    first.run.remote()
+    while ray.get(queue.stats.remote(), timeout=120).num_waiting < 8:
+        time.sleep(0.05)
+    ray.kill(first)
+    ray.get(queue.release_actor.remote("e0"), timeout=120)
+    second = _start(queue, tokenizer_path, actor_id="e1")
+    run = second.run.remote()
+    step = None
+    while step is None:
+        step = ray.get(queue.take_step.remote(1.0), timeout=120)
+    assert len(step.rollout_ids) == len(set(step.rollout_ids)) == 32
+    blocks = ray.get(list(step.blocks), timeout=120)
+    for group in step.groups:
+        for member in group.trajectories:
+            trajectory = decode(blocks[member.block], member.row)
+            assert trajectory.rollout_id == member.summary.rollout_id and trajectory.turns
+    settled = [Settlement(rollout_id=rollout_id) for rollout_id in step.rollout_ids]
+    ray.get(queue.settle.remote(step.step, settled), timeout=120)
+    ledger = ray.get(queue.stats.remote(), timeout=120).ledger
+    assert (ledger.admitted, ledger.trained, ledger.in_flight) == (32, 32, 0)
+    _finish(second, run)
+
+
+def test_a_dead_queue_ends_the_run_with_an_error(tokenizer_path: Path) -> None:
+    queue = _queue([])
+    actor = _start(queue, tokenizer_path)
+    run = actor.run.remote()
+    ray.get(actor.status.remote(), timeout=120)
+    ray.kill(queue)
+    with pytest.raises(ray.exceptions.RayTaskError, match="take_rollouts"):
+        ray.get(run, timeout=120)
+    assert not ray.get(actor.status.remote(), timeout=120).is_running
+    ray.kill(actor)
+
+
+def test_wrong_options_are_refused_at_the_start(tokenizer_path: Path) -> None:
+    bad = EnvironmentSettings(name="guessing", episode=LIMITS, options={"hihg": 9})
+    actor = _start(_queue([]), tokenizer_path, environments=(bad,))
+    with pytest.raises(ray.exceptions.RayActorError, match="hihg"):
+        ray.get(actor.status.remote(), timeout=120)

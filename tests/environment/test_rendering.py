@@ -1,0 +1,281 @@
+"""Prompts grow by appending, and what cannot be appended to is rendered anew and says why."""
+
+import copy
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+from worlds.chatml import chatml_tokenizer
+
+from actors.environment.builtin.calculator import CALCULATOR
+from actors.environment.protocol import Message, Role, ToolSchema
+from actors.environment.rendering import BreakReason, ChatRenderer, RenderError
+from actors.types import TokenIds
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Qwen's: neighbouring tool results share one user turn, and old thoughts are left out.
+GROUPED_TOOLS = (
+    "{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
+    "{{- '<|im_start|>user' }}{%- endif %}"
+    "{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}"
+    "{%- endif %}{%- elif m.role == 'assistant' %}"
+    "{{- '<|im_start|>assistant\n' + m.content.split('</think>')[-1] + '<|im_end|>\n' }}"
+    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# As Qwen3's: the last reply gets an empty thought that it loses when another message follows.
+THINKS_LAST = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LEAVES_LAST_OPEN = PLAIN.replace(
+    "<|im_end|>\n", "{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}"
+)
+COUNTS_TURNS = PLAIN.replace("<|im_start|>{{", "<|im_start|>{{ loop.index }} {{", 1)
+REFUSES_TOOLS = PLAIN.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m.role == 'tool' and loop.length < 6 %}"
+    "{{ raise_exception('no tools') }}{% endif %}",
+)
+REFUSES_ALL = "{{ raise_exception('never') }}"
+REWRITES_REPLY = PLAIN.replace("{{ m.content }}", "{{ m.content | replace('dummy', 'x') }}")
+REPEATS_REPLY = PLAIN.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}")
+
+
+@cache
+def _tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    if template is None:
+        return chatml_tokenizer()
+    tokenizer = copy.copy(_tokenizer())
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerFast | None = None) -> TokenIds:
+    ids = (tokenizer or _tokenizer()).encode(text, add_special_tokens=False)
+    return np.array(ids, dtype=np.int32)
+
+
+def _user(content: str) -> Message:
+    return Message(role=Role.USER, content=content)
+
+
+def _reply(content: str) -> Message:
+    return Message(role=Role.ASSISTANT, content=content)
+
+
+def _tool(content: str) -> Message:
+    return Message(role=Role.TOOL, content=content, name="calculator")
+
+
+def test_the_first_prompt_ends_with_the_generation_prompt() -> None:
+    prompt = ChatRenderer(_tokenizer()).first_prompt([_user("hi")], ())
+    text = _tokenizer().decode(prompt.tolist())
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.dtype == np.int32 and not prompt.flags.writeable
+
+
+def test_declared_tools_stand_in_the_first_prompt() -> None:
+    prompt = ChatRenderer(_tokenizer()).first_prompt([_user("hi")], (CALCULATOR,))
+    assert '"name": "calculator"' in _tokenizer().decode(prompt.tolist())
+
+
+def test_by_hand_the_next_prompt_is_prompt_reply_newline_and_delta() -> None:
+    renderer = ChatRenderer(_tokenizer())
+    prompt = renderer.first_prompt([_user("hi")], ())
+    sampled = _ids("4<|im_end|>")
+    history = [_user("hi"), _reply("4")]
+    extension = renderer.extend(
+        prompt, sampled, history=history, new_messages=[_user("lower")], tools=()
+    )
+    delta = _ids("\n<|im_start|>user\nlower<|im_end|>\n<|im_start|>assistant\n")
+    expected = np.concatenate((prompt, sampled, delta))
+    np.testing.assert_array_equal(extension.prompt_token_ids, expected)
+    assert extension.num_inserted == 1  # the template's newline
+    assert extension.break_reason is None
+
+
+def test_a_reply_that_was_cut_off_is_closed_and_the_closing_is_counted() -> None:
+    renderer = ChatRenderer(_tokenizer())
+    prompt = renderer.first_prompt([_user("hi")], ())
+    extension = renderer.extend(
+        prompt, _ids("4"), history=[], new_messages=[_user("lower")], tools=()
+    )
+    tail = extension.prompt_token_ids[len(prompt) :]
+    expected = _ids("4<|im_end|>\n<|im_start|>user\nlower<|im_end|>\n<|im_start|>assistant\n")
+    np.testing.assert_array_equal(tail, expected)
+    assert extension.num_inserted == 2
+
+
+def test_a_template_that_leaves_the_last_reply_open_gets_no_second_end_token() -> None:
+    renderer = ChatRenderer(_tokenizer(LEAVES_LAST_OPEN))
+    prompt = renderer.first_prompt([_user("hi")], ())
+    for sampled, num_inserted in (("4<|im_end|>", 0), ("4", 1)):
+        extension = renderer.extend(
+            prompt, _ids(sampled), history=[], new_messages=[_user("x")], tools=()
+        )
+        tail = _ids("4<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n")
+        np.testing.assert_array_equal(extension.prompt_token_ids[len(prompt) :], tail)
+        assert extension.num_inserted == num_inserted
+
+
+def test_a_reply_that_sampled_the_newline_too_needs_nothing_inserted() -> None:
+    renderer = ChatRenderer(_tokenizer())
+    prompt = renderer.first_prompt([_user("hi")], ())
+    extension = renderer.extend(
+        prompt, _ids("4<|im_end|>\n"), history=[], new_messages=[_user("x")], tools=()
+    )
+    assert extension.num_inserted == 0
+
+
+def test_no_new_message_gives_a_fresh_generation_prompt() -> None:
+    renderer = ChatRenderer(_tokenizer())
+    prompt = renderer.first_prompt([_user("hi")], ())
+    extension = renderer.extend(prompt, _ids("4<|im_end|>"), history=[], new_messages=[], tools=())
+    tail = extension.prompt_token_ids[len(prompt) :]
+    np.testing.assert_array_equal(tail, _ids("4<|im_end|>\n<|im_start|>assistant\n"))
+
+
+_WORDS = st.text(alphabet="aehilorw 0123456789.<|>\n_{}\u00e9\u4e2d", min_size=1, max_size=20)
+TEMPLATES = [None, PLAIN, GROUPED_TOOLS, THINKS_LAST, LEAVES_LAST_OPEN]
+_TURNS = st.lists(st.tuples(_WORDS, st.lists(st.tuples(st.booleans(), _WORDS), max_size=3)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(turns=_TURNS, template=st.sampled_from(TEMPLATES), tools=st.booleans())
+def test_appending_gives_what_rendering_the_whole_chat_gives(
+    turns: list[tuple[str, list[tuple[bool, str]]]], template: str | None, tools: bool
+) -> None:
+    tokenizer = _tokenizer(template)
+    renderer = ChatRenderer(tokenizer)
+    schemas: tuple[ToolSchema, ...] = (CALCULATOR,) if tools else ()
+    history = [_user("begin")]
+    prompt = renderer.first_prompt(history, schemas)
+    for reply, answers in turns:
+        sampled = _ids(reply + "<|im_end|>", tokenizer)
+        history.append(_reply(reply))
+        new = [_tool(text) if is_tool else _user(text) for is_tool, text in answers]
+        extension = renderer.extend(
+            prompt, sampled, history=history, new_messages=new, tools=schemas
+        )
+        assert extension.break_reason is None
+        previous = np.concatenate((prompt, sampled))
+        prompt = extension.prompt_token_ids
+        np.testing.assert_array_equal(prompt[: len(previous)], previous)
+        history.extend(new)
+    # A template may dress up a reply that nothing follows; appending leaves it as it was sampled.
+    if history[-1].role is not Role.ASSISTANT:
+        np.testing.assert_array_equal(prompt, renderer.first_prompt(history, schemas))
+
+
+def test_history_that_a_template_would_rewrite_is_left_as_it_was_sampled() -> None:
+    tokenizer = _tokenizer(GROUPED_TOOLS)
+    renderer = ChatRenderer(tokenizer)
+    prompt = renderer.first_prompt([_user("hi")], ())
+    sampled = _ids("<think>hm</think>4<|im_end|>")
+    history = [_user("hi"), _reply("<think>hm</think>4")]
+    extension = renderer.extend(
+        prompt, sampled, history=history, new_messages=[_tool("5")], tools=()
+    )
+    assert "<think>hm</think>4" in tokenizer.decode(extension.prompt_token_ids.tolist())
+    assert extension.break_reason is None
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "reason"),
+    [
+        (COUNTS_TURNS, _user("lower"), BreakReason.TEMPLATE_LOOKS_BACK),
+        (REWRITES_REPLY, _user("lower"), BreakReason.TEMPLATE_LOOKS_BACK),
+        (REPEATS_REPLY, _user("lower"), BreakReason.TEMPLATE_LOOKS_BACK),
+        (REFUSES_TOOLS, _tool("5"), BreakReason.TEMPLATE_REFUSED),
+    ],
+)
+def test_a_delta_that_depends_on_what_stands_before_is_not_used(
+    template: str, message: Message, reason: BreakReason
+) -> None:
+    renderer = ChatRenderer(_tokenizer(template))
+    history = [_user("a"), _reply("1"), _user("b"), _reply("2"), _user("c"), _reply("3")]
+    prompt = renderer.first_prompt(history[:-1], ())
+    extension = renderer.extend(
+        prompt, _ids("3<|im_end|>"), history=history, new_messages=[message], tools=()
+    )
+    assert extension.break_reason is reason
+    assert extension.num_inserted == 0
+    whole = renderer.first_prompt([*history, message], ())
+    np.testing.assert_array_equal(extension.prompt_token_ids, whole)
+
+
+def test_a_closing_that_melts_into_the_reply_is_not_used() -> None:
+    extension = ChatRenderer(_WholeWords(_tokenizer())).extend(
+        _ids("x"), _ids("4"), history=[_user("a"), _reply("4")], new_messages=[], tools=()
+    )
+    assert extension.break_reason is BreakReason.RETOKENISED
+
+
+class _WholeWords:
+    """One token a word, so that what stands next to a reply changes its last token."""
+
+    eos_token_id = None
+    pad_token_id = None
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.apply_chat_template = tokenizer.apply_chat_template
+        self.decode = tokenizer.decode
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [hash(word) % 2**31 for word in text.split(" ")]
+
+
+def test_a_template_that_refuses_the_chat_is_an_error_of_its_own() -> None:
+    renderer = ChatRenderer(_tokenizer(REFUSES_ALL))
+    with pytest.raises(RenderError, match="never"):
+        renderer.first_prompt([_user("hi")], ())
+
+
+def test_template_options_reach_the_template() -> None:
+    tokenizer = _tokenizer(PLAIN + "{% if loud %}!{% endif %}")
+    prompt = ChatRenderer(tokenizer, template_options={"loud": True}).first_prompt([_user("x")], ())
+    assert tokenizer.decode(prompt.tolist()).endswith("!")
+
+
+@pytest.mark.parametrize(
+    ("sampled", "text"),
+    [
+        ("4<|im_end|>", "4"),
+        ("4", "4"),
+        ("4<|im_end|><|endoftext|>", "4"),
+        ("<|im_end|>", ""),
+        ("4<|im_start|>user", "4<|im_start|>user"),
+        ("<tool_call>{}</tool_call><|im_end|>", "<tool_call>{}</tool_call>"),
+        ("4 " * 80 + "<|im_end|>", "4 " * 80),
+    ],
+)
+def test_decoding_drops_only_the_end_of_the_reply(sampled: str, text: str) -> None:
+    assert ChatRenderer(_tokenizer()).decode(_ids(sampled)) == text
+
+
+def test_repeated_answers_are_rendered_once() -> None:
+    calls = 0
+    tokenizer = copy.copy(_tokenizer())
+
+    class Counting(_WholeWords):
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            nonlocal calls
+            calls += 1
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    renderer = ChatRenderer(Counting(tokenizer))
+    prompt = renderer.first_prompt([_user("hi")], ())
+    for _ in range(50):
+        renderer.extend(prompt, _ids("4"), history=[], new_messages=[_user("lower")], tools=())
+    assert calls == 9  # the prompt; each of two dummy chats whole and closed, with its head

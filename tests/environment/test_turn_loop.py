@@ -1,0 +1,218 @@
+"""One episode from reset to outcome: exact tokens, rewards, limits; its turns are always kept."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from worlds.episode_builders import (
+    ASSIGNMENT,
+    DONE,
+    GO_ON,
+    HELLO,
+    SETTINGS,
+    FakeEnvironment,
+    FakePolicy,
+    hang,
+    play,
+    renderer,
+    reply,
+    tokenizer,
+)
+
+from actors.environment.builtin.calculator import CalculatorEnvironment
+from actors.environment.builtin.guessing import GuessingEnvironment
+from actors.environment.protocol import Message, Role, StepResult
+from actors.environment.turn_loop import play_episode
+from actors.policy import GenerateReply, GenerateRequest
+from actors.types import FinishReason, Outcome
+
+
+async def test_a_finished_game_is_completed_with_its_rewards_and_exact_ids() -> None:
+    environment = FakeEnvironment(GO_ON, DONE)
+    policy = FakePolicy()
+    trajectory = await play(environment, policy)
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert (trajectory.trajectory_id, trajectory.group_number) == ("r1.a1", 4)
+    assert (trajectory.episode_return, trajectory.best_return) == (1.25, 2.0)
+    assert trajectory.turns[1].reward_components == {"hit": 1.0}
+    first, second = trajectory.turns
+    assert [request.prompt_token_ids.tolist() for request in policy.requests] == [
+        first.prompt_token_ids.tolist(),
+        second.prompt_token_ids.tolist(),
+    ]
+    whole = np.concatenate((first.prompt_token_ids, first.sampled_token_ids))
+    np.testing.assert_array_equal(second.prompt_token_ids[: len(whole)], whole)
+    assert trajectory.num_inserted_tokens == 1  # the template's newline
+    assert trajectory.timings.wall_s > 0
+    assert [action.text for action in environment.actions] == ["4", "4"]
+
+
+async def test_the_salt_of_the_first_reply_goes_with_every_later_turn() -> None:
+    policy = FakePolicy(reply(cache_salt="v3"), reply(cache_salt="v4"), reply())
+    await play(FakeEnvironment(GO_ON, GO_ON, DONE), policy)
+    assert [request.cache_salt for request in policy.requests] == [None, "v3", "v3"]
+    assert {request.trajectory_id for request in policy.requests} == {"r1.a1"}
+
+
+async def test_a_game_without_an_end_stops_at_max_turns_and_keeps_its_rewards() -> None:
+    trajectory = await play(FakeEnvironment(GO_ON))
+    assert trajectory.outcome is Outcome.MAX_TURNS
+    assert (len(trajectory.turns), trajectory.episode_return) == (4, 1.0)
+
+
+async def test_the_environments_own_limit_is_not_an_end_of_the_task() -> None:
+    trajectory = await play(FakeEnvironment(StepResult(reward=0.5, truncated=True)))
+    assert trajectory.outcome is Outcome.MAX_TURNS
+    assert trajectory.episode_return == 0.5
+
+
+async def test_a_cut_off_turn_is_kept_and_never_shown_to_the_environment() -> None:
+    environment = FakeEnvironment(DONE)
+    cut = reply("4 4 4", finish_reason=FinishReason.LENGTH)
+    trajectory = await play(environment, FakePolicy(cut))
+    assert trajectory.outcome is Outcome.TRUNCATED_TOKENS
+    assert trajectory.is_truncated and trajectory.num_sampled == len(cut.token_ids)
+    assert environment.actions == [] and trajectory.episode_return == 0.0
+
+
+def length_of_the_first_prompt() -> int:
+    return renderer().first_prompt(HELLO.messages, ()).shape[0]
+
+
+async def test_a_prompt_that_leaves_no_room_ends_as_truncated_by_context() -> None:
+    policy = FakePolicy()
+    full = replace(SETTINGS, max_context_tokens=length_of_the_first_prompt())
+    trajectory = await play(FakeEnvironment(DONE), policy, settings=full)
+    assert trajectory.outcome is Outcome.TRUNCATED_CONTEXT
+    assert trajectory.turns == () and policy.requests == []
+
+
+async def test_a_later_prompt_that_leaves_no_room_keeps_the_turns_before() -> None:
+    long = StepResult(messages=(Message(role=Role.USER, content="lower " * 400),))
+    trajectory = await play(FakeEnvironment(long))
+    assert trajectory.outcome is Outcome.TRUNCATED_CONTEXT
+    assert len(trajectory.turns) == 1
+
+
+async def test_the_room_that_is_left_bounds_the_turn_and_names_its_end() -> None:
+    policy = FakePolicy(reply("4 4", finish_reason=FinishReason.LENGTH))
+    tight = replace(SETTINGS, max_context_tokens=length_of_the_first_prompt() + 4)
+    trajectory = await play(FakeEnvironment(DONE), policy, settings=tight)
+    assert policy.requests[0].max_tokens == 4
+    assert trajectory.outcome is Outcome.TRUNCATED_CONTEXT
+    assert len(trajectory.turns) == 1
+
+
+async def test_an_episode_that_malformed_calls_ended_says_so() -> None:
+    end = StepResult(reward=-0.1, terminated=True, is_malformed=True, ended_by_malformed=True)
+    trajectory = await play(FakeEnvironment(end))
+    assert trajectory.outcome is Outcome.MALFORMED_TOOL_CALL
+    assert trajectory.num_malformed_turns == 1 and trajectory.episode_return == -0.1
+
+
+async def test_a_malformed_turn_that_ends_nothing_is_only_flagged() -> None:
+    bad = StepResult(messages=GO_ON.messages, is_malformed=True)
+    trajectory = await play(FakeEnvironment(bad, DONE))
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert [turn.is_malformed for turn in trajectory.turns] == [True, False]
+
+
+async def test_the_episode_deadline_holds_over_many_short_turns() -> None:
+    settings = replace(SETTINGS, max_turns=10_000, max_context_tokens=10**6, episode_deadline_s=0.3)
+    trajectory = await play(FakeEnvironment(GO_ON), FakePolicy(delay_s=0.01), settings=settings)
+    assert trajectory.outcome is Outcome.WALL_TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("where", "outcome", "num_turns"),
+    [
+        ("reset", Outcome.CANCELLED, 0),
+        ("policy", Outcome.CANCELLED, 0),
+        ("step", Outcome.CANCELLED, 1),
+        ("close", Outcome.COMPLETED, 1),
+    ],
+)
+async def test_cancelling_the_task_gives_a_trajectory_all_the_same(
+    where: str, outcome: Outcome, num_turns: int
+) -> None:
+    reached = asyncio.Event()
+
+    async def arrive_and_hang() -> StepResult:
+        reached.set()
+        return await hang()
+
+    class HangingPolicy(FakePolicy):
+        async def generate(self, request: GenerateRequest) -> GenerateReply:
+            if where == "policy":
+                await arrive_and_hang()
+            return await super().generate(request)
+
+    environment = FakeEnvironment(
+        arrive_and_hang if where == "step" else DONE,
+        on_reset=arrive_and_hang if where == "reset" else None,
+        on_close=arrive_and_hang if where == "close" else None,
+    )
+    task = asyncio.create_task(play(environment, HangingPolicy()))
+    await reached.wait()
+    task.cancel()
+    trajectory = await task
+    assert (trajectory.outcome, len(trajectory.turns)) == (outcome, num_turns)
+
+
+async def test_the_calculator_is_played_through_its_tool() -> None:
+    start = await CalculatorEnvironment().reset(ASSIGNMENT.task)
+    expression = start.messages[0].content.removeprefix("What is ").removesuffix("?")
+    answer = str(sum(map(int, expression.split("+"))))
+    call = '{"name": "calculator", "arguments": {"expression": "' + expression + '"}}'
+    policy = FakePolicy(
+        reply("<tool_call>{<|im_end|>"),
+        reply(f"<tool_call>{call}</tool_call><|im_end|>"),
+        reply(answer),
+    )
+    trajectory = await play(CalculatorEnvironment(), policy)
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert [turn.reward for turn in trajectory.turns] == [-0.1, 0.0, 1.0]
+    last = tokenizer().decode(trajectory.turns[-1].prompt_token_ids.tolist())
+    assert f"<tool_response>\n{answer}\n</tool_response>" in last
+    assert "error: <tool_call> without </tool_call>." in last
+
+
+async def test_many_episodes_at_once_do_not_disturb_each_other() -> None:
+    replies: Sequence[GenerateReply] = [reply(f"{n}<|im_end|>") for n in range(1, 8)]
+    plays = [
+        play_episode(
+            ASSIGNMENT,
+            make_environment=partial(GuessingEnvironment, max_guesses=1),
+            policy=FakePolicy(replies[i % 7], delay_s=0.001 * (i % 5)),
+            renderer=renderer(),
+            settings=SETTINGS,
+        )
+        for i in range(210)
+    ]
+    trajectories = await asyncio.gather(*plays)
+    assert {t.outcome for t in trajectories} == {Outcome.COMPLETED}
+    assert sum(t.episode_return for t in trajectories) == 30.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_turns": 0},
+        {"max_tokens_per_turn": 0},
+        {"max_context_tokens": 0},
+        {"turn_deadline_s": 0.0},
+        {"episode_deadline_s": math.nan},
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+    ],
+)
+def test_impossible_limits_are_refused(change: dict[str, float]) -> None:
+    (name,) = change
+    with pytest.raises(ValueError, match=f"{name}: .*expected"):
+        replace(SETTINGS, **change)

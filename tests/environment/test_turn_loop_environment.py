@@ -1,0 +1,214 @@
+"""Whatever an environment does, raises or returns: one outcome, and the turns so far."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+from worlds.episode_builders import (
+    ASSIGNMENT,
+    DONE,
+    GO_ON,
+    HELLO,
+    SETTINGS,
+    Behaviour,
+    FakeEnvironment,
+    FakePolicy,
+    hang,
+    play,
+    raising,
+    renderer,
+    returning,
+)
+
+from actors.environment.bounded import num_abandoned
+from actors.environment.protocol import (
+    Action,
+    Environment,
+    Message,
+    Observation,
+    RewardError,
+    Role,
+    StepResult,
+)
+from actors.environment.turn_loop import play_episode
+from actors.types import Outcome
+
+IMPATIENT = replace(SETTINGS, turn_deadline_s=0.5)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("broken"),
+        asyncio.CancelledError(),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        StopAsyncIteration(),
+        TimeoutError("its own"),
+        RecursionError(),
+    ],
+)
+async def test_whatever_a_step_raises_is_an_environment_error(error: BaseException) -> None:
+    trajectory = await play(FakeEnvironment(GO_ON, raising(error)))
+    assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+    assert len(trajectory.turns) == 2 and trajectory.turns[1].reward == 0.0
+
+
+async def test_an_error_that_cannot_be_written_is_an_environment_error_too() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    trajectory = await play(FakeEnvironment(raising(Silent())))
+    assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+    assert trajectory.detail == "step: Silent: its text cannot be had"
+    halves = await play(FakeEnvironment(raising(ValueError("\ud800"))))
+    assert halves.detail == "step: ValueError: ?"
+
+
+@pytest.mark.parametrize("is_at_reset", [True, False])
+async def test_half_a_character_is_an_environment_error(is_at_reset: bool) -> None:
+    async def answer() -> object:
+        kind = Observation if is_at_reset else StepResult
+        return kind(messages=(Message(role=Role.USER, content="a\ud800"),))
+
+    environment = FakeEnvironment(DONE, on_reset=answer) if is_at_reset else FakeEnvironment(answer)
+    trajectory = await play(environment)
+    assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+    assert "lone surrogate '\\ud800' at character 1" in trajectory.detail
+
+
+async def test_an_environment_that_exits_the_process_does_not() -> None:
+    async def leave() -> StepResult:
+        sys.exit(1)
+
+    assert (await play(FakeEnvironment(leave))).outcome is Outcome.ENVIRONMENT_ERROR
+
+
+@pytest.mark.parametrize("value", [None, 3, {"reward": 1.0}, HELLO])
+async def test_a_step_that_returns_something_else_is_an_environment_error(value: object) -> None:
+    trajectory = await play(FakeEnvironment(returning(value)))
+    assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+
+
+async def test_messages_of_a_wrong_kind_are_an_environment_error() -> None:
+    async def answer_with_a_dict() -> StepResult:
+        return StepResult(messages=({"role": "user"},))  # type: ignore[arg-type]
+
+    trajectory = await play(FakeEnvironment(answer_with_a_dict))
+    assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+
+
+async def test_an_environment_whose_methods_are_not_async_is_an_environment_error() -> None:
+    class Blocking(FakeEnvironment):
+        def step(self, action: Action) -> StepResult:  # type: ignore[override]
+            return DONE
+
+    assert (await play(Blocking(DONE))).outcome is Outcome.ENVIRONMENT_ERROR
+
+
+@pytest.mark.parametrize("on_reset", [returning(None), raising(OSError("no container"))])
+async def test_a_reset_that_raises_or_returns_nothing_is_an_environment_error(
+    on_reset: Behaviour,
+) -> None:
+    trajectory = await play(FakeEnvironment(DONE, on_reset=on_reset))
+    assert (trajectory.outcome, trajectory.turns) == (Outcome.ENVIRONMENT_ERROR, ())
+
+
+async def test_an_environment_that_cannot_be_made_is_an_environment_error() -> None:
+    def fail() -> Environment:
+        raise OSError("no more of them")
+
+    trajectory = await play_episode(
+        ASSIGNMENT,
+        make_environment=fail,
+        policy=FakePolicy(),
+        renderer=renderer(),
+        settings=SETTINGS,
+    )
+    assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+
+
+async def test_a_hanging_reset_is_given_up() -> None:
+    trajectory = await play(FakeEnvironment(DONE, on_reset=hang), settings=IMPATIENT)
+    assert (trajectory.outcome, trajectory.turns) == (Outcome.WALL_TIMEOUT, ())
+
+
+async def test_a_hanging_step_is_given_up_and_its_turn_kept() -> None:
+    trajectory = await play(FakeEnvironment(GO_ON, hang), settings=IMPATIENT)
+    assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.WALL_TIMEOUT, 2)
+
+
+@pytest.mark.parametrize("on_close", [raising(OSError()), hang])
+async def test_what_goes_wrong_in_close_changes_nothing(on_close: Behaviour) -> None:
+    trajectory = await play(FakeEnvironment(DONE, on_close=on_close))
+    assert trajectory.outcome is Outcome.COMPLETED
+
+
+async def test_an_environment_that_ignores_cancellation_holds_nobody_up() -> None:
+    released = asyncio.Event()
+
+    async def refuse_to_stop() -> StepResult:
+        while not released.is_set():
+            try:
+                await released.wait()
+            except asyncio.CancelledError:
+                continue
+        return DONE
+
+    before = num_abandoned()
+    trajectory = await play(FakeEnvironment(refuse_to_stop), settings=IMPATIENT)
+    assert trajectory.outcome is Outcome.WALL_TIMEOUT
+    assert num_abandoned() == before + 1
+    released.set()
+    while num_abandoned() > before:
+        await asyncio.sleep(0.01)
+
+
+class Judge:
+    """Has no score at first; asked again, it answers, or fails, as often as it was told."""
+
+    def __init__(self, *, num_failures: int) -> None:
+        self.num_failures = num_failures
+        self.num_asked = 0
+
+    async def grade(self) -> StepResult:
+        raise RewardError("judge away", rescore=self.grade_again)
+
+    async def grade_again(self) -> StepResult:
+        self.num_asked += 1
+        if self.num_asked <= self.num_failures:
+            raise RewardError("still away", rescore=self.grade_again)
+        return DONE
+
+
+async def test_a_missing_score_is_asked_for_again_and_the_action_is_not_repeated() -> None:
+    judge = Judge(num_failures=1)
+    environment = FakeEnvironment(judge.grade)
+    trajectory = await play(environment)
+    assert (trajectory.outcome, trajectory.episode_return) == (Outcome.COMPLETED, 1.0)
+    assert (len(environment.actions), judge.num_asked) == (1, 2)
+
+
+async def test_a_score_that_cannot_be_had_is_a_reward_error_and_never_zero() -> None:
+    judge = Judge(num_failures=99)
+    trajectory = await play(FakeEnvironment(GO_ON, judge.grade))
+    assert trajectory.outcome is Outcome.REWARD_ERROR
+    assert (len(trajectory.turns), judge.num_asked) == (2, 2)
+
+
+async def test_a_score_that_cannot_be_asked_for_again_is_a_reward_error() -> None:
+    trajectory = await play(FakeEnvironment(raising(RewardError("gone"))))
+    assert trajectory.outcome is Outcome.REWARD_ERROR
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, None, "1"])
+async def test_a_reward_that_is_no_number_is_a_reward_error(reward: float) -> None:
+    whole = StepResult(reward=reward, terminated=True)
+    assert (await play(FakeEnvironment(whole))).outcome is Outcome.REWARD_ERROR
+    part = StepResult(reward=1.0, reward_components={"x": reward}, terminated=True)
+    assert (await play(FakeEnvironment(part))).outcome is Outcome.REWARD_ERROR

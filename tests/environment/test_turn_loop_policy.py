@@ -1,0 +1,133 @@
+"""Whatever the policy answers and the template renders: one outcome, and the turns before."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from worlds.chatml import chatml_tokenizer
+from worlds.episode_builders import DONE, GO_ON, SETTINGS, FakeEnvironment, FakePolicy, play, reply
+
+from actors.environment.rendering import ChatRenderer
+from actors.lineage import Lineage, MismatchKind, SampleLineage
+from actors.merge.buffer import fill
+from actors.merge.prefix import merge_turns
+from actors.policy import PolicyDeadlineExceeded, PolicyUnavailable
+from actors.types import FinishReason, Outcome, VersionSpan
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (PolicyUnavailable("replica died"), Outcome.INFRASTRUCTURE_ERROR),
+        (ValueError("prompt too long"), Outcome.INFRASTRUCTURE_ERROR),
+        (KeyError("a bug of the client"), Outcome.INFRASTRUCTURE_ERROR),
+        (PolicyDeadlineExceeded("late"), Outcome.WALL_TIMEOUT),
+    ],
+)
+async def test_a_policy_that_fails_keeps_the_turns_before(
+    error: Exception, outcome: Outcome
+) -> None:
+    trajectory = await play(FakeEnvironment(GO_ON), FakePolicy(reply(), error))
+    assert trajectory.outcome is outcome
+    assert len(trajectory.turns) == 1 and type(error).__name__ in trajectory.detail
+
+
+async def test_an_aborted_turn_is_an_infrastructure_error() -> None:
+    policy = FakePolicy(reply(finish_reason=FinishReason.ABORT))
+    trajectory = await play(FakeEnvironment(GO_ON), policy)
+    assert trajectory.outcome is Outcome.INFRASTRUCTURE_ERROR
+    assert len(trajectory.turns) == 1
+
+
+async def test_a_policy_that_ignores_its_deadline_is_given_up() -> None:
+    settings = replace(SETTINGS, turn_deadline_s=0.05)
+    trajectory = await play(FakeEnvironment(DONE), FakePolicy(delay_s=3600), settings=settings)
+    assert trajectory.outcome is Outcome.WALL_TIMEOUT
+    assert trajectory.timings.generate_s > 0
+
+
+async def test_no_sampled_token_is_empty_and_keeps_the_turns_before() -> None:
+    trajectory = await play(FakeEnvironment(GO_ON), FakePolicy(reply(), reply("")))
+    assert trajectory.outcome is Outcome.EMPTY
+    assert len(trajectory.turns) == 1
+
+
+def spans(*bounds: tuple[int, int]) -> tuple[VersionSpan, ...]:
+    return tuple(
+        VersionSpan(version=version, start=start, end=end)
+        for version, (start, end) in enumerate(bounds)
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": np.array([-0.5], dtype=np.float32)},
+        {"logprobs": np.zeros(0, dtype=np.float32)},
+        {"logprobs": np.array([-0.5, math.nan], dtype=np.float32)},
+        {"logprobs": np.array([-math.inf, -0.5], dtype=np.float32)},
+        {"token_ids": np.zeros(0, dtype=np.int32)},
+        {"token_ids": np.array([-1, 5], dtype=np.int32)},
+        {"token_ids": np.zeros((2, 1), dtype=np.int32)},
+        {"version_spans": ()},
+        {"version_spans": spans((0, 1))},
+        {"version_spans": spans((1, 2))},
+        {"version_spans": spans((0, 0), (0, 2))},
+    ],
+)
+async def test_tokens_that_do_not_fit_together_are_misaligned_and_not_kept(
+    changes: dict[str, object],
+) -> None:
+    assert reply().token_ids.shape == (2,)
+    trajectory = await play(FakeEnvironment(GO_ON), FakePolicy(reply(), reply(**changes)))
+    assert trajectory.outcome is Outcome.TOKEN_MISALIGNED
+    assert len(trajectory.turns) == 1
+
+
+def renderer_with(template: str) -> ChatRenderer:
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = template
+    return ChatRenderer(tokenizer)
+
+
+async def test_a_template_that_refuses_is_an_agent_error() -> None:
+    refuses = renderer_with("{{ raise_exception('never') }}")
+    assert (await play(FakeEnvironment(DONE), chat=refuses)).outcome is Outcome.AGENT_ERROR
+
+
+async def test_a_template_that_looks_back_breaks_the_prompt_and_is_counted() -> None:
+    counts_turns = renderer_with(
+        "{% for m in messages %}{{ loop.index }} {{ m.content }}<|im_end|>{% endfor %}"
+    )
+    trajectory = await play(FakeEnvironment(GO_ON, GO_ON, DONE), chat=counts_turns)
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert trajectory.render_breaks == {"template_looks_back": 2}
+    merged = merge_turns(trajectory)
+    assert [mismatch.kind for mismatch in merged.mismatches] == [MismatchKind.TEMPLATE] * 2
+    compared = merge_turns(replace(trajectory, lineage=None))
+    assert [sample.turns for sample in compared.samples] == [(0,), (1,), (2,)]
+
+
+async def test_a_template_that_looks_back_in_vain_goes_on_with_the_same_sample() -> None:
+    # Rendered anew, every prompt is the one before it and more: nothing was broken after all.
+    numbers_questions = renderer_with(
+        "{% for m in messages %}{% if m.role != 'assistant' %}{{ loop.index0 // 4 }}{% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    trajectory = await play(FakeEnvironment(GO_ON, GO_ON, DONE), chat=numbers_questions)
+    assert trajectory.render_breaks == {"template_looks_back": 2}
+    assert trajectory.lineage is not None and len(trajectory.turns) == 3
+    assert len(trajectory.lineage.samples) == 1
+
+
+async def test_an_episode_keeps_each_token_once_and_sends_each_prompt_whole() -> None:
+    policy = FakePolicy(reply())
+    trajectory = await play(FakeEnvironment(GO_ON, GO_ON, DONE), policy)
+    assert trajectory.lineage == Lineage(samples=(SampleLineage(turns=(0, 1, 2)),))
+    assert trajectory.lineage == fill(trajectory.turns).lineage()
+    for turn, request in zip(trajectory.turns, policy.requests, strict=True):
+        np.testing.assert_array_equal(turn.prompt_token_ids, request.prompt_token_ids)
+        assert np.shares_memory(turn.prompt_token_ids, trajectory.turns[-1].prompt_token_ids)

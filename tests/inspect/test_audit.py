@@ -1,0 +1,256 @@
+"""The audit: clean on what the real code makes, and each planted fault found and named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds.journal_builders import (
+    group_of,
+    one_group,
+    random_group,
+    step_of,
+    through_a_file,
+    written,
+)
+from worlds.planted_faults import FIRST, PLANTS, SECOND, shaped, sound_step, with_entry, with_sample
+from worlds.record_builders import step_record
+
+from actors.journal.record import JournalStep
+from actors.merge.advantages import Baseline, Scale, group_advantages
+from actors.types import Outcome
+from service.cli.inspect import run_inspect
+from service.cli.inspect_options import InspectRequest
+from service.inspect.audit.audit import Audit, audit, describe
+from service.inspect.audit.groups import GroupRule, expected_advantages
+from service.inspect.audit.offence import Check
+from service.inspect.audit.tokens import check_trajectory
+from service.inspect.reader import open_journal
+from service.launch.run_dir import RunDir
+from service.store.run_store import RunStore, StoredEvent
+
+
+def audited(run_dir: Path, *steps: JournalStep) -> Audit:
+    return audit(open_journal(written(run_dir, *steps)))
+
+
+def rows_of(step: JournalStep) -> list[StoredEvent]:
+    """The ledger's rows of a step that was settled as its journal says."""
+    admitted = [StoredEvent(seq=0, rollout_id=e.trajectory.rollout_id, kind="admitted")
+                for e in step.entries]  # fmt: skip
+    left = [
+        StoredEvent(
+            seq=0,
+            rollout_id=entry.trajectory.rollout_id,
+            kind="evicted" if entry.reason else "trained",
+            reason=entry.reason.value if entry.reason else None,
+            step=step.step,
+        )
+        for entry in step.entries
+    ]
+    return [*admitted, *left]
+
+
+def stored(run_dir: Path, rows: Sequence[StoredEvent], *, steps: Sequence[int] = (1,)) -> None:
+    """The run's database with these rows, written as a supervisor writes them."""
+    run_dir.mkdir(exist_ok=True)
+    store = RunStore(RunDir(path=run_dir).database_url)
+    store.acquire_lease(holder="test")
+    events = [replace(row, seq=seq) for seq, row in enumerate(rows)]
+    for step in steps:
+        store.add_step(step_record(step), epoch=1, new_events=events if step == steps[0] else ())
+    store.close()
+
+
+def test_what_the_real_code_made_is_clean(tmp_path: Path) -> None:
+    step = sound_step()
+    stored(tmp_path, rows_of(step))
+    result = audited(tmp_path, step)
+    assert result.offences == () and result.is_clean and result.unchecked == {}
+    assert (result.num_trajectories, result.num_trained) == (8, step.num_packed_trained)
+    assert run_inspect(InspectRequest(target=str(tmp_path), audit=True)) == 0
+
+
+def test_equal_returns_are_trained_only_where_the_loss_has_another_term(tmp_path: Path) -> None:
+    step = step_of([group_of(0, [1, 1])], trains_without_signal=True)
+    assert audited(tmp_path / "with", step).is_clean and step.num_packed_trained > 0
+    assert step.group_rule is not None
+    rule = replace(step.group_rule, trains_without_signal=False)
+    offences = audited(tmp_path / "without", replace(step, group_rule=rule)).offences
+    assert [offence.check for offence in offences] == [Check.ADVANTAGES] * 2
+    for offence, name in zip(offences, (FIRST, SECOND), strict=True):
+        assert offence.text == f"{name}.a0 is trained, its group's returns are equal"
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1))
+def test_of_trajectories_of_any_shape_only_their_own_faults_are_found(seed: int) -> None:
+    step = through_a_file(step_of([random_group(0, seed)], number=4))
+    found = {offence.check for entry in step.entries for offence in check_trajectory(step, entry)}
+    # Drawn so: log-probabilities that are not finite, rewarded malformed turns, versions to come.
+    assert found <= {Check.LOGPROBS, Check.MALFORMED, Check.AGE}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_fault_is_found_and_its_offender_named(
+    plant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check, subject, change = PLANTS[plant]
+    result = audited(tmp_path, change(sound_step()))
+    named = {(offence.check, offence.subject) for offence in result.offences}
+    assert (check, subject) in named
+    # Whatever else follows of it, nobody else is accused.
+    group = subject.partition("-")[0].removesuffix(".a0")
+    assert all(name.startswith((group, "step 1")) for _, name in named)
+    assert run_inspect(InspectRequest(target=str(tmp_path), audit=True)) == 1
+    printed = capsys.readouterr().out
+    assert f"WRONG  {check.value}" in printed and f"step 1, {subject}: " in printed
+
+
+def test_a_check_that_was_not_made_is_not_called_ok(tmp_path: Path) -> None:
+    result = audited(tmp_path, with_entry(shaped(sound_step()), 0, baseline_return=999.0))
+    lines = describe(result, limit=0)
+    assert result.is_clean
+    for check in (Check.BASELINE, Check.ADVANTAGES, Check.ZERO_SUM):
+        (line,) = [line for line in lines if check.value in line]
+        assert line.startswith("  -      ") and "not checked" in line
+
+
+def test_a_malformed_trajectory_with_a_positive_reward_is_named(tmp_path: Path) -> None:
+    group = group_of(0, [1, 0], outcomes={0: Outcome.MALFORMED_TOOL_CALL})
+    (offence,) = audited(tmp_path, step_of([group])).offences
+    assert (offence.check, offence.subject) == (Check.MALFORMED, f"{FIRST}.a0")
+
+
+def test_a_rewarded_malformed_turn_is_named(tmp_path: Path) -> None:
+    won, lost = group_of(0, [1, 0]).trajectories
+    turns = (replace(won.turns[0], is_malformed=True, reward=0.5), won.turns[1])
+    (offence,) = audited(tmp_path, step_of([one_group([replace(won, turns=turns), lost])])).offences
+    assert offence.check is Check.MALFORMED and "turn 0 is malformed" in offence.text
+
+
+def test_a_member_that_left_under_a_reason_is_noted_and_fails_no_audit(tmp_path: Path) -> None:
+    step = sound_step()
+    gone = "g000000.0-4"
+    left = [
+        StoredEvent(seq=0, rollout_id=gone, kind="admitted"),
+        StoredEvent(seq=0, rollout_id=gone, kind="evicted", reason="wall_timeout"),
+    ]
+    stored(tmp_path, [*rows_of(step), *left])
+    result = audited(tmp_path, step)
+    (offence,) = result.offences
+    assert (offence.check, offence.subject) == (Check.ADMITTED, "g000000.0")
+    assert "4 of 5 admitted rollouts" in offence.text and "wall_timeout" in offence.text
+    assert offence.is_explained and result.is_clean
+
+
+def test_a_group_that_lacks_a_member_without_a_reason_fails_the_audit(tmp_path: Path) -> None:
+    step = sound_step()
+    lost = StoredEvent(seq=0, rollout_id="g000000.0-4", kind="admitted")
+    stored(tmp_path, [*rows_of(step), lost])
+    (offence,) = audited(tmp_path, step).offences
+    assert offence.check is Check.ADMITTED and not offence.is_explained
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "evicted", "reason": "masked"}, "trained in the journal, evicted as masked"),
+        ({"kind": "admitted", "step": None}, "still in flight in the ledger"),
+        ({"step": 2}, "settled by step 2"),
+    ],
+)
+def test_a_rollout_with_another_fate_in_the_ledger_is_named(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    step = sound_step()
+    rows = rows_of(step)
+    rows[len(step.entries)] = replace(rows[len(step.entries)], **changes)
+    stored(tmp_path, rows)
+    found = [o for o in audited(tmp_path, step).offences if o.check is Check.LEDGER]
+    assert [offence.subject for offence in found] == [f"{FIRST}.a0"] and words in found[0].text
+
+
+def test_a_rollout_that_the_ledger_alone_calls_trained_is_named(tmp_path: Path) -> None:
+    step = sound_step()
+    stored(tmp_path, rows_of(step))
+    result = audited(tmp_path, replace(step, entries=step.entries[1:]))
+    assert (Check.LEDGER, FIRST) in {(o.check, o.subject) for o in result.offences}
+
+
+def test_a_rollout_that_the_ledger_never_admitted_is_named(tmp_path: Path) -> None:
+    step = sound_step()
+    stored(tmp_path, [row for row in rows_of(step) if row.rollout_id != FIRST])
+    found = [o for o in audited(tmp_path, step).offences if o.check is Check.LEDGER]
+    assert [offence.subject for offence in found] == [f"{FIRST}.a0"]
+
+
+def test_a_step_refused_as_not_finite_agrees_with_its_journal(tmp_path: Path) -> None:
+    step = sound_step()
+    rows = [
+        replace(row, kind="evicted", reason="nonfinite_step") if row.kind == "trained" else row
+        for row in rows_of(step)
+    ]
+    stored(tmp_path, rows)
+    result = audited(tmp_path, step)
+    assert result.is_clean and step.num_packed_trained > 0
+    assert (result.num_trained, result.refused_steps) == (0, (1,))
+    note = "  note   1 step handed out, whose update was not finite and was refused: 1"
+    assert note in describe(result, limit=0)
+
+
+def test_an_advantage_for_which_the_update_was_refused_fails_no_audit(tmp_path: Path) -> None:
+    step = shaped(step_of([group_of(0, [1, 0])]))
+    wild = with_sample(step, 0, advantages=step.entries[0].samples[0].advantages * np.nan)
+    rows = [
+        replace(row, kind="evicted", reason="nonfinite_step") if row.kind == "trained" else row
+        for row in rows_of(step)
+    ]
+    stored(tmp_path / "refused", rows)
+    stored(tmp_path / "trained", rows_of(step))
+    refused, trained = (audited(tmp_path / name, wild) for name in ("refused", "trained"))
+    assert refused.is_clean and not trained.is_clean
+    assert [o.check for o in refused.offences] == [Check.ADVANTAGES]
+
+
+def test_a_step_that_the_run_has_not_recorded_is_not_held_against_the_ledger(
+    tmp_path: Path,
+) -> None:
+    step = sound_step()
+    stored(tmp_path, rows_of(step))
+    in_hand = step_of([group_of(7, [1, 0])], number=2)
+    assert audited(tmp_path, step, in_hand).offences == ()
+
+
+def test_a_rollout_that_is_trained_in_two_steps_is_named(tmp_path: Path) -> None:
+    again = step_of([group_of(0, [1, 0])], number=2)
+    first = step_of([group_of(0, [1, 0])])
+    found = [o for o in audited(tmp_path, first, again).offences if o.check is Check.ONCE]
+    assert [(o.subject, o.step) for o in found] == [(FIRST, 2), (SECOND, 2)]
+
+
+def test_recorded_steps_without_a_file_are_told(tmp_path: Path) -> None:
+    first, third = step_of([]), step_of([], number=3)
+    stored(tmp_path, [], steps=(1, 2, 3))
+    assert audited(tmp_path, first, third).missing_steps == (2,)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=6),
+    st.sampled_from([each for each in Baseline if each is not Baseline.CRITIC]),
+    st.sampled_from(Scale),
+)
+def test_the_audits_own_statistics_equal_the_merges(
+    returns: list[float], baseline: Baseline, scale: Scale
+) -> None:
+    own = expected_advantages(returns, GroupRule(baseline=baseline, scale=scale))
+    other = group_advantages(returns, baseline=baseline, scale=scale)
+    assert (own is not None) == other.has_signal
+    if own is not None:
+        assert own == pytest.approx(other.values.tolist(), abs=1e-9)

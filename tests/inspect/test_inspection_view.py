@@ -1,0 +1,277 @@
+"""What is shown of a trajectory: each token by class and columns, and where records disagree."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from worlds.chat_examples import (
+    example_step,
+    first_prompt,
+    game,
+    ids_of,
+    text,
+    turn_of,
+    with_trained,
+)
+from worlds.journal_builders import one_group, random_group, step_of
+from worlds.trajectory_builders import make_trajectory
+
+from actors.journal.record import JournalStep
+from actors.trainer.tiny.tokenizer import TURN_END
+from service.inspect.build import (
+    HEADER_TRAINED,
+    HEADER_WRITTEN,
+    NO_LOGPROB,
+    NOT_SAMPLED,
+    build_view,
+)
+from service.inspect.page import render_page
+from service.inspect.terminal import show
+from service.inspect.token_text import BareIds
+from service.inspect.view import Token, TokenClass, TrajectoryView
+from service.visible import visible
+
+
+def view_of(row: int, step: JournalStep | None = None) -> TrajectoryView:
+    step = step or example_step()
+    return build_view(step, step.entries[row], text())
+
+
+def tokens_of(view: TrajectoryView) -> list[Token]:
+    return [token for sample in view.samples for token in sample.tokens]
+
+
+def kinds(tokens: Sequence[Token]) -> list[tuple[str, str]]:
+    return [(token.text, token.kind.value) for token in tokens]
+
+
+def test_each_token_is_told_by_who_wrote_it() -> None:
+    # The first reply was cut off: its end is put there by the renderer.
+    view = view_of(1)
+    (sample,) = view.samples
+    assert kinds(sample.segments[1].tokens) == [("3", "trained")]
+    assert kinds(sample.segments[2].tokens) == [
+        ("<|end|>", "inserted"),
+        ("<|user|>", "template"),
+        ("higher", "observation"),
+        ("<|end|>", "template"),
+        ("<|assistant|>", "template"),
+    ]
+    assert kinds(sample.segments[3].tokens) == [("5", "trained"), ("<|end|>", "trained")]
+    assert kinds(sample.segments[0].tokens)[:2] == [("<|user|>", "template"), ("Guess", "prompt")]
+    assert view.faults == () and view.num_faulty == 0
+
+
+def test_the_columns_of_a_trained_token_are_what_was_recorded() -> None:
+    tokens = [token for token in tokens_of(view_of(0)) if token.kind is TokenClass.TRAINED]
+    assert [token.turn for token in tokens] == [0, 0, 1, 1]
+    assert [token.logprob for token in tokens] == pytest.approx([-0.1, -0.2, -0.1, -0.2])
+    assert {token.version for token in tokens} == {0}
+    # Returns 1, 0 and 1: mean 2/3, deviation 1/sqrt(3).
+    assert [token.advantage for token in tokens] == pytest.approx([0.577349] * 4, abs=1e-6)
+
+
+def test_a_branch_says_which_turn_began_it_and_where_it_parts() -> None:
+    first, second = view_of(2).samples
+    assert first.opening == "turn 0"
+    assert "turn 1; extends no sample (retokenised): parts from the nearest at token 19" in (
+        second.opening
+    )
+    (parting,) = [token for token in second.tokens if token.starts_at_mismatch]
+    assert parting.position == len(first_prompt()) == 19
+
+
+def test_a_masked_trajectory_has_no_trained_token() -> None:
+    view = view_of(3)
+    assert view.counts.get(TokenClass.TRAINED) is None and view.counts[TokenClass.MASKED] == 12
+    assert view.num_faulty == 0
+
+
+def test_an_observation_inside_a_trained_span_is_a_fault() -> None:
+    view = view_of(0, with_trained(example_step(), 0, [22]))
+    (token,) = [token for token in tokens_of(view) if token.faults]
+    assert (token.text, token.kind) == ("higher", TokenClass.TRAINED)
+    assert token.faults == (NOT_SAMPLED,) and view.fault_counts == {NOT_SAMPLED: 1}
+
+
+def test_a_role_header_that_is_trained_is_a_fault() -> None:
+    view = view_of(0, with_trained(example_step(), 0, [24]))
+    (token,) = [token for token in tokens_of(view) if token.faults]
+    assert token.text == "<|assistant|>" and token.faults == (NOT_SAMPLED, HEADER_TRAINED)
+
+
+def test_a_role_header_that_the_policy_wrote_is_pointed_at_and_its_end_token_is_not() -> None:
+    writer = make_trajectory([turn_of(first_prompt(), f"4<|user|>5{TURN_END}")])
+    other = game(0, [f"4{TURN_END}"], reward=1.0)
+    step = step_of([one_group([writer, replace(other, rollout_id="g000000.0-1")])])
+    faulty = [token for token in tokens_of(view_of(0, step)) if token.faults]
+    assert [(token.text, token.faults) for token in faulty] == [("<|user|>", (HEADER_WRITTEN,))]
+
+
+def test_a_sampled_token_without_a_log_probability_is_a_fault() -> None:
+    turn = turn_of(first_prompt(), f"42{TURN_END}", logprobs=[-1, np.nan, -1])
+    lost = game(1, [f"4{TURN_END}"], reward=1.0)
+    step = step_of([one_group([make_trajectory([turn], rollout_id="g000003.0-0"), lost])])
+    (token,) = [token for token in tokens_of(view_of(0, step)) if token.faults]
+    assert (token.text, token.kind, token.faults) == ("2", TokenClass.MASKED, (NO_LOGPROB,))
+
+
+def test_turns_that_do_not_fit_together_are_shown_one_by_one() -> None:
+    broken = make_trajectory([turn_of(first_prompt(), "42", logprobs=[-1.0])])
+    view = view_of(0, step_of([one_group([broken])]))
+    assert "do not fit together" in view.faults[0] and len(view.samples) == 1
+    assert NO_LOGPROB in view.fault_counts
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1))
+def test_any_trajectory_is_shown_with_each_sampled_token_once(seed: int) -> None:
+    step = step_of([random_group(0, seed)], number=4)
+    for entry in step.entries:
+        view = build_view(step, entry, BareIds(note="none"))
+        sampled = [token for token in tokens_of(view) if token.turn is not None]
+        assert len(sampled) == entry.trajectory.num_sampled
+        assert sum(t.kind is TokenClass.TRAINED for t in sampled) == entry.num_trained
+        assert {fault for token in sampled for fault in token.faults} <= {NO_LOGPROB}
+        render_page(view)
+
+
+@pytest.mark.parametrize(
+    ("piece", "shown"),
+    [
+        (b"plain text", "plain text"),
+        (b"a\n", "a⏎"),
+        (b"\xc3", "\\xc3"),
+        ("größer".encode(), "größer"),
+        (b"\x1b[31m", "\\x1b[31m"),
+        ("\u202e\u200b".encode(), "\\u202e\\u200b"),
+        (b"\t\r", "\\t\\r"),
+    ],
+)
+def test_bytes_are_shown_on_one_line_and_nothing_is_hidden(piece: bytes, shown: str) -> None:
+    assert visible(piece) == shown
+
+
+@given(st.text())
+def test_the_pieces_of_a_text_are_its_bytes(words: str) -> None:
+    assert b"".join(text().pieces(ids_of(words))) == words.encode()
+
+
+def test_ids_that_no_vocabulary_holds_are_shown_as_ids() -> None:
+    assert text().pieces([99_999, -1]) == ["⟨99999⟩".encode(), "⟨-1⟩".encode()]
+
+
+class Spans(HTMLParser):
+    """The tokens of a page, each (classes, text, columns), and every address that it names."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tokens: list[tuple[set[str], str, str]] = []
+        self.addresses: list[str] = []
+        self.tags: set[str] = set()
+        self._is_open = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.tags.add(tag)
+        self.addresses += [found[name] or "" for name in ("src", "href") if name in found]
+        if tag == "span" and "data-columns" in found:
+            classes = set((found["class"] or "").split()) - {"t"}
+            self.tokens.append((classes, "", found["data-columns"] or ""))
+            self._is_open = True
+
+    def handle_data(self, data: str) -> None:
+        if self._is_open:
+            classes, words, columns = self.tokens[-1]
+            self.tokens[-1] = (classes, words + data, columns)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_open = False
+
+
+def test_the_page_has_a_coloured_span_for_each_token_with_all_its_columns() -> None:
+    view = view_of(0, with_trained(example_step(), 0, [22]))
+    page = render_page(view)
+    spans = Spans(page).tokens
+    expected = [
+        ({token.kind.value} | ({"fault"} if token.faults else set()), token.text)
+        for token in tokens_of(view)
+    ]
+    assert [(classes, words) for classes, words, _ in spans] == expected
+    faulty = next(columns for classes, _, columns in spans if "fault" in classes)
+    assert faulty == (
+        "token 22 · “higher” · id 374 · sampled and trained · advantage 0.5773 · "
+        f"FAULT: {NOT_SAMPLED}"
+    )
+    for kind in [*TokenClass, "fault"]:
+        if kind is not TokenClass.PROMPT:
+            assert re.search(rf"^\.t\.{kind} {{ [a-z]", page, re.MULTILINE), kind
+
+
+def test_the_page_needs_nothing_else_and_shows_a_models_markup_as_text() -> None:
+    page = render_page(view_of(3))
+    spans = Spans(page)
+    assert spans.addresses == ["data:,"] and not spans.tags & {"script", "img"}
+    assert "<b>das</b>" not in page and "&lt;" in page and "\x1b" not in page
+    shown = "".join(words for _, words, _ in spans.tokens)
+    assert "<b>das</b> & \\x1b[31m?" in shown and "gr\\xc3\\xb6" in shown
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_an_environments_own_words_are_escaped_as_well() -> None:
+    step = step_of([one_group([game(0, ["4"], reward=1.0, detail="<i>\udcff\x1b[2J")])])
+    page = render_page(view_of(0, step))
+    assert "&lt;i&gt;\\udcff\\x1b[2J" in page and "<i>" not in page
+    page.encode("utf-8")
+
+
+def test_no_name_puts_a_control_character_on_the_page_or_the_terminal() -> None:
+    step = step_of([one_group([game(0, ["4"], reward=1.0, detail="all is well")])])
+    names = ("rollout_id", "group_id", "task_id", "environment", "detail")
+    wild = {name: f"<b>{name}\x1b[2J\x00\udcff" for name in names}
+    trajectory = replace(step.entries[0].trajectory, **wild)
+    entry = replace(step.entries[0], trajectory=trajectory, problem="a problem\x1b[1m")
+    note = "no tokenizer in /tmp/\x1b[2J"
+    view = build_view(replace(step, entries=(entry,)), entry, BareIds(note=note))
+    page, shown = render_page(view), printed(view, is_coloured=False)
+    for name in names:
+        assert f"&lt;b&gt;{name}\\x1b[2J\\x00\\udcff" in page
+    for text_shown in (page, shown):
+        assert not any(c < " " and c != "\n" for c in text_shown) and "<b>detail" not in page
+        assert "a problem\\x1b[1m" in text_shown and "/tmp/\\x1b[2J" in text_shown
+        text_shown.encode("utf-8")
+
+
+def printed(view: TrajectoryView, *, is_coloured: bool) -> str:
+    console = Console(
+        file=io.StringIO(), width=100, force_terminal=is_coloured, color_system="standard" if
+        is_coloured else None,
+    )  # fmt: skip
+    show(view, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_terminal_shows_text_table_and_faults_without_colours_too() -> None:
+    plain = printed(view_of(0, with_trained(example_step(), 0, [22])), is_coloured=False)
+    assert f"tokens in red, 1: {NOT_SAMPLED}" in plain and "\x1b" not in plain
+    assert "[before turn 1: 3 template, 1 sampled and trained]" in plain
+    row = next(line for line in plain.splitlines() if line.split()[:2] == ["20", "<|end|>"])
+    assert row.split() == ["20", "<|end|>", "1", "trained", "0", "-0.2000", "0", "0.5773"]
+
+
+def test_the_terminal_colours_a_token_by_its_class() -> None:
+    coloured = printed(view_of(1), is_coloured=True)
+    assert "\x1b[1;4;32m3\x1b[0m" in coloured  # trained: bold, underlined, green
+    assert "\x1b[35m<|end|>\x1b[0m" in coloured  # inserted: magenta
+    assert "\x1b[36mhigher\x1b[0m" in coloured  # observation: cyan

@@ -1,0 +1,347 @@
+"""Which files of a journal are the run's, and what the audit says of those that lack or exceed."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import zipfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_audit import audited, rows_of, stored
+from worlds.journal_builders import group_of, step_of, written
+
+from actors.journal.codec import write_step
+from actors.journal.files import file_name
+from actors.journal.record import JournalStep
+from service.cli.inspect import run_inspect
+from service.cli.inspect_options import InspectRequest
+from service.config.file import ConfigError
+from service.inspect.audit.audit import audit, describe
+from service.inspect.audit.offence import Check
+from service.inspect.reader import open_journal
+from service.launch.run_dir import RunDir
+from service.store.run_store import RunStore
+
+
+def steps(*numbers: int, epoch: int = 1) -> list[JournalStep]:
+    return [step_of([group_of(n, [1, 0])], number=n, epoch=epoch) for n in numbers]
+
+
+def refusals(run_dir: Path) -> set[str]:
+    """What a list, an audit and an id that no file holds are refused with."""
+    found = set()
+    for request in (
+        InspectRequest(target=str(run_dir)),
+        InspectRequest(target=str(run_dir), audit=True),
+        InspectRequest(target="g999999.0-0.a0", run=run_dir),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            run_inspect(request)
+        found.add(str(caught.value))
+    return found
+
+
+def copied(run_dir: Path, source: str, target: str) -> Path:
+    return Path(shutil.copy(run_dir / "journal" / source, run_dir / "journal" / target))
+
+
+@pytest.mark.parametrize(("step", "epoch"), [(1, 1), (4, 1), (3, 2)])
+def test_a_file_that_is_not_what_its_name_says_is_damaged(
+    tmp_path: Path, step: int, epoch: int
+) -> None:
+    written(tmp_path, *steps(1, 2, 3))
+    copy = copied(tmp_path, file_name(3, epoch=1), file_name(step, epoch=epoch))
+    for text in refusals(tmp_path):
+        assert f"{copy} cannot be read (it holds step 3 of epoch 1, and its name says" in text
+        assert f"step {step} of epoch {epoch}" in text
+
+
+def test_a_file_under_a_name_of_another_kind_is_what_it_holds(tmp_path: Path) -> None:
+    written(tmp_path, *steps(2))
+    journal = open_journal(copied(tmp_path, file_name(2, epoch=1), "copy.npz"))
+    assert [file.step for file in journal.files] == [2] and audit(journal).is_clean
+
+
+def test_two_files_of_one_step_and_epoch_are_refused(tmp_path: Path) -> None:
+    written(tmp_path, *steps(1, 2))
+    copied(tmp_path, file_name(2, epoch=1), "step-2-epoch-1.npz")
+    for text in refusals(tmp_path):
+        assert "step-2-epoch-1.npz" in text and "is of step 2 and epoch 1 too" in text
+
+
+def resumed(run_dir: Path) -> None:
+    """A database whose second epoch went on from step 2."""
+    run_dir.mkdir(exist_ok=True)
+    store = RunStore(RunDir(path=run_dir).database_url)
+    store.acquire_lease(holder="first")
+    store.commit_checkpoint(
+        epoch=1, step=2, policy_version=2, directory="step-000002", queue_snapshot={},
+        new_events=(), last_event_seq=-1,
+    )  # fmt: skip
+    store.acquire_lease(holder="second")
+    store.close()
+
+
+def test_a_step_has_one_file_in_a_lineage(tmp_path: Path) -> None:
+    resumed(tmp_path)
+    written(tmp_path, *steps(1, 2), *steps(2, epoch=2))
+    for text in refusals(tmp_path):
+        assert file_name(2, epoch=2) in text and "epoch 2 went on from step 2" in text
+
+
+def test_a_file_of_an_epoch_that_never_was_is_refused(tmp_path: Path) -> None:
+    resumed(tmp_path)
+    written(tmp_path, *steps(1, 2), *steps(3, epoch=3))
+    for text in refusals(tmp_path):
+        assert file_name(3, epoch=3) in text and "the newest epoch that the database knows" in text
+
+
+def test_a_journal_of_which_nothing_survives_is_told_to_be_so(tmp_path: Path) -> None:
+    resumed(tmp_path)
+    written(tmp_path, *steps(3, 4))
+    for text in refusals(tmp_path):
+        assert "none of the 2 files" in text and "is of the run's lineage" in text
+
+
+def test_an_empty_database_is_refused_and_stays_empty(tmp_path: Path) -> None:
+    written(tmp_path, *steps(1))
+    database = RunDir(path=tmp_path).database_file
+    database.touch()
+    for text in refusals(tmp_path):
+        assert f"the database {database} is empty" in text
+    assert database.stat().st_size == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["journal", "rayloom.db"]
+
+
+@pytest.mark.parametrize("left", ["run.log", "checkpoints", "summary.json", "rayloom.db-wal"])
+def test_a_run_whose_database_is_gone_is_refused(tmp_path: Path, left: str) -> None:
+    written(tmp_path, *steps(1))
+    (tmp_path / left).touch()
+    for text in refusals(tmp_path):
+        assert "rayloom.db is gone" in text and left in text
+    assert not RunDir(path=tmp_path).database_file.exists()
+
+
+def test_a_journal_that_was_copied_alone_is_looked_at(tmp_path: Path) -> None:
+    result = audited(tmp_path, *steps(1))
+    assert result.is_clean and Check.BEGUN in result.unchecked
+
+
+def test_a_database_that_knows_of_no_run_is_refused(tmp_path: Path) -> None:
+    RunStore(RunDir(path=tmp_path).database_url).close()
+    written(tmp_path, *steps(1))
+    for text in refusals(tmp_path):
+        assert "knows of no run" in text
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, *steps(1))
+    RunDir(path=tmp_path).database_file.write_bytes(b"no database" * 1000)
+    for text in refusals(tmp_path):
+        assert "cannot be read (file is not a database)" in text
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def test_looking_at_a_run_changes_no_byte_beside_the_journal(tmp_path: Path) -> None:
+    (step,) = steps(1)
+    stored(tmp_path, rows_of(step))
+    before = contents(tmp_path)
+    assert audited(tmp_path, step).is_clean
+    assert contents(tmp_path) == before
+
+
+def test_a_live_run_is_read_whole_beside_its_writer_and_neither_waits(tmp_path: Path) -> None:
+    (first,) = steps(1)
+    stored(tmp_path, rows_of(first))
+    store = RunStore(RunDir(path=tmp_path).database_url)
+    lease = store.acquire_lease(holder="writer")
+    # Its rows are in the log beside the database, and a second writer would wait here.
+    with store.fenced(lease.epoch):
+        written(tmp_path, *steps(1, epoch=2))
+        journal = open_journal(tmp_path)
+    store.close()
+    assert [(file.step, file.epoch) for file in journal.files] == [(1, 2)]
+
+
+def test_a_run_that_was_killed_is_read_whole_and_left_so(tmp_path: Path) -> None:
+    (step,) = steps(1)
+    killed, copy = tmp_path / "killed", tmp_path / "copy"
+    stored(killed, rows_of(step))
+    store = RunStore(RunDir(path=killed).database_url)
+    lease = store.acquire_lease(holder="another")
+    written(copy, *steps(1, epoch=lease.epoch))
+    # As after a kill: what was written last is in the log alone.
+    for name in ("rayloom.db", "rayloom.db-wal"):
+        shutil.copy(killed / name, copy / name)
+    store.close()
+    before = contents(copy)
+    journal = open_journal(copy)
+    assert [(file.step, file.epoch) for file in journal.files] == [(1, lease.epoch)]
+    after = contents(copy)
+    assert before["rayloom.db-wal"] and {name: after[name] for name in before} == before
+
+
+def with_config(run_dir: Path, *, steps: int, journal_steps: int) -> None:
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "config.yaml").write_text(
+        "model: {tiny: {}}\ntasks: {environment: guessing}\n"
+        f"run: {{steps: {steps}, journal_steps: {journal_steps}}}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("present", "keep_steps", "missing"),
+    [
+        ((1, 2, 3), 200, (4, 5)),
+        ((2, 3, 4, 5), 200, (1,)),
+        ((1, 2, 4, 5), 200, (3,)),
+        ((4, 5), 2, ()),
+        ((4,), 2, (5,)),
+        ((5,), 2, (4,)),
+        # Kept by a run that wrote one step more than it recorded.
+        ((4, 5, 6), 3, ()),
+        # Nothing was to be kept any more.
+        ((2, 3), 0, ()),
+    ],
+)
+def test_recorded_steps_that_should_have_a_file_are_noted(
+    tmp_path: Path, present: Sequence[int], keep_steps: int, missing: tuple[int, ...]
+) -> None:
+    with_config(tmp_path, steps=9, journal_steps=keep_steps)
+    stored(tmp_path, [], steps=(1, 2, 3, 4, 5))
+    result = audited(tmp_path, *(step_of([], number=number) for number in present))
+    assert result.missing_steps == missing and result.is_clean
+    noted = [line for line in describe(result, limit=0) if "without a journal file" in line]
+    assert len(noted) == bool(missing)
+
+
+def test_without_a_configuration_only_gaps_are_noted(tmp_path: Path) -> None:
+    stored(tmp_path, [], steps=(1, 2, 3, 4))
+    result = audited(tmp_path, step_of([], number=2))
+    assert result.missing_steps == () and result.is_clean
+
+
+def test_steps_in_hand_are_noted_and_steps_beyond_them_fail_the_audit(tmp_path: Path) -> None:
+    stored(tmp_path, [], steps=(1,))
+    result = audited(tmp_path, *(step_of([], number=number) for number in (1, 2, 3)))
+    assert result.unrecorded_steps == (2, 3) and result.offences == ()
+    assert "  note   2 steps not recorded by the run, so not held against it: 2, 3" in describe(
+        result, limit=0
+    )
+    (offence,) = audited(tmp_path, step_of([], number=4)).offences
+    assert (offence.check, offence.subject) == (Check.BEGUN, "step 4")
+
+
+def test_a_step_behind_the_last_one_planned_fails_the_audit(tmp_path: Path) -> None:
+    with_config(tmp_path, steps=1, journal_steps=9)
+    stored(tmp_path, [], steps=(1,))
+    (offence,) = audited(tmp_path, step_of([]), step_of([], number=2)).offences
+    assert (offence.check, offence.subject) == (Check.BEGUN, "step 2")
+    # A run that had done more before its run.steps was lowered.
+    more = tmp_path / "more"
+    with_config(more, steps=1, journal_steps=9)
+    stored(more, [], steps=(1, 2))
+    assert audited(more, step_of([]), step_of([], number=2)).is_clean
+
+
+def test_a_configuration_that_cannot_be_read_costs_the_plan_alone(tmp_path: Path) -> None:
+    stored(tmp_path, [], steps=(1,))
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe model")
+    assert audited(tmp_path, step_of([])).is_clean
+    written(tmp_path, *steps(1))
+    assert run_inspect(InspectRequest(target="g000001.0-0.a0", run=tmp_path)) == 0
+
+
+def rewritten(step: JournalStep, **members: bytes) -> bytes:
+    """A journal file with some of its members replaced."""
+    whole, changed = io.BytesIO(), io.BytesIO()
+    write_step(whole, step)
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(changed, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, members.get(name.partition(".")[0], old.read(name)))
+    return changed.getvalue()
+
+
+def header_with(step: JournalStep, changes: dict[str, object]) -> bytes:
+    whole = io.BytesIO()
+    write_step(whole, step)
+    with zipfile.ZipFile(whole) as archive:
+        header = json.loads(archive.read("header.json"))
+    return json.dumps(header | changes).encode()
+
+
+def array(values: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": "1"},
+        {"trainer_version": None},
+        {"max_policy_age": [1]},
+        {"headers": [["only"]]},
+        {"problems": None},
+        {"baseline_returns": ["1", 0]},
+        {"baseline_returns": [10**400, 0]},
+        {"group_rule": {"baseline": "critic", "scale": "none"}},
+        {"group_rule": []},
+    ],
+)
+def test_a_header_of_other_kinds_is_damaged(tmp_path: Path, changes: dict[str, object]) -> None:
+    (step,) = steps(1)
+    written(tmp_path, step)
+    file = tmp_path / "journal" / file_name(1, epoch=1)
+    file.write_bytes(rewritten(step, header=header_with(step, changes)))
+    for text in refusals(tmp_path):
+        assert f"{file} cannot be read" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("logprobs", np.zeros((24, 2), np.float32)),
+        ("runs", np.array([[0, 2**31 - 1]], np.int32)),
+        ("trained_versions", np.zeros(3, np.int32)),
+        ("trained_advantages", np.zeros(24, np.complex64)),
+        ("row_offsets", np.zeros(8, np.int64)),
+    ],
+)
+def test_an_array_of_another_kind_is_damaged(tmp_path: Path, name: str, values: np.ndarray) -> None:
+    (step,) = steps(1)
+    file = written(tmp_path, step) / "journal" / file_name(1, epoch=1)
+    file.write_bytes(rewritten(step, **{name: array(values)}))
+    for request in (
+        InspectRequest(target=str(tmp_path), audit=True),
+        InspectRequest(target="g000001.0-0.a0", run=tmp_path),
+    ):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            run_inspect(request)
+
+
+def test_control_characters_of_a_journal_are_escaped_in_every_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (step,) = steps(1)
+    trajectory = replace(step.entries[0].trajectory, rollout_id="g1.0-0\x1b[2J\n", group_id="g\x07")
+    wild = replace(step.entries[0], trajectory=trajectory, baseline_return=7.0, problem="\x1b[1m")
+    written(tmp_path, replace(step, entries=(wild, *step.entries[1:])))
+    for request in (
+        InspectRequest(target=str(tmp_path)),
+        InspectRequest(target=str(tmp_path), audit=True),
+        InspectRequest(target="g1.0-0\x1b[2J\n", run=tmp_path),
+    ):
+        run_inspect(request)
+        printed = capsys.readouterr().out
+        assert "\x1b" not in printed and "\x07" not in printed
+        assert "g1.0-0\\x1b[2J⏎.a0" in printed

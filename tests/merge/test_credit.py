@@ -1,0 +1,400 @@
+"""Credit in a whole step: what each trained token gets, however its turns were cut into samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds.trajectory_builders import ids, linear_turns, make_trajectory, make_turn
+
+from actors.merge.advantages import Baseline, Scale
+from actors.merge.candidates import SampleScores, Scores, candidate
+from actors.merge.gae import CriticSettings, Truncation
+from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.prefix import merge_turns
+from actors.merge.settings import StepSettings
+from actors.merge.shaping import KlEstimate, KlInReward, ReturnRange, ShapingSettings
+from actors.merge.step import StepResult, build_step
+from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
+from actors.trajectory_queue.ledger import EvictionReason
+from actors.types import Outcome, Trajectory
+
+KL = ShapingSettings(kl=KlInReward(estimate=KlEstimate.K1, coefficient=0.5))
+TRAIN_TRUNCATED = {
+    "game": OutcomePolicy(
+        overrides={Outcome.TRUNCATED_TOKENS: OutcomeRule(disposition=Disposition.TRAIN)}
+    )
+}
+
+
+def play(
+    member: int, rewards: list[float], *, number: int = 0, outcome: Outcome = Outcome.COMPLETED
+) -> Trajectory:
+    """One turn a reward, each extending the last; log-probabilities tell the tokens apart."""
+    turns = linear_turns(len(rewards), seed=100 * number + member)
+    rewarded = [replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True)]
+    return make_trajectory(rewarded, rollout_id=f"g{number:06d}.0-{member}", outcome=outcome)
+
+
+def group_of(*trajectories: Trajectory) -> TrajectoryGroup:
+    return TrajectoryGroup(group_id=trajectories[0].group_id, trajectories=trajectories)
+
+
+def cut(trajectory: Trajectory, pieces: list[int]) -> Trajectory:
+    """The same turns, but turn t begins a new sample wherever its piece has not been met yet."""
+    turns = tuple(
+        replace(turn, prompt_token_ids=np.concatenate([ids([1000 + piece]), turn.prompt_token_ids]))
+        for turn, piece in zip(trajectory.turns, pieces, strict=True)
+    )
+    return replace(trajectory, turns=turns)
+
+
+def scored(*groups: TrajectoryGroup) -> Scores:
+    """References and values that follow the tokens, wherever these lie."""
+    return {
+        trajectory.trajectory_id: tuple(
+            SampleScores(
+                reference_logprobs=sample.logprobs * 2,
+                values=np.append(sample.logprobs[1:], np.float32(0.8)) / 2,
+            )
+            for sample in merge_turns(trajectory).samples
+        )
+        for group in groups
+        for trajectory in group.trajectories
+    }
+
+
+def build(*groups: TrajectoryGroup, scores: Scores | None = None, **fields: Any) -> StepResult:
+    found = scored(*groups) if scores is None else scores
+    settings = StepSettings(**fields)
+    merged = merge_groups(groups, settings)
+    return build_step(merged, settings, step=0, trainer_version=0, scores=found)
+
+
+def advantages(result: StepResult) -> dict[float, float]:
+    """By the behaviour's log-probability, which is different for each token."""
+    rows = [r for s in result.shards for part in s.minibatches for r in part.micro_batches]
+    return {
+        float(logprob): float(advantage)
+        for row in rows
+        for logprob, advantage in zip(row.behaviour_logprobs, row.advantages, strict=True)
+    }
+
+
+def weights(result: StepResult) -> dict[float, float]:
+    """The loss weights, likewise."""
+    rows = [r for s in result.shards for part in s.minibatches for r in part.micro_batches]
+    return {
+        float(logprob): float(weight)
+        for row in rows
+        for logprob, weight in zip(row.behaviour_logprobs, row.loss_weights, strict=True)
+    }
+
+
+def of_turns(result: StepResult, trajectory: Trajectory) -> list[float]:
+    """The advantage of each turn, the same for all its tokens."""
+    found = advantages(result)
+    by_turn = [{found[float(x)] for x in turn.logprobs} for turn in trajectory.turns]
+    assert all(len(values) == 1 for values in by_turn)
+    return [values.pop() for values in by_turn]
+
+
+ways = st.sampled_from(
+    [
+        {},
+        {"baseline": Baseline.LEAVE_ONE_OUT, "scale": Scale.NONE},
+        {"baseline": Baseline.NONE, "scale": Scale.NONE},
+        {"normalises": True, "scale": Scale.NONE},
+        {"turn_discount": 0.5},
+        {"turn_discount": 0.9, "normalises": True},
+        {"turn_discount": 0.5, "shaping": KL},
+        {"shaping": KL, "normalises": True},
+        {"shaping": ShapingSettings(clip=ReturnRange(low=-0.5, high=1.0))},
+    ]
+)
+rewards_strategy = st.lists(
+    st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=1, max_size=4),
+    min_size=2,
+    max_size=4,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ways, rewards_strategy, st.data())
+def test_cutting_turns_into_samples_differently_changes_no_advantage(
+    way: dict[str, Any], rewards: list[list[float]], data: st.DataObject
+) -> None:
+    whole = group_of(*(play(member, each) for member, each in enumerate(rewards)))
+    pieces = st.integers(0, 2)
+    apart = group_of(
+        *(
+            cut(t, data.draw(st.lists(pieces, min_size=len(t.turns), max_size=len(t.turns))))
+            for t in whole.trajectories
+        )
+    )
+    other = group_of(play(0, [1.0, 0.0], number=1), play(1, [0.0], number=1))
+    before, after = build(whole, other, **way), build(apart, other, **way)
+    assert before.settlements == after.settlements
+    expected, found = advantages(before), advantages(after)
+    assert expected.keys() == found.keys()
+    np.testing.assert_allclose(
+        list(found.values()), [expected[key] for key in found], rtol=1e-5, atol=1e-6
+    )
+    assert weights(before) == weights(after)
+
+
+def test_credit_by_turn_reaches_the_tokens_of_each_turn() -> None:
+    # R = [[.5, 1], [0, 0]] at discount .5; the means of the turns are .25 and .5.
+    first, second = play(0, [0.0, 1.0]), play(1, [0.0, 0.0])
+    result = build(group_of(first, second), turn_discount=0.5, scale=Scale.NONE)
+    assert of_turns(result, first) == [0.25, 0.5] and of_turns(result, second) == [-0.25, -0.5]
+
+
+def test_equal_returns_that_fell_to_different_turns_are_a_signal_by_turn_alone() -> None:
+    group = group_of(play(0, [1.0, 0.0]), play(1, [0.0, 1.0]))
+    assert build(group).report.num_zero_variance_groups == 1
+    assert build(group, turn_discount=0.5).report.num_zero_variance_groups == 0
+
+
+def test_the_kl_penalty_lowers_what_statistics_and_report_see() -> None:
+    group = group_of(play(0, [1.0]), play(1, [0.0]))
+    first, second = group.trajectories
+    # k1 with log p_ref = 2 log p: each token adds beta log p, a negative number.
+    returns = [t.episode_return + 0.5 * float(t.turns[0].logprobs.sum()) for t in (first, second)]
+    result = build(group, shaping=KL, scale=Scale.NONE)
+    expected = (returns[0] - returns[1]) / 2
+    assert of_turns(result, first) == pytest.approx([expected], rel=1e-5)
+    assert result.report.returns is not None
+    assert result.report.returns.mean == pytest.approx(sum(returns) / 2, rel=1e-5)
+
+
+def test_the_kl_of_each_token_is_charged_in_the_order_of_play_however_turns_branched() -> None:
+    nan = float("nan")
+    trajectory = make_trajectory(
+        [
+            make_turn([1], [2, 3], logprobs=[-1, -2]),
+            make_turn([7], [8, 8, 8], logprobs=[-3, nan, -5]),
+            make_turn([1, 2, 3, 4], [5], logprobs=[-6]),
+            make_turn([7, 8, 8, 8], [], logprobs=[]),
+            make_turn([1, 9], [6, 6], logprobs=[-7, -8]),
+        ]
+    )
+    merged = merge_turns(trajectory)
+    assert [sample.turns for sample in merged.samples] == [(0, 2), (1, 3), (4,)]
+    found = candidate(
+        trajectory,
+        merged,
+        rewards=np.zeros(5),
+        baseline_return=1.0,
+        kl=KL.kl,
+        scores=scored(group_of(trajectory)),
+    )
+    assert found.token_rewards.tolist() == [-0.5, -1, -1.5, -2.5, -3, -3.5, -4]
+    assert found.baseline_return == 1 - 16
+
+
+def critic(**fields: Any) -> dict[str, Any]:
+    return {"baseline": Baseline.CRITIC, "scale": Scale.NONE, "critic": CriticSettings(**fields)}
+
+
+def test_a_critic_credits_each_token_and_skips_observations() -> None:
+    trajectory = make_trajectory(
+        [
+            make_turn([1, 2], [3, 4], logprobs=[-0.1, -0.2], reward=0.5),
+            make_turn([1, 2, 3, 4, 9, 9], [5], logprobs=[-0.3], reward=1.0),
+        ]
+    )
+    # Values by position: the states before 3, 4 and 5 are those of tokens 1, 2 and 5.
+    values = np.array([9, 0.1, 0.2, 9, 9, 0.3, 0.8], np.float32)
+    scores = {trajectory.trajectory_id: (SampleScores(values=values),)}
+    result = build(group_of(trajectory), scores=scores, **critic(decay=0.5))
+    # Errors: .2 - .1 = .1; .5 + .3 - .2 = .6; 1 - .3 = .7; sums from the end at decay .5.
+    expected = {-0.1: 0.575, -0.2: 0.95, -0.3: 0.7}
+    found = advantages(result)
+    for logprob, value in expected.items():
+        assert found[float(np.float32(logprob))] == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("first_logprob", "clip", "expected"),
+    [
+        # Errors: .25 + .2 - .1 = .35; .25 + .3 - .2 = .35; 1 - .3 = .7.
+        (-0.1, None, {-0.1: 0.7, -0.2: 0.7, -0.3: 0.7}),
+        # What the clip takes off the return of 1.5 comes with the last turn: .5 - .3 = .2.
+        (-0.1, ReturnRange(low=-1.0, high=1.0), {-0.1: 0.575, -0.2: 0.45, -0.3: 0.2}),
+        # A token that is not trained leaves its reward to the first that is: .5 + .3 - .2 = .6.
+        (np.nan, None, {-0.2: 0.95, -0.3: 0.7}),
+    ],
+)
+def test_a_reward_by_token_stands_at_its_token(
+    first_logprob: float, clip: ReturnRange | None, expected: dict[float, float]
+) -> None:
+    halves = np.array([0.25, 0.25], np.float32)
+    first = make_turn([1, 2], [3, 4], logprobs=[first_logprob, -0.2], reward=0.5)
+    trajectory = make_trajectory(
+        [
+            replace(first, token_rewards=halves),
+            make_turn([1, 2, 3, 4, 9, 9], [5], logprobs=[-0.3], reward=1.0),
+        ]
+    )
+    values = np.array([9, 0.1, 0.2, 9, 9, 0.3, 0.8], np.float32)
+    scores = {trajectory.trajectory_id: (SampleScores(values=values),)}
+    shaping = ShapingSettings(clip=clip)
+    result = build(group_of(trajectory), scores=scores, shaping=shaping, **critic(decay=0.5))
+    found = advantages(result)
+    assert len(found) == len(expected)
+    for logprob, value in expected.items():
+        assert found[float(np.float32(logprob))] == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("truncation", "expected"), [(Truncation.BOOTSTRAP, 0.7), (Truncation.TERMINAL, -0.1)]
+)
+def test_a_truncated_trajectory_bootstraps_from_the_value_at_its_end(
+    truncation: Truncation, expected: float
+) -> None:
+    trajectory = make_trajectory([make_turn([1], [2])], outcome=Outcome.TRUNCATED_TOKENS)
+    scores = {trajectory.trajectory_id: (SampleScores(values=np.array([0.1, 0.8], np.float32)),)}
+    result = build(
+        group_of(trajectory),
+        scores=scores,
+        policies=TRAIN_TRUNCATED,
+        **critic(truncation=truncation),
+    )
+    assert list(advantages(result).values()) == pytest.approx([expected])
+
+
+def test_equal_returns_are_a_signal_to_a_critic_and_the_scale_divides() -> None:
+    group = group_of(play(0, [1.0]), play(1, [1.0]))
+    plain = build(group, **critic())
+    assert plain.report.num_zero_variance_groups == 0
+    other = group_of(play(0, [3.0]), play(1, [1.0]))
+    unscaled = advantages(build(other, **critic()))
+    # Deviation of 3 and 1: sqrt(2).
+    scaled = advantages(build(other, **{**critic(), "scale": Scale.STD}))
+    ratio = np.array([scaled[key] / unscaled[key] for key in scaled])
+    np.testing.assert_allclose(ratio, 2**-0.5, rtol=1e-5)
+
+
+def small() -> TrajectoryGroup:
+    """A group of one."""
+    return group_of(play(0, [1.0], number=2))
+
+
+def test_a_group_whose_baseline_shrank_below_the_minimum_is_not_trained() -> None:
+    first, second, third = (play(member, [float(member)]) for member in range(3))
+    broken = replace(third, turns=(make_turn([1], [2, 3], logprobs=[-1]),))
+    group = group_of(first, second, broken)
+    assert [s.reason for s in build(group, scores={}, min_group_size=2).settlements] == [
+        None,
+        None,
+        EvictionReason.TOKEN_MISALIGNED,
+    ]
+    result = build(group, scores={}, min_group_size=3)
+    too_small = EvictionReason.GROUP_TOO_SMALL
+    assert [s.reason for s in result.settlements] == [
+        too_small,
+        too_small,
+        EvictionReason.TOKEN_MISALIGNED,
+    ]
+    assert result.report.num_trained_tokens == 0
+    # What is not trained does not weaken the others either, as a solved group would.
+    other = group_of(play(0, [1.0], number=1), play(1, [0.0], number=1))
+    alone, among = (build(*gs, scores={}, min_group_size=2) for gs in ([other], [other, small()]))
+    assert weights(alone) == weights(among)
+
+
+def test_normalised_steps_leave_groups_without_a_signal_alone() -> None:
+    differing = group_of(play(0, [1.0]), play(1, [0.0]))
+    solved = group_of(play(0, [1.0], number=1), play(1, [1.0], number=1))
+    alone = build(differing, normalises=True, scale=Scale.NONE)
+    among = build(differing, solved, normalises=True, scale=Scale.NONE)
+    assert advantages(alone) == advantages(among)
+    assert set(advantages(alone).values()) == {
+        np.float32(0.5 / 0.500001),
+        np.float32(-0.5 / 0.500001),
+    }
+
+
+def test_what_is_trained_without_a_signal_keeps_advantage_zero_when_normalised() -> None:
+    differing = group_of(play(0, [1.0, 0.0]), play(1, [0.0]))
+    solved = group_of(play(0, [1.0], number=1), play(1, [1.0], number=1))
+    way = {"normalises": True, "scale": Scale.NONE, "trains_without_signal": True}
+    found = advantages(build(differing, solved, **way))
+    assert {found[float(x)] for t in solved.trajectories for x in t.turns[0].logprobs} == {0.0}
+    alone = advantages(build(differing, **way))
+    assert {key: found[key] for key in alone} == alone
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"shaping": KL}, r"group g000000\.0: .*g000000\.0-0\.a0 has reference_logprobs of length"),
+        (critic(), r"group g000000\.0: .*g000000\.0-0\.a0 has values of lengths \[\].*score the"),
+    ],
+)
+def test_missing_scores_are_refused_with_the_trajectory_named(
+    fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        build(group_of(play(0, [1.0]), play(1, [0.0])), scores={}, **fields)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        # Tokens as played, their states' values .1 .2 .3 .4: errors .1, .5 + .1, .1, 1 - .4.
+        (Outcome.COMPLETED, {-0.1: 0.5, -0.2: 0.8, -0.3: 0.4, -0.4: 0.6}),
+        # Cut off: the main line's end is worth .8, and the last error is 1 + .8 - .4.
+        (Outcome.TRUNCATED_TOKENS, {-0.1: 0.6, -0.2: 1.0, -0.3: 0.8, -0.4: 1.4}),
+    ],
+)
+def test_a_critic_reads_each_state_in_its_own_branch_and_credits_as_played(
+    outcome: Outcome, expected: dict[float, float]
+) -> None:
+    trajectory = make_trajectory(
+        [
+            make_turn([1, 2], [3, 4], logprobs=[-0.1, -0.2], reward=0.5),
+            make_turn([7], [5], logprobs=[-0.3]),
+            make_turn([1, 2, 3, 4, 9], [6], logprobs=[-0.4], reward=1.0),
+        ],
+        outcome=outcome,
+    )
+    main = np.array([9, 0.1, 0.2, 9, 0.4, 0.8], np.float32)
+    aside = np.array([0.3, 9], np.float32)
+    scores = {trajectory.trajectory_id: tuple(SampleScores(values=v) for v in (main, aside))}
+    result = build(
+        group_of(trajectory), scores=scores, policies=TRAIN_TRUNCATED, **critic(decay=0.5)
+    )
+    found = advantages(result)
+    assert len(found) == 4
+    old_values = {-0.1: 0.1, -0.2: 0.2, -0.3: 0.3, -0.4: 0.4}
+    rows = [row for shard in result.value_shards for row in shard.rows]
+    by_logprob = {
+        round(float(logprob), 1): (old, target)
+        for row in rows
+        for logprob, old, target in zip(
+            row.row.behaviour_logprobs, row.old_values, row.value_targets, strict=True
+        )
+    }
+    for logprob, value in old_values.items():
+        assert found[float(np.float32(logprob))] == pytest.approx(expected[logprob], abs=1e-6)
+        wanted = (value, value + expected[logprob])
+        assert by_logprob[logprob] == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"turn_discount": 1.5}, r"turn_discount is 1\.5"),
+        ({"turn_discount": 1.0, "baseline": Baseline.CRITIC}, "turn_discount with the baseline cr"),
+        ({"min_group_size": 0}, "min_group_size is 0"),
+    ],
+)
+def test_impossible_settings_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        StepSettings(**fields)

@@ -1,0 +1,131 @@
+"""Dispositions: who is in the baseline, who is in the loss, and why the others left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn
+
+from actors.merge.dispositions import Verdict, judge
+from actors.merge.prefix import find_misalignment, merge_turns
+from actors.merge.shaping import ReturnRange, ShapingSettings
+from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
+from actors.trajectory_queue.ledger import EvictionReason
+from actors.types import Outcome, Trajectory
+
+
+def decide(trajectory: Trajectory, policies: Mapping[str, OutcomePolicy] | None = None) -> Verdict:
+    merged = merge_turns(trajectory) if find_misalignment(trajectory) is None else None
+    return judge(trajectory, merged, policies=policies or {})
+
+
+def ended(outcome: Outcome, *, reward: float = 1.0) -> Trajectory:
+    return make_trajectory(linear_turns(2, reward=reward), outcome=outcome)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "baseline_return", "reason"),
+    [
+        (Outcome.COMPLETED, 1.0, None),
+        (Outcome.MAX_TURNS, 0.0, None),
+        (Outcome.MALFORMED_TOOL_CALL, 0.0, None),
+        (Outcome.TRUNCATED_TOKENS, 1.0, EvictionReason.MASKED),
+        (Outcome.WALL_TIMEOUT, None, EvictionReason.WALL_TIMEOUT),
+        (Outcome.REWARD_ERROR, None, EvictionReason.REWARD_ERROR),
+    ],
+)
+def test_the_default_dispositions(
+    outcome: Outcome, baseline_return: float | None, reason: EvictionReason | None
+) -> None:
+    verdict = decide(ended(outcome))
+    assert (verdict.baseline_return, verdict.reason) == (baseline_return, reason)
+
+
+def test_clamping_leaves_a_negative_return_alone() -> None:
+    assert decide(ended(Outcome.MAX_TURNS, reward=-2.0)).baseline_return == -2.0
+
+
+def test_a_masked_trajectory_that_was_not_graded_is_not_in_the_baseline() -> None:
+    cut_off = make_trajectory([make_turn([1], [2, 3])], outcome=Outcome.TRUNCATED_TOKENS)
+    verdict = decide(cut_off)
+    assert verdict.baseline_return is None and verdict.reason is EvictionReason.MASKED
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reward", "baseline_return"),
+    [
+        # A score that could not be had is no 0; what broke off counts where its end was scored.
+        (Outcome.REWARD_ERROR, 1.0, None),
+        (Outcome.WALL_TIMEOUT, None, None),
+        (Outcome.WALL_TIMEOUT, 1.0, 1.0),
+        (Outcome.ENVIRONMENT_ERROR, None, None),
+        (Outcome.MAX_TURNS, None, 0.0),
+    ],
+)
+def test_what_was_not_scored_is_in_no_baseline(
+    outcome: Outcome, reward: float | None, baseline_return: float | None
+) -> None:
+    unscored = make_trajectory([make_turn([1], [2, 3])], outcome=outcome)
+    trajectory = unscored if reward is None else ended(outcome, reward=reward)
+    rule = OutcomeRule(disposition=Disposition.MASK)
+    verdict = decide(trajectory, {"game": OutcomePolicy(overrides={outcome: rule})})
+    assert (verdict.baseline_return, verdict.reason) == (baseline_return, EvictionReason.MASKED)
+
+
+def test_an_environment_may_replace_a_row_of_the_table() -> None:
+    rule = OutcomeRule(disposition=Disposition.TRAIN)
+    policies = {"game": OutcomePolicy(overrides={Outcome.TRUNCATED_TOKENS: rule})}
+    assert decide(ended(Outcome.TRUNCATED_TOKENS), policies).reason is None
+    assert decide(ended(Outcome.TRUNCATED_TOKENS), {"other": policies["game"]}).reason
+
+
+@pytest.mark.parametrize("outcome", [Outcome.TRUNCATED_TOKENS, Outcome.AGENT_ERROR])
+def test_a_penalty_lowers_the_return_and_comes_with_the_last_turn(outcome: Outcome) -> None:
+    rule = OutcomeRule(disposition=Disposition.TRAIN_PENALISED, penalty=1.5)
+    verdict = decide(ended(outcome), {"game": OutcomePolicy(overrides={outcome: rule})})
+    assert (verdict.baseline_return, verdict.reason) == (-0.5, None)
+    assert verdict.rewards.tolist() == [0.0, -0.5] and verdict.shaped_return == 1.0
+
+
+@pytest.mark.parametrize(
+    ("disposition", "penalty"),
+    [(Disposition.TRAIN_PENALISED, 0.0), (Disposition.MASK, 1.0), (Disposition.TRAIN, -1.0)],
+)
+def test_a_penalty_belongs_to_one_disposition(disposition: Disposition, penalty: float) -> None:
+    with pytest.raises(ValueError, match="only train_penalised takes one"):
+        OutcomeRule(disposition=disposition, penalty=penalty)
+
+
+def test_shaping_comes_before_the_outcomes_rule() -> None:
+    shaping = ShapingSettings(clip=ReturnRange(low=-1.0, high=0.5))
+    trajectory = ended(Outcome.MAX_TURNS, reward=-3.0)
+    verdict = judge(trajectory, merge_turns(trajectory), policies={}, shaping=shaping)
+    assert (verdict.baseline_return, verdict.shaped_return) == (-1.0, -1.0)
+    malformed = ended(Outcome.MALFORMED_TOOL_CALL)
+    verdict = judge(malformed, merge_turns(malformed), policies={}, shaping=shaping)
+    assert (verdict.baseline_return, verdict.shaped_return) == (0.0, 0.5)
+    assert verdict.is_malformed_rewarded and verdict.rewards.tolist() == [0.0, 0.0]
+
+
+def test_a_malformed_trajectory_with_a_positive_reward_is_an_alarm() -> None:
+    assert decide(ended(Outcome.MALFORMED_TOOL_CALL)).is_malformed_rewarded
+    assert not decide(ended(Outcome.MALFORMED_TOOL_CALL, reward=0.0)).is_malformed_rewarded
+    assert not decide(ended(Outcome.COMPLETED)).is_malformed_rewarded
+
+
+def test_what_cannot_be_trained_leaves_under_a_reason_of_its_own() -> None:
+    nan = float("nan")
+    misaligned = decide(make_trajectory([make_turn([1], [2, 3], logprobs=[-1])]))
+    assert (misaligned.baseline_return, misaligned.reason) == (
+        None,
+        EvictionReason.TOKEN_MISALIGNED,
+    )
+    no_logprobs = decide(make_trajectory([make_turn([1], [2], logprobs=[nan], reward=1.0)]))
+    assert (no_logprobs.baseline_return, no_logprobs.reason) == (
+        1.0,
+        EvictionReason.TOKEN_MISALIGNED,
+    )
+    assert decide(make_trajectory([make_turn([1], [])])).reason is EvictionReason.EMPTY
+    bad_reward = decide(make_trajectory([make_turn([1], [2], reward=nan)]))
+    assert (bad_reward.baseline_return, bad_reward.reason) == (None, EvictionReason.REWARD_ERROR)

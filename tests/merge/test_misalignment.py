@@ -1,0 +1,134 @@
+"""What is wrong with a trajectory's turns is said, with its place and a remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn
+
+from actors.expert_records import MixtureShape, ModelShape
+from actors.lineage import Lineage, SampleLineage
+from actors.merge.misalignment import find_misalignment
+from actors.merge.prefix import merge_turns
+from actors.trajectory_queue.columns import decode, encode
+from actors.types import Turn, VersionSpan
+
+TURN = make_turn([1, 2], [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        (
+            replace(TURN, version_spans=(VersionSpan(version=-1, start=0, end=2),)),
+            "policy version -1; record",
+        ),
+        (replace(TURN, token_rewards=np.zeros(1, np.float32)), "shape (1,) for 2 sampled tokens"),
+        (
+            replace(TURN, token_rewards=np.array([0, 0.5], np.float32), reward=1.0),
+            "token rewards sum to 0.5, the reward is 1; make them agree",
+        ),
+        (
+            replace(TURN, token_rewards=np.array([0, np.nan], np.float32)),
+            "token rewards sum to nan",
+        ),
+        (
+            replace(TURN, expert_indices=np.zeros((3, 2, 2), np.uint8)),
+            "expert indices of shape (3, 2, 2) for 2 sampled tokens",
+        ),
+        (
+            replace(TURN, expert_indices=np.full((2, 2, 2), -1, np.int16)),
+            "expert indices below 0; leave out tokens without a record",
+        ),
+        (
+            replace(TURN, version_spans=(VersionSpan(version=2**31, start=0, end=2),)),
+            "policy version 2147483648; record",
+        ),
+        (make_turn([1], [2, 3], logprobs=[-1, 5]), "a log-probability of 5, expected at most 0"),
+        (make_turn([1, -2], [3]), "1 prompt ids are outside the vocabulary, expected 0 upwards"),
+        (make_turn([1], [3, -4, -5]), "2 sampled ids are outside the vocabulary"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_a_remedy(turn: Turn, words: str) -> None:
+    found = find_misalignment(make_trajectory([make_turn([9], [9]), turn]))
+    assert found is not None and found.startswith("turn 1: ") and words in found
+
+
+def test_a_log_probability_is_above_0_by_rounding_at_most() -> None:
+    assert find_misalignment(make_trajectory([make_turn([1], [2], logprobs=[1e-4])])) is None
+
+
+@pytest.mark.parametrize("samples", [((0,), (0,)), ((0, 5),), ((0, 1), ())])
+def test_a_lineage_that_does_not_name_each_turn_once_is_told(
+    samples: tuple[tuple[int, ...], ...],
+) -> None:
+    lineage = Lineage(samples=tuple(SampleLineage(turns=turns) for turns in samples))
+    trajectory = replace(make_trajectory(linear_turns(2)), lineage=lineage)
+    found = find_misalignment(trajectory)
+    assert found is not None and "for 2, expected each of them once" in found
+    with pytest.raises(ValueError, match=r"\.a0: a lineage of .* turns for 2, expected each"):
+        merge_turns(trajectory)
+
+
+def test_ids_above_the_vocabulary_are_told_where_its_size_is_known() -> None:
+    trajectory = make_trajectory([make_turn([1, 99], [3])])
+    assert find_misalignment(trajectory) is None
+    assert find_misalignment(trajectory, shape=ModelShape(vocab_size=100)) is None
+    found = find_misalignment(trajectory, shape=ModelShape(vocab_size=99))
+    assert (
+        found is not None and "1 prompt ids are outside the vocabulary, expected 0 to 98" in found
+    )
+
+
+def test_ids_are_found_in_every_sample_of_a_trajectory_whose_lineage_is_known() -> None:
+    main, aside = linear_turns(3, seed=1), make_turn([4, -7], [5])
+    known = decode(encode([make_trajectory([main[0], aside, *main[1:]])]), 0)
+    found = find_misalignment(known)
+    assert found is not None and found.startswith("turn 1: 1 prompt ids are outside")
+
+
+def test_routing_of_two_models_in_one_trajectory_is_told() -> None:
+    two, four = np.zeros((2, 1, 2), np.uint8), np.zeros((2, 1, 4), np.uint8)
+    turns = [replace(TURN, expert_indices=two), replace(TURN, expert_indices=four)]
+    found = find_misalignment(make_trajectory(turns))
+    assert found is not None and "record every turn with one model" in found
+
+
+@pytest.mark.parametrize(
+    ("indices", "words"),
+    [
+        ([[[0, 1]]], "for (1, 2) layers and experts, the trained model has (2, 2)"),
+        ([[[0], [1]]], "for (2, 1) layers and experts, the trained model has (2, 2)"),
+        ([[[0, 1], [2, 4]]], "of experts 0 to 4, expected 0 to 3"),
+        ([[[0, 1], [2, 2]]], "name an expert twice"),
+        ([[[0, 1], [3, 2]]], None),
+        # Of a single sampled token nothing was processed, and there is nothing to hold to a shape.
+        (np.zeros((0, 2, 2)), None),
+        (np.zeros((0, 0, 0)), None),
+    ],
+)
+def test_routing_of_another_mixture_than_the_trained_one_is_told(
+    indices: list[list[list[int]]], words: str | None
+) -> None:
+    turn = replace(TURN, expert_indices=np.array(indices, np.uint8))
+    mixture = MixtureShape(num_layers=2, num_experts=4, num_chosen=2)
+    shape = ModelShape(vocab_size=500, mixture=mixture)
+    found = find_misalignment(make_trajectory([turn]), shape=shape)
+    if words is None:
+        assert found is None
+    else:
+        assert found is not None and found.startswith("turn 0: expert records") and words in found
+
+
+def test_routing_for_a_model_without_a_mixture_is_told() -> None:
+    turn = replace(TURN, expert_indices=np.zeros((1, 2, 2), np.uint8))
+    found = find_misalignment(make_trajectory([turn]), shape=ModelShape(vocab_size=500))
+    assert found == (
+        "turn 0: expert records for a model whose routing cannot be replayed; leave them out"
+    )
+
+
+def test_no_turns_fit_together() -> None:
+    assert find_misalignment(make_trajectory([])) is None

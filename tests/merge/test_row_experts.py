@@ -1,0 +1,227 @@
+"""Routing records in packed rows: each at the place of its token, once, whatever the layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds.trajectory_builders import make_trajectory, make_turn
+
+from actors.batch import MicroBatch
+from actors.expert_records import ExpertRecords
+from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.packing import WeightedSample, filler, pack_minibatch, pack_row
+from actors.merge.prefix import Sample, merge_turns
+from actors.merge.scoring import plan_scores
+from actors.merge.settings import StepSettings
+from actors.merge.step import build_step
+from actors.merge.value_rows import ValuedSample, pack_values
+from actors.trajectory_queue.columns import decode, encode
+
+Prefix = tuple[int, ...]
+
+
+def weigh(sample: Sample) -> WeightedSample:
+    return WeightedSample(sample=sample, advantage=1.0, loss_weight=0.5)
+
+
+def recorded(experts: list[list[list[int]]]) -> np.ndarray:
+    return np.array(experts, np.uint8)
+
+
+def records_of(row: MicroBatch) -> dict[int, list[list[int]]]:
+    assert row.experts is not None
+    assert row.experts.positions.dtype == np.int32
+    positions = row.experts.positions.tolist()
+    return dict(zip(positions, row.experts.indices.tolist(), strict=True))
+
+
+def random_samples(seed: int) -> list[Sample]:
+    """Of few ids and experts, so that prefixes and records are equal by chance; some without."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for number in range(rng.integers(1, 7)):
+        length = int(rng.integers(1, 9))
+        token_ids = rng.integers(0, 2, length).astype(np.int32)
+        positions = np.flatnonzero(rng.random(length) < 0.5).astype(np.int32)
+        chosen = rng.permuted(np.tile(np.arange(3), (len(positions), 2, 1)), axis=-1)[..., :2]
+        dtype = rng.choice([np.uint8, np.int16])
+        records = ExpertRecords(positions=positions, indices=chosen.astype(dtype))
+        samples.append(
+            Sample(
+                trajectory_id=f"g000000.0-{number % 3}.a0",
+                turns=(number,),
+                prompt_length=1,
+                token_ids=token_ids,
+                mask=np.ones(length, np.uint8) * (np.arange(length) > 0),
+                logprobs=np.zeros(length, np.float32),
+                versions=np.zeros(length, np.int32),
+                experts=records if len(positions) else None,
+            )
+        )
+    return samples
+
+
+def obvious_records(samples: list[Sample]) -> tuple[dict[Prefix, list[list[int]]], int]:
+    """The rule word for word: by the ids up to and including a token, the first one counts."""
+    known: dict[Prefix, list[list[int]]] = {}
+    num_overruled = 0
+    for sample in samples:
+        if sample.experts is None:
+            continue
+        pairs = zip(sample.experts.positions, sample.experts.indices.tolist(), strict=True)
+        for position, experts in pairs:
+            counting = known.setdefault(tuple(sample.token_ids[: position + 1].tolist()), experts)
+            same = all(set(a) == set(b) for a, b in zip(counting, experts, strict=True))
+            num_overruled += not same
+    return known, num_overruled
+
+
+def paths_of(row: MicroBatch) -> list[Prefix]:
+    """For each place of a row the ids from the root to it."""
+    paths: list[Prefix] = []
+    ends = np.cumsum(row.segment_lengths)
+    for end, length, parent in zip(ends, row.segment_lengths, row.segment_parents, strict=True):
+        path = () if parent < 0 else paths[ends[parent] - 1]
+        for token in row.token_ids[end - length : end].tolist():
+            path = (*path, token)
+            paths.append(path)
+    return paths
+
+
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_every_place_has_the_first_record_of_its_path_and_no_other_place_has_one(
+    seed: int, share_prefixes: bool
+) -> None:
+    samples = random_samples(seed)
+    row = pack_row([weigh(sample) for sample in samples], share_prefixes=share_prefixes)
+    known, num_overruled = obvious_records(samples)
+    assert row.num_overruled_records == num_overruled
+    expected = {place: known[path] for place, path in enumerate(paths_of(row)) if path in known}
+    assert (records_of(row) if row.experts is not None else {}) == expected
+    assert row.experts is None or row.experts.positions.tolist() == sorted(expected)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(4, 30))
+def test_no_record_of_a_trained_token_is_lost_on_the_way_to_the_ranks(
+    seed: int, num_ranks: int, budget: int
+) -> None:
+    samples = random_samples(seed)
+    shares = pack_minibatch(
+        [weigh(sample) for sample in samples],
+        num_ranks=num_ranks,
+        budget=budget,
+        attention_tokens=64,
+    )
+    found = {
+        paths_of(row)[place]
+        for share in shares
+        for row in share.micro_batches
+        if row.experts is not None
+        for place in row.experts.positions
+    }
+    assert found == obvious_records(samples)[0].keys()
+
+
+def test_a_record_is_of_the_token_that_was_processed_at_its_own_place() -> None:
+    a, b, c = [[0, 1]], [[2, 3]], [[4, 5]]
+    # Two tokens were sampled a turn; the engine processed the first of them only.
+    turns = [
+        make_turn([1, 2], [3, 4], expert_indices=recorded([a])),
+        make_turn([1, 2, 3, 4, 5], [6, 7], expert_indices=recorded([b])),
+    ]
+    other = make_turn([1, 2], [8, 9], expert_indices=recorded([c]))
+    samples = [
+        merge_turns(make_trajectory(part, rollout_id=f"g000000.0-{number}")).samples[0]
+        for number, part in enumerate([turns, [other]])
+    ]
+    tree = pack_row([weigh(sample) for sample in samples])
+    assert tree.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert records_of(tree) == {2: a, 5: b, 7: c}
+    flat = pack_row([weigh(sample) for sample in samples], share_prefixes=False)
+    assert records_of(flat) == {2: a, 5: b, 9: c}
+
+
+def test_what_was_sampled_in_one_sample_is_replayed_where_it_is_context_in_another() -> None:
+    first = make_turn([1], [2, 3], expert_indices=recorded([[[0, 1]]]))
+    second = make_turn([1, 2, 4], [5, 6], expert_indices=recorded([[[2, 0]]]))
+    samples = merge_turns(make_trajectory([first, second])).samples
+    assert len(samples) == 2 and samples[1].experts is not None
+    assert samples[1].experts.positions.tolist() == [3]
+    flat = pack_row([weigh(sample) for sample in samples], share_prefixes=False)
+    assert flat.token_ids.tolist() == [1, 2, 3, 1, 2, 4, 5, 6]
+    assert records_of(flat) == {1: [[0, 1]], 4: [[0, 1]], 6: [[2, 0]]}
+    assert flat.num_overruled_records == 0
+
+
+def test_where_two_samples_records_of_a_shared_place_differ_the_first_counts() -> None:
+    weighted = []
+    for member, experts in enumerate([[[0, 1]], [[1, 0]], [[0, 2]]]):
+        turn = make_turn([1], [2, 3 + member], expert_indices=recorded([experts]))
+        trajectory = make_trajectory([turn], rollout_id=f"g000000.0-{member}")
+        weighted.append(weigh(merge_turns(trajectory).samples[0]))
+    row = pack_row(weighted)
+    assert records_of(row) == {1: [[0, 1]]}
+    # The second names the same experts in another order.
+    assert row.num_overruled_records == 1
+
+
+def test_rows_without_records_say_so() -> None:
+    sample = merge_turns(make_trajectory([make_turn([1], [2])])).samples[0]
+    assert pack_row([weigh(sample)]).experts is None
+    assert filler().experts is None
+
+
+def test_records_of_two_models_in_one_row_are_refused_with_a_trajectory_named() -> None:
+    weighted = []
+    for member, layers in enumerate((1, 2)):
+        turn = make_turn([1], [2], expert_indices=np.zeros((1, layers, 2), np.uint8))
+        trajectory = make_trajectory([turn], rollout_id=f"g000000.0-{member}")
+        weighted.append(weigh(merge_turns(trajectory).samples[0]))
+    with pytest.raises(ValueError, match=r"g000000\.0-1\.a0 has expert records for \(2, 2\)"):
+        pack_row(weighted)
+
+
+def make_group() -> TrajectoryGroup:
+    trajectories = []
+    for member, experts in enumerate(([[0, 1]], [[0, 2]])):
+        turn = make_turn([1], [2, 3], reward=float(member), expert_indices=recorded([experts]))
+        trajectories.append(make_trajectory([turn], rollout_id=f"g000000.0-{member}"))
+    return TrajectoryGroup(group_id="g000000.0", trajectories=tuple(trajectories))
+
+
+def test_a_steps_report_counts_the_records_that_do_not_count() -> None:
+    settings = StepSettings()
+    group = make_group()
+    # As they come out of the queue.
+    columns = encode(group.trajectories)
+    decoded = tuple(decode(columns, number) for number in range(len(group.trajectories)))
+    merged = merge_groups([replace(group, trajectories=decoded)], settings)
+    result = build_step(merged, settings, step=0, trainer_version=0)
+    (row,) = result.shards[0].minibatches[0].micro_batches
+    assert records_of(row) == {1: [[0, 1]]}
+    assert result.report.num_overruled_records == 1
+
+
+def test_what_a_reference_or_a_critic_is_given_has_no_records() -> None:
+    settings = StepSettings()
+    merged = merge_groups([make_group()], settings)
+    plan = plan_scores(merged, settings, step=0, trainer_version=0)
+    rows = [row for shard in plan.shards for row in shard.minibatches[0].micro_batches]
+    sample = merge_turns(make_group().trajectories[0]).samples[0]
+    two = np.zeros(2, np.float32)
+    valued = ValuedSample(sample=sample, old_values=two, value_targets=two)
+    shards = pack_values([valued], step=0, num_ranks=1, budget=64)
+    rows += [each.row for shard in shards for each in shard.rows]
+    assert sum(row.num_trained for row in rows) == 6
+    assert all(row.experts is None for row in rows)
+
+
+def test_a_sample_without_records_is_itself_without_experts() -> None:
+    sample = merge_turns(make_group().trajectories[0]).samples[0]
+    assert sample.experts is not None
+    plain = sample.without_experts()
+    assert plain.experts is None and plain.without_experts() is plain

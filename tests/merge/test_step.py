@@ -1,0 +1,379 @@
+"""A step's batch: settlements, statistics by group, and what must not change what is trained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn, random_turns
+
+from actors.batch import MicroBatch
+from actors.expert_records import ModelShape
+from actors.merge.advantages import Baseline, Scale
+from actors.merge.aggregation import Aggregation
+from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.judged import problem_notices
+from actors.merge.payloads import PayloadsLost, read_groups
+from actors.merge.settings import StepSettings
+from actors.merge.shaping import ReturnRange, ShapingSettings
+from actors.merge.step import StepResult, build_step
+from actors.trajectory_queue.columns import encode
+from actors.trajectory_queue.ledger import EvictionReason
+from actors.trajectory_queue.messages import StepGroup, StepInput, StepTrajectory
+from actors.types import Outcome, Trajectory, summarize
+
+
+def make_group(
+    number: int,
+    rewards: list[float],
+    *,
+    outcomes: dict[int, Outcome] | None = None,
+    version: int = 0,
+    num_turns: int = 2,
+) -> TrajectoryGroup:
+    trajectories = tuple(
+        make_trajectory(
+            linear_turns(num_turns, reward=reward, version=version, seed=100 * number + member),
+            rollout_id=f"g{number:06d}.0-{member}",
+            outcome=(outcomes or {}).get(member, Outcome.COMPLETED),
+            best_return=2.0,
+        )
+        for member, reward in enumerate(rewards)
+    )
+    return TrajectoryGroup(group_id=f"g{number:06d}.0", trajectories=trajectories)
+
+
+def build(groups: list[TrajectoryGroup], *, version: int = 9, **fields: object) -> StepResult:
+    settings = StepSettings(**fields)  # type: ignore[arg-type]
+    return build_step(merge_groups(groups, settings), settings, step=7, trainer_version=version)
+
+
+def update_weights(result: StepResult, number: int = 0) -> list[float]:
+    """The loss weights of one update's trained tokens, over all ranks, ascending."""
+    rows = [row for shard in result.shards for row in shard.minibatches[number].micro_batches]
+    return sorted(float(weight) for row in rows for weight in row.loss_weights)
+
+
+def read_contexts(row: MicroBatch) -> list[tuple[int, ...]]:
+    """The path of every token of a row, itself included."""
+    found: list[tuple[int, ...]] = []
+    ends = np.cumsum(row.segment_lengths)
+    for end, length, parent in zip(ends, row.segment_lengths, row.segment_parents, strict=True):
+        path = () if parent == -1 else found[ends[parent] - 1]
+        for token in row.token_ids[end - length : end].tolist():
+            path = (*path, token)
+            found.append(path)
+    return found
+
+
+def trained_tokens(result: StepResult) -> Counter[tuple[object, ...]]:
+    """Every trained token as the loss sees it: its context, its target and its side data."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    for shard in result.shards:
+        for minibatch in shard.minibatches:
+            for row in minibatch.micro_batches:
+                contexts = read_contexts(row)
+                for i, position in enumerate(row.loss_positions):
+                    context = contexts[position]
+                    side = (row.behaviour_logprobs[i], row.advantages[i], row.sampled_versions[i])
+                    seen[(context, int(row.targets[i]), *map(float, side))] += 1
+    return seen
+
+
+def test_a_step_settles_each_trajectory_once_and_trains_what_it_says() -> None:
+    outcomes = {2: Outcome.TRUNCATED_TOKENS, 3: Outcome.MAX_TURNS}
+    groups = [make_group(0, [1, 0, 0, 1], outcomes=outcomes), make_group(1, [1, 1])]
+    result = build(groups)
+    reasons = {s.rollout_id: s.reason for s in result.settlements}
+    assert reasons == {
+        "g000000.0-0": None,
+        "g000000.0-1": None,
+        "g000000.0-2": EvictionReason.MASKED,
+        "g000000.0-3": None,
+        "g000001.0-0": EvictionReason.ZERO_VARIANCE,
+        "g000001.0-1": EvictionReason.ZERO_VARIANCE,
+    }
+    report = result.report
+    assert report.evictions == {EvictionReason.MASKED: 1, EvictionReason.ZERO_VARIANCE: 2}
+    assert report.num_trained_tokens == 3 * 12 and report.num_sampled_tokens == 6 * 12
+    assert report.num_zero_variance_groups == 1 and report.num_groups == 2
+    # 36 trained tokens, and the 24 of the group without a signal.
+    assert update_weights(result) == [np.float32(1 / 60)] * 36
+    # Returns 1, 0, 0, min(1, 0): mean 1/4, deviation 1/2, over trajectories of any length.
+    advantages = {round(float(a), 4) for *_, a, _ in trained_tokens(result)}
+    assert advantages == {1.5, -0.5}
+
+
+def test_the_report_counts_what_went_into_the_step() -> None:
+    retokenised = make_trajectory(
+        [make_turn([1, 2], [3, 4, 5, 6, 7]), make_turn([1, 2, 99, 5, 6, 7, 8], [9])],
+        rollout_id="g000000.0-4",
+        outcome=Outcome.MALFORMED_TOOL_CALL,
+        num_inserted_tokens=2,
+    )
+    malformed = replace(retokenised.turns[1], is_malformed=True, reward=0.5)
+    group = make_group(0, [1, 0], version=3)
+    broken = replace(retokenised, turns=(retokenised.turns[0], malformed))
+    group = replace(group, trajectories=(*group.trajectories, broken))
+    report = build([group], version=5, num_ranks=2).report
+    assert (report.step, report.trainer_version) == (7, 5)
+    assert report.merge.samples_before == 6 and report.merge.samples_after == 4
+    assert report.merge.mismatches == {"retokenised": 1}
+    assert report.merge.num_saved_tokens == 2 * 15
+    assert report.returns is not None and report.returns.max == 1.0
+    assert report.returns.mean == pytest.approx(0.5)
+    assert report.scaled_return_mean == pytest.approx(0.25)
+    assert (report.policy_age_max, report.num_malformed_turns, report.num_turns) == (5, 1, 6)
+    assert report.policy_age_mean == pytest.approx((24 * 2 + 6 * 5) / 30)
+    assert report.num_inserted_tokens == 2 and report.num_malformed_rewarded == 1
+    assert report.outcomes == {Outcome.COMPLETED: 2, Outcome.MALFORMED_TOOL_CALL: 1}
+
+
+def test_groups_without_a_signal_weaken_the_update_and_do_not_strengthen_the_rest() -> None:
+    differing = make_group(0, [1, 0])
+    alone = build([differing])
+    among = build([differing, make_group(1, [1, 1]), make_group(2, [0, 0])])
+    assert trained_tokens(among) == trained_tokens(alone)
+    assert update_weights(alone) == [np.float32(1 / 24)] * 24
+    assert update_weights(among) == [np.float32(1 / 72)] * 24
+
+
+def test_groups_without_a_signal_are_trained_where_the_loss_has_a_term_for_them() -> None:
+    groups = [make_group(0, [1, 0]), make_group(1, [1, 1], outcomes={1: Outcome.TRUNCATED_TOKENS})]
+    result = build(groups, trains_without_signal=True)
+    assert [s.reason for s in result.settlements] == [None, None, None, EvictionReason.MASKED]
+    assert result.report.num_zero_variance_groups == 1
+    assert sorted({float(advantage) for *_, advantage, _ in trained_tokens(result)})[1] == 0.0
+    assert update_weights(result) == [np.float32(1 / 36)] * 36
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weight"),
+    [
+        (Aggregation.TOKEN_MEAN, 1 / 48),
+        (Aggregation.TRAJECTORY_MEAN, 1 / (4 * 12)),
+        (Aggregation.PROMPT_MEAN, 1 / (2 * 24)),
+        (Aggregation.CONSTANT, 1 / (4 * 100)),
+    ],
+)
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_every_aggregation_counts_groups_without_a_signal(
+    aggregation: Aggregation, weight: float, num_minibatches: int
+) -> None:
+    # Two trajectories of 12 tokens are trained, two are idle; half of each in each of two updates.
+    groups = [make_group(0, [1, 0]), make_group(1, [1, 1])]
+    result = build(
+        groups, aggregation=aggregation, constant_tokens=100, num_minibatches=num_minibatches
+    )
+    # Of one prompt in an update of two, and of its own trajectories and tokens: half as many.
+    expected = weight * num_minibatches
+    for number in range(num_minibatches):
+        weights = update_weights(result, number)
+        assert len(weights) == 24 // num_minibatches
+        assert weights == pytest.approx([expected] * len(weights), rel=1e-6)
+
+
+def test_a_step_with_nothing_to_train_is_fillers_and_knows_no_age() -> None:
+    result = build([make_group(0, [1, 1])], num_ranks=2)
+    for shard in result.shards:
+        (minibatch,) = shard.minibatches
+        assert [row.num_trained for row in minibatch.micro_batches] == [0]
+    assert result.report.policy_age_max is None and result.report.advantages is None
+    assert result.report.num_fillers == 2
+
+
+def test_statistics_follow_the_group_and_not_the_order() -> None:
+    a, b = make_group(0, [1, 0, 0]), make_group(1, [5, 9])
+    assert trained_tokens(build([a, b])) == trained_tokens(build([b, a]))
+    alone = trained_tokens(build([a])) + trained_tokens(build([b]))
+    assert trained_tokens(build([a, b])) == alone
+
+
+def test_misaligned_trajectories_leave_under_their_own_reason_and_the_others_go_on() -> None:
+    group = make_group(0, [1, 0, 1])
+    turn = make_turn([1], [2, 3], logprobs=[-1])
+    broken = replace(group.trajectories[2], turns=(turn,))
+    result = build([replace(group, trajectories=(*group.trajectories[:2], broken))])
+    assert [s.reason for s in result.settlements] == [None, None, EvictionReason.TOKEN_MISALIGNED]
+
+
+def test_records_of_another_mixture_cost_their_trajectory_alone() -> None:
+    group = make_group(0, [1, 0, 1])
+    routed = replace(make_turn([1], [2, 3]), expert_indices=np.zeros((1, 2, 2), np.uint8))
+    foreign = replace(group.trajectories[2], turns=(routed,))
+    groups = [replace(group, trajectories=(*group.trajectories[:2], foreign))]
+    result = build(groups, shape=ModelShape(vocab_size=100_000))
+    assert [s.reason for s in result.settlements] == [None, None, EvictionReason.TOKEN_MISALIGNED]
+
+
+@pytest.mark.parametrize("prompt, sampled", [([1, 500], [2, 3]), ([1], [2, 500])])
+def test_ids_outside_the_vocabulary_cost_their_trajectory_alone(
+    prompt: list[int], sampled: list[int]
+) -> None:
+    group = make_group(0, [1, 0, 1])
+    foreign = replace(group.trajectories[2], turns=(make_turn(prompt, sampled),))
+    groups = [replace(group, trajectories=(*group.trajectories[:2], foreign))]
+    reasons = [
+        [s.reason for s in build(groups, shape=ModelShape(vocab_size=vocab_size)).settlements]
+        for vocab_size in (500, 501)
+    ]
+    assert reasons == [[None, None, EvictionReason.TOKEN_MISALIGNED], [None] * 3]
+
+
+def with_rewards(rewards: list[float]) -> list[TrajectoryGroup]:
+    return [make_group(0, rewards)]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), 1e10, -1e200])
+def test_a_reward_that_is_no_number_costs_its_trajectory_alone_and_is_told(reward: float) -> None:
+    result = build(with_rewards([reward, 0, 1]))
+    assert [s.reason for s in result.settlements] == [EvictionReason.REWARD_ERROR, None, None]
+    assert result.report.scaled_return_mean is not None and result.report.returns is not None
+    if reward != reward:
+        assert (result.report.returns.mean, result.report.scaled_return_mean) == (0.5, 0.25)
+    (notice,) = problem_notices(result.judged, step=8)
+    assert notice.startswith("step 8: trajectory g000000.0-0.a0 left out as reward_error: ")
+    assert notice.endswith("look at what the environment gave, or set algorithm.reward.clip")
+
+
+def test_a_return_that_is_clipped_may_be_of_any_size() -> None:
+    shaping = ShapingSettings(clip=ReturnRange(low=-1.0, high=1.0))
+    result = build(with_rewards([1e30, 0, 1]), scale=Scale.NONE, shaping=shaping)
+    assert [judged.verdict.baseline_return for judged in result.judged] == [1.0, 0.0, 1.0]
+    assert problem_notices(result.judged, step=1) == ()
+
+
+def test_what_does_not_fit_is_told_for_three_trajectories_and_counted_beyond() -> None:
+    group = make_group(0, [1, 0, 1, 0, 1, 0])
+    broken = make_turn([1], [2, 3], logprobs=[-1])
+    members = tuple(replace(each, turns=(broken,)) for each in group.trajectories[:5])
+    result = build([replace(group, trajectories=(*members, group.trajectories[5]))])
+    notices = problem_notices(result.judged, step=2)
+    assert [notice.split(":")[0] for notice in notices] == ["step 2"] * 4
+    assert "g000000.0-2.a0 left out as token_misaligned: turn 0: 1 log-prob" in notices[2]
+    assert "have the engine give one for each" in notices[2]
+    assert notices[3] == "step 2: 2 more like it; `rayloom inspect`"
+
+
+def test_tokens_of_a_version_that_the_trainer_does_not_hold_yet_are_refused_by_name() -> None:
+    groups = [make_group(0, [1, 0], version=3)]
+    build(groups, version=3)
+    words = r"trajectory g000000\.0-0\.a0 was sampled by version 3, expected at most 2"
+    with pytest.raises(ValueError, match=words):
+        build(groups, version=2)
+
+
+def test_two_trajectories_of_one_rollout_are_refused() -> None:
+    group = make_group(0, [1, 0])
+    twice = replace(group, trajectories=(*group.trajectories, group.trajectories[0]))
+    with pytest.raises(ValueError, match=r"rollout g000000\.0-0 has 2 trajectories in one step"):
+        build([twice])
+
+
+def test_a_word_is_as_good_as_the_member_and_an_unknown_one_is_refused() -> None:
+    words = build(with_rewards([1, 1]), baseline="none", scale="none")
+    assert words.report.num_zero_variance_groups == 0
+    with pytest.raises(ValueError, match=r"merge\.scale: got 'bogus', expected one of none, std"):
+        build(with_rewards([1, 0]), scale="bogus")
+
+
+def test_negative_returns_under_scale_mean_are_refused_with_the_group_named() -> None:
+    with pytest.raises(ValueError, match=r"group g000000\.0: .*non-negative"):
+        build([make_group(0, [1, -1])], scale=Scale.MEAN)
+
+
+def random_group(number: int, seed: int) -> TrajectoryGroup:
+    rng = np.random.default_rng([number, seed])
+    trajectories = tuple(
+        make_trajectory(random_turns(rng, max_turns=5), rollout_id=f"g{number:06d}.0-{member}")
+        for member in range(4)
+    )
+    return TrajectoryGroup(group_id=f"g{number:06d}.0", trajectories=trajectories)
+
+
+@settings(max_examples=50)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 3),
+    st.integers(8, 64),
+    st.integers(1, 3),
+    st.sampled_from([Baseline.MEAN, Baseline.LEAVE_ONE_OUT, Baseline.NONE]),
+)
+def test_ranks_rows_and_updates_do_not_change_what_is_trained(
+    seed: int, num_ranks: int, budget: int, num_minibatches: int, baseline: Baseline
+) -> None:
+    groups = [random_group(number, seed) for number in range(3)]
+    scale = Scale.NONE if baseline is Baseline.NONE else Scale.STD
+    one = build(groups, baseline=baseline, scale=scale)
+    split = build(
+        groups,
+        baseline=baseline,
+        scale=scale,
+        num_ranks=num_ranks,
+        tokens_per_micro_batch=budget,
+        num_minibatches=num_minibatches,
+    )
+    assert trained_tokens(split) == trained_tokens(one)
+    assert split.settlements == one.settlements
+    total = one.report.num_trained_tokens
+    num_idle = round(1 / update_weights(one)[0]) - total if total else 0
+    for number, update in enumerate(
+        zip(*(shard.minibatches for shard in split.shards), strict=True)
+    ):
+        assert len({len(part.micro_batches) for part in update}) == 1
+        trained = sum(row.num_trained for part in update for row in part.micro_batches)
+        expected = trained + (num_idle * trained / total if total else 0)
+        assert update_weights(split, number) == [np.float32(1 / max(1, expected))] * trained
+    trained = sum(s.reason is None for s in one.settlements)
+    assert (trained == 0) == (one.report.num_trained_tokens == 0)
+
+
+def unmerged(trajectory: Trajectory) -> list[Trajectory]:
+    """Each turn as a trajectory of its own, with the whole return."""
+    total = trajectory.episode_return
+    return [
+        replace(
+            trajectory,
+            rollout_id=f"{trajectory.rollout_id}.{index}",
+            turns=(replace(turn, reward=total),),
+        )
+        for index, turn in enumerate(trajectory.turns)
+    ]
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**32 - 1))
+def test_merging_does_not_change_what_is_trained(seed: int) -> None:
+    group = random_group(0, seed)
+    # Without baseline and scale the advantage is the return, so that rows can stand alone.
+    plain = {"baseline": Baseline.NONE, "scale": Scale.NONE}
+    pieces = tuple(piece for t in group.trajectories for piece in unmerged(t))
+    merged = build([group], **plain)
+    apart = build([replace(group, trajectories=pieces)], **plain)
+    assert trained_tokens(merged) == trained_tokens(apart)
+    assert update_weights(merged) == update_weights(apart)
+
+
+def test_a_step_is_read_from_its_blocks_and_lost_ones_are_named() -> None:
+    group = make_group(0, [1, 0, 1])
+    blocks = [encode(group.trajectories[:2]), encode(group.trajectories[2:])]
+    members = tuple(
+        StepTrajectory(summary=summarize(t, num_bytes=1), block=block, row=row)
+        for t, block, row in zip(group.trajectories, (0, 0, 1), (0, 1, 0), strict=True)
+    )
+    described = StepGroup(group_id=group.group_id, group_number=0, trajectories=members)
+    step_input = StepInput(step=0, groups=(described,), blocks=("first", "second"))
+    assert trained_tokens(build(read_groups(step_input, blocks))) == trained_tokens(build([group]))
+    with pytest.raises(PayloadsLost, match="1 rollouts") as caught:
+        read_groups(step_input, [blocks[0], None])
+    assert caught.value.rollout_ids == ("g000000.0-2",)
+
+
+@pytest.mark.parametrize("fields", [{"num_ranks": 0}, {"tokens_per_micro_batch": 0}, {"seed": -1}])
+def test_impossible_settings_are_refused(fields: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(fields))} is "):
+        StepSettings(**fields)

@@ -1,0 +1,196 @@
+"""The loop over fakes of a few lines: what it asks of its parts, in which order."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from worlds.loop_world import World, make_loop
+
+from actors.trajectory_queue.ledger import EvictionReason
+from actors.trajectory_queue.messages import Vacancy
+from service.run.failing import GivenUp
+from service.run.ports import PartLost
+from service.run.task_feed import task_index
+
+
+async def test_each_step_is_trained_published_and_settled_before_its_version_counts() -> None:
+    world = World()
+    await make_loop(world).run()
+    assert world.published_versions == [1, 2, 3]
+    first = world.calls.index("train 0")
+    assert world.calls[first : first + 5] == [
+        "train 0", "offer 1", "settle 0", "published 1", "record 1",
+    ]  # fmt: skip
+    assert [record.policy_version for record in world.records] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("lose_payloads_at", [None, 1])
+async def test_where_rewards_need_a_model_the_trainer_is_asked_before_a_step_is_built(
+    lose_payloads_at: int | None,
+) -> None:
+    world = World(lose_payloads_at=lose_payloads_at)
+    await make_loop(world, steps=2, scores_first=True).run()
+    assert world.calls_of("plan", "build", "train", "lost") == [
+        "plan 0", "build 0 scores of rows 0", "train 0",
+        *(["lost r1"] if lose_payloads_at else []),
+        "plan 1", "build 1 scores of rows 1", "train 1",
+    ]  # fmt: skip
+    assert world.value_shards == [("values",)] * 2
+
+
+async def test_with_a_lag_the_next_step_is_trained_while_the_engines_load_this_version() -> None:
+    world = World()
+
+    async def load(version: int) -> None:
+        while version == 1 and "train 1" not in world.calls:
+            await asyncio.sleep(0)
+
+    world.engines_load = load
+    await make_loop(world, overlaps_publish=True).run()
+    assert world.calls_of("train", "offer", "published")[:6] == [
+        "train 0", "offer 1", "train 1", "published 1", "offer 2", "published 2",
+    ]  # fmt: skip
+    assert [record.step for record in world.records] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("overlaps_publish", [False, True])
+async def test_engines_that_never_load_end_the_loop(overlaps_publish: bool) -> None:
+    async def fail(version: int) -> None:
+        raise PartLost(f"no engine took version {version}")
+
+    world = World(engines_load=fail, starve_from=1)
+    with pytest.raises(PartLost, match="no engine took version 1"):
+        await make_loop(world, overlaps_publish=overlaps_publish).run()
+    assert world.records == []
+
+
+async def test_a_checkpoint_is_committed_after_its_files_and_its_step_are_written() -> None:
+    world = World()
+    await make_loop(world).run()
+    assert world.checkpoints == [(2, "dir-2"), (3, "dir-3")]
+    at = world.calls.index("save 2")
+    assert world.calls[at : at + 4] == ["save 2", "record 2", "commit 2", "prune"]
+
+
+async def test_nothing_stays_in_flight_at_the_end_and_the_last_commit_says_so() -> None:
+    world = World()
+    await make_loop(world, steps=2).run()
+    end = world.calls.index("cancel_all")
+    assert world.calls[end:] == ["cancel_all", "commit 2", "prune"]
+    assert world.checkpoints == [(2, "dir-2"), (2, "dir-2")]
+
+
+@pytest.mark.parametrize("overlaps_publish", [False, True])
+async def test_a_run_that_is_solved_is_complete_evaluated_and_holds_nothing(
+    overlaps_publish: bool,
+) -> None:
+    world = World(scaled_returns=(0.5, 1.0, 1.0, 0.9, 0.9, 1.0, 0.0), starve_from=6)
+    loop = make_loop(world, steps=100, overlaps_publish=overlaps_publish, stop_at_reward=0.95)
+    await loop.run()
+    assert loop.is_solved and len(world.records) == 6
+    assert world.calls_of("evaluate", "cancel_all")[-2:] == ["evaluate 2", "cancel_all"]
+    assert world.checkpoints[-1] == (6, "dir-6")
+
+
+@pytest.mark.parametrize("unknown", [None, 0.0])
+async def test_five_steps_in_a_row_are_needed_and_an_unknown_reward_starts_anew(
+    unknown: float | None,
+) -> None:
+    world = World(scaled_returns=(1.0, 1.0, 1.0, 1.0, unknown, 1.0, 1.0, 1.0, 1.0))
+    loop = make_loop(world, steps=9, stop_at_reward=0.95)
+    await loop.run()
+    assert not loop.is_solved and len(world.records) == 9
+
+
+async def test_evaluations_come_before_the_first_step_when_due_and_at_the_end() -> None:
+    world = World()
+    await make_loop(world).run()
+    assert world.calls_of("evaluate", "train") == [
+        "evaluate 2", "train 0", "train 1", "evaluate 2", "train 2", "evaluate 2",
+    ]  # fmt: skip
+
+
+async def test_lost_payloads_give_the_step_back_and_it_is_taken_again() -> None:
+    world = World(lose_payloads_at=1)
+    await make_loop(world).run()
+    assert world.calls_of("lost", "train") == ["train 0", "lost r1", "train 1", "train 2"]
+
+
+async def test_a_skipped_update_trains_nothing_and_still_moves_the_version_on() -> None:
+    world = World(skip_at=1)
+    await make_loop(world).run()
+    reasons = {item.rollout_id: item.reason for item in world.settled[1]}
+    assert reasons == {"r0": EvictionReason.NONFINITE_STEP, "r1": EvictionReason.MASKED}
+    assert world.settled[0][0].reason is None
+    assert world.published_versions == [1, 2, 3]
+    assert [record.is_skipped for record in world.records] == [False, True, False]
+
+
+async def test_a_run_of_which_no_update_is_finite_any_more_ends_with_the_reason() -> None:
+    world = World(skip_from=1)
+    with pytest.raises(GivenUp, match=r"last 3 steps, up to step 4, was finite"):
+        await make_loop(world, steps=100).run()
+    assert [record.is_skipped for record in world.records] == [False, True, True, True]
+    assert world.checkpoints[-1] == (4, "dir-4")
+
+
+async def test_a_run_of_which_nothing_can_be_merged_any_more_ends_with_the_reason() -> None:
+    world = World(misalign_from=1)
+    with pytest.raises(GivenUp, match=r"last 3 steps, up to step 4, ended .* an empty prompt;"):
+        await make_loop(world, steps=100).run()
+    assert world.checkpoints[-1] == (4, "dir-4")
+
+
+async def test_a_lost_part_ends_the_loop_with_its_name_and_commits_nothing_more() -> None:
+    world = World(lose_trainer_at=2)
+    with pytest.raises(PartLost, match="rank 0"):
+        await make_loop(world).run()
+    assert world.checkpoints == [(2, "dir-2")]
+    assert "cancel_all" not in world.calls
+
+
+async def test_a_run_that_gets_nowhere_leaves_its_last_step_durable_and_says_why() -> None:
+    world = World(fail_from=1)
+    with pytest.raises(GivenUp, match="reset: boom"):
+        await make_loop(world, steps=100).run()
+    assert world.published_versions == [1]
+    assert world.checkpoints == [(1, "dir-1")]
+    # What is in flight stays so, to be played when the run is resumed.
+    assert "cancel_all" not in world.calls
+
+
+async def test_a_stop_leaves_a_checkpoint_and_what_is_in_flight_in_flight() -> None:
+    world = World()
+    loop = make_loop(world, steps=100)
+
+    def stop_at_3(version: int) -> None:
+        if version == 3:
+            loop.stop()
+
+    world.on_publish = stop_at_3
+    await loop.run()
+    assert world.published_versions == [1, 2, 3]
+    assert world.checkpoints[-1] == (3, "dir-3")
+    assert "cancel_all" not in world.calls
+
+
+async def test_a_resumed_loop_goes_on_behind_its_checkpoint() -> None:
+    world = World()
+    await make_loop(world, steps=3, first_step=3, checkpoint="dir-2").run()
+    assert world.published_versions == [3]
+    assert world.calls_of("evaluate", "train") == ["train 2", "evaluate 2"]
+    assert world.checkpoints == [(3, "dir-3")]
+
+
+async def test_a_run_that_is_resumed_when_complete_changes_nothing_but_closes_it() -> None:
+    world = World()
+    await make_loop(world, steps=3, first_step=4, checkpoint="dir-3").run()
+    assert world.published_versions == []
+    assert world.checkpoints == [(3, "dir-3")]
+
+
+def test_a_replacement_plays_a_task_that_no_first_choice_plays() -> None:
+    first = {task_index(Vacancy(group_number=k, replacement=0)) for k in range(1000)}
+    second = {task_index(Vacancy(group_number=k, replacement=1)) for k in range(1000)}
+    assert first == set(range(1000)) and not first & second

@@ -1,0 +1,219 @@
+"""Resuming: a moved run, another spelling of its path, damage, and what is done already."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+from worlds.run_driver import SMALL, small_config
+
+from actors.trainer.group import TrainerGroup
+from actors.trainer.manifest import MANIFEST, Progress
+from actors.trainer.settings import TrainerSettings
+from service.cli.export import export_checkpoint
+from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
+from service.config.file import ConfigError, load_config
+from service.launch.resuming import fallback_notice, find_faults, finished_step, newest_usable
+from service.launch.run_dir import RunDir, check_resumable
+from service.launch.stop_signals import StopSignals
+from service.run.parts import TrainerParts
+from service.store.run_store import RunStore, StoreError
+
+
+def write_checkpoint(place: RunDir, step: int, epoch: int = 1) -> Path:
+    progress = Progress(
+        step=step, version=step, epoch=epoch, num_updates=step, num_ranks=1, model="/gone"
+    )
+    directory = place.checkpoints / progress.directory_name
+    directory.mkdir(parents=True)
+    (directory / MANIFEST).write_text(json.dumps({"format": 1, **asdict(progress)}))
+    return directory
+
+
+def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3), stored_under: str = "") -> RunDir:
+    """A run's directory with committed checkpoints. stored_under: as an older layout had them."""
+    place = RunDir(path=path)
+    path.mkdir()
+    place.config_file.write_text(yaml.safe_dump(SMALL))
+    store = RunStore(place.database_url)
+    store.acquire_lease(holder="a")
+    for step in steps:
+        directory = write_checkpoint(place, step)
+        commit(store, epoch=1, step=step, directory=f"{stored_under}{directory.name}")
+    store.close()
+    return place
+
+
+def commit(store: RunStore, *, epoch: int, step: int, directory: str) -> None:
+    store.commit_checkpoint(
+        epoch=epoch,
+        step=step,
+        policy_version=step,
+        directory=directory,
+        queue_snapshot={},
+        new_events=(),
+        last_event_seq=-1,
+    )
+
+
+def parts(checkpoints: Path, store: RunStore, *, epoch: int) -> TrainerParts:
+    group = TrainerGroup(TrainerSettings(model="none", checkpoint_dir=checkpoints))
+    return TrainerParts(group, store, epoch=epoch, keep=2)
+
+
+def names(place: RunDir) -> list[str]:
+    return sorted(path.name for path in place.checkpoints.glob("step-*"))
+
+
+def resume(place: RunDir, **sections: dict[str, object]) -> int:
+    config = load_config(small_config(place.path.parent, **sections))
+    return run_training(TrainRequest(config=config, resume=place.path), StopSignals())
+
+
+def test_a_run_has_one_path_however_it_is_spelt(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert RunDir(path=tmp_path / "link") == RunDir(path=tmp_path / "x" / ".." / "run")
+
+
+async def test_pruning_under_another_spelling_keeps_the_newest(tmp_path: Path) -> None:
+    place = make_run(tmp_path / "run", stored_under="/where/it/was/checkpoints/")
+    (tmp_path / "link").symlink_to(place.path)
+    store = RunStore(place.database_url)
+    epoch = store.acquire_lease(holder="b").epoch
+    write_checkpoint(place, 4, epoch)
+    commit(store, epoch=epoch, step=4, directory="step-000004-e2")
+    await parts(tmp_path / "link" / "checkpoints", store, epoch=epoch).prune()
+    assert names(place) == ["step-000003-e1", "step-000004-e2"]
+
+
+async def test_nothing_is_pruned_before_a_commit_or_when_no_kept_one_is_there(
+    tmp_path: Path,
+) -> None:
+    place = make_run(tmp_path / "run")
+    store = RunStore(place.database_url)
+    epoch = store.acquire_lease(holder="b").epoch
+    await parts(place.checkpoints, store, epoch=epoch).prune()
+    assert len(names(place)) == 3
+    for step in (4, 5):
+        commit(store, epoch=epoch, step=step, directory=f"elsewhere-{step}")
+    await parts(place.checkpoints, store, epoch=epoch).prune()
+    assert len(names(place)) == 3
+
+
+def test_the_newest_checkpoint_that_can_be_read_is_used_and_the_others_are_named(
+    tmp_path: Path,
+) -> None:
+    place = make_run(tmp_path / "run", steps=(2, 4, 6, 8))
+    (place.checkpoints / "step-000006-e1" / MANIFEST).write_text("{")
+    (place.checkpoints / "step-000008-e1" / MANIFEST).unlink()
+    (place.checkpoints / "step-000008-e1").rmdir()
+    commits = RunStore(place.database_url).commits()
+    faults = find_faults(place.checkpoints, commits)
+    assert list(faults) == ["step-000008-e1", "step-000006-e1"]
+    used = newest_usable(place.checkpoints, commits)
+    assert used is not None and used.step == 4
+    told = fallback_notice(faults, commits[0], used)
+    assert "step-000008-e1 is not there" in told
+    assert "going back to step-000004-e1, steps 5 to 8 are trained again" in told
+
+
+def test_where_no_checkpoint_is_left_the_run_ends_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = make_run(tmp_path / "run")
+    for manifest in place.checkpoints.glob(f"*/{MANIFEST}"):
+        manifest.unlink()
+    assert resume(place) == EXIT_FAILED
+    told = capsys.readouterr().err
+    assert "none of the run's 3 committed checkpoints" in told and "step-000003-e1" in told
+    assert not place.log_file.exists()
+    with pytest.raises(ConfigError, match="none of the run's 3 committed checkpoints"):
+        export_checkpoint(place.path, tmp_path / "out")
+
+
+def test_a_finished_run_is_said_to_be_done_without_starting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = make_run(tmp_path / "run")
+    place.summary_file.write_text('{"steps": 3}')
+    assert resume(place, run={"steps": 3}) == EXIT_OK
+    assert "all 3 steps are done already" in capsys.readouterr().out
+    assert finished_step(place, steps=4) is None
+    # Without its report the run has that to write still.
+    place.summary_file.write_text('{"steps": 2}')
+    assert finished_step(place, steps=3) is None
+
+
+def test_a_broken_configuration_or_database_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    place = make_run(tmp_path / "run")
+    config = load_config(small_config(tmp_path))
+    whole = place.database_file.read_bytes()
+    check_resumable(place, config)
+    for damaged in (whole[:5000], b"\1" * 5000, whole[:4096] + b"\xff" * (len(whole) - 4096)):
+        place.database_file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"rayloom\.db (cannot be|is damaged)"):
+            check_resumable(place, config)
+    place.database_file.write_bytes(b"")
+    with pytest.raises(ConfigError, match="is empty, but there are checkpoints"):
+        check_resumable(place, config)
+    for text in ("run: [", "", "- 1", "run: {steps: no}"):
+        place.config_file.write_text(text)
+        with pytest.raises(ConfigError, match="own configuration cannot be used") as refusal:
+            check_resumable(place, config)
+        assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"groups_per_step": 3}, "groups_per_step is 3, the run has 4; expected the same"),
+        ({"groups_per_step": 8}, "groups_per_step is 8, the run has 4; expected the same"),
+        ({"max_lag": 1}, "max_lag is 1, the run has 2; expected at least as many"),
+        ({"min_group_size": 3}, "min_group_size is 3, the run has 2; expected at most as many"),
+    ],
+)
+def test_settings_that_stored_groups_rest_on_cannot_change(
+    tmp_path: Path, change: dict[str, int], words: str
+) -> None:
+    place = make_run(tmp_path / "run")
+    own = {"groups_per_step": 4, "group_size": 4, "max_lag": 2, "min_group_size": 2}
+    place.config_file.write_text(yaml.safe_dump({**SMALL, "algorithm": own}))
+    with pytest.raises(ConfigError, match=words) as refusal:
+        resume(place, algorithm={**own, **change})
+    assert "use the run's own configuration" in str(refusal.value)
+    assert not place.log_file.exists()
+
+
+def test_settings_that_nothing_stored_rests_on_may_change(tmp_path: Path) -> None:
+    place = make_run(tmp_path / "run")
+    changed = small_config(
+        tmp_path,
+        run={"steps": 9},
+        algorithm={"group_size": 8, "max_lag": 1, "window_groups": 2},
+        trainer={"num_ranks": 1, "learning_rate": 1e-4},
+        inference={"num_replicas": 2},
+    )
+    check_resumable(place, load_config(changed))
+
+
+def test_an_export_of_what_is_no_run_says_so(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match="no run or checkpoint lies there"):
+            export_checkpoint(place, tmp_path / "out")
+    (tmp_path / "rayloom.db").write_bytes(b"\1" * 5000)
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        export_checkpoint(tmp_path, tmp_path / "out")
+
+
+def test_usable_is_nothing_where_nothing_was_committed(tmp_path: Path) -> None:
+    place = make_run(tmp_path / "run", steps=())
+    commits = RunStore(place.database_url).commits()
+    assert newest_usable(place.checkpoints, commits) is None
+    with pytest.raises(StoreError, match="cannot be opened"):
+        RunStore(f"sqlite:///{tmp_path / 'missing' / 'rayloom.db'}")

@@ -1,0 +1,92 @@
+"""Ctrl-C: raised at once, held for an orderly end, or passed over, and given back at the end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from service.launch.stop_signals import NUMBERS, kept_from_children, stop_signals
+
+
+@pytest.fixture(autouse=True)
+def with_a_terminal() -> Iterator[None]:
+    """The tests themselves may run under nohup, which ignores hang-ups."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
+def test_the_first_one_raises_while_there_is_nothing_to_end(number: signal.Signals) -> None:
+    with stop_signals() as signals:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        assert signals.is_asked
+
+
+def test_a_held_one_only_asks_and_the_second_one_raises() -> None:
+    with stop_signals() as signals:
+        signals.hold()
+        assert not signals.is_asked
+        signal.raise_signal(signal.SIGINT)
+        assert signals.is_asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_one_that_was_swallowed_is_told_later() -> None:
+    with stop_signals() as signals:
+        signals.check()
+        # As an import of a large package does.
+        with suppress(BaseException):
+            signal.raise_signal(signal.SIGINT)
+        for tell in (signals.check, signals.hold):
+            with pytest.raises(KeyboardInterrupt):
+                tell()
+
+
+def test_none_disturbs_the_end() -> None:
+    with stop_signals() as signals:
+        signals.hold()
+        signals.ignore()
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert signals.is_asked
+
+
+def test_what_another_package_took_is_taken_back_and_all_is_returned_at_the_end() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_signals() as signals:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signals.install()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_closed_terminal_changes_nothing_where_it_was_ignored_from_the_start() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert not signals.is_asked
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_is_told_here_and_to_no_child() -> None:
+    show = "import signal; print(signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    with stop_signals() as signals:
+        signals.hold()
+        with kept_from_children():
+            told = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True)
+            signal.raise_signal(signal.SIGHUP)
+            assert not signals.is_asked
+        assert signals.is_asked
+    assert told.stdout == "True\n"

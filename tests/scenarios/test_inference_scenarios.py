@@ -1,0 +1,308 @@
+"""The inference deployment for real: vLLM in Ray Serve on a local cluster, three tiny models."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from ray import serve
+from ray.actor import ActorHandle
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from worlds.mixture_world import write_served_mixture
+from worlds.trainer_world import obvious_logprobs
+
+from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded, PolicyUnavailable
+from actors.trainer.publish import gather_groups
+from actors.trainer.tiny.model import build_tiny_model
+from actors.weights.actor import start_board
+from actors.weights.board import BoardStatus, PublishedGroup, PublishReport
+from actors.weights.buffers import pack_group
+from actors.weights.errors import StaleEpoch
+from actors.weights.parity import parity_tokens
+from service.inference.client import ServePolicyClient
+from service.inference.deployment import (
+    ReplicaDescription,
+    delete_inference,
+    deploy_inference,
+    wait_ready,
+)
+from service.inference.places import session_directory
+from service.inference.settings import EngineSettings
+from service.inference.wire import split_salt
+
+pytestmark = pytest.mark.scenario
+
+TEMPERATURE = 0.8
+MAX_MODEL_LEN = 512
+TOLERANCE_NATS = 1e-3
+# An engine starts in seconds on an idle machine, in minutes on one that is shared.
+REPLACED_S = 400.0
+
+
+@dataclass(kw_only=True)
+class Deployed:
+    """One deployment and the model that its trainer would hold."""
+
+    app: str
+    num_replicas: int
+    board: ActorHandle
+    model: PreTrainedModel
+    epoch: int = 1
+    version: int = 0
+
+    def publish(self) -> PublishReport:
+        packed = [pack_group(named) for named in gather_groups(self.model, dtype=torch.float32)]
+        groups = [
+            PublishedGroup(
+                manifest=group.manifest, checksum=group.checksum, buffer=ray.put(group.buffer)
+            )
+            for group in packed
+        ]
+        ray.get(self.board.publish.remote(self.epoch, self.version, groups), timeout=30)
+        if not self.version:
+            wait_ready(self.app, timeout_s=420)
+        waiting = self.board.wait_published.remote(self.version, self.num_replicas, 60.0)
+        return ray.get(waiting, timeout=70)
+
+    def publish_random(self, *, seed: int) -> PublishReport:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise, alpha=0.1 * float(parameter.std()))
+        self.version += 1
+        return self.publish()
+
+    def status(self) -> BoardStatus:
+        return ray.get(self.board.status.remote(), timeout=30)
+
+    @property
+    def parity_text(self) -> list[int]:
+        return parity_tokens(self.model.config.vocab_size).tolist()
+
+    def logprobs(self, prompt: list[int], sampled: list[int]) -> np.ndarray:
+        logprobs = obvious_logprobs(self.model, prompt + sampled, temperature=TEMPERATURE)
+        return logprobs[len(prompt) - 1 :].detach().numpy()
+
+
+def write_model(directory: Path, app: str) -> None:
+    if app == "mixture":
+        write_served_mixture(directory)
+    else:
+        build_tiny_model(directory, seed=0, tie_word_embeddings=app == "tied", warmup_steps=0)
+
+
+def deploy(directory: Path, app: str, *, num_replicas: int) -> Deployed:
+    write_model(directory, app)
+    settings = EngineSettings(
+        model=str(directory),
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=64,
+        kv_cache_gib=0.1,
+        num_replicas=num_replicas,
+        health_check_period_s=1.0,
+        graceful_shutdown_s=2.0,
+    )
+    board = start_board()
+    deploy_inference(settings, name=app, board=board)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return Deployed(app=app, num_replicas=num_replicas, board=board, model=model)
+
+
+@pytest.fixture(scope="module")
+def deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Deployed]]:
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    try:
+        every = [
+            deploy(tmp_path_factory.mktemp(app), app, num_replicas=num_replicas)
+            for app, num_replicas in (("tied", 2), ("untied", 1), ("mixture", 1))
+        ]
+        for deployed in every:
+            deployed.publish()
+        yield {deployed.app: deployed for deployed in every}
+        for deployed in every:
+            delete_inference(deployed.app)
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture
+def tied(deployments: dict[str, Deployed]) -> Deployed:
+    return deployments["tied"]
+
+
+def request(
+    trajectory: str,
+    *,
+    num_prompt_tokens: int = 24,
+    max_tokens: int = 16,
+    deadline_s: float = 60.0,
+    salt: str | None = None,
+) -> GenerateRequest:
+    generator = np.random.default_rng(zlib.crc32(trajectory.encode()))
+    return GenerateRequest(
+        trajectory_id=trajectory,
+        prompt_token_ids=generator.integers(8, 60, num_prompt_tokens).astype(np.int32),
+        max_tokens=max_tokens,
+        temperature=TEMPERATURE,
+        deadline_s=deadline_s,
+        cache_salt=salt,
+    )
+
+
+async def largest_difference(deployed: Deployed) -> float:
+    client = ServePolicyClient(deployed.app)
+    requests = [request(f"t{i}", num_prompt_tokens=8 + i) for i in range(32)]
+    replies = await asyncio.gather(*(client.generate(one) for one in requests))
+    differences = []
+    for asked, reply in zip(requests, replies, strict=True):
+        assert {span.version for span in reply.version_spans} == {deployed.version}
+        expected = deployed.logprobs(asked.prompt_token_ids.tolist(), reply.token_ids.tolist())
+        differences.append(np.abs(expected - reply.logprobs).max())
+    return float(max(differences))
+
+
+@pytest.mark.parametrize("app", ["tied", "untied", "mixture"])
+async def test_engine_samples_from_exactly_the_published_weights(
+    deployments: dict[str, Deployed], app: str
+) -> None:
+    deployed = deployments[app]
+    assert await largest_difference(deployed) < TOLERANCE_NATS
+    for seed in (1, 2):
+        report = await asyncio.to_thread(deployed.publish_random, seed=seed)
+        assert len(report.replicas) == deployed.num_replicas
+        for replica in report.replicas:
+            assert replica.parity is not None
+            expected = obvious_logprobs(deployed.model, deployed.parity_text).detach().numpy()
+            np.testing.assert_allclose(replica.parity, expected, atol=TOLERANCE_NATS)
+        assert await largest_difference(deployed) < TOLERANCE_NATS
+
+
+async def test_an_engine_that_is_not_to_compile_keeps_nothing_compiled(tied: Deployed) -> None:
+    replica = await describe(tied)
+    files = list((session_directory() / f"engine-{replica.name}").iterdir())
+    # What it leaves in its temporary directory, where torch's compiler would have put its own.
+    assert files and not [file.name for file in files if file.name.startswith("torchinductor")]
+
+
+async def test_requests_in_flight_survive_an_update_and_show_both_versions(tied: Deployed) -> None:
+    client = ServePolicyClient(tied.app)
+    old = tied.version
+    replies = asyncio.gather(
+        *(client.generate(request(f"long{i}", max_tokens=400)) for i in range(8))
+    )
+    await asyncio.sleep(0.3)
+    await asyncio.to_thread(tied.publish_random, seed=3)
+    spans = [reply.version_spans for reply in await replies]
+    both = [pair for pair in spans if [span.version for span in pair] == [old, old + 1]]
+    assert both
+    for first, second in both:
+        assert first.start == 0 < first.end == second.start < second.end
+
+
+async def test_turns_of_a_trajectory_meet_one_replica(tied: Deployed) -> None:
+    client: ServePolicyClient = pickle.loads(pickle.dumps(ServePolicyClient(tied.app)))
+
+    async def play(trajectory: str) -> set[str]:
+        salt: str | None = None
+        homes = set()
+        for turn in range(4):
+            reply = await client.generate(
+                request(trajectory, num_prompt_tokens=16 + 8 * turn, max_tokens=4, salt=salt)
+            )
+            salt = reply.cache_salt
+            bare, home = split_salt(salt)
+            assert bare == f"{tied.epoch}:{tied.version}"
+            homes.add(home)
+        return homes
+
+    replicas = {replica.replica_id for replica in tied.status().replicas}
+    seen: set[str] = set()
+    deadline = time.monotonic() + REPLACED_S
+    # A replica that answers Serve's probe late, on a busy machine, is passed over for a while.
+    while seen != replicas:
+        assert time.monotonic() < deadline, f"only {seen} of {replicas} were ever asked"
+        homes = await asyncio.gather(*(play(f"affine{i}") for i in range(64)))
+        assert all(len(one) == 1 for one in homes)
+        seen = seen.union(*homes)
+
+
+async def test_deadline_ends_a_request_and_the_replica_goes_on(tied: Deployed) -> None:
+    client = ServePolicyClient(tied.app)
+    await client.generate(request("warm"))
+    with pytest.raises(PolicyDeadlineExceeded, match="no answer within"):
+        await client.generate(request("late", max_tokens=480, deadline_s=0.02))
+    reply = await client.generate(request("after"))
+    assert reply.token_ids.shape == reply.logprobs.shape
+
+
+async def test_prompt_without_room_for_a_token_is_refused_with_the_numbers(tied: Deployed) -> None:
+    client = ServePolicyClient(tied.app)
+    with pytest.raises(ValueError, match=r"512 tokens, expected at most 511"):
+        await client.generate(request("full", num_prompt_tokens=512))
+    reply = await client.generate(request("last", num_prompt_tokens=511))
+    assert reply.token_ids.shape == (1,)
+
+
+def test_older_epoch_cannot_publish(tied: Deployed) -> None:
+    tied.epoch, tied.version = 2, 40
+    tied.publish_random(seed=4)
+    with pytest.raises(StaleEpoch, match="got epoch 1, expected at least 2"):
+        ray.get(tied.board.publish.remote(1, 99, []), timeout=30)
+    assert (tied.status().epoch, tied.status().version) == (2, 41)
+
+
+async def test_killed_replica_and_killed_engine_are_replaced_with_the_current_version(
+    deployments: dict[str, Deployed],
+) -> None:
+    pair, single = deployments["tied"], deployments["untied"]
+    victim = await describe(pair)
+    os.kill(victim.pid, signal.SIGKILL)
+    other = await describe(single)
+    for pid in other.engine_pids:
+        os.kill(pid, signal.SIGKILL)
+    # Asked while its only engine is dead, and answered by the next one.
+    client = ServePolicyClient(single.app)
+    late = [request(f"late{number}", deadline_s=REPLACED_S) for number in range(32)]
+    replies = await asyncio.gather(*(client.generate(one) for one in late))
+    assert {split_salt(reply.cache_salt)[1] for reply in replies}.isdisjoint({other.name})
+    deadline = time.monotonic() + REPLACED_S
+    for deployed, lost in ((pair, victim), (single, other)):
+        while not is_whole_again(deployed, without=lost.name):
+            assert time.monotonic() < deadline, f"{lost.name} was not replaced"
+            await asyncio.sleep(0.5)
+        assert await largest_difference(deployed) < TOLERANCE_NATS
+    assert not any(psutil.pid_exists(pid) for pid in victim.engine_pids)
+
+
+async def describe(deployed: Deployed) -> ReplicaDescription:
+    return await serve.get_app_handle(deployed.app).describe.remote()
+
+
+def is_whole_again(deployed: Deployed, *, without: str) -> bool:
+    holders = [
+        replica.replica_id
+        for replica in deployed.status().replicas
+        if (replica.epoch, replica.version) == (deployed.epoch, deployed.version)
+    ]
+    return len(holders) == deployed.num_replicas and without not in holders
+
+
+async def test_client_without_a_deployment_says_so(deployments: dict[str, Deployed]) -> None:
+    reply: GenerateReply | None = None
+    with pytest.raises(PolicyUnavailable, match="deploy it first"):
+        reply = await ServePolicyClient("nowhere").generate(request("lost", deadline_s=1.0))
+    assert reply is None

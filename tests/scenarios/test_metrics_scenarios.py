@@ -1,0 +1,165 @@
+"""/metrics and the dashboard against a real Prometheus that scraped a real, disturbed training."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from worlds.metric_expectations import differences, of_events, of_newest, of_steps
+from worlds.metric_names import declared
+from worlds.prometheus_server import Prometheus, Series, find_tools, scraping, series
+from worlds.run_driver import Run, running, small_config
+
+from actors.merge.mismatch import MismatchKind
+from actors.metrics import Part
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
+from actors.types import Outcome
+from deploy.dashboards.overview import OVERVIEW, SERVICE_SECTION
+from service.store.lineage import History
+from service.telemetry.records import StageSeconds
+from service.telemetry.statistic_names import STATISTIC_NAMES
+
+pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
+
+START_S = 300.0
+STILL_S = 60.0
+LABEL_VALUES = {
+    "environment": {"guessing"},
+    "outcome": {outcome.value for outcome in Outcome},
+    "reason": {reason.value for reason in EvictionReason},
+    "part": {part.value for part in Part},
+    "kind": {kind.value for kind in (*LedgerEventKind, *MismatchKind)},
+    "side": {"before", "after"},
+    "stage": set(StageSeconds().by_name()),
+    "name": set(STATISTIC_NAMES),
+}
+
+
+def all_counted(history: History) -> dict[Series, float | None]:
+    """What a scrape shows when nothing has happened that the history does not hold."""
+    num_trained = sum(event.kind == "trained" for event in history.events)
+    return {
+        **of_steps(history.steps),
+        **of_events(history.events),
+        series("rayloom_ledger_trained_rollouts"): num_trained,
+        series("rayloom_engines_ready"): 1,
+        series("rayloom_evaluation_scaled_reward_mean_ratio"): (
+            history.evaluations[-1].scaled_reward_mean
+        ),
+    }
+
+
+def stand_still(run: Run, prometheus: Prometheus) -> tuple[list[dict[Series, float]], History]:
+    """Every scrape, and the history when the last of them shows all of it.
+
+    With its only environment actor frozen, the run ends the step in hand and comes to rest. Rows
+    come before their metrics, so that a history read after a scrape holds all that it shows.
+    """
+    run.freeze_part("ray::EnvironmentActor")
+    deadline = time.monotonic() + STILL_S
+    while True:
+        scrapes = prometheus.scrapes()
+        history = run.history()
+        wrong = differences(scrapes[-1], all_counted(history))
+        if not wrong:
+            return scrapes, history
+        assert time.monotonic() < deadline, f"(seen, stored) after {STILL_S:g} s: {wrong}"
+        time.sleep(0.5)
+
+
+def check_every_scrape(scrapes: list[dict[Series, float]], history: History) -> None:
+    """Whenever it came: a scrape shows the rows up to some moment, and nothing half done."""
+    for seen in scrapes:
+        num_steps = int(seen[series("rayloom_train_steps_total")])
+        num_events = int(sum_of(seen, "rayloom_ledger_events_total"))
+        records = history.steps[:num_steps]
+        wrong = differences(
+            seen,
+            {
+                **of_steps(records),
+                **of_events(history.events[:num_events]),
+                **of_newest(records[-1] if records else None),
+            },
+        )
+        assert not wrong, f"(seen, stored) at step {num_steps}: {wrong}"
+        ended = sum_of(seen, "rayloom_rollouts_total")
+        assert ended == sum_of(seen, "rayloom_trajectory_seconds_count")
+        states = ("trained", "evicted", "in_flight")
+        settled = sum(sum_of(seen, f"rayloom_ledger_{state}_rollouts") for state in states)
+        assert sum_of(seen, "rayloom_ledger_admitted_rollouts") == settled
+
+
+def check_ledger(seen: dict[Series, float], history: History) -> None:
+    """How the queue stands may run ahead of the rows, by what no step has settled yet."""
+    kinds = Counter(event.kind for event in history.events)
+    reasons = Counter(event.reason for event in history.events if event.reason)
+    assert seen[series("rayloom_ledger_admitted_rollouts")] >= kinds["admitted"]
+    for reason in EvictionReason:
+        shown = seen[series("rayloom_ledger_evicted_rollouts", reason=reason.value)]
+        assert shown >= reasons[reason.value]
+
+
+def check_series(scrapes: list[dict[Series, float]]) -> None:
+    """Only declared names and labels with values from closed sets, which no actor's id is in."""
+    by_series = {name: item for item in declared() for name in item.series}
+    for name, labels in {key for seen in scrapes for key in seen}:
+        assert {label for label, _ in labels} - {"le"} <= set(by_series[name].labels)
+        for label, value in labels:
+            assert label == "le" or value in LABEL_VALUES[label]
+
+
+def check_replacement(scrapes: list[dict[Series, float]]) -> None:
+    """The death of the actor is counted once, and brings or leaves no series."""
+    died = series("rayloom_replacements_total", part=Part.ENVIRONMENT_ACTOR.value)
+    before = [seen for seen in scrapes if seen[died] == 0]
+    after = [seen for seen in scrapes if seen[died] == 1]
+    assert before and after and [*before, *after] == scrapes
+    last = scrapes[-1]
+    assert sum_of(last, "rayloom_replacements_total") == 1
+    # A value that is not known of a single step may be absent; nothing else comes or goes.
+    gauges = {item.name for item in declared() if item.kind == "gauge"}
+    assert {key for key in before[-1].keys() ^ last.keys() if key[0] not in gauges} == set()
+
+
+def sum_of(seen: dict[Series, float], name: str) -> float:
+    return math.fsum(value for (found, _), value in seen.items() if found == name)
+
+
+def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
+    tmp_path: Path, small_model: str
+) -> None:
+    find_tools()
+    started = time.time()
+    config = small_config(
+        tmp_path,
+        small_model,
+        run={"steps": 1000, "evaluate_every": 1000},
+        trainer={"num_ranks": 1},
+        rollouts={"num_actors": 1, "frozen_after_s": 600},
+        # The dashboard shows a KL where the loss has one.
+        algorithm={"loss": {"kl": {"coefficient": 0.01}}},
+    )
+    with running(config, tmp_path / "run") as run:
+        address = run.metrics_address(limit_s=START_S)
+        with scraping(address, tmp_path / "prometheus") as prometheus:
+            done = series("rayloom_train_steps_total")
+            prometheus.wait_for(done, at_least=2, limit_s=START_S)
+            run.kill_part("ray::EnvironmentActor")
+            run.wait_for_log("rollouts are played again by", limit_s=START_S)
+            run.advance(3, limit_s=START_S)
+            scrapes, history = stand_still(run, prometheus)
+            assert len(history.steps) >= 5 and history.num_epochs == 1
+
+            check_every_scrape(scrapes, history)
+            check_ledger(scrapes[-1], history)
+            check_series(scrapes)
+            check_replacement(scrapes)
+
+            assert prometheus.instances() == [address]
+            # The service's own section: test_prometheus.py.
+            sections = [section for section in OVERVIEW.sections if section is not SERVICE_SECTION]
+            for query in (query for section in sections for query in section.queries):
+                assert prometheus.draw(query.expr, since=started), query.expr

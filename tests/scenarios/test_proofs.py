@@ -1,0 +1,138 @@
+"""The long proofs, minutes each: `make proof`. Each trains for real and looks at what came out."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from worlds.recipe_page import recipes
+from worlds.run_driver import ROOT, Run, running
+
+from service.cli.tasks import write_reasoning_gym
+
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
+
+CONFIGS = ROOT / "deploy" / "configs"
+CLIENT = ROOT / "docs" / "examples" / "submit_rollouts.py"
+RUN_S = 1500.0
+
+
+def vetted(name: str, directory: Path, **sections: dict[str, object]) -> Path:
+    """A vetted configuration with some keys replaced, in `directory`."""
+    tree = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    for section, keys in sections.items():
+        tree[section] = {**tree.get(section, {}), **keys}
+    file = directory / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def finished(run: Run) -> dict[str, object]:
+    assert run.wait(limit_s=RUN_S) == 0, run.log()
+    summary = run.summary()
+    assert summary["ledger"]["is_balanced"] and summary["ledger"]["in_flight"] == 0
+    assert summary["max_policy_age"] <= summary["policy_age_bound"]
+    return summary
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_demo_learns_to_win_on_every_seed(tmp_path: Path, seed: int) -> None:
+    config = vetted("guessing-cpu", tmp_path, run={"seed": seed}, model={"tiny": {"seed": seed}})
+    with running(config, tmp_path / "run") as run:
+        summary = finished(run)
+    assert summary["reward_first"] <= 0.45
+    assert summary["reward_last"] >= 0.8
+    assert summary["wall_s"] <= 8 * 60
+
+
+def test_common_divisors_are_learnt_from_a_task_file_of_reasoning_gym(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    options = ["min_numbers=2", "max_numbers=2", "min_value=1", "max_value=9"]
+    write_reasoning_gym("gcd", tasks, count=4000, seed=0, options=options)
+    config = vetted("reasoning-gym-cpu", tmp_path, tasks={"file": str(tasks)})
+    with running(config, tmp_path / "run") as run:
+        finished(run)
+        rewards = [record.reward_mean or 0.0 for record in run.history().steps]
+    first, last = rewards[:20], rewards[-20:]
+    noise = statistics.stdev(first)
+    assert statistics.mean(last) > statistics.mean(first) + 5 * noise
+
+
+def test_the_calculator_is_called_with_fewer_malformed_calls(tmp_path: Path) -> None:
+    config = vetted("calculator-cpu", tmp_path)
+    with running(config, tmp_path / "run") as run:
+        summary = finished(run)
+    share = summary["malformed_share"]
+    assert share["last"] < 0.5 * share["first"]
+    assert summary["reward_last"] > summary["reward_first"]
+
+
+def test_a_run_killed_in_the_middle_ends_where_an_unbroken_one_ends(tmp_path: Path) -> None:
+    config = vetted("guessing-cpu", tmp_path)
+    with running(config, tmp_path / "run") as run:
+        run.wait_for_step(50, limit_s=RUN_S)
+        run.process.kill()
+    with running(config, tmp_path / "run", ["--resume"]) as run:
+        summary = finished(run)
+        assert run.history().num_epochs == 2
+    assert summary["reward_last"] >= 0.8
+
+
+def test_a_service_driven_by_a_client_learns_to_win(tmp_path: Path) -> None:
+    config = vetted("guessing-cpu", tmp_path, service={"port": 0})
+    tree = yaml.safe_load(config.read_text())
+    num_tasks = tree["run"]["steps"] * tree["algorithm"]["groups_per_step"]
+    with running(config, tmp_path / "run", command="serve") as run:
+        run.wait_for_output("the API listens on ", limit_s=RUN_S)
+        address = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+        client = subprocess.run(
+            [sys.executable, str(CLIENT), "--url", address, "--tasks", str(num_tasks)],
+            capture_output=True, text=True, timeout=RUN_S, check=False,
+        )  # fmt: skip
+        assert client.returncode == 0, client.stderr
+        run.wait_for_output("the API goes on answering", limit_s=60)
+        run.interrupt()
+        summary = finished(run)
+    found = re.findall(r"policy version (\d+): reward ([\d.]+)", client.stdout)
+    rewards = [float(reward) for _, reward in found]
+    assert [int(version) for version, _ in found] == sorted(int(version) for version, _ in found)
+    assert statistics.mean(rewards[:5]) <= 0.45 and statistics.mean(rewards[-5:]) >= 0.8
+    assert summary["ledger"]["admitted"] == num_tasks * tree["algorithm"]["group_size"]
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_trains_and_its_run_is_clean(tmp_path: Path, name: str) -> None:
+    tree = recipes()[name]
+    algorithm = {"groups_per_step": 4, "group_size": 4, **tree["algorithm"]}
+    if algorithm["group_size"] == 1:
+        algorithm["groups_per_step"] = 16
+    config = vetted(
+        "guessing-cpu",
+        tmp_path,
+        run={"steps": 3, "evaluate_every": 3, "checkpoint_every": 3, "stop_at_reward": None},
+        algorithm={**algorithm, **small(algorithm)},
+        inference={"enforce_eager": True},
+        trainer=tree.get("trainer", {}),
+    )
+    with running(config, tmp_path / "run") as run:
+        summary = finished(run)
+    assert summary["steps"] == 3 and summary["skipped_steps"] == 0
+    assert summary["trained_tokens"] > 0
+    audit = subprocess.run(
+        [sys.executable, "-m", "service.cli.main", "inspect", str(tmp_path / "run"), "--audit"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+
+
+def small(algorithm: dict[str, Any]) -> dict[str, Any]:
+    """The punishment of length, at the length of the game's answers."""
+    if "overlong" not in algorithm.get("reward", {}):
+        return {}
+    return {"reward": {**algorithm["reward"], "overlong": {"max_tokens": 30, "cache_tokens": 10}}}

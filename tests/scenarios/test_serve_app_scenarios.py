@@ -1,0 +1,163 @@
+"""The application as a cluster starts it: by Ray's own `serve run` from a Serve configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import ray
+import yaml
+from worlds.helm_chart import rendered, run_config_text, serve_config_of
+from worlds.run_driver import ROOT
+
+from service.launch.cluster import NAMESPACE, start_ray
+
+pytestmark = [pytest.mark.scenario, pytest.mark.timeout(600)]
+
+START_S = 300.0
+KEY = "a key of the scenario, long enough"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+OVER = ("trained", "evicted")
+SMALL = [
+    "algorithm.groups_per_step=4",
+    "algorithm.group_size=4",
+    "inference.kv_cache_gib=0.25",
+    "metrics.port=0",
+    "model.tiny.warmup_steps=20",
+    "run.checkpoint_every=1",
+    "run.evaluate_every=1000",
+    "tasks.evaluation_tasks=0",
+    "trainer.num_ranks=1",
+]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def charts_serve_config(directory: Path, *, port: int) -> dict[str, Any]:
+    """What the chart renders, with this machine's paths and port, and smaller steps."""
+    manifests = rendered()
+    file = directory / "config.yaml"
+    file.write_text(run_config_text(manifests))
+    config = serve_config_of(manifests)
+    config["http_options"] |= {"host": "127.0.0.1", "port": port}
+    [application] = config["applications"]
+    application["args"] |= {
+        "config": str(file),
+        "run_dir": str(directory / "run"),
+        "overrides": SMALL,
+    }
+    return config
+
+
+@pytest.fixture
+def gcs_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A local Ray with room for the run's processes; what runs on it ends with it."""
+    # The chart gives every pod the key, because it listens beyond loopback.
+    monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
+    start_ray(
+        address="local", namespace=NAMESPACE, num_cpus=8, include_dashboard=False,
+        log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )  # fmt: skip
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def served(file: Path, *, address: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [str(Path(sys.executable).parent / "serve"), "run", str(file), "--address", address]
+    with (file.parent / "serve.out").open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        # What it has started ends with the cluster.
+        process.kill()
+        process.wait(timeout=20)
+
+
+def wait_for_ready(client: httpx.Client, file: Path, *, status: int, limit_s: float) -> None:
+    """Wait for /readyz to answer so; fails at once when Serve has given the application up."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        assert "failed with exception" not in (said := (file.parent / "serve.out").read_text()), (
+            said
+        )
+        try:
+            answer = client.get("/readyz")
+            if answer.status_code == status:
+                return
+            last = answer.text
+        except httpx.TransportError as error:
+            last = str(error)
+        assert time.monotonic() < deadline, last
+        time.sleep(0.3)
+
+
+def submit(client: httpx.Client, *ids: str) -> int:
+    body = {"environment": "guessing", "tasks": [{"id": each} for each in ids]}
+    answer = client.post("/api/v1/rollouts", json=body)
+    assert answer.status_code == 202, answer.text
+    accepted: int = answer.json()["accepted"]
+    return accepted
+
+
+def wait_until_over(client: httpx.Client, *ids: str, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    for each in ids:
+        while (view := client.get(f"/api/v1/rollouts/{each}").json()).get("status") not in OVER:
+            assert time.monotonic() < deadline, view
+            time.sleep(0.3)
+
+
+def test_the_charts_serve_configuration_serves_rollouts_and_outlives_its_host(
+    tmp_path: Path, gcs_address: str
+) -> None:
+    port = free_port()
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump(charts_serve_config(tmp_path, port=port)))
+    with (
+        served(file, address=gcs_address),
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=START_S, headers=HEADERS
+        ) as client,
+    ):
+        wait_for_ready(client, file, status=200, limit_s=START_S)
+        first = [f"first-{number}" for number in range(4)]
+        assert submit(client, *first) == 4
+        wait_until_over(client, *first, limit_s=START_S)
+        kill_host()
+        wait_for_ready(client, file, status=503, limit_s=60)
+        wait_for_ready(client, file, status=200, limit_s=START_S)
+        later = [f"later-{number}" for number in range(4)]
+        assert submit(client, *first, *later) == 4
+        wait_until_over(client, *later, limit_s=START_S)
+
+
+def kill_host() -> None:
+    """kill -9 the replica that owns the run's supervisor."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if " ".join(child.cmdline()).startswith("ray::ServeReplica:rayloom:run"):
+                child.kill()
+                return
+    raise AssertionError("there is no replica ray::ServeReplica:rayloom:run")

@@ -1,0 +1,173 @@
+"""`rayloom serve` for real: a client over HTTP, a dead trainer, kill -9 and a restart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from test_run_scenarios import START_S, STEP_S, check_lineage
+from worlds.run_driver import Run, running, small_config
+
+pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
+
+KEY = "a key of the scenario, long enough"
+OVER = {"trained", "evicted", "cancelled"}
+
+
+class Api:
+    """The API of a run that is being served."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self.client = client
+
+    def submit(self, *ids: str, **fields: Any) -> httpx.Response:
+        tasks = [{"id": each} for each in ids]
+        body = {"environment": "guessing", "tasks": tasks, **fields}
+        deadline = time.monotonic() + START_S
+        while True:
+            answer = self.client.post("/api/v1/rollouts", json=body)
+            # Until the run has its lease, and before that the route its place.
+            is_early = answer.status_code in (404, 503)
+            if not is_early or time.monotonic() > deadline:
+                return answer
+            time.sleep(0.2)
+
+    def get(self, task_id: str) -> dict[str, Any]:
+        answer = self.client.get(f"/api/v1/rollouts/{task_id}")
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def wait_ready(self, *, is_ready: bool, limit_s: float) -> list[str]:
+        """Wait for /readyz to be so; the reasons that it gave."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            answer = self.client.get("/readyz")
+            # Until the route is there, Serve's own 404 answers.
+            body = {} if answer.status_code == 404 else answer.json()
+            if answer.status_code == (200 if is_ready else 503):
+                return list(body.get("reasons", [body.get("detail", "")]))
+            assert time.monotonic() < deadline, body
+            time.sleep(0.1)
+
+    def wait_until_over(self, *ids: str, limit_s: float) -> dict[str, dict[str, Any]]:
+        deadline = time.monotonic() + limit_s
+        while True:
+            found = {each: self.get(each) for each in ids}
+            if all(view["status"] in OVER for view in found.values()):
+                return found
+            assert time.monotonic() < deadline, found
+            time.sleep(0.5)
+
+
+@contextmanager
+def api_of(run: Run) -> Iterator[Api]:
+    run.wait_for_output("the API listens on ", limit_s=START_S)
+    address = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=address, headers=headers, timeout=START_S) as client:
+        yield Api(client)
+
+
+def test_a_service_trains_what_is_submitted_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_model: str
+) -> None:
+    monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
+    config = small_config(
+        tmp_path,
+        small_model,
+        run={"steps": 400, "evaluate_every": 1000, "checkpoint_every": 2},
+        trainer={"num_ranks": 1},
+        service={"port": 0, "max_waiting_tasks": 24},
+        inference={"publish_deadline_s": 8},
+    )
+    first = [f"first-{number}" for number in range(8)]
+    later = [f"later-{number}" for number in range(20)]
+    with running(config, tmp_path / "run", command="serve") as run, api_of(run) as api:
+        reasons = api.wait_ready(is_ready=False, limit_s=START_S)
+        assert any("starting" in reason for reason in reasons)
+        # Accepted while the engines still start.
+        assert api.submit(*first).json()["accepted"] == 8
+        api.wait_ready(is_ready=True, limit_s=START_S)
+        check_refusals(api)
+        found = api.wait_until_over(*first, limit_s=2 * STEP_S)
+        check_settled(found)
+        assert {sample["step"] for view in found.values() for sample in view["samples"]} == {1, 2}
+        assert [found[each]["policy_versions"] for each in (first[0], first[-1])] == [
+            [0, 0],
+            [1, 1],
+        ]
+        assert api.submit(*first).json()["accepted"] == 0
+        run.kill_part("VLLM::EngineCore")
+        (reason,) = api.wait_ready(is_ready=False, limit_s=STEP_S)
+        assert "0 of 1 engines hold the current version" in reason
+        assert "a publish may take 8 s" in reason
+        assert gauge(run, "rayloom_engines_ready") == 0
+        api.wait_ready(is_ready=True, limit_s=START_S)
+        assert gauge(run, "rayloom_engines_ready") == 1
+        # Nothing is asked of the trainer now, and its death is seen all the same.
+        run.kill_part("ray::TrainerRankActor")
+        reasons = api.wait_ready(is_ready=False, limit_s=STEP_S)
+        assert any("recovering" in each or "starting" in each for each in reasons), reasons
+        api.wait_ready(is_ready=True, limit_s=START_S)
+        assert api.submit(*later).json()["accepted"] == 20
+        answer = api.submit(*(f"many-{number}" for number in range(20)))
+        assert answer.status_code == 429 and answer.headers["retry-after"]
+        wait_for_waiting_tasks(run, limit_s=STEP_S)
+        run.advance(1, limit_s=STEP_S)
+        run.process.kill()
+    again = running(config, tmp_path / "run", ["--resume"], command="serve")
+    with again as run, api_of(run) as api:
+        assert api.submit(*first, *later).json()["accepted"] == 0
+        check_settled(api.wait_until_over(*later, limit_s=START_S))
+        run.interrupt()
+        assert run.wait(limit_s=STEP_S) == 130, run.output.read_text()
+        check_lineage(run.history())
+        left = [item for item in run.history().events if item.kind != "admitted"]
+        assert len(left) == 4 * len(first + later)
+        assert run.wait_until_gone(limit_s=STEP_S) == []
+
+
+def gauge(run: Run, name: str) -> float:
+    """A metric without labels, as a scrape shows it now."""
+    text = httpx.get(f"http://{run.metrics_address(limit_s=STEP_S)}/metrics").text
+    values = [line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")]
+    assert len(values) == 1, text
+    return float(values[0])
+
+
+def wait_for_waiting_tasks(run: Run, *, limit_s: float) -> None:
+    """The gauges follow within a second; a step takes longer to end."""
+    deadline = time.monotonic() + limit_s
+    while (waiting := gauge(run, "rayloom_service_waiting_tasks")) == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert waiting <= 20
+    assert gauge(run, "rayloom_service_waiting_tasks_limit") == 24
+
+
+def check_settled(found: dict[str, dict[str, Any]]) -> None:
+    """Each rollout left with a step: trained, or without a say in it."""
+    for view in found.values():
+        assert view["status"] in ("trained", "evicted") and view["reward"] is not None
+        for sample in view["samples"]:
+            is_trained = sample["status"] == "trained"
+            assert is_trained or sample["reason"] in ("zero_variance", "masked")
+            assert sample["step"] >= 1 and sample["outcome"]
+
+
+def check_refusals(api: Api) -> None:
+    assert api.submit("x", environment="chess").status_code == 422
+    assert api.submit("first-0", num_samples=2).status_code == 409
+    answer = api.client.get("/api/v1/rollouts/first-0", headers={"authorization": "Bearer no"})
+    assert answer.status_code == 401
+    assert api.submit(*(f"many-{number}" for number in range(40))).status_code == 413
+    json = {"content-type": "application/json"}
+    large = api.client.post("/api/v1/rollouts", content=b"x" * (2 << 20), headers=json)
+    assert large.status_code == 413
+    assert large.headers["content-type"] == "application/problem+json"

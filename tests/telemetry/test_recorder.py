@@ -1,0 +1,290 @@
+"""What is written down of a step: durable rows, metrics and the shown state agree."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from sqlalchemy import select
+from worlds.metric_expectations import differences, of_events, of_newest, of_steps
+from worlds.metric_names import declared
+from worlds.prometheus_server import Series, series
+from worlds.queue_builders import fill, make_settings, queue_stats
+from worlds.record_builders import evaluation_record, step_record, unmeasured_step
+from worlds.trajectory_builders import make_summary
+
+from actors.metrics import Metrics
+from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts
+from actors.trajectory_queue.messages import QueueCut
+from actors.trajectory_queue.queue_state import QueueState
+from actors.types import Outcome
+from service.run.status import Phase
+from service.store import tables
+from service.store.lineage import read_history
+from service.store.run_store import RunStore, StoredEvent
+from service.telemetry.recorder import RunRecorder
+
+
+def make_recorder(directory: Path) -> tuple[RunRecorder, RunStore, Metrics]:
+    store = RunStore(f"sqlite:///{directory / 'run.db'}")
+    metrics = Metrics()
+    recorder = RunRecorder(store, metrics, num_steps=10)
+    recorder.begin_epoch(store.acquire_lease(holder="test"))
+    return recorder, store, metrics
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def samples(metrics: Metrics) -> dict[Series, float]:
+    return {
+        series(sample.name, **sample.labels): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+    }
+
+
+def statistics_shown(metrics: Metrics) -> dict[str, float]:
+    shown = samples(metrics).items()
+    return {
+        dict(labels)["name"]: at for (of, labels), at in shown if of == "rayloom_step_statistic"
+    }
+
+
+def rows_of_events(store: RunStore) -> list[StoredEvent]:
+    """Of every epoch, whether or not it survives."""
+    with store.reading() as connection:
+        rows = connection.execute(select(tables.events)).mappings().all()
+    fields = ("seq", "rollout_id", "kind", "reason", "step")
+    return [StoredEvent(**{field: row[field] for field in fields}) for row in rows]
+
+
+def test_a_step_is_stored_with_the_events_before_it_counted_from_one(tmp_path: Path) -> None:
+    recorder, store, _ = make_recorder(tmp_path)
+    ledger = Ledger()
+    ledger.admit("r0")
+    ledger.train("r0", step=0)
+    recorder.events(ledger.drain())
+    recorder.step(step_record(1))
+    history = read_history(store)
+    assert [(item.kind, item.step) for item in history.events] == [
+        ("admitted", None),
+        ("trained", 1),
+    ]
+    assert [record.step for record in history.steps] == [1]
+    assert recorder.last_step == 1
+
+
+def test_metrics_add_up_to_the_records(tmp_path: Path) -> None:
+    recorder, _, metrics = make_recorder(tmp_path)
+    records = [step_record(1), step_record(2)]
+    for record in records:
+        recorder.step(record)
+    assert value(metrics, "rayloom_train_steps_total") == 2
+    assert value(metrics, "rayloom_sampled_tokens_total") == sum(r.sampled_tokens for r in records)
+    assert value(metrics, "rayloom_stage_seconds_sum", stage="train") == sum(
+        record.stages.train for record in records
+    )
+
+
+def test_what_is_not_known_is_absent_and_never_zero(tmp_path: Path) -> None:
+    recorder, _, metrics = make_recorder(tmp_path)
+    recorder.step(replace(step_record(1), mismatch_k3=None, scaled_reward_mean=None))
+    families = {
+        family.name: family.samples for family in metrics.registry.collect() if family.samples
+    }
+    assert families["rayloom_reward_mean"][0].value == step_record(1).reward_mean
+    assert "rayloom_mismatch_k3_nats" not in families
+    assert "rayloom_scaled_reward_mean_ratio" not in families
+
+
+def test_a_gauge_vanishes_when_the_newest_step_does_not_know_its_value(tmp_path: Path) -> None:
+    recorder, _, metrics = make_recorder(tmp_path)
+    recorder.step(step_record(1))
+    assert value(metrics, "rayloom_loss") == step_record(1).loss
+    recorder.step(step_record(2, loss=None, grad_norm=math.nan))
+    assert value(metrics, "rayloom_loss") is None
+    assert value(metrics, "rayloom_gradient_norm") is None
+    assert value(metrics, "rayloom_entropy_nats") == step_record(2).entropy
+
+
+def test_a_statistic_that_the_newest_step_does_not_know_leaves_no_series_behind(
+    tmp_path: Path,
+) -> None:
+    recorder, _, metrics = make_recorder(tmp_path)
+    recorder.step(step_record(1, statistics={"kl_mean": 0.25, "ratio_max": 1.5}))
+    assert statistics_shown(metrics) == {"kl_mean": 0.25, "ratio_max": 1.5}
+    recorder.step(step_record(2, statistics={"ratio_max": 0.0}))
+    assert statistics_shown(metrics) == {"ratio_max": 0.0}
+
+
+def test_the_statistics_go_back_with_the_run(tmp_path: Path) -> None:
+    recorder, store, metrics = make_recorder(tmp_path)
+    assert statistics_shown(metrics) == {}
+    recorder.step(step_record(1))
+    assert statistics_shown(metrics) == step_record(1).statistics
+    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    assert statistics_shown(metrics) == {}
+
+
+def test_a_step_that_trained_nothing_has_no_policy_age(tmp_path: Path) -> None:
+    recorder, _, metrics = make_recorder(tmp_path)
+    recorder.step(step_record(1, policy_age_max=2))
+    recorder.step(unmeasured_step(2))
+    assert value(metrics, "rayloom_policy_age_versions_count") == 1
+    assert value(metrics, "rayloom_policy_age_versions_sum") == 2
+
+
+def test_what_was_not_scored_is_not_among_the_returns(tmp_path: Path) -> None:
+    recorder, _, metrics = make_recorder(tmp_path)
+    cut_off = make_summary("g000000.0-1", outcome=Outcome.TRUNCATED_TOKENS)
+    recorder.rollouts(
+        [
+            make_summary("g000000.0-0", reward=0.5),
+            replace(cut_off, is_graded=False),
+            make_summary("g000000.0-2", outcome=Outcome.INFRASTRUCTURE_ERROR),
+            make_summary("g000000.0-3", outcome=Outcome.CANCELLED),
+        ]
+    )
+    of = {"environment": "game"}
+    assert value(metrics, "rayloom_trajectory_seconds_count", **of) == 4
+    assert value(metrics, "rayloom_trajectory_return_count", **of) == 1
+    assert value(metrics, "rayloom_trajectory_return_bucket", **of, le="0.4") == 0
+
+
+def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_path: Path) -> None:
+    """Two steps, a return to the first, and another process: the counters miss no row."""
+    recorder, store, metrics = make_recorder(tmp_path)
+    queue = QueueState(make_settings(step=1, lag=2))
+    records = [step_record(1, mismatches={"template": 2}), step_record(2, is_skipped=True)]
+    fill(queue)
+    recorder.step(records[0])
+    drained = queue.drain()
+    cut = QueueCut(snapshot=queue.snapshot(), drained=drained)
+    recorder.events(drained.events)
+    recorder.checkpoint(step=1, version=1, directory="step-1", cut=cut)
+    fill(queue)
+    queue.cancel_all()
+    recorder.events(queue.drain().events)
+    recorder.step(records[1])
+    resumed = Metrics()
+    recorder = RunRecorder(store, resumed, num_steps=10)
+    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    events = rows_of_events(store)
+    assert Counter(event.kind for event in events) == {"admitted": 6, "evicted": 6}
+    for each in (metrics, resumed):
+        assert not differences(samples(each), {**of_steps(records), **of_events(events)})
+    assert not differences(samples(metrics), of_newest(records[1]))
+    assert not differences(samples(resumed), of_newest(records[0]))
+
+
+def test_the_gauges_go_back_with_the_run(tmp_path: Path) -> None:
+    recorder, store, metrics = make_recorder(tmp_path)
+    recorder.evaluation(evaluation_record(0, reward=0.2))
+    recorder.step(step_record(1))
+    evicted = {EvictionReason.WALL_TIMEOUT: 3}
+    recorder.queue(queue_stats(LedgerCounts(admitted=3, evicted=evicted)))
+    reason = {"reason": "wall_timeout"}
+    assert value(metrics, "rayloom_train_newest_step") == 1
+    assert value(metrics, "rayloom_ledger_evicted_rollouts", **reason) == 3
+    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    recorder.queue(queue_stats(LedgerCounts(evicted={})))
+    assert value(metrics, "rayloom_train_newest_step") is None
+    assert value(metrics, "rayloom_evaluation_scaled_reward_mean_ratio") is None
+    assert value(metrics, "rayloom_ledger_evicted_rollouts", **reason) == 0
+    assert value(metrics, "rayloom_train_steps_total") == 1
+
+
+def test_what_can_be_counted_before_it_happens_is_zero_from_the_start() -> None:
+    at_first = samples(Metrics())
+    assert at_first[series("rayloom_replacements_total", part="environment_actor")] == 0
+    assert at_first[series("rayloom_ledger_events_total", kind="evicted", reason="stale")] == 0
+    assert at_first[series("rayloom_merge_mismatches_total", kind="template")] == 0
+    assert "rayloom_ledger_in_flight_rollouts" not in {name for name, _ in at_first}
+
+
+def test_a_scrape_shows_no_half_of_a_change() -> None:
+    metrics, seen = Metrics(), list[dict[Series, float]]()
+    scrape = threading.Thread(target=lambda: seen.append(samples(metrics)))
+    with metrics.together():
+        metrics.steps.sampled_tokens.inc(7)
+        scrape.start()
+        scrape.join(timeout=0.3)
+        assert not seen
+        metrics.steps.trained_tokens.inc(5)
+    scrape.join(timeout=30)
+    shown = {name: value for (name, _), value in seen[0].items()}
+    assert shown["rayloom_sampled_tokens_total"] == 7
+    assert shown["rayloom_trained_tokens_total"] == 5
+
+
+def test_no_series_tells_when_the_process_began(tmp_path: Path) -> None:
+    recorder, _, metrics = make_recorder(tmp_path)
+    recorder.rollouts([make_summary("g000000.0-0")])
+    recorder.step(step_record(1))
+    names = {name for name, _ in samples(metrics)}
+    assert names and not [name for name in names if name.endswith("_created")]
+    assert names <= {name for metric in declared() for name in metric.series}
+
+
+def test_ended_trajectories_are_counted_by_outcome(tmp_path: Path) -> None:
+    recorder, _, metrics = make_recorder(tmp_path)
+    summaries = [
+        make_summary("g000000.0-0"),
+        replace(make_summary("g000000.0-1"), outcome=Outcome.WALL_TIMEOUT),
+    ]
+    recorder.rollouts(summaries)
+    environment = summaries[0].environment
+    assert (
+        value(metrics, "rayloom_rollouts_total", environment=environment, outcome="wall_timeout")
+        == 1
+    )
+    assert recorder.num_rollouts == 2
+
+
+def test_what_a_dead_epoch_had_not_stored_is_void_in_the_next(tmp_path: Path) -> None:
+    recorder, store, _ = make_recorder(tmp_path)
+    ledger = Ledger()
+    ledger.admit("r0")
+    recorder.events(ledger.drain())
+    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    recorder.step(step_record(1))
+    assert read_history(store).events == ()
+    assert "epoch 2 goes on from step 0" in recorder.notices[0]
+
+
+def test_phases_are_shown_with_their_detail(tmp_path: Path) -> None:
+    recorder, _, _ = make_recorder(tmp_path)
+    recorder.phase(Phase.STARTING, "engines and trainer")
+    assert (recorder.current_phase, recorder.phase_detail) == (
+        Phase.STARTING, "engines and trainer",
+    )  # fmt: skip
+
+
+def test_a_start_after_a_fault_is_shown_as_the_recovery(tmp_path: Path) -> None:
+    recorder, _, _ = make_recorder(tmp_path)
+    recorder.starting("engines and trainer")
+    assert recorder.current_phase is Phase.STARTING
+    recorder.phase(Phase.RECOVERING, "rank 0 died")
+    recorder.starting("engines and trainer")
+    assert (recorder.current_phase, recorder.phase_detail) == (
+        Phase.RECOVERING, "engines and trainer",
+    )  # fmt: skip
+
+
+def test_the_first_fault_of_each_kind_is_told_with_its_text(tmp_path: Path) -> None:
+    recorder, _, _ = make_recorder(tmp_path)
+    broken = replace(
+        make_summary("g000000.0-0", outcome=Outcome.ENVIRONMENT_ERROR), detail="reset: no server"
+    )
+    slow = replace(broken, outcome=Outcome.WALL_TIMEOUT, detail="environment step: no answer")
+    fine = make_summary("g000000.0-1", outcome=Outcome.COMPLETED)
+    recorder.rollouts([broken, broken, fine, slow, broken])
+    assert [notice.partition(",")[0] for notice in recorder.notices] == [
+        "first environment_error", "first wall_timeout",
+    ]  # fmt: skip
+    assert "reset: no server" in recorder.notices[0]

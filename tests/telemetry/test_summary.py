@@ -1,0 +1,133 @@
+"""summary.json: what its numbers are means, sums and maxima of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from worlds.record_builders import (
+    Run,
+    evaluation_record,
+    step_record,
+    summary_of,
+    unmeasured_step,
+)
+
+from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
+from service.telemetry.records import StageSeconds
+from service.telemetry.summary import LedgerTotals, write_summary
+
+
+def test_rewards_are_means_of_the_first_and_last_five_steps() -> None:
+    rewards = [0.0, 0.1, 0.2, 0.3, 0.4, 9.0, 0.6, 0.7, 0.8, 0.9, 1.0]
+    run = Run(
+        steps=tuple(
+            step_record(step, scaled_reward_mean=reward) for step, reward in enumerate(rewards, 1)
+        )
+    )
+    summary = summary_of(run)
+    assert summary.reward.first == pytest.approx(0.2)
+    assert summary.reward.last == pytest.approx(0.8)
+    assert summary.is_reward_scaled
+
+
+def test_plain_return_stands_in_where_the_best_one_is_unknown() -> None:
+    run = Run(steps=(step_record(1, reward_mean=3.0, scaled_reward_mean=None),))
+    summary = summary_of(run)
+    assert summary.reward.last == 3.0
+    assert not summary.is_reward_scaled
+
+
+def test_steps_without_a_reward_take_no_part_in_the_mean() -> None:
+    run = Run(steps=(unmeasured_step(1), step_record(2, scaled_reward_mean=0.4)))
+    assert summary_of(run).reward.first == pytest.approx(0.4)
+
+
+def test_mismatch_is_weighted_by_trained_tokens_and_skips_what_was_not_comparable() -> None:
+    run = Run(
+        steps=(
+            step_record(1, mismatch_k3=1e-9, trained_tokens=100, mismatch_max=2e-5),
+            step_record(2, mismatch_k3=5e-9, trained_tokens=300, mismatch_max=1e-5),
+            step_record(3, mismatch_k3=None, trained_tokens=900, mismatch_max=None),
+        )
+    )
+    mismatch = summary_of(run).mismatch
+    assert mismatch.mean_k3 == pytest.approx(4e-9)
+    assert mismatch.max_abs_delta == 2e-5
+
+
+def test_sums_and_maxima_are_over_all_steps() -> None:
+    run = Run(
+        steps=(
+            step_record(1, policy_age_max=2, outcomes={"completed": 3}, mismatches={"template": 1}),
+            step_record(2, policy_age_max=1, outcomes={"completed": 1, "max_turns": 5}),
+        ),
+        num_epochs=3,
+    )
+    summary = summary_of(run)
+    assert summary.max_policy_age == 2
+    assert summary.sampled_tokens == 800
+    assert summary.merge.samples_before == 80
+    assert summary.merge.ratio == pytest.approx(2.5)
+    assert summary.merge.mismatches == {"template": 1}
+    assert list(summary.outcomes.items()) == [("max_turns", 5), ("completed", 4)]
+    assert summary.stages.collect == pytest.approx(1.6)
+    assert summary.num_resumes == 2
+
+
+def test_malformed_share_is_of_turns_not_of_steps() -> None:
+    run = Run(
+        steps=(
+            step_record(1, malformed_turns=10, turns=10),
+            step_record(2, malformed_turns=0, turns=90),
+        )
+    )
+    assert summary_of(run).malformed_share.first == pytest.approx(0.1)
+
+
+def test_a_run_without_steps_has_no_means_and_no_zeros_in_their_place() -> None:
+    tree = summary_of(Run()).to_json()
+    assert tree["steps"] == 0
+    assert tree["reward_first"] is None
+    assert tree["mismatch"] == {"mean_k3": None, "max_abs_delta": None}
+    assert tree["evaluation"] == {"first": None, "last": None}
+    assert tree["merge"]["ratio"] is None
+
+
+def test_summary_file_holds_every_promised_key_and_only_finite_numbers(tmp_path: Path) -> None:
+    run = Run(
+        steps=(step_record(1, parity_max=float("nan"), stages=StageSeconds(train=float("inf"))),),
+        evaluations=(evaluation_record(0), evaluation_record(1, reward=float("nan"))),
+    )
+    path = tmp_path / "summary.json"
+    write_summary(path, summary_of(run))
+    tree = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert {
+        "steps",
+        "reward_first",
+        "reward_last",
+        "policy_version",
+        "max_policy_age",
+        "sampled_tokens",
+        "trained_tokens",
+        "merge",
+        "ledger",
+        "mismatch",
+        "stage_seconds",
+        "wall_s",
+        "versions",
+    } <= set(tree)
+    assert {"samples_before", "samples_after", "mismatches"} <= set(tree["merge"])
+    assert {"admitted", "trained", "evicted", "in_flight"} <= set(tree["ledger"])
+    assert {"vllm", "ray", "torch"} <= set(tree["versions"])
+    assert tree["parity_max"] is None
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_ledger_totals_take_over_the_queue_s_counts() -> None:
+    counts = LedgerCounts(admitted=10, trained=6, evicted={EvictionReason.MASKED: 3}, in_flight=1)
+    totals = LedgerTotals.of(counts)
+    assert totals.evicted == {"masked": 3}
+    assert totals.is_balanced
+    assert not LedgerTotals(admitted=2, trained=1).is_balanced

@@ -1,0 +1,226 @@
+"""Checkpoints: resuming equals going on, any number of ranks, only whole ones count; export."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from worlds.trainer_world import World, largest_difference, obvious_logprobs, random_samples
+
+from actors.trainer.export import export_checkpoint
+from actors.trainer.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Progress,
+    claim,
+    list_checkpoints,
+    newest_checkpoint,
+    read_manifest,
+)
+from actors.trainer.settings import TrainerSettings
+from actors.weights.parity import parity_tokens
+
+
+@pytest.fixture
+def settings(tiny_models: dict[bool, str], tmp_path: Path) -> TrainerSettings:
+    return TrainerSettings(
+        model=tiny_models[True], checkpoint_dir=tmp_path / "run", warmup_steps=5, weight_decay=0.01
+    )
+
+
+def train(world: World, steps: range) -> list[float]:
+    """Two updates a step; the losses."""
+    return [
+        world.step(
+            [random_samples(2 * step, 5), random_samples(2 * step + 1, 4)],
+            step=step,
+            version=step,
+        ).loss
+        for step in steps
+    ]
+
+
+def save(world: World, step: int, epoch: int = 0, **extra: str) -> Path:
+    paths = world.call("save", step=step, epoch=epoch, **extra)
+    assert len(set(paths)) == 1
+    return paths[0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_resuming_equals_going_on_bit_for_bit(
+    two_ranks: World, settings: TrainerSettings, tiny_models: dict[bool, str], tied: bool
+) -> None:
+    settings = replace(settings, model=tiny_models[tied])
+    two_ranks.start(settings)
+    train(two_ranks, range(2))
+    path = save(two_ranks, 2, extra_json='{"seed": 9}')
+    losses = train(two_ranks, range(2, 4))
+    weights = two_ranks.weights()
+    two_ranks.start(settings)
+    saved = Progress(
+        step=2,
+        version=2,
+        epoch=0,
+        num_updates=4,
+        num_ranks=2,
+        model=tiny_models[tied],
+        extra_json='{"seed": 9}',
+    )
+    assert two_ranks.call("load", path=path) == [saved, saved]
+    assert train(two_ranks, range(2, 4)) == losses
+    assert largest_difference(weights, two_ranks.weights()) == 0.0
+
+
+def test_a_checkpoint_from_before_the_first_update_resumes_exactly(
+    one_rank: World, settings: TrainerSettings
+) -> None:
+    one_rank.start(settings)
+    path = save(one_rank, 0)
+    losses = train(one_rank, range(2))
+    weights = one_rank.weights()
+    one_rank.start(settings).call("load", path=path)
+    assert train(one_rank, range(2)) == losses
+    assert largest_difference(weights, one_rank.weights()) == 0.0
+
+
+def test_another_number_of_ranks_takes_over(
+    one_rank: World, two_ranks: World, settings: TrainerSettings
+) -> None:
+    two_ranks.start(settings)
+    train(two_ranks, range(2))
+    path = save(two_ranks, 2)
+    losses = train(two_ranks, range(2, 4))
+    one_rank.start(settings).call("load", path=path)
+    assert train(one_rank, range(2, 4)) == pytest.approx(losses, abs=1e-5)
+    back = save(one_rank, 4)
+    before = one_rank.weights()
+    assert two_ranks.start(settings).call("load", path=back)[1].num_ranks == 1
+    assert largest_difference(before, two_ranks.weights()) == 0.0
+
+
+def test_only_the_newest_are_kept_and_a_newer_epoch_outranks_a_later_step(
+    one_rank: World, settings: TrainerSettings
+) -> None:
+    one_rank.start(replace(settings, keep_checkpoints=2))
+    for step, epoch in ((1, 0), (7, 0), (2, 1)):
+        save(one_rank, step, epoch)
+    names = [path.name for path in list_checkpoints(settings.checkpoint_dir)]
+    assert names == ["step-000007-e0", "step-000002-e1"]
+    assert newest_checkpoint(settings.checkpoint_dir).name == "step-000002-e1"
+    assert sorted(path.name for path in settings.checkpoint_dir.glob("[!.]*")) == sorted(names)
+
+
+def test_a_run_that_was_replaced_can_no_longer_save(
+    two_ranks: World, settings: TrainerSettings
+) -> None:
+    two_ranks.start(settings)
+    path = save(two_ranks, 1, 3)
+    claim(settings.checkpoint_dir, 4)
+    with pytest.raises(CheckpointError, match="got epoch 3, expected at least 4"):
+        save(two_ranks, 2, 3)
+    assert list_checkpoints(settings.checkpoint_dir) == [path]
+    with pytest.raises(CheckpointError, match="this run was replaced"):
+        claim(settings.checkpoint_dir, 3)
+    assert save(two_ranks, 2, 4).name == "step-000002-e4"
+
+
+def test_who_claims_the_place_removes_what_a_cut_short_save_left(tmp_path: Path) -> None:
+    for name in (".tmp-step-000003-e1", ".tmp-step-000004-e2", "step-000002-e1"):
+        (tmp_path / name).mkdir()
+    claim(tmp_path, 3)
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-000002-e1"]
+    (tmp_path / ".tmp-step-000005-e3").mkdir()
+    with pytest.raises(CheckpointError, match="this run was replaced"):
+        claim(tmp_path, 2)
+    assert (tmp_path / ".tmp-step-000005-e3").is_dir()
+
+
+def test_a_half_written_checkpoint_does_not_count_and_is_not_loaded(
+    one_rank: World, settings: TrainerSettings
+) -> None:
+    one_rank.start(settings)
+    good = save(one_rank, 1)
+    later = save(one_rank, 2)
+    (later / MANIFEST).unlink()
+    (settings.checkpoint_dir / ".tmp-step-000003-e0").mkdir()
+    assert newest_checkpoint(settings.checkpoint_dir) == good
+    with pytest.raises(CheckpointError, match="was interrupted while being written"):
+        one_rank.call("load", path=later)
+    assert one_rank.call("load", path=good)[0].step == 1
+    # Writing the same step again replaces what was left behind.
+    assert save(one_rank, 2) == later
+    assert newest_checkpoint(settings.checkpoint_dir) == later
+
+
+def test_a_damaged_checkpoint_is_refused_on_every_rank(
+    two_ranks: World, settings: TrainerSettings
+) -> None:
+    two_ranks.start(settings)
+    path = save(two_ranks, 1)
+    whole = save(two_ranks, 2)
+    shard = next(path.glob("*1_0.distcp"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="its shards cannot be read"):
+        two_ranks.call("load", path=path)
+    assert two_ranks.call("load", path=whole)[0].step == 2
+    train(two_ranks, range(1))
+
+
+def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(json.dumps({"format": 99}))
+    with pytest.raises(CheckpointError, match="got manifest format 99, expected 1"):
+        read_manifest(tmp_path)
+    (tmp_path / MANIFEST).write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_manifest(tmp_path)
+    (tmp_path / MANIFEST).write_text(json.dumps({"format": 1, "step": 3}))
+    with pytest.raises(CheckpointError, match="lacks or adds fields"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_gives_the_trainers_own_log_probabilities(
+    two_ranks: World,
+    settings: TrainerSettings,
+    tiny_models: dict[bool, str],
+    tied: bool,
+    tmp_path: Path,
+) -> None:
+    settings = replace(settings, model=tiny_models[tied])
+    two_ranks.start(settings)
+    train(two_ranks, range(2))
+    path = save(two_ranks, 2)
+    output = tmp_path / "exported"
+    assert export_checkpoint(path, output).step == 2
+    expected = two_ranks.call("parity_logprobs")[0]
+    causal_lm = AutoModelForCausalLM.from_pretrained(output)
+    assert causal_lm.dtype == torch.float32
+    assert causal_lm.config.tie_word_embeddings is tied
+    text = parity_tokens(causal_lm.config.vocab_size)
+    found = obvious_logprobs(causal_lm, text).detach().numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    ours, base = (AutoTokenizer.from_pretrained(name) for name in (output, tiny_models[tied]))
+    assert ours.chat_template == base.chat_template
+    assert ours.get_vocab() == base.get_vocab()
+    with pytest.raises(FileExistsError, match="expected a new directory"):
+        export_checkpoint(path, output)
+    assert export_checkpoint(path, tmp_path / "half", dtype=torch.bfloat16).version == 2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+
+def test_an_export_on_another_base_model_is_refused(
+    one_rank: World, settings: TrainerSettings, tmp_path: Path
+) -> None:
+    path = save(one_rank.start(settings), 1)
+    (tmp_path / "other").mkdir()
+    config = json.loads((Path(settings.model) / "config.json").read_text())
+    config["hidden_size"] = 64
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="name the run's base model"):
+        export_checkpoint(path, tmp_path / "out", model=str(tmp_path / "other"))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,145 @@
+"""The critic of one rank: what it scores, how it learns, and what it refuses to apply."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from worlds.critic_world import update_twice
+from worlds.trajectory_builders import linear_turns, make_trajectory
+
+from actors.merge.advantages import Baseline, Scale
+from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.scoring import plan_scores, read_scores
+from actors.merge.settings import StepSettings
+from actors.merge.step import StepResult, build_step
+from actors.row_scores import RowScores
+from actors.trainer.critic import Critic
+from actors.trainer.critic_settings import CriticTraining
+from actors.value_batch import ValueShard
+
+STEP = StepSettings(baseline=Baseline.CRITIC, scale=Scale.NONE, tokens_per_micro_batch=64)
+GROUP = TrajectoryGroup(
+    group_id="g000000.0",
+    trajectories=tuple(
+        make_trajectory(
+            linear_turns(3, reward=reward, seed=member), rollout_id=f"g000000.0-{member}"
+        )
+        for member, reward in enumerate([1.0, 0.0, 1.0])
+    ),
+)
+
+
+def make_critic(model: str, mesh: DeviceMesh, **fields: float | None) -> Critic:
+    settings = CriticTraining(**{"learning_rate": 3e-3, **fields})  # type: ignore[arg-type]
+    return Critic(model, settings, mesh=mesh, device=torch.device("cpu"), param_dtype=torch.float32)
+
+
+def build_with_values_of_zero(num_ranks: int) -> StepResult:
+    settings = replace(STEP, num_ranks=num_ranks)
+    plan = plan_scores(merge_groups([GROUP], settings), settings, step=0, trainer_version=0)
+    answers = [
+        [
+            RowScores(values=np.zeros(row.num_tokens, np.float32))
+            for row in shard.minibatches[0].micro_batches
+        ]
+        for shard in plan.shards
+    ]
+    scores = read_scores(plan, answers)
+    return build_step(
+        merge_groups([GROUP], settings), settings, step=0, trainer_version=0, scores=scores
+    )
+
+
+def build(critic: Critic) -> StepResult:
+    """A whole step: rows out, values back, advantages and the critic's own batch."""
+    plan = plan_scores(merge_groups([GROUP], STEP), STEP, step=0, trainer_version=0)
+    values = [critic.score(shard.minibatches[0].micro_batches) for shard in plan.shards]
+    answers = [[RowScores(values=row) for row in of_rank] for of_rank in values]
+    scores = read_scores(plan, answers)
+    return build_step(merge_groups([GROUP], STEP), STEP, step=0, trainer_version=0, scores=scores)
+
+
+def test_a_new_critic_makes_the_advantages_the_returns_to_go(model: str, mesh: DeviceMesh) -> None:
+    result = build(make_critic(model, mesh))
+    rows = [row for shard in result.shards for row in shard.minibatches[0].micro_batches]
+    found = np.concatenate([row.advantages for row in rows])
+    assert found.shape == (54,) and set(found.tolist()) == {0.0, 1.0}
+    (shard,) = result.value_shards
+    assert sum(float(row.row.loss_weights.sum()) for row in shard.rows) == pytest.approx(1.0)
+
+
+def test_over_steps_the_critic_explains_the_returns(model: str, mesh: DeviceMesh) -> None:
+    critic = make_critic(model, mesh, value_clip=None)
+    stats = [critic.update(build(critic).value_shards[0]) for _ in range(25)]
+    assert stats[0].num_tokens == 54 and critic.num_updates == 25
+    assert stats[0].target_mean == pytest.approx(2 / 3)
+    # Values 0: the error is the targets' square.
+    assert stats[0].loss == pytest.approx(0.5 * 2 / 3)
+    assert stats[-1].loss < stats[0].loss / 4
+    explained = [each.explained_variance for each in stats]
+    assert explained[0] is not None and explained[-1] is not None
+    assert explained[-1] > explained[0]
+
+
+def test_rows_are_only_a_way_of_cutting(model: str, mesh: DeviceMesh) -> None:
+    apart, together = make_critic(model, mesh), make_critic(model, mesh)
+    shard = build(apart).value_shards[0]
+    wide = replace(STEP, tokens_per_micro_batch=4096)
+    scores = read_scores(
+        plan := plan_scores(merge_groups([GROUP], wide), wide, step=0, trainer_version=0),
+        [
+            [RowScores(values=v) for v in together.score(shard.minibatches[0].micro_batches)]
+            for shard in plan.shards
+        ],
+    )
+    whole = build_step(
+        merge_groups([GROUP], wide), wide, step=0, trainer_version=0, scores=scores
+    ).value_shards[0]
+    assert (len(shard.rows), len(whole.rows)) == (3, 1)
+    left, right = apart.update(shard), together.update(whole)
+    assert left.loss == pytest.approx(right.loss, rel=1e-5)
+    assert left.grad_norm == pytest.approx(right.grad_norm, rel=1e-4)
+
+
+def test_two_ranks_update_as_one_does(model: str, mesh: DeviceMesh, tmp_path: Path) -> None:
+    (whole,), halves = (build_with_values_of_zero(number).value_shards for number in (1, 2))
+    critic = make_critic(model, mesh, learning_rate=1e-3)
+    alone = [critic.update(whole) for _ in range(2)]
+    first, second = update_twice(model, halves, tmp_path)
+    assert first == second
+    for expected, found in zip(alone, first, strict=True):
+        assert found.num_tokens == expected.num_tokens == 54
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+        assert found.clip_fraction == pytest.approx(expected.clip_fraction)
+
+
+def test_a_loss_that_is_not_finite_is_never_applied(model: str, mesh: DeviceMesh) -> None:
+    critic = make_critic(model, mesh)
+    shard = build(critic).value_shards[0]
+    broken = replace(shard.rows[0], value_targets=shard.rows[0].value_targets * np.float32("nan"))
+    before = [p.full_tensor().clone() for p in critic.value_model.parameters()]  # type: ignore[attr-defined]
+    stats = critic.update(replace(shard, rows=(broken, *shard.rows[1:])))
+    assert stats.is_skipped and critic.num_updates == 0
+    for old, new in zip(before, critic.value_model.parameters(), strict=True):
+        assert torch.equal(old, new.full_tensor())  # type: ignore[attr-defined]
+
+
+def test_an_update_without_tokens_moves_nothing(model: str, mesh: DeviceMesh) -> None:
+    critic = make_critic(model, mesh)
+    empty = build_step([], STEP, step=0, trainer_version=0).value_shards[0]
+    assert isinstance(empty, ValueShard)
+    stats = critic.update(empty)
+    assert stats.num_tokens == 0 and critic.num_updates == 0 and not stats.is_skipped
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="value_clip is 0"):
+        CriticTraining(value_clip=0.0)
+    with pytest.raises(ValueError, match="learning_rate is -1"):
+        CriticTraining(learning_rate=-1)

@@ -1,0 +1,324 @@
+"""One micro-batch's loss: what multiplies what, and that splitting an update changes nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds.loss_terms import EVERY_LOSS, Tokens, random_tokens, terms_of
+
+from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
+from actors.trainer.loss.settings import Correction, Denominator, LossSettings, Objective
+from actors.trainer.loss.statistics import (
+    MAX_NAMES,
+    MIN_NAMES,
+    SUM_NAMES,
+    StatisticVectors,
+    combine_rows,
+    micro_batch_statistics,
+)
+from actors.trainer.statistics import PhaseSeconds, UpdateSums, summarize_step
+
+NO_SECONDS = PhaseSeconds(total_s=0, prepare_s=0, forward_s=0, backward_s=0, optimizer_s=0)
+
+
+def loss_and_gradients(
+    terms: MicroBatchTerms, settings: LossSettings
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """The loss, and its gradients for log-probabilities and entropies."""
+    loss = micro_batch_loss(terms, settings).loss
+    variables = (terms.current_logprobs, terms.entropies)
+    gradients = torch.autograd.grad(loss, variables, allow_unused=True)
+    filled = [
+        torch.zeros_like(variable) if gradient is None else gradient
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+    return loss.item(), filled[0].numpy(), filled[1].numpy()
+
+
+@pytest.mark.parametrize("name", EVERY_LOSS)
+@pytest.mark.parametrize("seed", range(5))
+def test_micro_batches_add_up_to_the_update_in_loss_and_gradient(name: str, seed: int) -> None:
+    settings, tokens = EVERY_LOSS[name], random_tokens(seed)
+    whole, gradient, entropy_gradient = loss_and_gradients(terms_of(tokens), settings)
+    rng = np.random.default_rng([seed, 1])
+    row_of = rng.integers(0, 3, tokens.trajectory.max() + 1)[tokens.trajectory]
+    total = 0.0
+    for row in range(3):
+        # The row's trajectories in a random order of tokens: packing may interleave samples.
+        chosen = rng.permutation(np.flatnonzero(row_of == row))
+        loss, own, own_entropy = loss_and_gradients(terms_of(tokens, chosen), settings)
+        total += loss
+        np.testing.assert_allclose(own, gradient[chosen], atol=1e-12)
+        np.testing.assert_allclose(own_entropy, entropy_gradient[chosen], atol=1e-12)
+    assert total == pytest.approx(whole, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_every_loss_does_something_of_its_own(name: str) -> None:
+    tokens = random_tokens(7, num_trajectories=12)
+    loss, gradient, _ = loss_and_gradients(terms_of(tokens), EVERY_LOSS[name])
+    plain, plain_gradient, _ = loss_and_gradients(terms_of(tokens), LossSettings())
+    assert math.isfinite(loss) and np.isfinite(gradient).all() and np.abs(gradient).max() > 0
+    if name not in ("ppo", "entropy"):
+        assert np.abs(gradient - plain_gradient).max() > 1e-4
+    assert name == "ppo" or loss != plain
+
+
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_where_all_policies_agree_every_loss_is_the_policy_gradient(name: str) -> None:
+    tokens = random_tokens(3)
+    same = tokens.behaviour
+    tokens = replace(tokens, current=same, old=same, reference=same)
+    settings = EVERY_LOSS[name]
+    _, gradient, _ = loss_and_gradients(terms_of(tokens), settings)
+    advantage = np.where(
+        tokens.advantage < 0, settings.negative_weight * tokens.advantage, tokens.advantage
+    )
+    expected = -tokens.weight * advantage
+    # k1, weighed by the ratio, has at equality the gradient 1 of its own first term.
+    if name == "k1_corrected":
+        expected = expected + tokens.weight * settings.kl_coefficient
+    np.testing.assert_allclose(gradient, expected, atol=1e-12)
+
+
+def tokens_of(**given_values: list[float]) -> Tokens:
+    num_tokens = len(given_values["current"])
+    defaults = {name: [0.0] * num_tokens for name in ("old", "reference", "entropy")}
+    values = {"weight": [1.0] * num_tokens, "trajectory": [0] * num_tokens, **defaults}
+    values.update(given_values)
+    for name in ("current", "behaviour", "old", "reference"):
+        if name in given_values:
+            values[name] = np.log(given_values[name]).tolist()
+    integers = np.array(values.pop("trajectory"), np.int64)
+    arrays = {name: np.array(numbers, np.float64) for name, numbers in values.items()}
+    return Tokens(trajectory=integers, **arrays)
+
+
+def test_the_default_loss_by_hand() -> None:
+    tokens = tokens_of(
+        current=[0.6, 0.4, 0.5], behaviour=[0.4, 0.4, 0.5], advantage=[1.0, 2.0, -3.0],
+        weight=[0.25, 0.25, 0.25],
+    )  # fmt: skip
+    loss, gradient, _ = loss_and_gradients(terms_of(tokens), LossSettings())
+    assert loss == pytest.approx((-1.28 - 2.0 + 3.0) / 4)
+    # The first token is clipped.
+    assert gradient.tolist() == pytest.approx([0.0, -0.5, 0.75])
+
+
+def test_decoupled_ppo_clips_around_old_and_weighs_by_old_over_behaviour() -> None:
+    # current / old = 1.5, clipped at 1.28; old / behaviour = 2, truncated at 1.6.
+    tokens = tokens_of(current=[0.6], old=[0.4], behaviour=[0.2], advantage=[1.0])
+    settings = LossSettings(denominator=Denominator.OLD, clip_high=0.28)
+    assert loss_and_gradients(terms_of(tokens), settings)[0] == pytest.approx(-1.28)
+    settings = replace(settings, correction=Correction.TRUNCATE_TOKEN, correction_cap=1.6)
+    assert loss_and_gradients(terms_of(tokens), settings)[0] == pytest.approx(-1.28 * 1.6)
+
+
+def test_a_masked_token_leaves_the_loss_and_stays_in_the_weights_of_the_others() -> None:
+    # Ratios 1.1 and 9: the second is out of the band. The weights stay halves.
+    tokens = tokens_of(
+        current=[0.22, 0.9], behaviour=[0.2, 0.1], advantage=[1.0, -1.0], weight=[0.5, 0.5]
+    )
+    settings = LossSettings(token_band=(0.5, 5.0))
+    loss, gradient, _ = loss_and_gradients(terms_of(tokens), settings)
+    assert loss == pytest.approx(-0.55)
+    assert gradient.tolist() == pytest.approx([-0.55, 0.0])
+    result = micro_batch_loss(terms_of(tokens), settings)
+    assert result.is_masked.tolist() == [False, True]
+    assert result.mask.token is not None and result.mask.sequence is None
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+def test_a_masked_ratio_beyond_all_floats_reaches_neither_loss_nor_gradient(
+    objective: Objective,
+) -> None:
+    tokens = tokens_of(current=[0.5, 0.5], behaviour=[0.5, 0.5], advantage=[1.0, -1.0])
+    tokens.behaviour[1] = -5000.0
+    settings = LossSettings(objective=objective, token_band=(0.5, 2.0))
+    loss, gradient, _ = loss_and_gradients(terms_of(tokens), settings)
+    assert math.isfinite(loss)
+    assert gradient.tolist() == pytest.approx([-1.0, 0.0])
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("recorded", [-100.0, -400.0, -9999.0, -1e9])
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_a_token_that_the_engine_found_impossible_leaves_every_number_finite(
+    name: str, recorded: float, advantage: float
+) -> None:
+    tokens = random_tokens(np.random.default_rng(0), num_trajectories=2)
+    behaviour, advantages = tokens.behaviour.copy(), tokens.advantage.copy()
+    behaviour[0], advantages[0] = recorded, advantage
+    terms = terms_of(replace(tokens, behaviour=behaviour, advantage=advantages))
+    settings = EVERY_LOSS[name]
+    result = micro_batch_loss(terms, settings)
+    gradients = torch.autograd.grad(result.loss, terms.current_logprobs)
+    assert torch.isfinite(result.loss) and torch.isfinite(gradients[0]).all()
+    vectors = micro_batch_statistics(terms, result, num_tokens=9, with_mismatch=True)
+    update = UpdateSums(
+        sums=tuple(vectors.sums.tolist()),
+        maxima=tuple(vectors.maxima.tolist()),
+        minima=tuple(vectors.minima.tolist()),
+        grad_norm=1.0,
+        learning_rate=1.0,
+    )
+    stats = summarize_step([update], step=1, trainer_version=3, seconds=NO_SECONDS)
+    assert not stats.is_skipped and stats.mismatch is not None and stats.tokens is not None
+    assert stats.mismatch.max_abs_delta > 90 and math.isfinite(stats.mismatch.k3_mean)
+    assert 0 < stats.effective_sample_fraction <= 1
+    assert math.isfinite(stats.ratio_mean) and math.isfinite(stats.tokens.unclipped_surrogate_mean)
+
+
+def test_a_clipped_token_of_an_overflowing_ratio_has_the_gradient_of_the_clip() -> None:
+    # Float32, as the trainer has it: e^99 is infinite there.
+    def gradient_of(objective: Objective, advantage: float) -> list[float]:
+        current = torch.tensor([-1.0, -1.0], requires_grad=True)
+        terms = MicroBatchTerms(
+            current_logprobs=current,
+            behaviour_logprobs=torch.tensor([-100.0, -1.0]),
+            entropies=torch.zeros(2),
+            advantages=torch.tensor([advantage, 1.0]),
+            loss_weights=torch.full((2,), 0.5),
+            trajectory_index=torch.zeros(2, dtype=torch.int64),
+            sampled_versions=torch.zeros(2, dtype=torch.int64),
+            trainer_version=0,
+        )
+        micro_batch_loss(terms, LossSettings(objective=objective)).loss.backward()
+        assert current.grad is not None
+        return current.grad.tolist()
+
+    assert gradient_of(Objective.PPO_CLIP, 1.0) == [0.0, -0.5]
+    assert gradient_of(Objective.PPO_CLIP, 0.0) == [0.0, -0.5]
+    assert gradient_of(Objective.DUAL_CLIP, -1.0) == [0.0, -0.5]
+    assert gradient_of(Objective.SAPO, 1.0) == [0.0, -0.5]
+
+
+def test_the_entropy_bonus_is_over_masked_tokens_too() -> None:
+    tokens = tokens_of(
+        current=[0.2, 0.9], behaviour=[0.2, 0.1], advantage=[0.0, 0.0], entropy=[1.0, 3.0],
+        weight=[0.5, 0.5],
+    )  # fmt: skip
+    settings = LossSettings(token_band=(0.5, 5.0), entropy_coefficient=0.1)
+    loss, _, gradient = loss_and_gradients(terms_of(tokens), settings)
+    assert loss == pytest.approx(-0.2)
+    assert gradient.tolist() == pytest.approx([-0.05, -0.05])
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing", "words"),
+    [
+        (LossSettings(denominator=Denominator.OLD), "old_logprobs", "no old log-probabilities"),
+        (LossSettings(kl_coefficient=0.1), "reference_logprobs", "no reference log-probabilities"),
+    ],
+)
+def test_log_probabilities_that_a_loss_needs_are_asked_for(
+    settings: LossSettings, missing: str, words: str
+) -> None:
+    terms = replace(terms_of(random_tokens(0)), **{missing: None})
+    with pytest.raises(ValueError, match=words):
+        micro_batch_loss(terms, settings)
+
+
+def test_terms_of_half_precision_are_refused_by_name() -> None:
+    terms = terms_of(random_tokens(np.random.default_rng(0), num_trajectories=2))
+    half = terms.advantages.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"advantages is torch\.bfloat16, expected float32"):
+        replace(terms, advantages=half)
+
+
+def test_terms_of_different_lengths_are_refused_by_name() -> None:
+    terms = terms_of(random_tokens(0))
+    with pytest.raises(ValueError, match=r"advantages has shape \[2\], expected \["):
+        replace(terms, advantages=torch.zeros(2))
+
+
+def statistics_of(
+    terms: MicroBatchTerms, settings: LossSettings, *, with_mismatch: bool = True
+) -> StatisticVectors:
+    result = micro_batch_loss(terms, settings)
+    return micro_batch_statistics(terms, result, num_tokens=10, with_mismatch=with_mismatch)
+
+
+def by_name(vectors: StatisticVectors) -> tuple[dict[str, float], dict[str, float], ...]:
+    return tuple(
+        dict(zip(names, values.tolist(), strict=True))
+        for names, values in (
+            (SUM_NAMES, vectors.sums),
+            (MAX_NAMES, vectors.maxima),
+            (MIN_NAMES, vectors.minima),
+        )
+    )
+
+
+def test_statistics_of_four_tokens() -> None:
+    tokens = tokens_of(
+        current=[0.6, 0.2, 0.5, 0.25], behaviour=[0.4, 0.4, 0.5, 0.5],
+        reference=[0.6, 0.4, 0.5, 0.25], advantage=[1.0, -1.0, 3.0, 1.0],
+        entropy=[0.5, 0.5, 0.5, 0.5],
+    )  # fmt: skip
+    terms = replace(
+        terms_of(tokens),
+        sampled_versions=torch.tensor([5, 4, 5, 2]), trainer_version=5, old_logprobs=None,
+    )  # fmt: skip
+    settings = LossSettings(kl_coefficient=1.0, sequence_band=(0.9, 1.1))
+    sums, maxima, minima = by_name(statistics_of(terms, settings))
+    # Ratios 1.5, .5, 1, .5: the first would clip upwards, the second downwards; but the geometric
+    # mean .78 takes the whole trajectory out.
+    assert sums["num_masked"] == sums["num_masked_sequence"] == 4
+    assert sums["num_clipped_low"] == sums["num_clipped_high"] == sums["surrogate"] == 0
+    sums, maxima, minima = by_name(statistics_of(terms, replace(settings, sequence_band=None)))
+    assert sums["num_clipped_low"] == sums["num_clipped_high"] == 1 and sums["num_masked"] == 0
+    assert sums["ratio"] == pytest.approx(3.5) and maxima["ratio"] == pytest.approx(1.5)
+    assert sums["ratio_squared"] == pytest.approx(3.75)
+    assert sums["unclipped_surrogate"] == pytest.approx(1.5 - 0.5 + 3 + 0.5)
+    assert sums["surrogate"] == pytest.approx(1.28 - 0.8 + 3 + 0.5)
+    assert sums["entropy"] == 2.0 and sums["importance_weight"] == 4.0
+    assert sums["advantage"] == 4.0 and maxima["advantage"] == 3.0 and minima["advantage"] == -1.0
+    assert sums["policy_age"] == 4.0 and maxima["policy_age"] == 3.0
+    assert sums["num_trained"] == 4 and sums["num_tokens"] == 10 and sums["num_nonfinite"] == 0
+    # Only the first and the third token come from version 5.
+    assert sums["num_mismatch"] == 2
+    assert sums["mismatch_k1"] == pytest.approx(-math.log(1.5))
+    assert sums["mismatch_k3"] == pytest.approx(0.5 - math.log(1.5))
+    assert maxima["mismatch_abs"] == pytest.approx(math.log(1.5))
+    # k3 of delta ln 2 at the second token, 0 elsewhere.
+    assert sums["kl"] == pytest.approx(1 - math.log(2)) and sums["num_kl"] == 4
+    assert maxima["kl"] == pytest.approx(1 - math.log(2)) and minima["kl"] == pytest.approx(0.0)
+    assert sums["logprob_policy_positive"] == pytest.approx(math.log(0.6 * 0.5 * 0.25))
+    assert sums["num_policy_positive"] == 3 and sums["num_policy_negative"] == 1
+    assert maxima["logprob_policy_negative"] == pytest.approx(math.log(0.2))
+    assert sums["num_reference_all"] == 4 and sums["num_old_all"] == 0
+    assert maxima["logprob_old_all"] == -math.inf
+    later = by_name(statistics_of(terms, settings, with_mismatch=False))[0]
+    assert later["num_mismatch"] == 0
+
+
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_statistics_of_a_row_that_trains_nothing_are_neutral(name: str) -> None:
+    sums, maxima, minima = by_name(statistics_of(terms_of(random_tokens(0), []), EVERY_LOSS[name]))
+    assert {name for name, value in sums.items() if value} == {"num_tokens"}
+    assert set(maxima.values()) == {-math.inf} and set(minima.values()) == {math.inf}
+
+
+@given(st.sampled_from(sorted(EVERY_LOSS)), st.integers(0, 1000))
+def test_statistics_combine_over_rows_and_ranks(name: str, seed: int) -> None:
+    tokens, settings = random_tokens(seed), EVERY_LOSS[name]
+    whole = statistics_of(terms_of(tokens), settings)
+    row_of = np.random.default_rng(seed).integers(0, 3, tokens.trajectory.max() + 1)
+    parts = [
+        statistics_of(terms_of(tokens, np.flatnonzero(row_of[tokens.trajectory] == row)), settings)
+        for row in range(3)
+    ]
+    first_rank = StatisticVectors.empty().plus(parts[0]).plus(parts[1])
+    combined = combine_rows(torch.stack([first_rank.joined(), parts[2].joined()]))
+    # Each part counts its own row of 10.
+    whole.sums[SUM_NAMES.index("num_tokens")] = 30
+    torch.testing.assert_close(combined.sums, whole.sums)
+    torch.testing.assert_close(combined.maxima, whole.maxima)
+    torch.testing.assert_close(combined.minima, whole.minima)

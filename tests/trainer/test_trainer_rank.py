@@ -1,0 +1,256 @@
+"""Real processes, gloo, FSDP2: how tokens are split over ranks and rows changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from worlds.trainer_world import (
+    Sample,
+    World,
+    largest_difference,
+    obvious_logprobs,
+    pack,
+    random_samples,
+)
+
+from actors.trainer.settings import ParamDtype, TrainerSettings
+from actors.trainer.shard_check import PolicyTooOld, ShardRefused
+from actors.weights.parity import parity_tokens
+
+# float32: two orders of adding the same numbers, then one AdamW update of learning rate 1e-3.
+LOSS_TOLERANCE = 1e-6
+WEIGHT_TOLERANCE = 2e-5
+
+
+@pytest.fixture
+def settings(tiny_models: dict[bool, str], tmp_path: Path) -> TrainerSettings:
+    # A large epsilon: AdamW's first update else has the size of the rate whatever the gradient,
+    # and turns the rounding of a zero gradient into a full step.
+    return TrainerSettings(model=tiny_models[True], checkpoint_dir=tmp_path, eps=1e-4)
+
+
+def compute_reference(
+    model: str, samples: Sequence[Sample], *, settings: TrainerSettings
+) -> tuple[float, float]:
+    """The obvious loop: each sample alone through transformers; loss and clipped gradient norm."""
+    causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    total = sum(int(sample.mask.sum()) for sample in samples)
+    loss = torch.zeros(())
+    for sample in samples:
+        current = obvious_logprobs(causal_lm, sample.token_ids, temperature=settings.temperature)
+        mask = torch.tensor(sample.mask[1:])
+        ratio = torch.exp(current - torch.tensor(sample.logprobs[1:]))
+        advantages = torch.tensor(sample.advantages[1:])
+        clipped = ratio.clamp(1 - settings.loss.clip_low, 1 + settings.loss.clip_high)
+        token_losses = -torch.minimum(ratio * advantages, clipped * advantages)
+        loss = loss + (token_losses * mask).sum() / total
+    loss.backward()
+    squares = [parameter.grad.square().sum() for parameter in causal_lm.parameters()]
+    return loss.item(), torch.stack(squares).sum().sqrt().item()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_and_two_ranks_match_the_obvious_loop(
+    one_rank: World,
+    two_ranks: World,
+    settings: TrainerSettings,
+    tiny_models: dict[bool, str],
+    tied: bool,
+) -> None:
+    settings = replace(settings, model=tiny_models[tied], temperature=0.8)
+    samples = random_samples(1, 11)
+    loss, grad_norm = compute_reference(tiny_models[tied], samples, settings=settings)
+    alone, both = (
+        one_rank.start(settings).step([samples]),
+        two_ranks.start(settings).step([samples]),
+    )
+    for stats in (alone, both):
+        assert stats.loss == pytest.approx(loss, abs=LOSS_TOLERANCE)
+        assert stats.grad_norm == pytest.approx(grad_norm, rel=1e-4)
+    assert alone.trained_tokens == both.trained_tokens == sum(int(s.mask.sum()) for s in samples)
+    assert both.entropy_mean == pytest.approx(alone.entropy_mean, rel=1e-5)
+    assert both.ratio_max == pytest.approx(alone.ratio_max, rel=1e-5)
+    before = AutoModelForCausalLM.from_pretrained(tiny_models[tied]).state_dict()
+    after = one_rank.weights()
+    assert ("lm_head.weight" in after) is not tied
+    assert any(np.abs(after[name] - before[name].numpy()).max() > 1e-4 for name in after)
+    assert largest_difference(after, two_ranks.weights()) < WEIGHT_TOLERANCE
+
+
+def test_many_micro_batches_in_another_order_with_fillers_give_the_same_weights(
+    one_rank: World, two_ranks: World, settings: TrainerSettings
+) -> None:
+    minibatches = [random_samples(2, 9), random_samples(3, 7)]
+    whole = one_rank.start(settings).step(minibatches)
+    weights = one_rank.weights()
+    turned = [list(reversed(samples)) for samples in minibatches]
+    # Seven samples over two ranks and five rows leave fillers.
+    split = two_ranks.start(settings).step(turned, num_micro=5)
+    assert split.loss == pytest.approx(whole.loss, abs=LOSS_TOLERANCE)
+    assert split.num_updates == whole.num_updates == 2
+    assert largest_difference(weights, two_ranks.weights()) < WEIGHT_TOLERANCE
+    frugal = replace(
+        settings, shard_between_micro_batches=True, gradient_checkpointing=True, logprob_chunk=7
+    )
+    two_ranks.start(frugal).step(turned, num_micro=5)
+    assert largest_difference(weights, two_ranks.weights()) < WEIGHT_TOLERANCE
+
+
+def test_the_parity_check_reads_the_weights_of_the_last_update(
+    one_rank: World, two_ranks: World, settings: TrainerSettings
+) -> None:
+    samples = random_samples(4, 6)
+    for world in (one_rank.start(settings), two_ranks.start(settings)):
+        before = world.call("parity_logprobs")[0]
+        world.step([samples])
+        after = world.call("parity_logprobs")[0]
+        assert np.abs(after - before).max() > 1e-4
+        causal_lm = AutoModelForCausalLM.from_pretrained(settings.model)
+        weights = {name: torch.tensor(values) for name, values in world.weights().items()}
+        causal_lm.load_state_dict(weights, strict=False)
+        text = parity_tokens(causal_lm.config.vocab_size)
+        expected = obvious_logprobs(causal_lm, text).detach().numpy()
+        np.testing.assert_allclose(after, expected, atol=1e-5)
+        assert np.array_equal(world.call("parity_logprobs")[-1], after)
+
+
+def test_a_second_epoch_trains_again_and_measures_no_mismatch_of_its_own(
+    one_rank: World, settings: TrainerSettings
+) -> None:
+    samples = random_samples(5, 6)
+    once = one_rank.start(settings).step([samples])
+    twice = one_rank.start(replace(settings, epochs=2)).step([samples])
+    assert twice.num_updates == 2
+    assert twice.trained_tokens == 2 * once.trained_tokens
+    assert twice.mismatch == once.mismatch
+    assert once.mismatch is not None and once.mismatch.num_tokens == once.trained_tokens
+
+
+def test_mismatch_counts_only_tokens_of_the_trainers_own_version(
+    one_rank: World, settings: TrainerSettings
+) -> None:
+    one_rank.start(settings).step([random_samples(6, 4)])
+    old = one_rank.step([random_samples(7, 4, version=0)], step=1, version=1)
+    assert old.mismatch is None
+    assert old.policy_age_max == 1
+    assert old.policy_age_mean == 1.0
+    mixed = [*random_samples(8, 3, version=1), *random_samples(9, 3, version=2)]
+    stats = one_rank.step([mixed], step=2, version=2)
+    assert stats.mismatch is not None
+    assert stats.mismatch.num_tokens == sum(int(sample.mask.sum()) for sample in mixed[3:])
+
+
+def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(
+    two_ranks: World, settings: TrainerSettings
+) -> None:
+    good, bad = random_samples(10, 5), random_samples(11, 6)
+    bad[3].advantages[:] = np.nan
+    two_ranks.start(settings).step([good])
+    before = two_ranks.weights()
+    stats = two_ranks.step([bad], num_micro=2, step=1, version=1)
+    assert stats.is_skipped and stats.num_skipped_updates == 1
+    assert stats.trained_tokens == 0
+    assert largest_difference(before, two_ranks.weights()) == 0.0
+    saved = sorted((settings.checkpoint_dir / "skipped").iterdir())
+    assert [path.name for path in saved] == [
+        f"step-000001-update-0-rank-{rank}.npz" for rank in range(2)
+    ]
+    # The bad sample is rank 1's second: its rows hold samples 1, 5 and 3.
+    with np.load(saved[1]) as archive:
+        assert np.isnan(archive["1/advantages"]).any()
+        assert np.array_equal(archive["0/token_ids"], pack([bad[1], bad[5]]).token_ids)
+    after = two_ranks.step([good], step=2, version=2)
+    assert not after.is_skipped
+    assert largest_difference(before, two_ranks.weights()) > 0.0
+
+
+def test_a_skipped_minibatch_leaves_the_steps_other_updates_alone(
+    one_rank: World, settings: TrainerSettings
+) -> None:
+    good, bad = random_samples(12, 5), random_samples(13, 4)
+    bad[0].advantages[:] = -np.inf
+    stats = one_rank.start(settings).step([bad, good])
+    assert (stats.num_updates, stats.num_skipped_updates) == (2, 1)
+    weights = one_rank.weights()
+    alone = one_rank.start(settings).step([good])
+    assert stats.loss == alone.loss
+    assert largest_difference(weights, one_rank.weights()) == 0.0
+
+
+def test_a_step_with_nothing_to_train_leaves_weights_and_momentum_alone(
+    two_ranks: World, settings: TrainerSettings
+) -> None:
+    two_ranks.start(settings).step([random_samples(14, 5)])
+    before = two_ranks.weights()
+    stats = two_ranks.step([[]], num_micro=2, step=1, version=1)
+    assert stats.num_empty_updates == 1
+    assert largest_difference(before, two_ranks.weights()) == 0.0
+    assert two_ranks.step([], step=2, version=2).num_updates == 0
+    two_ranks.step([random_samples(22, 5, version=3)], step=3, version=3)
+    with_pauses = two_ranks.weights()
+    two_ranks.start(settings).step([random_samples(14, 5)])
+    two_ranks.step([random_samples(22, 5, version=1)], step=1, version=1)
+    assert largest_difference(with_pauses, two_ranks.weights()) == 0.0
+
+
+def test_a_token_beyond_the_age_bound_is_refused_on_every_rank(
+    two_ranks: World, settings: TrainerSettings
+) -> None:
+    two_ranks.start(replace(settings, max_policy_age=1))
+    two_ranks.step([random_samples(15, 4)])
+    two_ranks.step([random_samples(15, 4)], step=1, version=1)
+    mixed = [*random_samples(16, 3, version=2), *random_samples(17, 1, version=0)]
+    before = two_ranks.weights()
+    with pytest.raises(PolicyTooOld, match=r"rank 1: .* 2 versions old, expected at most 1"):
+        two_ranks.step([mixed], step=2, version=2)
+    assert largest_difference(before, two_ranks.weights()) == 0.0
+    assert two_ranks.step([mixed[:3]], step=2, version=2).num_updates == 1
+
+
+def test_a_shard_that_breaks_its_invariants_is_refused_and_the_group_goes_on(
+    two_ranks: World, settings: TrainerSettings
+) -> None:
+    two_ranks.start(settings)
+    samples = random_samples(18, 4)
+    with pytest.raises(ShardRefused, match="made for version 7, expected version 0"):
+        two_ranks.step([samples], version=7)
+    samples[1].token_ids[:] = 100_000
+    with pytest.raises(ShardRefused, match=r"rank 1: .* token ids up to 100000"):
+        two_ranks.step([samples])
+    with pytest.raises(ShardRefused, match="sampled by version 3"):
+        two_ranks.step([random_samples(19, 4, version=3)])
+    assert two_ranks.step([random_samples(18, 4)]).num_updates == 1
+
+
+def test_warm_up_is_linear_in_applied_updates(one_rank: World, settings: TrainerSettings) -> None:
+    one_rank.start(replace(settings, warmup_steps=4, learning_rate=0.01))
+    rates = [
+        one_rank.step([random_samples(20, 2)], step=step, version=step).learning_rate
+        for step in range(5)
+    ]
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+
+
+def test_bfloat16_computes_with_float32_master_weights(
+    two_ranks: World, settings: TrainerSettings
+) -> None:
+    low = replace(settings, param_dtype=ParamDtype.BFLOAT16, learning_rate=1e-5, epochs=3)
+    samples = random_samples(21, 6)
+    reference = two_ranks.start(replace(settings, learning_rate=1e-5, epochs=3)).step([samples])
+    stats = two_ranks.start(low).step([samples])
+    assert not stats.is_skipped
+    assert stats.loss == pytest.approx(reference.loss, abs=0.02)
+    assert stats.grad_norm == pytest.approx(reference.grad_norm, rel=0.1)
+    # Updates of 1e-5 are below bfloat16's resolution: only float32 master weights collect them.
+    path = Path(two_ranks.call("save", step=1, epoch=0)[0])
+    two_ranks.start(settings).call("load", path=path)
+    base = AutoModelForCausalLM.from_pretrained(settings.model).state_dict()
+    weights = two_ranks.weights()
+    moved = np.concatenate([np.abs(weights[n] - base[n].numpy()).ravel() for n in weights])
+    assert 0 < np.median(moved[moved > 0]) < 1e-4

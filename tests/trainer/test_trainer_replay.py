@@ -1,0 +1,217 @@
+"""Real processes, gloo, FSDP2: recorded experts are replayed on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+from worlds.mixture_world import (
+    KINDS,
+    NORMALISES,
+    TEMPERATURE,
+    as_in_checkpoint,
+    compute_padded,
+    load_plain,
+    recorded_batch,
+    weigh,
+    write_mixture,
+)
+from worlds.trainer_world import World, largest_difference
+
+from actors.batch import MicroBatch, Minibatch, RankShard
+from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
+from actors.trainer.export import export_checkpoint
+from actors.trainer.loss.settings import Denominator, LossSettings
+from actors.trainer.settings import ParamDtype, TrainerSettings
+from actors.trainer.shard_check import ShardRefused
+from actors.trainer.skipped import SkippedUpdate, save_skipped
+from actors.trainer.statistics import StepStats
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of random mixtures, by kind."""
+    return {kind: write_mixture(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+def settings_for(model: str, directory: Path) -> TrainerSettings:
+    # AdamW's first update is rate * g / (|g| + eps): here the gradient itself, to a thousandth.
+    return TrainerSettings(
+        model=model,
+        checkpoint_dir=directory,
+        learning_rate=1e3,
+        eps=1e3,
+        weight_decay=0.0,
+        max_grad_norm=1e9,
+        loss=LossSettings(clip_low=0.99, clip_high=1e6),
+        temperature=TEMPERATURE,
+    )
+
+
+def shards_of(
+    weighted: Sequence[WeightedSample], *, num_ranks: int, share_prefixes: bool, budget: int = 150
+) -> list[dict[str, RankShard]]:
+    minibatches = pack_minibatch(
+        weighted,
+        num_ranks=num_ranks,
+        budget=budget,
+        attention_tokens=8192,
+        share_prefixes=share_prefixes,
+    )
+    return [
+        {"shard": RankShard(step=0, trainer_version=0, minibatches=(minibatch,))}
+        for minibatch in minibatches
+    ]
+
+
+def weights_of(causal_lm: PreTrainedModel, model: str) -> dict[str, np.ndarray]:
+    named = {name: each.detach().numpy() for name, each in causal_lm.named_parameters()}
+    return as_in_checkpoint(model, named)
+
+
+def train_once(
+    world: World,
+    settings: TrainerSettings,
+    weighted: Sequence[WeightedSample],
+    *,
+    share_prefixes: bool = True,
+) -> tuple[StepStats, dict[str, np.ndarray]]:
+    """One step in real processes; return what the ranks say and the weights after it."""
+    own = shards_of(weighted, num_ranks=world.num_ranks, share_prefixes=share_prefixes)
+    stats: StepStats = world.start(settings).call_each("train_step", own)[0]
+    return stats, world.weights()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_sharded_over_one_and_two_ranks_replay_trains_as_the_dense_loop_does(
+    models: dict[str, str], one_rank: World, two_ranks: World, kind: str, tmp_path: Path
+) -> None:
+    settings = settings_for(models[kind], tmp_path)
+    weighted = weigh(recorded_batch(models[kind]))
+    loss, gradients = compute_padded(models[kind], weighted, normalises=NORMALISES[kind])
+    before = weights_of(load_plain(models[kind]), models[kind])
+    gradients = as_in_checkpoint(
+        models[kind], {n.removeprefix("causal_lm."): each for n, each in gradients.items()}
+    )
+    frugal = replace(
+        settings, gradient_checkpointing=True, shard_between_micro_batches=True, logprob_chunk=7
+    )
+    for world, chosen, share_prefixes in (
+        (one_rank, settings, False),
+        (one_rank, settings, True),
+        (two_ranks, settings, True),
+        (two_ranks, frugal, True),
+        (two_ranks, frugal, False),
+    ):
+        stats, weights = train_once(world, chosen, weighted, share_prefixes=share_prefixes)
+        assert stats.loss == pytest.approx(0.01 * loss, rel=1e-5)
+        assert weights.keys() == before.keys()
+        for name, weight in weights.items():
+            gradient = 0.01 * gradients[name]
+            moved = before[name] - weight
+            # Of weights of about 1 the last bit is 1e-7; a thousandth is the update's own.
+            tolerance = 2e-3 * float(np.abs(gradient).max()) + 5e-7
+            np.testing.assert_allclose(moved, gradient, rtol=0, atol=tolerance)
+    plain = weigh([sample.without_experts() for sample in recorded_batch(models[kind])])
+    without, _ = train_once(two_ranks, settings, plain)
+    assert abs(without.loss - 0.01 * loss) > 1e-3 * abs(0.01 * loss)
+
+
+def test_the_old_policy_replays_and_the_reference_routes_by_itself(
+    models: dict[str, str], two_ranks: World, tmp_path: Path
+) -> None:
+    loss = LossSettings(denominator=Denominator.OLD, kl_coefficient=0.01)
+    settings = replace(
+        settings_for(models["qwen3"], tmp_path), loss=loss, epochs=2, learning_rate=1e-4
+    )
+    samples = recorded_batch(models["qwen3"])
+    plain = [sample.without_experts() for sample in samples]
+    replayed, _ = train_once(two_ranks, replace(settings, epochs=1), weigh(samples))
+    twice, _ = train_once(two_ranks, settings, weigh(samples))
+    own, _ = train_once(two_ranks, settings, weigh(plain))
+    assert replayed.tokens is not None and twice.tokens is not None and own.tokens is not None
+    assert twice.tokens.old_logprobs is not None and own.tokens.old_logprobs is not None
+    # A step of one update does not score its old policy: this one is the current, replayed.
+    start = replayed.tokens.policy_logprobs.mean
+    assert twice.tokens.old_logprobs.mean == pytest.approx(start, rel=1e-6)
+    assert abs(own.tokens.old_logprobs.mean - start) > 1e-4
+    # Reference and policy are the same weights here; only their routing differs.
+    assert twice.tokens.reference_logprobs is not None and own.tokens.reference_logprobs is not None
+    assert twice.tokens.reference_logprobs.mean == pytest.approx(
+        own.tokens.reference_logprobs.mean, rel=1e-6
+    )
+    assert replayed.tokens.kl is not None and replayed.tokens.kl.max > 1e-4
+
+
+def test_records_that_do_not_fit_are_refused_on_every_rank_and_the_group_goes_on(
+    models: dict[str, str], two_ranks: World, tmp_path: Path
+) -> None:
+    settings = settings_for(models["qwen3"], tmp_path)
+    own = shards_of(weigh(recorded_batch(models["qwen3"])), num_ranks=2, share_prefixes=True)
+    row = own[1]["shard"].minibatches[0].micro_batches[0]
+    assert row.experts is not None
+    wrong = replace(row, experts=replace(row.experts, indices=row.experts.indices[:, :1]))
+    rest = own[1]["shard"].minibatches[0].micro_batches[1:]
+    spoilt = replace(own[1]["shard"], minibatches=(Minibatch(micro_batches=(wrong, *rest)),))
+    two_ranks.start(settings)
+    with pytest.raises(ShardRefused, match=r"rank 1: .* expert records for \(1, 2\) layers"):
+        two_ranks.call_each("train_step", [own[0], {"shard": spoilt}])
+    stats: StepStats = two_ranks.call_each("train_step", own)[0]
+    assert stats.num_updates == 1
+
+
+def test_a_bfloat16_policy_replays_too(
+    models: dict[str, str], one_rank: World, two_ranks: World, tmp_path: Path
+) -> None:
+    weighted = weigh(recorded_batch(models["qwen3_normalised"]))
+    settings = settings_for(models["qwen3_normalised"], tmp_path)
+    exact, weights = train_once(one_rank, settings, weighted)
+    half = replace(settings, param_dtype=ParamDtype.BFLOAT16)
+    rounded, other = train_once(two_ranks, half, weighted)
+    assert rounded.loss == pytest.approx(exact.loss, rel=0.05)
+    assert 0 < largest_difference(weights, other) < 0.1
+
+
+def test_the_inputs_of_a_skipped_update_hold_the_records_and_no_pickle(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    samples = recorded_batch(models["qwen3"])
+    row = pack_row(weigh(samples))
+    plain = replace(row, experts=None)
+    scores = [torch.zeros(row.num_trained), torch.full((plain.num_trained,), -1.5)]
+    skipped = SkippedUpdate(
+        step=3,
+        update=0,
+        rank=1,
+        minibatch=Minibatch(micro_batches=(row, plain)),
+        reference=scores,
+    )
+    path = save_skipped(skipped, tmp_path)
+    own = {field.name for field in fields(MicroBatch)} - {"experts", "num_overruled_records"}
+    with np.load(path, allow_pickle=False) as archive:
+        read = {name: archive[name] for name in archive.files}
+    named = {name.removeprefix("1/") for name in read if name.startswith("1/")}
+    assert named == {*own, "reference_logprobs"}
+    assert (read["1/reference_logprobs"] == -1.5).all()
+    assert row.experts is not None
+    np.testing.assert_array_equal(read["0/expert_positions"], row.experts.positions)
+    np.testing.assert_array_equal(read["0/expert_indices"], row.experts.indices)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_a_trained_mixture_is_saved_loaded_and_exported_to_the_last_bit(
+    models: dict[str, str], one_rank: World, two_ranks: World, kind: str, tmp_path: Path
+) -> None:
+    settings = settings_for(models[kind], tmp_path)
+    _, trained = train_once(two_ranks, settings, weigh(recorded_batch(models[kind])))
+    checkpoint = two_ranks.call("save", step=1, epoch=1)[0]
+    one_rank.start(settings).call("load", path=checkpoint)
+    assert largest_difference(one_rank.weights(), trained) == 0.0
+    export_checkpoint(checkpoint, tmp_path / "exported")
+    exported = load_plain(str(tmp_path / "exported"))
+    assert largest_difference(weights_of(exported, models[kind]), trained) == 0.0

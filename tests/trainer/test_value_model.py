@@ -1,0 +1,99 @@
+"""The critic: packed rows equal each sample alone, sharded equals whole, and it learns values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from actors.trainer.attention.forest_layout import build_layout
+from actors.trainer.value_loss import clipped_value_loss
+from actors.trainer.value_model import ValueModel, load_value_model, shard_value_model
+
+LENGTHS = [5, 17, 1, 9]
+
+
+def make_critic(model: str, *, gradient_checkpointing: bool = False) -> ValueModel:
+    """With a head that says something."""
+    critic = load_value_model(model, gradient_checkpointing=gradient_checkpointing)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(critic.head.weight, std=0.1)
+    return critic
+
+
+def rows() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 500, (length,), generator=generator) for length in LENGTHS]
+
+
+def values_of(critic: ValueModel, samples: list[Tensor]) -> Tensor:
+    lengths = [sample.shape[0] for sample in samples]
+    values: Tensor = critic(
+        torch.cat(samples),
+        torch.cat([torch.arange(length) for length in lengths]),
+        build_layout(lengths, device="cpu"),
+    )
+    return values
+
+
+def gradients(critic: ValueModel) -> dict[str, Tensor]:
+    return {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in critic.named_parameters()
+        if p.grad is not None
+    }
+
+
+def test_before_its_first_update_a_critic_says_nothing(model: str) -> None:
+    values = values_of(load_value_model(model, gradient_checkpointing=False), rows())
+    assert values.dtype == torch.float32 and values.tolist() == [0.0] * sum(LENGTHS)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_packed_row_equals_each_sample_alone_in_values_and_gradients(
+    model: str, is_checkpointed: bool
+) -> None:
+    packed, alone = (make_critic(model, gradient_checkpointing=is_checkpointed) for _ in range(2))
+    together = values_of(packed, rows())
+    apart = torch.cat([values_of(alone, [sample]) for sample in rows()])
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
+    assert together.std() > 0.01
+    together.square().sum().backward()
+    apart.square().sum().backward()
+    expected = gradients(alone)
+    for name, gradient in gradients(packed).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def test_sharding_changes_neither_values_nor_gradients(model: str, mesh: DeviceMesh) -> None:
+    whole, sharded = make_critic(model), make_critic(model)
+    modules = shard_value_model(
+        sharded, mesh, param_dtype=torch.float32, reshard_after_forward=False
+    )
+    assert len(modules) > 1 and modules[-1] is sharded
+    values = [values_of(critic, rows()) for critic in (whole, sharded)]
+    for each in values:
+        each.square().sum().backward()
+    torch.testing.assert_close(values[1], values[0])
+    expected, found = gradients(whole), gradients(sharded)
+    assert expected.keys() == found.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_value_loss_brings_the_values_to_their_targets(model: str) -> None:
+    critic, samples = make_critic(model), rows()
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3)
+    targets = torch.linspace(-1, 1, sum(LENGTHS))
+    weights = torch.full_like(targets, 1 / sum(LENGTHS))
+    losses = []
+    for _ in range(30):
+        values = values_of(critic, samples)
+        loss, _ = clipped_value_loss(values, values.detach(), targets, weights, clip=0.5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] / 2

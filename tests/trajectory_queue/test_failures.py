@@ -1,0 +1,238 @@
+"""A run that gets nowhere: groups that fail in a row are counted, excused, and given up on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from worlds.loop_world import report
+from worlds.queue_builders import end, fill, make_settings, take_all
+from worlds.trajectory_builders import make_summary
+
+from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
+from actors.trajectory_queue.failures import FailedGroups
+from actors.trajectory_queue.groups import BlockRow
+from actors.trajectory_queue.ledger import EvictionReason
+from actors.trajectory_queue.queue_state import QueueState
+from actors.types import Outcome, RolloutAssignment
+from service.config.file import parse_config
+from service.config.settings_of import failure_limits
+from service.run.failing import FailureLimits, FailureWatch, GivenUp
+from service.run.ports import PartLost
+
+LIMITS = FailureLimits(
+    max_groups=4,
+    grace_s=30.0,
+    min_group_size=2,
+    group_size=8,
+    engines_limit_s=600.0,
+    max_skipped_steps=3,
+)
+
+
+def fail(queue: QueueState, assignment: RolloutAssignment, outcome: Outcome, detail: str) -> None:
+    summary = replace(
+        make_summary(assignment.rollout_id, attempt=assignment.attempt, outcome=outcome),
+        detail=detail,
+    )
+    assert queue.put("a", summary, BlockRow(block=object(), row=0, num_bytes=1))
+
+
+def fail_round(queue: QueueState, *, outcome: Outcome, detail: str = "") -> None:
+    """Fill every vacancy and play it to a bad end, retries included."""
+    fill(queue)
+    while taken := take_all(queue):
+        for assignment in taken:
+            fail(queue, assignment, outcome, detail)
+
+
+def look(queue: QueueState) -> FailedGroups | None:
+    return queue.drain().failed_groups
+
+
+def test_groups_without_a_usable_member_are_counted_with_their_attempts_and_last_error() -> None:
+    queue = QueueState(make_settings(step=2, lag=0, window=1))
+    assert look(queue) is None
+    fail_round(queue, outcome=Outcome.ENVIRONMENT_ERROR, detail="reset: OSError: no server")
+    failed = look(queue)
+    # Two groups of two, three attempts each.
+    assert failed is not None and (failed.num_groups, failed.num_attempts) == (2, 12)
+    assert failed.outcomes == {Outcome.ENVIRONMENT_ERROR: 12}
+    assert failed.last_detail == "reset: OSError: no server"
+    fail_round(queue, outcome=Outcome.WALL_TIMEOUT, detail="environment reset: no answer")
+    failed = look(queue)
+    assert failed is not None and failed.num_groups == 4
+    assert failed.last_outcome is Outcome.WALL_TIMEOUT
+    assert failed.main_outcome is Outcome.ENVIRONMENT_ERROR
+    assert queue.stats().ledger.is_balanced and queue.stats().ledger.in_flight == 0
+
+
+def test_a_usable_group_ends_the_row_and_the_next_row_is_another_one() -> None:
+    queue = QueueState(make_settings(step=1, lag=0, window=1))
+    fail_round(queue, outcome=Outcome.WALL_TIMEOUT)
+    first = look(queue)
+    fill(queue)
+    for assignment in take_all(queue):
+        end(queue, assignment)
+    assert look(queue) is None
+    queue.publish(1)
+    fail_round(queue, outcome=Outcome.WALL_TIMEOUT)
+    second = look(queue)
+    assert first is not None and second is not None
+    assert (first.num_before, second.num_before, second.num_groups) == (0, 1, 1)
+
+
+def test_answers_that_are_always_cut_off_are_failures_although_they_are_not_dropped() -> None:
+    queue = QueueState(make_settings(step=1, lag=0, window=1))
+    fill(queue)
+    for assignment in take_all(queue):
+        summary = make_summary(
+            assignment.rollout_id, attempt=assignment.attempt, outcome=Outcome.TRUNCATED_TOKENS
+        )
+        ungraded = replace(summary, is_graded=False, detail="the turn was cut off")
+        queue.put("a", ungraded, BlockRow(block=object(), row=0, num_bytes=1))
+    failed = look(queue)
+    assert failed is not None and failed.outcomes == {Outcome.TRUNCATED_TOKENS: 2}
+
+
+def test_a_rule_that_trains_a_failure_makes_it_usable() -> None:
+    rule = OutcomeRule(disposition=Disposition.TRAIN)
+    policy = OutcomePolicy(overrides={Outcome.WALL_TIMEOUT: rule})
+    queue = QueueState(make_settings(step=1, lag=0, window=1, policies={"game": policy}))
+    fail_round(queue, outcome=Outcome.WALL_TIMEOUT)
+    assert look(queue) is None
+
+
+def test_dead_environment_actors_are_failures_too() -> None:
+    queue = QueueState(make_settings(step=1, lag=0, window=1))
+    fill(queue)
+    for number in range(3):
+        queue.take_rollouts(f"a{number}", max_count=9)
+        queue.release_actor(f"a{number}")
+    failed = look(queue)
+    assert failed is not None and failed.last_detail == "its environment actor died"
+    assert failed.outcomes == {Outcome.INFRASTRUCTURE_ERROR: 6}
+
+
+# What the loop makes of it.
+
+
+def row(num_groups: int, *, num_before: int = 0, **fields: object) -> FailedGroups:
+    known: dict[str, object] = {
+        "outcomes": {Outcome.ENVIRONMENT_ERROR: 3 * num_groups, Outcome.WALL_TIMEOUT: 1},
+        "last_outcome": Outcome.ENVIRONMENT_ERROR,
+        "last_detail": "reset: OSError: no server",
+        "task_id": "guessing-7",
+        "environment": "guessing",
+    }
+    return FailedGroups(num_before=num_before, num_groups=num_groups, **{**known, **fields})  # type: ignore[arg-type]
+
+
+def test_enough_groups_for_long_enough_end_the_run_with_the_whole_story() -> None:
+    watch = FailureWatch(LIMITS)
+    watch.look(row(2), num_engines_ready=1, now=100.0)
+    watch.look(row(9), num_engines_ready=1, now=129.0)
+    with pytest.raises(GivenUp) as told:
+        watch.look(row(9), num_engines_ready=1, now=130.0)
+    for words in (
+        "the last 9 groups in a row",
+        "2 of 8",
+        "27 environment_error, 1 wall_timeout",
+        "'guessing-7'",
+        "reset: OSError: no server",
+        "mend the environment",
+        "rollouts.max_failed_groups",
+    ):
+        assert words in str(told.value)
+
+
+def test_few_groups_are_borne_however_long_it_lasts() -> None:
+    watch = FailureWatch(LIMITS)
+    for now in range(0, 10_000, 100):
+        watch.look(row(3), num_engines_ready=1, now=float(now))
+    with pytest.raises(GivenUp):
+        watch.look(row(4), num_engines_ready=1, now=10_000.0)
+
+
+def test_a_usable_group_between_two_looks_starts_the_count_and_the_clock_anew() -> None:
+    watch = FailureWatch(LIMITS)
+    watch.look(row(3), num_engines_ready=1, now=0.0)
+    watch.look(row(5, num_before=1), num_engines_ready=1, now=40.0)
+    watch.look(None, num_engines_ready=1, now=45.0)
+    watch.look(row(5, num_before=2), num_engines_ready=1, now=50.0)
+    with pytest.raises(GivenUp):
+        watch.look(row(5, num_before=2), num_engines_ready=1, now=80.0)
+
+
+def test_what_fails_while_no_engine_is_ready_does_not_count() -> None:
+    watch = FailureWatch(LIMITS)
+    watch.look(row(50), num_engines_ready=0, now=0.0)
+    watch.look(row(500), num_engines_ready=0, now=500.0)
+    watch.look(row(502), num_engines_ready=1, now=540.0)
+    watch.look(row(503), num_engines_ready=1, now=800.0)
+    with pytest.raises(GivenUp, match="the last 4 groups"):
+        watch.look(row(504), num_engines_ready=1, now=801.0)
+
+
+def test_engines_that_stay_away_are_a_lost_part() -> None:
+    watch = FailureWatch(LIMITS)
+    watch.look(row(1), num_engines_ready=0, now=0.0)
+    watch.look(row(9), num_engines_ready=0, now=600.0)
+    with pytest.raises(PartLost, match=r"no engine has been ready for 601 s.*start_deadline_s"):
+        watch.look(row(9), num_engines_ready=0, now=601.0)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "remedy"),
+    [
+        (Outcome.TRUNCATED_TOKENS, "max_tokens_per_turn"),
+        (Outcome.WALL_TIMEOUT, "turn_deadline_s"),
+        (Outcome.CANCELLED, "rollouts.outcomes"),
+    ],
+)
+def test_the_remedy_is_that_of_the_most_frequent_failure(outcome: Outcome, remedy: str) -> None:
+    watch = FailureWatch(replace(LIMITS, grace_s=0.0))
+    counts = {Outcome.REWARD_ERROR: 2, outcome: 5}
+    with pytest.raises(GivenUp, match=remedy):
+        watch.look(row(4, outcomes=counts), num_engines_ready=1, now=0.0)
+
+
+def test_steps_in_a_row_without_a_finite_update_end_the_run() -> None:
+    watch = FailureWatch(LIMITS)
+    for step, was_trained in enumerate([False, False, True, False, False], start=1):
+        watch.look_at_step(step, was_trained=was_trained)
+    with pytest.raises(GivenUp, match="last 3 steps, up to step 6, was finite") as told:
+        watch.look_at_step(6, was_trained=False)
+    for words in ("checkpoints/skipped", "trainer.learning_rate", "trainer.max_skipped_steps"):
+        assert words in str(told.value)
+
+
+def test_steps_in_a_row_of_which_nothing_could_be_merged_end_the_run() -> None:
+    watch = FailureWatch(LIMITS)
+
+    def look(step: int, num_misaligned: int, *, num_trajectories: int = 4) -> None:
+        found = {EvictionReason.TOKEN_MISALIGNED: num_misaligned, EvictionReason.MASKED: 1}
+        told = replace(report(step), num_trajectories=num_trajectories, evictions=found)
+        watch.look_at_merge(step, told, notices=["g1.a0: turn 0: expert records", "g2.a0: also"])
+
+    for step, num_misaligned in enumerate([4, 4, 3, 4, 4], start=1):
+        look(step, num_misaligned)
+    with pytest.raises(GivenUp, match="last 3 steps, up to step 6, ended as token_mis") as told:
+        look(6, 4)
+    for words in ("g1.a0: turn 0: expert records", "trainer.max_skipped_steps"):
+        assert words in str(told.value)
+    other = FailureWatch(LIMITS)
+    for step in range(1, 6):
+        other.look_at_merge(step, replace(report(step), num_trajectories=0), notices=[])
+
+
+def test_the_limits_come_from_the_configuration() -> None:
+    tree = {
+        "model": {"tiny": {}},
+        "tasks": {"environment": "guessing"},
+        "rollouts": {"max_failed_groups": 5, "failed_groups_grace_s": 0},
+        "trainer": {"max_skipped_steps": 7},
+    }
+    limits = failure_limits(parse_config(tree, source="test"))
+    assert (limits.max_groups, limits.grace_s, limits.group_size) == (5, 0.0, 16)
+    assert limits.max_skipped_steps == 7

@@ -1,0 +1,111 @@
+"""The conservation ledger: it balances, refuses to count twice, and starts again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from actors.trajectory_queue.ledger import (
+    EvictionReason,
+    Ledger,
+    LedgerError,
+    LedgerEventKind,
+    LedgerSnapshot,
+)
+from actors.types import Outcome
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Any order of allowed transitions, with restarts in between."""
+
+    flying = Bundle("flying")
+    gone = Bundle("gone")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.num_admitted = 0
+        self.events: list[int] = []
+
+    @rule(target=flying)
+    def admit(self) -> str:
+        self.num_admitted += 1
+        self.ledger.admit(f"r{self.num_admitted}")
+        return f"r{self.num_admitted}"
+
+    @rule(target=gone, rollout=consumes(flying))
+    def train(self, rollout: str) -> str:
+        self.ledger.train(rollout, step=1)
+        return rollout
+
+    @rule(target=gone, rollout=consumes(flying), reason=st.sampled_from(EvictionReason))
+    def evict(self, rollout: str, reason: EvictionReason) -> str:
+        self.ledger.evict(rollout, reason)
+        return rollout
+
+    @rule(rollout=gone)
+    def leave_twice(self, rollout: str) -> None:
+        with pytest.raises(LedgerError, match=rollout):
+            self.ledger.train(rollout, step=1)
+        with pytest.raises(LedgerError, match=rollout):
+            self.ledger.evict(rollout, EvictionReason.MASKED)
+
+    @rule(rollout=flying)
+    def admit_twice(self, rollout: str) -> None:
+        with pytest.raises(LedgerError, match=rollout):
+            self.ledger.admit(rollout)
+
+    @rule()
+    def drain(self) -> None:
+        self.events += [event.seq for event in self.ledger.drain()]
+
+    @rule()
+    def restart(self) -> None:
+        stored = json.loads(json.dumps(self.ledger.snapshot().to_json()))
+        self.ledger = Ledger(snapshot=LedgerSnapshot.from_json(stored))
+
+    @invariant()
+    def balances(self) -> None:
+        counts = self.ledger.counts()
+        assert counts.is_balanced and counts.admitted == self.num_admitted
+
+    @invariant()
+    def numbers_events_without_gaps(self) -> None:
+        assert self.events == list(range(len(self.events)))
+
+
+TestLedger = LedgerMachine.TestCase
+
+
+def test_a_rollout_that_was_never_admitted_cannot_leave() -> None:
+    with pytest.raises(LedgerError, match="rollout r1 trained but not in flight"):
+        Ledger().train("r1", step=0)
+
+
+def test_events_tell_who_left_why_and_in_which_step() -> None:
+    ledger = Ledger()
+    ledger.admit("a")
+    ledger.admit("b")
+    ledger.train("a", step=4)
+    ledger.evict("b", EvictionReason.STALE)
+    kinds = [(e.rollout_id, e.kind, e.reason, e.step) for e in ledger.drain()]
+    assert kinds == [
+        ("a", LedgerEventKind.ADMITTED, None, None),
+        ("b", LedgerEventKind.ADMITTED, None, None),
+        ("a", LedgerEventKind.TRAINED, None, 4),
+        ("b", LedgerEventKind.EVICTED, EvictionReason.STALE, None),
+    ]
+    assert ledger.drain() == []
+
+
+@given(st.sampled_from(Outcome))
+def test_every_outcome_but_completed_has_a_reason_of_its_own(outcome: Outcome) -> None:
+    if outcome is Outcome.COMPLETED:
+        with pytest.raises(ValueError, match="completed"):
+            EvictionReason.of(outcome)
+    else:
+        assert EvictionReason.of(outcome).value == outcome.value

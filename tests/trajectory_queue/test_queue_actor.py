@@ -1,0 +1,258 @@
+"""Queue and merge actors on real Ray: payloads outlive players, losses are named, waits end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.exceptions import ObjectLostError, RayActorError
+from worlds.trajectory_builders import linear_turns, make_task, make_trajectory
+
+from actors.merge.actor import MergeActor
+from actors.merge.advantages import Baseline, Scale
+from actors.merge.payloads import PayloadsLost
+from actors.merge.settings import StepSettings
+from actors.row_scores import RowScores
+from actors.trajectory_queue.actor import TrajectoryQueue
+from actors.trajectory_queue.columns import decode, encode
+from actors.trajectory_queue.groups import GroupRequest
+from actors.trajectory_queue.messages import ActorReleased, QueueSettings, QueueSnapshot
+from actors.trajectory_queue.window import WindowSettings
+from actors.types import Outcome, RolloutAssignment, Trajectory, summarize
+
+pytestmark = [pytest.mark.usefixtures("cluster")]
+LIMIT_S = 60.0
+
+
+def play(assignment: RolloutAssignment, *, sampled: int) -> Trajectory:
+    member = int(assignment.rollout_id[-1])
+    turns = linear_turns(2, sampled=sampled, reward=float(member % 2), seed=member)
+    return make_trajectory(
+        turns, rollout_id=assignment.rollout_id, attempt=assignment.attempt, best_return=1.0
+    )
+
+
+@ray.remote(num_cpus=0)
+class Player:
+    """Takes rollouts and brings back trajectories, one block for each `hand_in`."""
+
+    def __init__(self, queue: Any, actor_id: str) -> None:
+        self.queue, self.actor_id = queue, actor_id
+        self.held: list[RolloutAssignment] = []
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def take(self, count: int, timeout_s: float) -> list[str]:
+        taken = await self.queue.take_rollouts.remote(self.actor_id, count, timeout_s)
+        self.held += taken
+        return [assignment.trajectory_id for assignment in taken]
+
+    def own_a_block(self) -> list[Any]:
+        return [ray.put(encode([make_trajectory(linear_turns(2))] * 4))]
+
+    async def hand_in(self, count: int, sampled: int) -> list[bool]:
+        played, self.held = self.held[:count], self.held[count:]
+        trajectories = [play(assignment, sampled=sampled) for assignment in played]
+        columns = encode(trajectories)
+        summaries = [
+            summarize(each, num_bytes=columns.row_num_bytes(row))
+            for row, each in enumerate(trajectories)
+        ]
+        taken: list[bool] = await self.queue.put.remote(self.actor_id, columns, summaries)
+        return taken
+
+
+def get(reference: Any) -> Any:
+    return ray.get(reference, timeout=LIMIT_S)
+
+
+def start_queue(*, step: int = 2, lag: int = 0, snapshot: QueueSnapshot | None = None) -> Any:
+    window = WindowSettings(groups_per_step=step, max_lag=lag, window_groups=1)
+    return TrajectoryQueue.remote(QueueSettings(window=window), snapshot)
+
+
+def admit_all(queue: Any, *, num_samples: int = 4) -> None:
+    requests = [
+        GroupRequest(
+            group_number=vacancy.group_number,
+            task=make_task(vacancy.group_number),
+            num_samples=num_samples,
+        )
+        for vacancy in get(queue.admissible.remote(LIMIT_S))
+    ]
+    get(queue.admit.remote(requests))
+
+
+def kill_9(actor: Any) -> None:
+    os.kill(get(actor.pid.remote()), signal.SIGKILL)
+    with pytest.raises(RayActorError):
+        get(actor.pid.remote())
+
+
+def wait_until_lost(reference: Any) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            get(reference)
+        except ObjectLostError:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"the object is still there after {LIMIT_S} s")
+
+
+@pytest.mark.parametrize("sampled", [6, 5000], ids=["small blocks", "blocks in shared memory"])
+def test_finished_trajectories_outlive_their_player_and_its_rollouts_are_played_again(
+    sampled: int,
+) -> None:
+    queue = start_queue()
+    merge = MergeActor.options(num_cpus=0).remote(StepSettings(num_ranks=2))
+    first, second = Player.remote(queue, "first"), Player.remote(queue, "second")
+    admit_all(queue)
+    assert len(get(first.take.remote(8, LIMIT_S))) == 8
+    assert get(first.hand_in.remote(5, sampled)) == [True] * 5
+    kill_9(first)
+    assert get(queue.release_actor.remote("first")) == 3
+    again = get(second.take.remote(8, LIMIT_S))
+    assert again == ["g000001.0-1.a1", "g000001.0-2.a1", "g000001.0-3.a1"]
+    assert get(second.hand_in.remote(8, sampled)) == [True] * 3
+    step_input = get(queue.take_step.remote(LIMIT_S))
+    assert len(step_input.blocks) == 2 and len(step_input.rollout_ids) == 8
+    for block in step_input.blocks:
+        trajectory = decode(get(block), 0)
+        assert not trajectory.turns[-1].prompt_token_ids.flags.writeable
+        assert trajectory.num_sampled == 2 * sampled
+    reply = get(merge.build.remote(step_input, 0))
+    shards = get(list(reply.shards))
+    assert [shard.step for shard in shards] == [0, 0]
+    trained = sum(row.num_trained for s in shards for m in s.minibatches for row in m.micro_batches)
+    assert trained == reply.report.num_trained_tokens == 8 * 2 * sampled
+    get(queue.settle.remote(0, reply.settlements))
+    ledger = get(queue.stats.remote()).ledger
+    assert ledger.is_balanced and (ledger.trained, ledger.in_flight) == (8, 0)
+    drained = get(queue.drain_events.remote())
+    assert len(drained.events) == 16 and len(drained.summaries) == 8
+
+
+def test_a_step_with_a_critic_is_scored_between_its_plan_and_its_batch() -> None:
+    queue = start_queue()
+    player = Player.remote(queue, "player")
+    settings = StepSettings(baseline=Baseline.CRITIC, scale=Scale.NONE, num_ranks=2)
+    merge = MergeActor.options(num_cpus=0).remote(settings)
+    admit_all(queue)
+    get(player.take.remote(8, LIMIT_S))
+    get(player.hand_in.remote(8, 2))
+    step_input = get(queue.take_step.remote(LIMIT_S))
+    with pytest.raises(ValueError, match="ask the trainer to score the samples of this step first"):
+        get(merge.build.remote(step_input, 0))
+    scores = [
+        ray.put([RowScores(values=np.full(row.num_tokens, 0.25, np.float32)) for row in rows])
+        for shard in get(list(get(merge.plan.remote(step_input, 0))))
+        for rows in [shard.minibatches[0].micro_batches]
+    ]
+    reply = get(merge.build.remote(step_input, 0, scores))
+    rows = [row for shard in get(list(reply.value_shards)) for row in shard.rows]
+    assert len(reply.value_shards) == 2
+    assert {float(value) for row in rows for value in row.old_values} == {0.25}
+    assert {float(value) for row in rows for value in row.value_targets} == {0.0, 1.0}
+    found = {
+        float(value)
+        for shard in get(list(reply.shards))
+        for row in shard.minibatches[0].micro_batches
+        for value in row.advantages
+    }
+    assert found == {-0.25, 0.75}
+
+
+def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:
+    queue = start_queue()
+    merge = MergeActor.options(num_cpus=0).remote(StepSettings())
+    player = Player.remote(queue, "player")
+    admit_all(queue)
+    get(player.take.remote(8, LIMIT_S))
+    get(player.hand_in.remote(6, 2))
+    get(player.hand_in.remote(2, 2))
+    step_input = get(queue.take_step.remote(LIMIT_S))
+    # A block that somebody else owned, who died: what a lost node's objects look like.
+    orphan = Player.remote(queue, "orphan")
+    (lost,) = get(orphan.own_a_block.remote())
+    kill_9(orphan)
+    wait_until_lost(lost)
+    step_input = replace(step_input, blocks=(step_input.blocks[0], lost))
+    with pytest.raises(PayloadsLost) as caught:
+        get(merge.build.remote(step_input, 0))
+    assert caught.value.cause.rollout_ids == ("g000001.0-2", "g000001.0-3")
+    assert get(queue.lost.remote(caught.value.cause.rollout_ids)) == (0,)
+    assert get(queue.take_step.remote(0.0)) is None
+    assert get(player.take.remote(8, LIMIT_S)) == ["g000001.0-2.a1", "g000001.0-3.a1"]
+    get(player.hand_in.remote(8, 2))
+    step_input = get(queue.take_step.remote(LIMIT_S))
+    reply = get(merge.build.remote(step_input, 0))
+    get(queue.settle.remote(0, reply.settlements))
+    assert get(queue.stats.remote()).ledger.trained == 8
+
+
+def test_waits_end_when_something_comes_or_the_time_is_over() -> None:
+    queue = start_queue(step=1)
+    assert get(queue.take_rollouts.remote("a", 1, 0.05)) == []
+    assert get(queue.take_step.remote(0.05)) is None
+    waiting = queue.take_rollouts.remote("a", 8, LIMIT_S)
+    ready, _ = ray.wait([waiting], timeout=0.3)
+    assert ready == []
+    admit_all(queue, num_samples=2)
+    assert [x.rollout_id for x in get(waiting)] == ["g000000.0-0", "g000000.0-1"]
+    assert get(queue.admissible.remote(0.05)) == []
+    admissible = queue.admissible.remote(LIMIT_S)
+    get(queue.published.remote(1))
+    assert [vacancy.group_number for vacancy in get(admissible)] == [1]
+    with pytest.raises(ValueError, match="version 0 published after 1"):
+        get(queue.published.remote(0))
+
+
+def test_a_wait_of_a_released_actor_takes_nothing_away() -> None:
+    queue = start_queue(step=1)
+    waiting = queue.take_rollouts.remote("dead", 8, LIMIT_S)
+    assert get(queue.release_actor.remote("dead")) == 0
+    admit_all(queue, num_samples=2)
+    with pytest.raises(ActorReleased, match="dead was released"):
+        get(waiting)
+    assert len(get(queue.take_rollouts.remote("alive", 8, LIMIT_S))) == 2
+
+
+def test_a_run_starts_again_from_a_stored_cut() -> None:
+    queue = start_queue(step=1, lag=1)
+    player = Player.remote(queue, "player")
+    admit_all(queue, num_samples=2)
+    get(player.take.remote(4, LIMIT_S))
+    get(player.hand_in.remote(3, 2))
+    cut = get(queue.cut.remote())
+    assert cut.last_event_seq == cut.drained.events[-1].seq == 3
+    stored = cut.snapshot.to_json()
+    ray.kill(queue)
+    later = start_queue(step=1, lag=1, snapshot=QueueSnapshot.from_json(stored))
+    assert get(later.admissible.remote(0.0)) == []
+    again = get(later.take_rollouts.remote("other", 9, LIMIT_S))
+    assert [x.attempt for x in again] == [1, 1, 1, 1] and again[0].task == make_task(0)
+    stats = get(later.stats.remote())
+    assert stats.ledger.admitted == stats.ledger.in_flight == 4
+
+
+def test_a_block_that_does_not_fit_its_summaries_is_refused() -> None:
+    queue = start_queue()
+    columns = encode([make_trajectory(linear_turns(1), outcome=Outcome.COMPLETED)])
+    with pytest.raises(ValueError, match="1 rows with 0 summaries"):
+        get(queue.put.remote("a", columns, []))
+
+
+def test_blocks_are_read_in_place() -> None:
+    reference = ray.put(encode([make_trajectory(linear_turns(400))]))
+    columns = get(reference)
+    turns = decode(columns, 0).turns
+    assert all(np.shares_memory(turn.prompt_token_ids, columns.token_ids) for turn in turns)
+    assert not columns.token_ids.flags.writeable

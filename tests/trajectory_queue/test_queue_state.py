@@ -1,0 +1,234 @@
+"""The queue's state machine: bounds, retries, lost payloads, restarts; nothing counted twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from worlds.queue_builders import end, evicted, fill, make_settings, restart, settle_all, take_all
+from worlds.trajectory_builders import make_summary, make_task
+
+from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
+from actors.trajectory_queue.groups import BlockRow, GroupRequest
+from actors.trajectory_queue.ledger import LedgerEventKind, Settlement
+from actors.trajectory_queue.messages import Vacancy
+from actors.trajectory_queue.queue_state import QueueState
+from actors.types import Outcome
+
+
+def test_rollouts_are_handed_out_oldest_group_first_and_retries_before_all() -> None:
+    queue = QueueState(make_settings(step=1, lag=2))
+    assert fill(queue) == [0, 1, 2]
+    first, second, third = queue.take_rollouts("a", max_count=3)
+    assert [x.rollout_id for x in (first, second, third)] == [
+        "g000000.0-0",
+        "g000000.0-1",
+        "g000001.0-0",
+    ]
+    assert end(queue, third, outcome=Outcome.ENVIRONMENT_ERROR)
+    retried = queue.take_rollouts("a", max_count=1)[0]
+    assert retried.trajectory_id == "g000001.0-0.a1"
+    assert queue.stats().num_retries == 1
+
+
+def test_a_step_is_taken_settled_and_balances() -> None:
+    queue = QueueState(make_settings())
+    fill(queue)
+    for assignment in take_all(queue):
+        assert queue.stats().ledger.is_balanced
+        end(queue, assignment)
+    taken = queue.take_step()
+    assert taken is not None and taken[0] == 0
+    assert [group.number for group in taken[1]] == [0, 1]
+    assert settle_all(queue, *taken) == [f"g00000{g}.0-{m}" for g in (0, 1) for m in (0, 1)]
+    stats = queue.stats()
+    assert stats.ledger.trained == 4 and stats.ledger.in_flight == 4 and stats.num_waiting == 4
+    kinds = Counter(event.kind for event in queue.drain().events)
+    assert kinds == {LedgerEventKind.ADMITTED: 8, LedgerEventKind.TRAINED: 4}
+
+
+def test_retries_are_bounded_and_then_the_rollout_leaves_under_its_own_reason() -> None:
+    queue = QueueState(make_settings(step=1, lag=0))
+    fill(queue, num_samples=3)
+    for attempt in range(3):
+        doomed = queue.take_rollouts("a", max_count=1)[0]
+        assert (doomed.rollout_id, doomed.attempt) == ("g000000.0-0", attempt)
+        end(queue, doomed, outcome=Outcome.ENVIRONMENT_ERROR)
+    assert evicted(queue) == {"environment_error": 1}
+    for assignment in take_all(queue):
+        end(queue, assignment)
+    taken = queue.take_step()
+    assert taken is not None and len(taken[1][0].finished()) == 2
+
+
+def test_a_group_that_closes_too_small_is_evicted_and_its_number_gets_another_task() -> None:
+    queue = QueueState(make_settings(step=1, lag=0))
+    fill(queue, num_samples=2)
+    survivor, dropped = take_all(queue)
+    end(queue, survivor)
+    end(queue, dropped, outcome=Outcome.WALL_TIMEOUT)
+    assert evicted(queue) == {"group_too_small": 1, "wall_timeout": 1}
+    assert queue.stats().ledger.is_balanced and queue.stats().num_replaced_groups == 1
+    assert queue.admissible() == [Vacancy(group_number=0, replacement=1)]
+    assert fill(queue) == [0]
+    assert [x.rollout_id for x in take_all(queue)] == ["g000000.1-0", "g000000.1-1"]
+
+
+def test_a_truncated_trajectory_that_was_not_graded_does_not_keep_a_group_alive() -> None:
+    queue = QueueState(make_settings(step=1, lag=0))
+    fill(queue, num_samples=2)
+    first, second = take_all(queue)
+    end(queue, first)
+    cut_off = make_summary(second.rollout_id, outcome=Outcome.TRUNCATED_TOKENS)
+    payload = BlockRow(block=object(), row=0, num_bytes=1)
+    assert queue.put("a", replace(cut_off, is_graded=False), payload)
+    assert evicted(queue) == {"group_too_small": 2}
+
+
+def test_a_group_closes_early_when_enough_are_usable_and_cancels_the_rest() -> None:
+    queue = QueueState(make_settings(step=1, lag=0))
+    fill(queue, num_samples=4, enough=2)
+    one, two, three = queue.take_rollouts("a", max_count=3)
+    end(queue, one)
+    end(queue, two)
+    assert evicted(queue) == {"cancelled": 2}
+    assert queue.take_step() is not None
+    assert not end(queue, three)
+    assert queue.stats().num_refused == 1
+
+
+def test_late_and_foreign_results_are_refused_and_change_nothing() -> None:
+    queue = QueueState(make_settings(step=1, lag=0))
+    fill(queue)
+    first, second = take_all(queue, actor="dead")
+    assert queue.release_actor("dead") == 2
+    again = take_all(queue, actor="b")
+    assert [x.attempt for x in again] == [1, 1]
+    assert not end(queue, first, actor="dead")
+    assert not end(queue, again[0], actor="someone else")
+    assert end(queue, again[0], actor="b")
+    assert not end(queue, again[0], actor="b")
+    assert not end(queue, second, actor="b")
+    stats = queue.stats()
+    assert stats.num_refused == 4 and stats.num_waiting == 1 and stats.num_handed_out == 1
+    assert stats.ledger.is_balanced
+
+
+def test_the_bounds_stop_new_groups_but_never_the_step_that_is_being_collected() -> None:
+    queue = QueueState(make_settings(step=2, lag=3, max_items=1))
+    fill(queue)
+    step = take_all(queue)
+    assert {x.group_number for x in step} == {0, 1}
+    for assignment in step:
+        end(queue, assignment, num_bytes=10)
+    assert take_all(queue) == []
+    taken = queue.take_step()
+    assert taken is not None
+    assert {x.group_number for x in take_all(queue)} == {2, 3}
+
+
+def test_waiting_bytes_stop_new_groups_until_a_step_takes_them() -> None:
+    queue = QueueState(make_settings(step=1, lag=3, window=1, max_bytes=250))
+    fill(queue)
+    first = queue.take_rollouts("a", max_count=4)
+    for assignment in first[1:]:
+        end(queue, assignment, num_bytes=100)
+    assert queue.stats().waiting_bytes == 300
+    assert take_all(queue) == []
+    end(queue, first[0], num_bytes=100)
+    assert queue.take_step() is not None
+    assert queue.stats().waiting_bytes == 200
+    assert len(take_all(queue)) == 4
+
+
+def test_lost_payloads_give_their_step_and_all_later_ones_back() -> None:
+    queue = QueueState(make_settings(step=1, lag=3, window=1))
+    fill(queue)
+    for assignment in take_all(queue):
+        end(queue, assignment)
+    steps = [queue.take_step() for _ in range(3)]
+    assert all(steps)
+    settle_all(queue, *steps[0])  # type: ignore[misc]
+    assert queue.lost(["g000001.0-1", "g000000.0-0", "nobody"]) == (1, 2)
+    assert queue.take_step() is None
+    again = take_all(queue)
+    assert [(x.rollout_id, x.attempt) for x in again] == [("g000001.0-1", 1)]
+    end(queue, again[0])
+    taken = [queue.take_step() for _ in range(3)]
+    assert [t and (t[0], t[1][0].number) for t in taken] == [(1, 1), (2, 2), (3, 3)]
+    with pytest.raises(ValueError, match="step 0 is not taken"):
+        queue.settle(0, [])
+
+
+def test_a_settlement_that_leaves_a_rollout_out_is_refused_whole() -> None:
+    queue = QueueState(make_settings(step=1, lag=0))
+    fill(queue)
+    for assignment in take_all(queue):
+        end(queue, assignment)
+    taken = queue.take_step()
+    assert taken is not None
+    one = Settlement(rollout_id="g000000.0-0")
+    for wrong in ([one], [one, one], [one, Settlement(rollout_id="g000009.0-0")]):
+        with pytest.raises(ValueError, match="expected each once"):
+            queue.settle(0, wrong)
+    assert queue.stats().ledger.trained == 0
+    settle_all(queue, *taken)
+
+
+def test_groups_that_nobody_asked_for_or_that_could_never_be_trained_are_refused() -> None:
+    queue = QueueState(make_settings(step=1, lag=0))
+    with pytest.raises(ValueError, match="group 5 does not want a task"):
+        queue.admit([GroupRequest(group_number=5, task=make_task(5), num_samples=2)])
+    with pytest.raises(ValueError, match="1 usable samples"):
+        queue.admit([GroupRequest(group_number=0, task=make_task(0), num_samples=1)])
+    assert queue.stats().ledger.admitted == 0 and len(queue.admissible()) == 1
+
+
+def test_a_policy_that_drops_completed_trajectories_is_refused() -> None:
+    rule = OutcomeRule(disposition=Disposition.DROP)
+    policy = OutcomePolicy(overrides={Outcome.COMPLETED: rule})
+    with pytest.raises(ValueError, match=r"'game'.*completed"):
+        QueueState(make_settings(policies={"game": policy}))
+
+
+def test_cancelling_ends_the_run_with_nothing_in_flight() -> None:
+    queue = QueueState(make_settings())
+    fill(queue)
+    for assignment in take_all(queue)[:5]:
+        end(queue, assignment)
+    assert queue.take_step() is not None
+    assert queue.cancel_all() == 8
+    stats = queue.stats()
+    assert stats.ledger.in_flight == 0 and evicted(queue) == {"cancelled": 8}
+    assert queue.admissible() == [] and take_all(queue) == [] and queue.take_step() is None
+    with pytest.raises(ValueError, match="after cancel_all"):
+        queue.settle(0, [])
+    # A later run goes on with the same numbers, under ids that were never used.
+    later = restart(queue)
+    assert fill(later)[0] == 0
+    assert take_all(later)[0].rollout_id == "g000000.1-0"
+
+
+def test_a_restart_plays_again_what_was_not_settled_with_its_budget_and_fresh_attempts() -> None:
+    queue = QueueState(make_settings(step=1, lag=2, window=1))
+    fill(queue, num_samples=3)
+    for assignment in take_all(queue):
+        is_first = assignment.rollout_id == "g000001.0-0"
+        end(queue, assignment, outcome=Outcome.AGENT_ERROR if is_first else Outcome.COMPLETED)
+    first = queue.take_step()
+    assert first is not None
+    settle_all(queue, *first)
+    assert queue.take_step() is None  # group 1 waits for its retry
+    queue.publish(1)
+    later = restart(queue)
+    counts = later.stats().ledger
+    assert (counts.admitted, counts.trained, counts.in_flight) == (9, 3, 6)
+    again = take_all(later)
+    assert {(x.rollout_id, x.attempt) for x in again} == {
+        (f"g00000{group}.0-{member}", 1) for group in (1, 2) for member in (0, 1, 2)
+    }
+    assert again[0].task == make_task(1)
+    doomed = next(x for x in again if x.rollout_id == "g000001.0-0")
+    end(later, doomed, outcome=Outcome.AGENT_ERROR)
+    assert evicted(later) == {"agent_error": 1}

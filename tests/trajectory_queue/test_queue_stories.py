@@ -1,0 +1,176 @@
+"""Whatever happens to the queue: the ledger balances, every rollout leaves once, no deadlock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from worlds.queue_builders import end, fill, make_settings, restart, settle_all, take_all
+
+from actors.trajectory_queue.groups import Group, Rollout
+from actors.trajectory_queue.ledger import LedgerEventKind
+from actors.trajectory_queue.messages import ActorReleased
+from actors.trajectory_queue.queue_state import QueueState
+from actors.types import Outcome, RolloutAssignment
+
+OUTCOMES = st.sampled_from(
+    [Outcome.COMPLETED] * 6
+    + [Outcome.TRUNCATED_TOKENS, Outcome.WALL_TIMEOUT, Outcome.AGENT_ERROR, Outcome.EMPTY]
+)
+
+
+def attempt_of(rollout: Rollout) -> str:
+    return f"{rollout.rollout_id}.a{rollout.attempt}"
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Actors take, bring back and die; steps are taken, settled and lost; runs start again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_exits: Counter[str] = Counter()
+        self.version_when_taken: dict[str, int] = {}
+        self.lost_attempts: set[str] = set()
+        self.num_deaths = 0
+
+    @initialize(
+        step=st.integers(1, 3),
+        lag=st.integers(0, 2),
+        window=st.integers(1, 5),
+        max_items=st.integers(1, 12),
+        refills=st.integers(0, 2),
+    )
+    def begin(self, step: int, lag: int, window: int, max_items: int, refills: int) -> None:
+        shape = make_settings(
+            step=step, lag=lag, window=window, max_items=max_items, max_variance_refills=refills
+        )
+        self.go_on_with(QueueState(shape))
+
+    @rule(num_samples=st.integers(2, 3), is_mortal=st.booleans(), max_count=st.integers(1, 9))
+    def take(self, num_samples: int, is_mortal: bool, max_count: int) -> None:
+        fill(self.queue, num_samples=num_samples)
+        actor = self.mortal if is_mortal else "immortal"
+        self.hold(actor, self.queue.take_rollouts(actor, max_count=max_count))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), max_count=st.integers(1, 5))
+    def bring_back(self, data: st.DataObject, max_count: int) -> None:
+        for _ in range(min(max_count, len(self.held))):
+            actor, assignment = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+            reward = data.draw(st.sampled_from([0.0, 0.0, 1.0]))
+            outcome = data.draw(OUTCOMES)
+            assert end(self.queue, assignment, actor=actor, outcome=outcome, reward=reward)
+
+    @rule()
+    def take_step(self) -> None:
+        if (step := self.queue.take_step()) is not None:
+            self.taken.append(step)
+
+    @precondition(lambda self: self.taken)
+    @rule()
+    def settle_the_oldest_step(self) -> None:
+        self.settle(*self.taken.pop(0))
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def lose_a_payload(self, data: st.DataObject) -> None:
+        finished = {
+            rollout.rollout_id: attempt_of(rollout)
+            for _, groups in self.taken
+            for group in groups
+            for rollout in group.finished()
+        }
+        lost = data.draw(st.sampled_from(sorted(finished)))
+        self.lost_attempts.add(finished[lost])
+        given_back = self.queue.lost([lost])
+        assert given_back
+        assert self.queue.lost([lost]) == (), "what is lost cannot be lost again"
+        self.taken = [step for step in self.taken if step[0] not in given_back]
+
+    @rule()
+    def kill_an_actor(self) -> None:
+        dead = self.mortal
+        self.num_deaths += 1
+        self.queue.release_actor(dead)
+        with pytest.raises(ActorReleased, match=dead):
+            take_all(self.queue, actor=dead)
+        self.held = [(actor, assignment) for actor, assignment in self.held if actor != dead]
+
+    @rule()
+    def start_again(self) -> None:
+        self.drain()
+        self.go_on_with(restart(self.queue))
+
+    @rule()
+    def willing_actors_complete_the_next_step_whatever_the_bounds(self) -> None:
+        while self.taken:
+            self.settle(*self.taken.pop(0))
+        while (step := self.queue.take_step()) is None:
+            fill(self.queue)
+            self.hold("willing", take_all(self.queue, actor="willing"))
+            assert self.held, "deadlock: nothing to play and no step to train"
+            for actor, assignment in self.held:
+                end(self.queue, assignment, actor=actor)
+            self.held = []
+        self.settle(*step)
+
+    @rule()
+    def cancel_the_run_and_start_another(self) -> None:
+        in_flight = self.queue.stats().ledger.in_flight
+        assert self.queue.cancel_all() == in_flight
+        counts = self.queue.stats().ledger
+        assert counts.in_flight == 0
+        self.drain()
+        assert len(self.num_exits) == counts.admitted
+        assert set(self.num_exits.values()) <= {1}
+        self.start_again()
+
+    @invariant()
+    def the_ledger_balances(self) -> None:
+        assert self.queue.stats().ledger.is_balanced
+
+    @invariant()
+    def no_place_is_refilled_more_often_than_the_limit(self) -> None:
+        used = self.queue.snapshot().variance_refills.values()
+        assert max(used, default=0) <= self.queue.settings.max_variance_refills
+
+    @invariant()
+    def no_rollout_leaves_twice(self) -> None:
+        self.drain()
+        assert max(self.num_exits.values(), default=0) <= 1
+
+    @property
+    def mortal(self) -> str:
+        return f"mortal {self.num_deaths}"
+
+    def go_on_with(self, queue: QueueState) -> None:
+        self.queue = queue
+        self.held: list[tuple[str, RolloutAssignment]] = []
+        self.taken: list[tuple[int, Sequence[Group]]] = []
+
+    def hold(self, actor: str, assignments: Sequence[RolloutAssignment]) -> None:
+        version = self.queue.stats().published
+        for assignment in assignments:
+            self.held.append((actor, assignment))
+            self.version_when_taken[assignment.trajectory_id] = version
+
+    def settle(self, step: int, groups: Sequence[Group]) -> None:
+        for rollout in (rollout for group in groups for rollout in group.finished()):
+            attempt = attempt_of(rollout)
+            assert attempt not in self.lost_attempts
+            age = step - self.version_when_taken[attempt]
+            assert age <= self.queue.settings.window.max_policy_age
+        settle_all(self.queue, step, groups)
+        self.queue.publish(step + 1)
+
+    def drain(self) -> None:
+        for event in self.queue.drain().events:
+            self.num_exits[event.rollout_id] += event.kind is not LedgerEventKind.ADMITTED
+
+
+TestQueueStories = QueueMachine.TestCase
+TestQueueStories.settings = settings(max_examples=150, stateful_step_count=60)

@@ -1,0 +1,38 @@
+"""A second tokenizer with a chat template that shares no code with the tiny policy's.
+
+The renderer must get along with any template. This one is all that the tiny one is not: ChatML as
+Qwen has it, two tokens and line breaks around each message, a line break behind the end token that
+no policy samples, and tool results inside a user's turn.
+"""
+
+from transformers import PreTrainedTokenizerFast
+
+from actors.trainer.tiny.tokenizer import build_tokenizer
+
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+# Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def chatml_tokenizer() -> PreTrainedTokenizerFast:
+    """The tiny vocabulary with ChatML's markers, which the tiny policy does not know."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    tokenizer.add_tokens(["<tool_response>", "</tool_response>"])
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer

@@ -1,0 +1,253 @@
+"""What the loop's tests share: parts that answer at once and write down what they were asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from actors.environment.tasks import GeneratedTasks
+from actors.merge.payloads import PayloadsLost
+from actors.merge.report import MergeReport, StepReport
+from actors.trainer.statistics import PhaseSeconds, StepStats
+from actors.trajectory_queue.failures import FailedGroups
+from actors.trajectory_queue.groups import GroupRequest
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, Settlement
+from actors.trajectory_queue.messages import Drained, QueueCut, QueueSettings, StepInput, Vacancy
+from actors.trajectory_queue.queue_state import QueueState
+from actors.trajectory_queue.window import WindowSettings
+from actors.types import Outcome, Task, TrajectorySummary
+from service.run.failing import FailureLimits
+from service.run.loop import Loop, LoopSettings, Parts
+from service.run.ports import BuiltStep, PartLost, PublishedVersion
+from service.run.task_feed import ConfiguredTasks
+from service.telemetry.records import EvaluationRecord, StepRecord
+
+NO_TIME = PhaseSeconds(total_s=0.0, prepare_s=0.0, forward_s=0.0, backward_s=0.0, optimizer_s=0.0)
+
+LIMITS = FailureLimits(
+    max_groups=4,
+    grace_s=0.0,
+    min_group_size=2,
+    group_size=2,
+    engines_limit_s=60.0,
+    max_skipped_steps=3,
+)
+FAILED = FailedGroups(
+    num_before=0, num_groups=4, outcomes={Outcome.ENVIRONMENT_ERROR: 8}, task_id="t",
+    last_outcome=Outcome.ENVIRONMENT_ERROR, last_detail="reset: boom", environment="guessing",
+)  # fmt: skip
+
+
+def stats(step: int, *, num_skipped: int = 0) -> StepStats:
+    return StepStats(
+        step=step, trainer_version=step, loss=0.1, grad_norm=1.0, learning_rate=1e-3,
+        trained_tokens=4, packed_tokens=8, ratio_mean=1.0, ratio_max=1.0, clip_fraction=0.0,
+        effective_sample_fraction=1.0, entropy_mean=1.0, advantage_mean=0.0, policy_age_mean=0.0,
+        policy_age_max=0, mismatch=None, num_updates=1, num_empty_updates=0,
+        num_skipped_updates=num_skipped, seconds=NO_TIME,
+    )  # fmt: skip
+
+
+def report(step: int, *, scaled_return: float | None = None) -> StepReport:
+    merge = MergeReport(
+        samples_before=2, samples_after=1, mismatches={}, num_saved_tokens=0, num_masked_tokens=0
+    )
+    return StepReport(
+        step=step, trainer_version=step, num_groups=1, num_zero_variance_groups=0,
+        num_trajectories=2, outcomes={}, evictions={}, num_malformed_rewarded=0, merge=merge,
+        returns=None, scaled_return_mean=scaled_return, advantages=None, policy_age_max=None,
+        policy_age_mean=None, num_turns=2, num_malformed_turns=0, num_inserted_tokens=0,
+        num_sampled_tokens=4, num_trained_tokens=4, num_packed_tokens=8, num_micro_batches=1,
+        num_fillers=0,
+        num_overruled_records=0,
+    )  # fmt: skip
+
+
+async def at_once(version: int) -> None:
+    return None
+
+
+@dataclass
+class World:
+    """Every part at once, writing down what is asked of it."""
+
+    calls: list[str] = field(default_factory=list)
+    tasks_given: dict[int, Task] = field(default_factory=dict)
+    num_taken: int = 0
+    lose_payloads_at: int | None = None
+    lose_trainer_at: int | None = None
+    skip_at: int | None = None
+    skip_from: int = 10**9
+    misalign_from: int = 10**9
+    fail_from: int | None = None
+    starve_from: int | None = None
+    scaled_returns: Sequence[float | None] = ()
+    engines_load: Callable[[int], Awaitable[None]] = at_once
+    on_publish: Callable[[int], None] = lambda version: None
+    settled: dict[int, list[Settlement]] = field(default_factory=dict)
+    records: list[StepRecord] = field(default_factory=list)
+    checkpoints: list[tuple[int, str]] = field(default_factory=list)
+    published_versions: list[int] = field(default_factory=list)
+    value_shards: list[tuple[str, ...]] = field(default_factory=list)
+
+    def calls_of(self, *kinds: str) -> list[str]:
+        return [call for call in self.calls if call.startswith(kinds)]
+
+    async def admissible(self, *, timeout_s: float) -> Sequence[Vacancy]:
+        await asyncio.sleep(0)
+        number = len(self.tasks_given)
+        return [Vacancy(group_number=number, replacement=0)] if number < 3 else []
+
+    async def admit(self, groups: Sequence[GroupRequest]) -> None:
+        for group in groups:
+            self.tasks_given[group.group_number] = group.task
+
+    async def take_step(self, *, timeout_s: float) -> StepInput | None:
+        await asyncio.sleep(0)
+        if self.num_taken in (self.fail_from, self.starve_from):
+            return None
+        step, self.num_taken = self.num_taken, self.num_taken + 1
+        return StepInput(step=step, groups=(), blocks=())
+
+    async def settle(self, step: int, settlements: Sequence[Settlement]) -> None:
+        self.calls.append(f"settle {step}")
+        self.settled[step] = list(settlements)
+
+    async def lost(self, rollout_ids: Sequence[str]) -> None:
+        self.calls.append(f"lost {','.join(rollout_ids)}")
+        self.num_taken -= 1
+
+    async def published(self, version: int) -> None:
+        self.calls.append(f"published {version}")
+
+    async def drain(self) -> Drained:
+        failed = FAILED if self.fail_from == self.num_taken else None
+        return Drained(events=(), summaries=(), failed_groups=failed)
+
+    async def cut(self) -> QueueCut:
+        window = WindowSettings(groups_per_step=1, max_lag=0, window_groups=1)
+        state = QueueState(QueueSettings(window=window))
+        return QueueCut(snapshot=state.snapshot(), drained=state.drain())
+
+    async def cancel_all(self) -> None:
+        self.calls.append("cancel_all")
+
+    def _lose_payloads(self, step: int) -> None:
+        if self.lose_payloads_at == step:
+            self.lose_payloads_at = None
+            raise PayloadsLost(["r1"])
+
+    async def plan(self, step_input: StepInput, *, version: int) -> Sequence[Any]:
+        self._lose_payloads(step_input.step)
+        self.calls.append(f"plan {step_input.step}")
+        return (f"rows {step_input.step}",)
+
+    async def score(self, shards: Sequence[Any]) -> Sequence[Any]:
+        return [f"scores of {rows}" for rows in shards]
+
+    async def build(
+        self, step_input: StepInput, *, version: int, scores: Sequence[Any] = ()
+    ) -> BuiltStep:
+        self._lose_payloads(step_input.step)
+        self.calls.append(f"build {step_input.step} {' '.join(scores)}".rstrip())
+        told = report(step_input.step, scaled_return=self._scaled_return(step_input.step))
+        if step_input.step >= self.misalign_from:
+            told = replace(told, evictions={EvictionReason.TOKEN_MISALIGNED: told.num_trajectories})
+        return BuiltStep(
+            step=step_input.step,
+            shards=("shard",),
+            value_shards=("values",) if scores else (),
+            settlements=(
+                Settlement(rollout_id="r0"),
+                Settlement(rollout_id="r1", reason=EvictionReason.MASKED),
+            ),
+            report=told,
+            notices=("r0.a0: turn 0: an empty prompt",) if told.evictions else (),
+        )
+
+    def _scaled_return(self, step: int) -> float | None:
+        return self.scaled_returns[step] if step < len(self.scaled_returns) else None
+
+    async def step(self, built: BuiltStep) -> StepStats:
+        step = self.num_taken - 1
+        self.value_shards.append(built.value_shards)
+        if self.lose_trainer_at == step:
+            raise PartLost("rank 0 is gone")
+        self.calls.append(f"train {step}")
+        return stats(step, num_skipped=int(step == self.skip_at or step >= self.skip_from))
+
+    async def save(self, *, step: int, version: int) -> str:
+        self.calls.append(f"save {step}")
+        return f"dir-{step}"
+
+    async def prune(self) -> None:
+        self.calls.append("prune")
+
+    async def offer(self, version: int) -> None:
+        self.calls.append(f"offer {version}")
+
+    async def wait(self, version: int) -> PublishedVersion:
+        await self.engines_load(version)
+        self.on_publish(version)
+        self.published_versions.append(version)
+        return PublishedVersion(version=version, num_engines=1, parity_max=0.0, wall_s=0.0)
+
+    async def num_ready(self) -> int:
+        return 1
+
+    async def evaluate(self, tasks: Sequence[Task]) -> list[TrajectorySummary]:
+        self.calls.append(f"evaluate {len(tasks)}")
+        return []
+
+
+@dataclass
+class Notebook:
+    """The recorder."""
+
+    world: World
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+    def rollouts(self, summaries: Sequence[TrajectorySummary]) -> None: ...
+    def events(self, events: Sequence[LedgerEvent]) -> None: ...
+
+    def step(self, record: StepRecord) -> None:
+        self.world.calls.append(f"record {record.step}")
+        self.world.records.append(record)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.evaluations.append(record)
+
+    def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
+        self.world.calls.append(f"commit {step}")
+        self.world.checkpoints.append((step, directory))
+
+
+def make_loop(
+    world: World,
+    *,
+    steps: int = 3,
+    first_step: int = 1,
+    checkpoint: str = "",
+    overlaps_publish: bool = False,
+    stop_at_reward: float | None = None,
+    scores_first: bool = False,
+) -> Loop:
+    tasks = GeneratedTasks("guessing", run_seed=0)
+    world.num_taken = first_step - 1
+    parts = Parts(
+        queue=world, merge=world, trainer=world, engines=world, environments=world,
+        tasks=ConfiguredTasks(tasks, group_size=2), evaluation_tasks=tasks.held_out(2),
+        recorder=Notebook(world),
+    )  # fmt: skip
+    settings = LoopSettings(
+        first_step=first_step, steps=steps, checkpoint_every=2, evaluate_every=2, failures=LIMITS,
+        checkpoint=checkpoint, overlaps_publish=overlaps_publish, stop_at_reward=stop_at_reward,
+        scores_first=scores_first,
+    )  # fmt: skip
+    return Loop(parts, settings)

@@ -1,0 +1,116 @@
+"""What an API server and the KubeRay operator would say of manifests, with neither at hand.
+
+Each check raises with the field that is wrong: unknown fields are errors everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import yaml
+from jsonschema import Draft202012Validator
+
+from worlds.helm_chart import Manifest, one, pod_templates
+
+KUBERNETES = "1.36"
+MAX_NAME = 47
+_SUBSET = Path(__file__).parent / "kuberay_subset.yaml"
+# Set by the operator itself, or refused by it.
+_OPERATORS_VARIABLES = {
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN",
+    "RAY_REDIS_ADDRESS",
+    "REDIS_PASSWORD",
+    "RAY_enable_autoscaler_v2",
+}
+
+
+def check_core(manifests: Sequence[Manifest]) -> int:
+    """Validate Kubernetes' own kinds, and the pod templates as such; returns how many."""
+    own = [manifest for manifest in manifests if manifest["kind"] != "RayService"]
+    templates = [
+        {
+            "apiVersion": "v1",
+            "kind": "PodTemplate",
+            "metadata": {"name": name},
+            "template": template,
+        }
+        for name, template in pod_templates(manifests).items()
+    ]
+    for manifest in (*own, *templates):
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    return len(own) + len(templates)
+
+
+def check_subset(service: Manifest) -> None:
+    schema = yaml.safe_load(_SUBSET.read_text("utf-8"))
+    Draft202012Validator(schema).validate(service)
+
+
+def operator_schema(folder: Path) -> dict[str, Any]:
+    """The operator's own schema of a RayService, made strict."""
+    text = (folder / "ray.io_rayservices.yaml").read_text("utf-8")
+    definition = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    [version] = [v for v in definition["spec"]["versions"] if v["name"] == "v1"]
+    strict: dict[str, Any] = _strict(version["schema"]["openAPIV3Schema"])
+    # An API server knows these two; the schema only says that they are there.
+    strict["properties"]["metadata"] = {"type": "object"}
+    return strict
+
+
+def check_operator_schema(service: Manifest, schema: dict[str, Any]) -> None:
+    Draft202012Validator(schema).validate(service)
+
+
+def _strict(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_strict(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    strict = {key: _strict(value) for key, value in node.items()}
+    if strict.get("x-kubernetes-int-or-string") is True:
+        strict.pop("type", None)
+    is_open = strict.get("x-kubernetes-preserve-unknown-fields") is True
+    has_fields = isinstance(strict.get("properties"), dict) and strict.get("type") == "object"
+    if has_fields and not is_open:
+        strict.setdefault("additionalProperties", False)
+    return strict
+
+
+def check_operator_rules(manifests: Sequence[Manifest]) -> None:
+    """What the operator's own code refuses, beyond its schema."""
+    service = one(manifests, "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    head, workers = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    name = service["metadata"]["name"]
+    assert len(name) <= MAX_NAME and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name), name
+    assert "headService" not in head
+    for group in (head, *workers):
+        assert "labels" not in group["rayStartParams"]
+        assert "resources" not in group["rayStartParams"]
+        # Ray's resources stand in one place, and here that is rayStartParams.
+        assert "resources" not in group
+        _check_pod(group["template"]["spec"])
+    names = [group["groupName"] for group in workers]
+    assert len(set(names)) == len(names)
+    for group in workers:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"], group["groupName"]
+    ports = {port["name"] for port in head["template"]["spec"]["containers"][0]["ports"]}
+    assert "serve" in ports
+    if cluster["authOptions"]["mode"] == "token":
+        major, minor, _ = (int(part) for part in cluster["rayVersion"].split("."))
+        assert (major, minor) >= (2, 52)
+    assert "enableK8sTokenAuth" not in cluster["authOptions"]
+
+
+def _check_pod(spec: Manifest) -> None:
+    container = spec["containers"][0]
+    assert container["name"].startswith("ray-")
+    assert not {variable["name"] for variable in container["env"]} & _OPERATORS_VARIABLES
+    assert all(len(port["name"]) <= 15 for port in container["ports"])
+    numbers = [port["containerPort"] for port in container["ports"]]
+    assert len(set(numbers)) == len(numbers)

@@ -1,0 +1,104 @@
+"""What the metrics must be, counted anew from a run's stored rows by the obvious loops."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import reduce
+
+from actors.metrics import AGE_BUCKETS, SECONDS_BUCKETS
+from service.store.run_store import StoredEvent
+from service.telemetry.records import StepRecord
+from service.telemetry.statistic_names import STATISTIC_NAMES
+from worlds.prometheus_server import Series, series
+
+# By gauge, the field of the newest step that it shows.
+SHOWN = {
+    "rayloom_train_newest_step": "step",
+    "rayloom_policy_version": "policy_version",
+    "rayloom_reward_mean": "reward_mean",
+    "rayloom_scaled_reward_mean_ratio": "scaled_reward_mean",
+    "rayloom_loss": "loss",
+    "rayloom_gradient_norm": "grad_norm",
+    "rayloom_entropy_nats": "entropy",
+    "rayloom_mismatch_k3_nats": "mismatch_k3",
+    "rayloom_mismatch_max_nats": "mismatch_max",
+    "rayloom_parity_max_nats": "parity_max",
+}
+# By counter, the field of the steps that it adds up.
+ADDED = {
+    "rayloom_train_skipped_steps_total": "is_skipped",
+    "rayloom_sampled_tokens_total": "sampled_tokens",
+    "rayloom_trained_tokens_total": "trained_tokens",
+    "rayloom_inserted_tokens_total": "inserted_tokens",
+    "rayloom_malformed_turns_total": "malformed_turns",
+    "rayloom_malformed_rewarded_total": "malformed_rewarded",
+    "rayloom_zero_variance_groups_total": "zero_variance_groups",
+}
+
+
+def of_steps(records: Sequence[StepRecord]) -> dict[Series, float]:
+    """Counters and histograms of steps."""
+    found: dict[Series, float] = {series("rayloom_train_steps_total"): len(records)}
+    for name, field in ADDED.items():
+        found[series(name)] = sum(getattr(record, field) for record in records)
+    for side in ("before", "after"):
+        total = sum(getattr(record, f"samples_{side}") for record in records)
+        # A counter with labels appears with the first step.
+        if records:
+            found[series("rayloom_merge_samples_total", side=side)] = total
+    for record in records:
+        for kind, count in record.mismatches.items():
+            key = series("rayloom_merge_mismatches_total", kind=kind)
+            found[key] = found.get(key, 0) + count
+    ages = [record.policy_age_max for record in records if record.trained_tokens]
+    found |= _histogram("rayloom_policy_age_versions", ages, AGE_BUCKETS)
+    for stage in records[0].stages.by_name() if records else ():
+        seconds = [record.stages.by_name()[stage] for record in records]
+        found |= _histogram("rayloom_stage_seconds", seconds, SECONDS_BUCKETS, stage=stage)
+    return found
+
+
+def of_events(events: Sequence[StoredEvent]) -> dict[Series, float]:
+    counts = Counter((event.kind, event.reason or "") for event in events)
+    return {
+        series("rayloom_ledger_events_total", kind=kind, reason=reason): count
+        for (kind, reason), count in counts.items()
+    }
+
+
+def of_newest(record: StepRecord | None) -> dict[Series, float | None]:
+    """The gauges of the newest step; None: absent."""
+    found: dict[Series, float | None] = {
+        series(name): None if record is None else getattr(record, field)
+        for name, field in SHOWN.items()
+    }
+    for name in STATISTIC_NAMES:
+        key = series("rayloom_step_statistic", name=name)
+        found[key] = None if record is None else record.statistics.get(name)
+    return found
+
+
+def differences(
+    seen: Mapping[Series, float], expected: Mapping[Series, float | None]
+) -> dict[Series, tuple[float | None, float | None]]:
+    """By series, what was seen and what was expected, where they differ."""
+    return {
+        key: (seen.get(key), value) for key, value in expected.items() if seen.get(key) != value
+    }
+
+
+def _histogram(
+    name: str, values: Sequence[float], bounds: Sequence[float], **labels: str
+) -> dict[Series, float]:
+    # Added up one by one: this is to the last bit what a counter comes to.
+    total: float = reduce(lambda whole, value: whole + value, values, 0.0)
+    found: dict[Series, float] = {
+        series(f"{name}_count", **labels): len(values),
+        series(f"{name}_sum", **labels): total,
+        series(f"{name}_bucket", **labels, le="+Inf"): len(values),
+    }
+    for bound in bounds:
+        below = sum(value <= bound for value in values)
+        found[series(f"{name}_bucket", **labels, le=str(float(bound)))] = below
+    return found

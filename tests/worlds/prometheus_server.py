@@ -1,0 +1,192 @@
+"""A real Prometheus for tests: on loopback, with its own port and directory, and a bounded life."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"
+UNPACKED = ROOT / "build" / "prometheus"
+TOOLS = ("prometheus", "promtool")
+LIFE_S = 900
+SCRAPE_S = 1
+DOWNLOAD_LIMIT_S = 300
+
+# A series without the labels that Prometheus adds: its name, and its labels that are not empty.
+Series = tuple[str, frozenset[tuple[str, str]]]
+
+
+def series(name: str, /, **labels: str) -> Series:
+    return name, frozenset((key, value) for key, value in labels.items() if value)
+
+
+def series_of(metric: Mapping[str, str]) -> Series:
+    own = {key: value for key, value in metric.items() if key not in ("job", "instance")}
+    return series(own.pop("__name__", ""), **own)
+
+
+def find_tools() -> dict[str, str]:
+    """Where prometheus and promtool are: installed, or unpacked from Debian's package.
+
+    Unpacking starts no service and needs no root. Skips the test where there is no such package;
+    in CI, as root, that is a failure.
+    """
+    try:
+        return _installed() or _unpacked() or _downloaded()
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "stderr", None) or error
+        reason = f"there is no Prometheus, and Debian's package cannot be had: {told}"
+    if os.environ.get("CI") == "true" and os.geteuid() == 0:
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def _installed() -> dict[str, str]:
+    found = {tool: shutil.which(tool) for tool in TOOLS}
+    return {tool: path for tool, path in found.items() if path} if all(found.values()) else {}
+
+
+def _unpacked() -> dict[str, str]:
+    found = {tool: str(UNPACKED / tool) for tool in TOOLS}
+    return found if all(Path(path).exists() for path in found.values()) else {}
+
+
+def _downloaded() -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as directory:
+        # Where apt's own user may write.
+        Path(directory).chmod(0o777)
+        try:
+            _run("apt-get", "download", "prometheus", cwd=directory)
+        except subprocess.CalledProcessError:
+            # A fresh container has no list of packages yet.
+            _run("apt-get", "update", cwd=directory)
+            _run("apt-get", "download", "prometheus", cwd=directory)
+        (package,) = Path(directory).glob("prometheus_*.deb")
+        _run("dpkg-deb", "--extract", str(package), f"{directory}/unpacked", cwd=directory)
+        shutil.copytree(f"{directory}/unpacked/usr/bin", UNPACKED, dirs_exist_ok=True)
+    return _unpacked()
+
+
+def _run(*line: str, cwd: str) -> None:
+    subprocess.run(
+        line, cwd=cwd, check=True, capture_output=True, text=True, timeout=DOWNLOAD_LIMIT_S
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prometheus:
+    """One that scrapes a single target."""
+
+    address: str
+    instance: str
+
+    def newest(self) -> dict[Series, float]:
+        """What the newest scrape held."""
+        found = self._ask("query", query=self._own)
+        return {series_of(item["metric"]): float(item["value"][1]) for item in found}
+
+    def wait_for(self, wanted: Series, *, at_least: float, limit_s: float) -> None:
+        """Wait until a scrape shows a value that high."""
+        deadline = time.monotonic() + limit_s
+        while (value := self.newest().get(wanted, -math.inf)) < at_least:
+            assert time.monotonic() < deadline, f"{wanted} is {value} after {limit_s:g} s"
+            time.sleep(0.2)
+
+    def scrapes(self) -> list[dict[Series, float]]:
+        """What each scrape so far held, in order."""
+        by_time: dict[float, dict[Series, float]] = {}
+        for item in self._ask("query", query=f"{self._own}[{LIFE_S}s]"):
+            for at, value in item["values"]:
+                by_time.setdefault(at, {})[series_of(item["metric"])] = float(value)
+        return [by_time[at] for at in sorted(by_time)]
+
+    def draw(self, expr: str, *, since: float) -> list[float]:
+        """The finite points that Grafana would draw of a panel's query, at one a second."""
+        # Grafana's own rule, with the panel's shortest interval of a minute.
+        rate_interval = f"{max(60 + SCRAPE_S, 4 * SCRAPE_S)}s"
+        filled = expr.replace("$__rate_interval", rate_interval).replace("$instance", self.instance)
+        assert "$" not in filled
+        found = self._ask("query_range", query=filled, start=since, end=time.time(), step=SCRAPE_S)
+        points = [float(value) for item in found for _, value in item["values"]]
+        return [point for point in points if math.isfinite(point)]
+
+    def instances(self) -> list[str]:
+        """What the dashboard's variable offers."""
+        return self._ask("label/instance/values", **{"match[]": "rayloom_train_steps_total"})
+
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.address}/-/ready", timeout=5) as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
+    @property
+    def _own(self) -> str:
+        return f'{{__name__=~"rayloom_.+",instance="{self.instance}"}}'
+
+    def _ask(self, what: str, **parameters: object) -> Any:
+        asked = urllib.parse.urlencode(parameters)
+        try:
+            with urllib.request.urlopen(f"{self.address}/api/v1/{what}?{asked}", timeout=30) as it:
+                reply = json.load(it)
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{parameters}: {error.read().decode()}") from error
+        data = reply["data"]
+        return data["result"] if isinstance(data, dict) else data
+
+
+@contextlib.contextmanager
+def scraping(target: str, directory: Path) -> Iterator[Prometheus]:
+    """Scrape host:port with the committed configuration, at a test's pace."""
+    tools = find_tools()
+    text = CONFIG.read_text()
+    assert text.count("127.0.0.1:9400") == 1 and text.count("scrape_interval: 5s") == 1
+    text = text.replace("127.0.0.1:9400", target)
+    directory.mkdir()
+    config, output = directory / "prometheus.yml", directory / "output"
+    config.write_text(text.replace("scrape_interval: 5s", f"scrape_interval: {SCRAPE_S}s"))
+    address = f"127.0.0.1:{free_port()}"
+    with output.open("w") as file:
+        # `timeout` ends it also where this process is killed.
+        process = subprocess.Popen(
+            [
+                "timeout", "--kill-after=5", str(LIFE_S), tools["prometheus"],
+                f"--config.file={config}", f"--storage.tsdb.path={directory / 'data'}",
+                f"--web.listen-address={address}", "--log.level=warn",
+            ],
+            stdout=file, stderr=subprocess.STDOUT, cwd=directory,
+        )  # fmt: skip
+    server = Prometheus(address=f"http://{address}", instance=target)
+    try:
+        deadline = time.monotonic() + 60
+        while not server.is_ready():
+            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+            time.sleep(0.1)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,87 @@
+"""The queue's state machine as its tests drive it: filled, played, settled and started again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
+from actors.trajectory_queue.ledger import LedgerCounts, Settlement
+from actors.trajectory_queue.messages import QueueSettings, QueueSnapshot, QueueStats
+from actors.trajectory_queue.queue_state import QueueState
+from actors.trajectory_queue.window import WindowSettings
+from actors.types import Outcome, RolloutAssignment
+from worlds.trajectory_builders import make_summary, make_task
+
+
+def make_settings(
+    *, step: int = 2, lag: int = 1, window: int = 2, max_items: int = 100, **fields: object
+) -> QueueSettings:
+    shape = WindowSettings(groups_per_step=step, max_lag=lag, window_groups=window)
+    return QueueSettings(window=shape, max_items=max_items, **fields)  # type: ignore[arg-type]
+
+
+def fill(queue: QueueState, *, num_samples: int = 2, enough: int | None = None) -> list[int]:
+    """Admit a group for every vacancy; the groups' numbers."""
+    numbers = [vacancy.group_number for vacancy in queue.admissible()]
+    queue.admit(
+        [
+            GroupRequest(
+                group_number=number,
+                task=make_task(number),
+                num_samples=num_samples,
+                min_usable_samples=enough,
+            )
+            for number in numbers
+        ]
+    )
+    return numbers
+
+
+def queue_stats(ledger: LedgerCounts) -> QueueStats:
+    """Of an empty queue, but for its ledger."""
+    return replace(QueueState(make_settings()).stats(), ledger=ledger)
+
+
+def take_all(queue: QueueState, *, actor: str = "a") -> list[RolloutAssignment]:
+    return queue.take_rollouts(actor, max_count=1000)
+
+
+def end(
+    queue: QueueState,
+    assignment: RolloutAssignment,
+    *,
+    outcome: Outcome = Outcome.COMPLETED,
+    actor: str = "a",
+    num_bytes: int = 100,
+    version: int = 0,
+    reward: float = 0.0,
+) -> bool:
+    """Bring an assignment back; whether the queue took it."""
+    summary = make_summary(
+        assignment.rollout_id,
+        attempt=assignment.attempt,
+        outcome=outcome,
+        num_bytes=num_bytes,
+        version=version,
+        reward=reward,
+    )
+    return queue.put(actor, summary, BlockRow(block=object(), row=0, num_bytes=num_bytes))
+
+
+def settle_all(queue: QueueState, step: int, groups: Sequence[Group]) -> list[str]:
+    """Settle a step with every finished rollout trained; the rollouts' ids."""
+    rollouts = [rollout.rollout_id for group in groups for rollout in group.finished()]
+    queue.settle(step, [Settlement(rollout_id=each) for each in rollouts])
+    return rollouts
+
+
+def restart(queue: QueueState) -> QueueState:
+    """A new queue from what the old one would have stored, through JSON."""
+    stored = json.loads(json.dumps(queue.snapshot().to_json()))
+    return QueueState(queue.settings, snapshot=QueueSnapshot.from_json(stored))
+
+
+def evicted(queue: QueueState) -> dict[str, int]:
+    return {str(reason): count for reason, count in queue.stats().ledger.evicted.items()}

@@ -1,0 +1,170 @@
+"""Trajectories for tests: by hand and, as Hypothesis strategies, of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from actors.types import (
+    FinishReason,
+    Outcome,
+    Task,
+    Timings,
+    Trajectory,
+    TrajectorySummary,
+    Turn,
+    VersionSpan,
+    summarize,
+)
+
+
+def ids(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def make_turn(
+    prompt: Sequence[int],
+    sampled: Sequence[int],
+    *,
+    logprobs: Sequence[float] | None = None,
+    version: int = 0,
+    reward: float = 0.0,
+    **fields: object,
+) -> Turn:
+    values = [-0.5] * len(sampled) if logprobs is None else logprobs
+    spans = (VersionSpan(version=version, start=0, end=len(sampled)),) if len(sampled) else ()
+    return Turn(
+        prompt_token_ids=ids(prompt),
+        sampled_token_ids=ids(sampled),
+        logprobs=np.array(values, np.float32),
+        finish_reason=FinishReason.STOP,
+        version_spans=spans,
+        reward=reward,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def make_trajectory(
+    turns: Sequence[Turn],
+    *,
+    rollout_id: str = "g000000.0-0",
+    outcome: Outcome = Outcome.COMPLETED,
+    attempt: int = 0,
+    **fields: object,
+) -> Trajectory:
+    group_id = rollout_id.rpartition("-")[0]
+    return Trajectory(
+        rollout_id=rollout_id,
+        group_id=group_id,
+        group_number=int(group_id[1:7]),
+        attempt=attempt,
+        task_id=f"task-{group_id}",
+        environment="game",
+        turns=tuple(turns),
+        outcome=outcome,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def linear_turns(
+    num_turns: int,
+    *,
+    prompt: int = 9,
+    sampled: int = 6,
+    observed: int = 6,
+    version: int = 0,
+    reward: float = 0.0,
+    seed: int = 0,
+) -> list[Turn]:
+    """Turns that each extend the last; the reward comes with the last one."""
+    rng = np.random.default_rng(seed)
+    history = rng.integers(5, 100, prompt)
+    turns: list[Turn] = []
+    for index in range(num_turns):
+        action = rng.integers(5, 100, sampled)
+        is_last = index == num_turns - 1
+        logprobs = rng.uniform(-2, -0.01, sampled)
+        turns.append(
+            make_turn(
+                history.tolist(),
+                action.tolist(),
+                logprobs=logprobs.tolist(),
+                version=version,
+                reward=reward if is_last else 0.0,
+                reward_components={"game": reward} if is_last else {},
+            )
+        )
+        history = np.concatenate([history, action, rng.integers(5, 100, observed)])
+    return turns
+
+
+def make_summary(
+    rollout_id: str,
+    *,
+    attempt: int = 0,
+    outcome: Outcome = Outcome.COMPLETED,
+    num_bytes: int = 100,
+    reward: float = 0.0,
+    version: int = 0,
+) -> TrajectorySummary:
+    turns = linear_turns(1, prompt=2, sampled=2, reward=reward, version=version)
+    trajectory = make_trajectory(turns, rollout_id=rollout_id, outcome=outcome, attempt=attempt)
+    return summarize(trajectory, num_bytes=num_bytes)
+
+
+def make_task(number: int) -> Task:
+    return Task(task_id=f"task-{number}", environment="game", seed=number, data={"secret": number})
+
+
+def random_turns(rng: np.random.Generator, *, max_turns: int = 6) -> list[Turn]:
+    """Turns that extend any earlier turn, share a part of it, or start anew.
+
+    Few distinct ids, so that prefixes are shared by chance as well.
+    """
+    turns: list[Turn] = []
+    for _ in range(rng.integers(0, max_turns + 1)):
+        prompt = rng.integers(0, 4, rng.integers(1, 6)).tolist()
+        if turns and rng.random() < 0.75:
+            base = turns[-rng.integers(1, min(3, len(turns)) + 1)]
+            full = [*base.prompt_token_ids.tolist(), *base.sampled_token_ids.tolist()]
+            keep = len(full) if rng.random() < 0.6 else rng.integers(1, len(full) + 1)
+            prompt = full[:keep] + rng.integers(0, 4, rng.integers(0, 6)).tolist()
+        sampled = rng.integers(0, 4, rng.integers(0, 6)).tolist()
+        logprobs = rng.uniform(-5, 0, len(sampled))
+        logprobs[rng.random(len(sampled)) < 0.2] = rng.choice([np.nan, -np.inf])
+        turns.append(
+            make_turn(
+                prompt,
+                sampled,
+                logprobs=logprobs.tolist(),
+                version=int(rng.integers(0, 4)),
+                reward=float(rng.choice([0.0, 0.25, 1.0, -1.0])),
+                reward_components={"hit": 0.25, "ü": -1.0} if rng.random() < 0.5 else {},
+                is_malformed=bool(rng.random() < 0.2),
+            )
+        )
+    return turns
+
+
+# Drawn from a seed: many times faster than piece by piece, and the seed is what to look at.
+turns_strategy = st.integers(0, 2**32 - 1).map(
+    lambda seed: random_turns(np.random.default_rng(seed))
+)
+
+
+@st.composite
+def trajectories_strategy(draw: st.DrawFn) -> Trajectory:
+    number, member = draw(st.integers(0, 9)), draw(st.integers(0, 9))
+    return make_trajectory(
+        draw(turns_strategy),
+        rollout_id=f"g{number:06d}.0-{member}",
+        outcome=draw(st.sampled_from(Outcome)),
+        attempt=draw(st.integers(0, 3)),
+        best_return=draw(st.none() | st.floats(0.5, 2)),
+        num_inserted_tokens=draw(st.integers(0, 3)),
+        render_breaks=draw(st.dictionaries(st.sampled_from(["dummy", "tools"]), st.integers(1, 3))),
+        timings=Timings(generate_s=draw(st.floats(0, 9)), wall_s=1.0),
+        detail=draw(st.text(max_size=5)),
+    )
