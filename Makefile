@@ -7,6 +7,8 @@ DEPENDENCIES := $(VENV)/.dependencies
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
+# Python source alone, without wheels. Everything else comes as a wheel, so that no compiler is needed.
+SOURCE_ONLY := cellpylib,zss
 
 .DEFAULT_GOAL := help
 .PHONY: help setup deps demo test proof bench-merge bench-train lint lock clean
@@ -28,7 +30,7 @@ $(DEPENDENCIES): locks/cpu.txt
 	@command -v $(PYTHON) >/dev/null || { echo "rayloom needs Python 3.11 ('$(PYTHON)' was not found); pass another with PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --no-deps '$(TORCH)' || $(PIP) install --quiet --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
-	$(PIP) install --quiet --no-deps --require-hashes -r locks/cpu.txt
+	$(PIP) install --quiet --no-deps --require-hashes --only-binary :all: --no-binary $(SOURCE_ONLY) -r locks/cpu.txt
 	@touch $@
 
 demo: setup ## train the guessing game on two CPU cores and write a report
