@@ -11,7 +11,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 SOURCE_ONLY := cellpylib,zss
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo test proof bench-merge bench-train lint lock clean
+.PHONY: help setup deps demo test proof mutants bench-merge bench-train lint lock clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,9 @@ test: setup ## all the tests
 
 proof: setup ## the long proofs: three seeds, the other CPU configurations, kill -9
 	$(BIN)/python -m pytest -m proof --timeout 3600
+
+mutants: setup ## plant the sixty faults of tests/mutants.toml one by one: each must fail its tests
+	$(BIN)/python tests/mutants.py
 
 bench-merge: setup build/peers/skyrl/.installed ## merging turns beside SkyRL 0.3.0, in an environment of its own
 	$(BIN)/python -m benchmarks.merge --peer-python build/peers/skyrl/bin/python
