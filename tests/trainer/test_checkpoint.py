@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from worlds.settings import changed, rank_settings
 from worlds.trainer_world import World, largest_difference, obvious_logprobs, random_samples
 
 from actors.trainer.export import export_checkpoint
@@ -22,15 +22,13 @@ from actors.trainer.manifest import (
     newest_checkpoint,
     read_manifest,
 )
-from actors.trainer.settings import TrainerSettings
+from actors.trainer.settings import RankSettings
 from actors.weights.parity import parity_tokens
 
 
 @pytest.fixture
-def settings(tiny_models: dict[bool, str], tmp_path: Path) -> TrainerSettings:
-    return TrainerSettings(
-        model=tiny_models[True], checkpoint_dir=tmp_path / "run", warmup_steps=5, weight_decay=0.01
-    )
+def settings(tiny_models: dict[bool, str], tmp_path: Path) -> RankSettings:
+    return rank_settings(tiny_models[True], tmp_path / "run", warmup_updates=5, weight_decay=0.01)
 
 
 def train(world: World, steps: range) -> list[float]:
@@ -53,9 +51,9 @@ def save(world: World, step: int, epoch: int = 0, **extra: str) -> Path:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_resuming_equals_going_on_bit_for_bit(
-    two_ranks: World, settings: TrainerSettings, tiny_models: dict[bool, str], tied: bool
+    two_ranks: World, settings: RankSettings, tiny_models: dict[bool, str], tied: bool
 ) -> None:
-    settings = replace(settings, model=tiny_models[tied])
+    settings = changed(settings, model=tiny_models[tied])
     two_ranks.start(settings)
     train(two_ranks, range(2))
     path = save(two_ranks, 2, extra_json='{"seed": 9}')
@@ -77,7 +75,7 @@ def test_resuming_equals_going_on_bit_for_bit(
 
 
 def test_a_checkpoint_from_before_the_first_update_resumes_exactly(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
     one_rank.start(settings)
     path = save(one_rank, 0)
@@ -89,7 +87,7 @@ def test_a_checkpoint_from_before_the_first_update_resumes_exactly(
 
 
 def test_another_number_of_ranks_takes_over(
-    one_rank: World, two_ranks: World, settings: TrainerSettings
+    one_rank: World, two_ranks: World, settings: RankSettings
 ) -> None:
     two_ranks.start(settings)
     train(two_ranks, range(2))
@@ -103,20 +101,20 @@ def test_another_number_of_ranks_takes_over(
     assert largest_difference(before, two_ranks.weights()) == 0.0
 
 
-def test_only_the_newest_are_kept_and_a_newer_epoch_outranks_a_later_step(
-    one_rank: World, settings: TrainerSettings
+def test_all_are_kept_and_a_newer_epoch_outranks_a_later_step(
+    one_rank: World, settings: RankSettings
 ) -> None:
-    one_rank.start(replace(settings, keep_checkpoints=2))
+    one_rank.start(settings)
     for step, epoch in ((1, 0), (7, 0), (2, 1)):
         save(one_rank, step, epoch)
     names = [path.name for path in list_checkpoints(settings.checkpoint_dir)]
-    assert names == ["step-000007-e0", "step-000002-e1"]
+    assert names == ["step-000001-e0", "step-000007-e0", "step-000002-e1"]
     assert newest_checkpoint(settings.checkpoint_dir).name == "step-000002-e1"
     assert sorted(path.name for path in settings.checkpoint_dir.glob("[!.]*")) == sorted(names)
 
 
 def test_a_run_that_was_replaced_can_no_longer_save(
-    two_ranks: World, settings: TrainerSettings
+    two_ranks: World, settings: RankSettings
 ) -> None:
     two_ranks.start(settings)
     path = save(two_ranks, 1, 3)
@@ -141,7 +139,7 @@ def test_who_claims_the_place_removes_what_a_cut_short_save_left(tmp_path: Path)
 
 
 def test_a_half_written_checkpoint_does_not_count_and_is_not_loaded(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
     one_rank.start(settings)
     good = save(one_rank, 1)
@@ -158,7 +156,7 @@ def test_a_half_written_checkpoint_does_not_count_and_is_not_loaded(
 
 
 def test_a_damaged_checkpoint_is_refused_on_every_rank(
-    two_ranks: World, settings: TrainerSettings
+    two_ranks: World, settings: RankSettings
 ) -> None:
     two_ranks.start(settings)
     path = save(two_ranks, 1)
@@ -186,12 +184,12 @@ def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_export_gives_the_trainers_own_log_probabilities(
     two_ranks: World,
-    settings: TrainerSettings,
+    settings: RankSettings,
     tiny_models: dict[bool, str],
     tied: bool,
     tmp_path: Path,
 ) -> None:
-    settings = replace(settings, model=tiny_models[tied])
+    settings = changed(settings, model=tiny_models[tied])
     two_ranks.start(settings)
     train(two_ranks, range(2))
     path = save(two_ranks, 2)
@@ -214,7 +212,7 @@ def test_an_export_gives_the_trainers_own_log_probabilities(
 
 
 def test_an_export_on_another_base_model_is_refused(
-    one_rank: World, settings: TrainerSettings, tmp_path: Path
+    one_rank: World, settings: RankSettings, tmp_path: Path
 ) -> None:
     path = save(one_rank.start(settings), 1)
     (tmp_path / "other").mkdir()
