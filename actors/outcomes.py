@@ -7,11 +7,11 @@ defaults: docs/semantics.md, Outcomes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from actors.limits import STRICT, NotNegative, Retries
 from actors.types import Outcome
 
 
@@ -27,24 +27,16 @@ class Disposition(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeRule:
-    """max_retries: further attempts of the same rollout before `disposition` applies.
+    """What becomes of the trajectories of one outcome: a row of `rollouts.outcomes`."""
 
-    penalty: what `train_penalised` takes off the return, > 0; 0 with every other disposition.
-    Raises: ValueError when disposition and penalty do not go together.
-    """
+    __pydantic_config__ = STRICT
 
     disposition: Disposition
-    max_retries: int = 0
-    penalty: float = 0.0
-
-    def __post_init__(self) -> None:
-        is_penalised = self.disposition is Disposition.TRAIN_PENALISED
-        if not (0.0 < self.penalty < math.inf if is_penalised else self.penalty == 0.0):
-            expected = "a finite number above 0" if is_penalised else "0"
-            raise ValueError(
-                f"outcome rule: got penalty {self.penalty:g} with disposition "
-                f"{self.disposition.value}, expected {expected}; only train_penalised takes one"
-            )
+    """Train, train_clamped, train_penalised, mask or drop."""
+    max_retries: Retries = 0
+    """Further attempts of the same rollout before the disposition holds."""
+    penalty: NotNegative = 0.0
+    """Off the return, with train_penalised; 0 with every other disposition."""
 
     def baseline_return(self, episode_return: float, *, is_graded: bool) -> float | None:
         """What a trajectory brings to its group's baseline; None: it is not in it.

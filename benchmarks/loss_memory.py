@@ -26,7 +26,7 @@ from actors.trainer.logprobs import (
 )
 from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
 from actors.trainer.loss.settings import LossSettings
-from actors.trainer.settings import TrainerSettings
+from actors.trainer.settings import LOGPROB_CHUNK
 from benchmarks.environment import describe_environment
 from benchmarks.live_memory import LiveMemory
 from benchmarks.pairs import time_once
@@ -73,7 +73,7 @@ def measure_here(options: argparse.Namespace) -> dict[str, Any]:
     head = torch.nn.Linear(options.hidden, options.vocabulary, bias=False)
     hidden = torch.randn(options.tokens, options.hidden, requires_grad=True)
     targets = torch.randint(options.vocabulary, (options.tokens,))
-    chunk_tokens = options.chunk or default_chunk()
+    chunk_tokens = options.chunk or LOGPROB_CHUNK
     # Threads and kernels have memory of their own, made at first use.
     backward_of_loss(hidden[:8], head, targets[:8], settings=settings, chunk_tokens=8)
     head.zero_grad()
@@ -98,11 +98,6 @@ def measure_here(options: argparse.Namespace) -> dict[str, Any]:
         "chunk_tokens": chunk_tokens,
         "wall_s": round(seconds.wall_s, 2),
     }
-
-
-def default_chunk() -> int:
-    """The trainer's own."""
-    return TrainerSettings(model="", checkpoint_dir=Path()).logprob_chunk
 
 
 def status_bytes(name: str) -> int:

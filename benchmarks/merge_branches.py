@@ -18,12 +18,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from actors.algorithm import AlgorithmSettings
 from actors.merge.candidates import SampleScores
 from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.prefix import merge_turns
 from actors.merge.settings import StepSettings
-from actors.merge.shaping import KlEstimate, KlInReward, ShapingSettings
+from actors.merge.shaping import KlRewardSettings, RewardSettings
 from actors.merge.step import build_step
+from actors.trainer.settings import TrainerSettings
 from actors.types import Trajectory
 from benchmarks.environment import describe_environment
 from benchmarks.merge_inputs import Play, Shape, as_trajectory, branches, rewritten
@@ -63,9 +65,14 @@ def branched(num_turns: int) -> dict[str, float]:
     group = TrajectoryGroup(
         group_id="g", trajectories=tuple(_recorded(play, i) for i, play in enumerate(plays))
     )
-    plain = StepSettings(tokens_per_micro_batch=4096)
-    kl = KlInReward(estimate=KlEstimate.K1, coefficient=0.1)
-    charged = replace(plain, shaping=ShapingSettings(kl=kl))
+    plain = StepSettings(
+        algorithm=AlgorithmSettings(),
+        trainer=TrainerSettings(num_ranks=1),
+        max_context_tokens=1024,
+        seed=0,
+    )
+    reward = RewardSettings(kl=KlRewardSettings(coefficient=0.1))
+    charged = replace(plain, algorithm=AlgorithmSettings(reward=reward))
     merged = merge_groups([group], plain)
     scores = {
         member.trajectory.trajectory_id: tuple(

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from actors.algorithm import AlgorithmSettings
 from actors.batch import RankShard
 from actors.merge.packing import WeightedSample, pack_minibatch
 from actors.trainer.loss.settings import Denominator, LossSettings
 from actors.trainer.memory import keep_freed_memory
 from actors.trainer.process_group import LOOPBACK, open_store
 from actors.trainer.rank import TrainerRank
-from actors.trainer.settings import ParamDtype, TrainerSettings
+from actors.trainer.settings import Dtype, RankSettings, TrainerSettings, WeightBackend
 from actors.trainer.statistics import StepStats
 from benchmarks.pairs import time_once
 from benchmarks.side import StepTaken, serve
@@ -54,20 +55,25 @@ def start_rank(
     directory: Path,
     *,
     num_threads: int,
-    dtype: ParamDtype = ParamDtype.FLOAT32,
+    dtype: Dtype = Dtype.FLOAT32,
     loss: LossSettings | None = None,
 ) -> TrainerRank:
     """Start the trainer's one rank in this process."""
     keep_freed_memory()
-    settings = TrainerSettings(
+    settings = RankSettings(
+        trainer=TrainerSettings(
+            num_ranks=1,
+            dtype=dtype,
+            learning_rate=LEARNING_RATE,
+            warmup_updates=0,
+            threads=num_threads,
+        ),
+        algorithm=AlgorithmSettings(loss=loss or LossSettings()),
         model=model,
         checkpoint_dir=directory,
-        num_ranks=1,
-        param_dtype=dtype,
-        learning_rate=LEARNING_RATE,
-        weight_decay=0.0,
-        threads_per_rank=num_threads,
-        loss=loss or LossSettings(),
+        weight_backend=WeightBackend.OBJECT_STORE,
+        temperature=1.0,
+        seed=0,
     )
     store, _ = open_store(LOOPBACK, num_ranks=1, timeout_s=60.0)
     return TrainerRank(settings, rank=0, store=store)
@@ -83,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="directory of the model")
     parser.add_argument("shape", help="of the update, as JSON")
-    parser.add_argument("--dtype", type=ParamDtype, default=ParamDtype.FLOAT32)
+    parser.add_argument("--dtype", type=Dtype, default=Dtype.FLOAT32)
     parser.add_argument("--denominator", type=Denominator, default=Denominator.BEHAVIOUR)
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from actors.merge.packing import WeightedSample
 from actors.trainer.rank import TrainerRank
-from actors.trainer.settings import ParamDtype
+from actors.trainer.settings import Dtype
 from benchmarks.environment import describe_environment
 from benchmarks.pairs import Seconds, interleave, ratios_of, time_once
 from benchmarks.side import restart_quietly
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a group's prompt")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a packed row")
-    parser.add_argument("--dtype", type=ParamDtype, default=ParamDtype.FLOAT32)
+    parser.add_argument("--dtype", type=Dtype, default=Dtype.FLOAT32)
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from service.config.tree import Config
+from service.config.file import config_schema
 
 SCHEMA = Path(__file__).parents[1] / "helm" / "values.schema.json"
 _REFERENCE = "#/properties/config/$defs/{model}"
@@ -21,7 +21,7 @@ _LEFT_OUT = {"title", "default"}
 
 def with_config(schema: dict[str, Any]) -> dict[str, Any]:
     """The chart's schema with `properties.config` as the tree has it now."""
-    config = _stripped(Config.model_json_schema(ref_template=_REFERENCE))
+    config = _stripped(config_schema(_REFERENCE))
     return {**schema, "properties": {**schema["properties"], "config": config}}
 
 

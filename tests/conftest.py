@@ -83,10 +83,10 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from worlds.run_driver import SMALL
 
     from service.cli.model import build_tiny_for
-    from service.config.sections import TinyModel
+    from service.config.tree import TinyModelSettings
 
     directory = tmp_path_factory.mktemp("small") / "model"
-    return build_tiny_for(TinyModel(**SMALL["model"]["tiny"]), directory)
+    return build_tiny_for(TinyModelSettings(**SMALL["model"]["tiny"]), directory)
 
 
 @pytest.fixture

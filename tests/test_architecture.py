@@ -88,7 +88,9 @@ for module in pkgutil.iter_modules(actors.merge.__path__):
     if module.name != "actor":
         importlib.import_module(f"actors.merge.{module.name}")
 import numpy as np
+from actors.algorithm import AlgorithmSettings
 from actors.merge.settings import StepSettings
+from actors.trainer.settings import TrainerSettings
 from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.step import build_step
 from actors.types import FinishReason, Outcome, Trajectory, Turn, VersionSpan
@@ -108,8 +110,11 @@ def trajectory(member, reward):
     )
 
 group = TrajectoryGroup(group_id="g", trajectories=(trajectory(0, 1.0), trajectory(1, 0.0)))
-merged = merge_groups([group], StepSettings())
-result = build_step(merged, StepSettings(), step=0, trainer_version=0)
+settings = StepSettings(
+    algorithm=AlgorithmSettings(), trainer=TrainerSettings(), max_context_tokens=64, seed=0
+)
+merged = merge_groups([group], settings)
+result = build_step(merged, settings, step=0, trainer_version=0)
 print(result.report.num_trained_tokens)
 """
 

@@ -27,7 +27,7 @@ from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import EnvironmentActorSettings, EnvironmentActorStatus
 from actors.environment.tokenizer import load_tokenizer
-from actors.environment.turn_loop import EpisodeSettings, play_episode
+from actors.environment.turn_loop import play_episode
 from actors.policy import PolicyClient
 from actors.trajectory_queue.columns import encode
 from actors.types import (
@@ -55,6 +55,7 @@ class EnvironmentActor:
         self,
         settings: EnvironmentActorSettings,
         *,
+        actor_id: str,
         tokenizer_path: str,
         make_policy: PolicyFactory,
         queue: Any,
@@ -64,20 +65,19 @@ class EnvironmentActor:
         Raises: UnknownEnvironment, BadEnvironmentOptions.
         """
         self._settings = settings
+        self._actor_id = actor_id
         self._queue = queue
         self._make_policy = make_policy
         self._policy: PolicyClient | None = None
         self._renderer = ChatRenderer(
-            load_tokenizer(tokenizer_path), template_options=settings.template_options
+            load_tokenizer(tokenizer_path), template_options=settings.rollouts.template_options
         )
-        self._makers: dict[str, Callable[[], Environment]] = {}
-        self._limits: dict[str, EpisodeSettings] = {}
-        for environment in settings.environments:
-            self._makers[environment.name] = resolve(environment.name, environment.options)
-            self._limits[environment.name] = environment.episode
+        self._makers = {
+            name: resolve(name, options) for name, options in settings.environments.items()
+        }
         self._episodes: set[asyncio.Task[None]] = set()
         self._evaluations: set[asyncio.Task[Trajectory]] = set()
-        self._evaluation_slots = asyncio.Semaphore(settings.slots)
+        self._evaluation_slots = asyncio.Semaphore(settings.rollouts.slots_per_actor)
         self._finished: list[Trajectory] = []
         self._num_sending = 0
         self._is_taking = False
@@ -160,8 +160,8 @@ class EnvironmentActor:
     async def status(self) -> EnvironmentActorStatus:
         """Counts for the supervisor's metrics, and a sign of life."""
         return EnvironmentActorStatus(
-            actor_id=self._settings.actor_id,
-            slots=self._settings.slots,
+            actor_id=self._actor_id,
+            slots=self._settings.rollouts.slots_per_actor,
             is_running=self._is_running,
             num_running=len(self._episodes),
             num_unsent=len(self._finished) + self._num_sending,
@@ -197,12 +197,12 @@ class EnvironmentActor:
 
     def _free_slots(self) -> int:
         held = len(self._episodes) + len(self._finished) + self._num_sending
-        return self._settings.slots - held
+        return self._settings.rollouts.slots_per_actor - held
 
     async def _take(self, max_count: int) -> list[RolloutAssignment]:
         # Not tried again: an answer that was lost may have held assignments.
         settings = self._settings
-        call = self._queue.take_rollouts.remote(settings.actor_id, max_count, settings.poll_s)
+        call = self._queue.take_rollouts.remote(self._actor_id, max_count, settings.poll_s)
         limit_s = settings.poll_s + settings.queue_deadline_s
         try:
             assignments: list[RolloutAssignment] = await within(limit_s, call)
@@ -231,18 +231,17 @@ class EnvironmentActor:
     async def _episode(
         self, assignment: RolloutAssignment, *, temperature: float | None = None
     ) -> Trajectory:
-        limits = self._limits.get(
-            assignment.task.environment, self._settings.environments[0].episode
-        )
+        rollouts = self._settings.rollouts
         if temperature is not None:
-            limits = replace(limits, temperature=temperature)
+            rollouts = replace(rollouts, temperature=temperature)
         try:
             return await play_episode(
                 assignment,
                 make_environment=self._maker(assignment.task.environment),
                 policy=self._client(),
                 renderer=self._renderer,
-                settings=limits,
+                settings=rollouts,
+                max_context_tokens=self._settings.max_context_tokens,
             )
         except Exception as error:
             # The outermost frame of an episode: an error of ours must cost one rollout, not a slot.
@@ -304,7 +303,7 @@ class EnvironmentActor:
         for attempt in itertools.count(1):
             try:
                 # By value: the queue stores it as its own, so that it outlives this actor.
-                call = self._queue.put.remote(settings.actor_id, columns, summaries)
+                call = self._queue.put.remote(self._actor_id, columns, summaries)
                 taken: list[bool] = await within(settings.queue_deadline_s, call)
                 return taken
             except (RayError, TimeoutError) as error:

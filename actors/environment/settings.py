@@ -6,47 +6,62 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.environment.turn_loop import EpisodeSettings
+from actors.limits import STRICT, NotNegative, Positive, Seconds, Temperature
+from actors.outcomes import OutcomeRule
 from actors.types import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentSettings:
-    """One environment that an actor can play: its registered name, options and limits."""
+class RolloutSettings:
+    """How episodes are played: `rollouts` of the configuration."""
 
-    name: str
-    episode: EpisodeSettings
-    options: Mapping[str, Any] = field(default_factory=dict)
+    __pydantic_config__ = STRICT
+
+    num_actors: Positive = 1
+    """Environment actor processes."""
+    slots_per_actor: Positive = 256
+    """Episodes that one actor holds at once."""
+    max_turns: Positive = 8
+    """Model calls in one trajectory."""
+    max_tokens_per_turn: Positive = 64
+    """Sampled tokens in one turn."""
+    temperature: Temperature = 1.0
+    """Of training rollouts; evaluation uses 0."""
+    turn_deadline_s: Seconds = 60
+    """One model call and the environment's answer to it; also the environment's reset."""
+    episode_deadline_s: Seconds = 600
+    """One trajectory, from reset to the end."""
+    frozen_after_s: Seconds = 60
+    """An environment actor that answers nothing for as long is replaced."""
+    outcomes: dict[Outcome, OutcomeRule] = field(default_factory=dict)
+    """Rows of the outcome table that differ here."""
+    max_failed_groups: Positive = 32
+    """Groups in a row without enough usable rollouts that end the run."""
+    failed_groups_grace_s: NotNegative = 30
+    """Such a row is borne for as long, whatever its length."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """For the chat template, such as enable_thinking: false."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentActorSettings:
-    """What one environment actor is told.
+    """What every environment actor of a run is told."""
 
-    slots: episodes at once. template_options: passed to the chat template. poll_s: how long one
-    request for assignments may wait in the queue. tick_s, max_block: trajectories that finish
-    within a tick travel together, at most max_block of them. queue_deadline_s: how long the queue
-    may take to answer beyond a poll; put_attempts: of the same block (the queue knows a
-    trajectory that it has already).
-    """
-
-    actor_id: str
-    environments: tuple[EnvironmentSettings, ...]
-    slots: int = 128
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+    rollouts: RolloutSettings
+    environments: Mapping[str, Mapping[str, Any]]
+    """The options of each environment that the actor can play, by its registered name."""
+    max_context_tokens: int
+    """Prompt and reply together, as the engine allows."""
     poll_s: float = 1.0
+    """How long one request for assignments may wait in the queue."""
     tick_s: float = 0.02
+    """Trajectories that finish within a tick travel together."""
     max_block: int = 64
+    """Trajectories that travel together at most."""
     queue_deadline_s: float = 60.0
+    """How long the queue may take to answer beyond a poll."""
     put_attempts: int = 4
-
-    def __post_init__(self) -> None:
-        if min(self.slots, self.max_block, self.put_attempts) < 1 or not self.environments:
-            raise ValueError(
-                f"environment actor: got slots={self.slots}, max_block={self.max_block}, "
-                f"put_attempts={self.put_attempts}, {len(self.environments)} environments; "
-                "expected each to be 1 or more"
-            )
+    """Of the same block; the queue knows a trajectory that it has already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 
 from actors.environment.bounded import CallFailed, CallTimedOut, bounded, describe
@@ -31,6 +29,7 @@ from actors.environment.protocol import (
 )
 from actors.environment.rendering import ChatRenderer, RenderError
 from actors.environment.replies import UnusableReply, check_reply
+from actors.environment.settings import RolloutSettings
 from actors.environment.tool_calls import parse_tool_calls
 from actors.policy import (
     GenerateReply,
@@ -55,35 +54,6 @@ _RESCORE_DELAYS_S = (0.1, 0.5)
 _faults = FaultLog(logging.getLogger(__name__))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeSettings:
-    """Limits of one episode.
-
-    max_turns: model calls. max_tokens_per_turn: sampled tokens. max_context_tokens: prompt and
-    reply together, as the engine allows. turn_deadline_s: one model call and the environment's
-    answer to it; also the environment's reset. episode_deadline_s: from reset to the outcome.
-    """
-
-    max_turns: int
-    max_tokens_per_turn: int
-    max_context_tokens: int
-    temperature: float
-    turn_deadline_s: float
-    episode_deadline_s: float
-
-    def __post_init__(self) -> None:
-        for name in ("max_turns", "max_tokens_per_turn", "max_context_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"episode: {name}: got {getattr(self, name)}, expected 1 or more")
-        for name in ("turn_deadline_s", "episode_deadline_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"episode: {name}: got {getattr(self, name)}, expected above 0 s")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(
-                f"episode: temperature: got {self.temperature}, expected 0 (greedy) or more"
-            )
-
-
 class _Ended(Exception):
     """The episode is over: how, and one sentence on why."""
 
@@ -99,14 +69,22 @@ async def play_episode(
     make_environment: Callable[[], Environment],
     policy: PolicyClient,
     renderer: ChatRenderer,
-    settings: EpisodeSettings,
+    settings: RolloutSettings,
+    max_context_tokens: int,
 ) -> Trajectory:
     """Play one attempt of one rollout.
 
     make_environment: called once; a failure in it is an environment error like any other.
+    max_context_tokens: prompt and reply together, as the engine allows.
     Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
     """
-    episode = _Episode(assignment, policy=policy, renderer=renderer, settings=settings)
+    episode = _Episode(
+        assignment,
+        policy=policy,
+        renderer=renderer,
+        settings=settings,
+        max_context_tokens=max_context_tokens,
+    )
     try:
         await episode.play(make_environment)
         end = _Ended(Outcome.MAX_TURNS, f"no end after {settings.max_turns} turns")
@@ -130,12 +108,14 @@ class _Episode:
         *,
         policy: PolicyClient,
         renderer: ChatRenderer,
-        settings: EpisodeSettings,
+        settings: RolloutSettings,
+        max_context_tokens: int,
     ) -> None:
         self._assignment = assignment
         self._policy = policy
         self._renderer = renderer
         self._settings = settings
+        self._max_context_tokens = max_context_tokens
         self._environment: Environment | None = None
         self._played = PlayedTurns()
         self._best_return: float | None = None
@@ -257,12 +237,12 @@ class _Episode:
         return extension.prompt_token_ids
 
     async def _generate(self, prompt: TokenIds) -> GenerateReply:
-        room = self._settings.max_context_tokens - prompt.shape[0]
+        room = self._max_context_tokens - prompt.shape[0]
         if room < 1:
             raise _Ended(
                 Outcome.TRUNCATED_CONTEXT,
                 f"a prompt of {prompt.shape[0]} tokens leaves no room in "
-                f"{self._settings.max_context_tokens}",
+                f"{self._max_context_tokens}",
             )
         limit = min(self._settings.max_tokens_per_turn, room)
         reply = await self._call_policy(prompt, max_tokens=limit)

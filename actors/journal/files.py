@@ -22,24 +22,16 @@ _NAME = re.compile(r"step-([0-9]+)-epoch-([0-9]+)\.npz")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalSettings:
-    """directory: of the run, as the merge actor's node sees it. keep_steps: the newest so many.
-
-    max_policy_age, group_rule: of the run, written into each file.
-    Raises: ValueError when keep_steps is below 1.
-    """
+    """What a journal is written with; a run that keeps none has no settings of one."""
 
     directory: Path
+    """Of the run, as the merge actor's node sees it."""
     epoch: int
     keep_steps: int
+    """The newest so many."""
     max_policy_age: int
+    """Of the run, written into each file, as the rule is."""
     group_rule: GroupRule | None
-
-    def __post_init__(self) -> None:
-        if self.keep_steps < 1:
-            raise ValueError(
-                f"journal: keep_steps is {self.keep_steps}, expected >= 1; without a journal give "
-                "the merge actor no settings of one"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

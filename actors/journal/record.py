@@ -69,7 +69,7 @@ class TrajectoryEntry:
 class GroupRule:
     """How advantages came of a group's returns, one number for each trajectory.
 
-    trains_without_signal: groups of equal returns are trained, as StepSettings has it.
+    trains_without_signal: groups of equal returns are trained, as AlgorithmSettings has it.
     """
 
     baseline: Baseline

@@ -14,7 +14,6 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.choices import choice
 from actors.returns import are_equal
 
 STD_EPSILON = 1e-6
@@ -69,7 +68,6 @@ def group_advantages(
     or the baseline is a critic, whose advantages are per token.
     Example: group_advantages([1, 0, 0, 0]).values -> [1.499997, -.499999, -.499999, -.499999]
     """
-    baseline = choice(Baseline, baseline, name="advantages.baseline")
     if baseline is Baseline.CRITIC:
         raise ValueError(
             "advantages: got baseline critic for returns, expected mean, leave_one_out or none; a "
@@ -92,7 +90,6 @@ def group_divisor(returns: Sequence[float], *, scale: Scale, names: Sequence[str
     Args, Raises: as `group_advantages`.
     Example: group_divisor([1, 0, 0, 0], scale=Scale.STD) -> .500001
     """
-    scale = choice(Scale, scale, name="advantages.scale")
     values = np.asarray(returns, np.float64)
     _check(values, scale=scale, names=names)
     match scale:

@@ -17,8 +17,6 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.choices import choice
-
 
 class Aggregation(StrEnum):
     """What has equal say: tokens, trajectories, prompts (groups), or tokens at a fixed rate."""
@@ -75,7 +73,7 @@ def trajectory_weights(
             )
     counts = np.array([size.num_tokens for size in sizes], np.float64)
     num_trajectories = len(sizes) + idle.num_trajectories
-    match choice(Aggregation, aggregation, name="merge.aggregation"):
+    match aggregation:
         case Aggregation.TOKEN_MEAN:
             return np.full(len(sizes), 1.0 / max(1.0, counts.sum() + idle.num_tokens))
         case Aggregation.TRAJECTORY_MEAN:

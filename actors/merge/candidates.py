@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from actors.batch import Float32s
 from actors.merge.prefix import Merged, Sample
-from actors.merge.shaping import KlInReward, kl_penalties
+from actors.merge.shaping import KlRewardSettings, kl_penalties
 from actors.types import Trajectory
 
 
@@ -84,7 +84,7 @@ def candidate(
     *,
     rewards: NDArray[np.float64],
     baseline_return: float,
-    kl: KlInReward | None = None,
+    kl: KlRewardSettings | None = None,
     scores: Scores = NO_SCORES,
 ) -> Candidate:
     """Put a trajectory into its group's baseline, its return less what KL takes of it.

@@ -14,12 +14,12 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.algorithm import AlgorithmSettings
 from actors.batch import Float32s
 from actors.merge.advantages import Baseline, group_advantages, group_divisor
 from actors.merge.candidates import NO_SCORES, Candidate, Scores, places_of, span_of
 from actors.merge.normalization import normalise_over_tokens
 from actors.merge.prefix import Sample
-from actors.merge.settings import StepSettings
 from actors.merge.token_credit import credit_tokens
 from actors.merge.turn_credit import turn_advantages
 from actors.types import Trajectory
@@ -66,7 +66,7 @@ class GroupCredits:
 
 
 def credit_group(
-    candidates: Sequence[Candidate], settings: StepSettings, *, scores: Scores = NO_SCORES
+    candidates: Sequence[Candidate], algorithm: AlgorithmSettings, *, scores: Scores = NO_SCORES
 ) -> GroupCredits:
     """Credit the members of one group's baseline.
 
@@ -75,16 +75,16 @@ def credit_group(
     """
     names = [each.name for each in candidates]
     returns = [each.baseline_return for each in candidates]
-    if settings.baseline is Baseline.CRITIC:
-        divisor = group_divisor(returns, scale=settings.scale, names=names)
-        credits = tuple(_token_credit(each, settings, scores, divisor) for each in candidates)
+    if algorithm.baseline is Baseline.CRITIC:
+        divisor = group_divisor(returns, scale=algorithm.scale, names=names)
+        credits = tuple(_token_credit(each, algorithm, scores, divisor) for each in candidates)
         return GroupCredits(credits=credits, has_signal=divisor != 0)
-    if settings.turn_discount is not None:
+    if algorithm.turn_discount is not None:
         values, has_signal = turn_advantages(
             [_turn_rewards(each) for each in candidates],
-            discount=settings.turn_discount,
-            baseline=settings.baseline,
-            scale=settings.scale,
+            discount=algorithm.turn_discount,
+            baseline=algorithm.baseline,
+            scale=algorithm.scale,
             names=names,
         )
         credits = tuple(
@@ -98,7 +98,7 @@ def credit_group(
         )
         return GroupCredits(credits=credits, has_signal=has_signal)
     result = group_advantages(
-        returns, baseline=settings.baseline, scale=settings.scale, names=names
+        returns, baseline=algorithm.baseline, scale=algorithm.scale, names=names
     )
     credits = tuple(
         Credit(
@@ -148,13 +148,13 @@ def _turn_rewards(each: Candidate) -> NDArray[np.float64]:
 
 
 def _token_credit(
-    each: Candidate, settings: StepSettings, scores: Scores, divisor: float
+    each: Candidate, algorithm: AlgorithmSettings, scores: Scores, divisor: float
 ) -> Credit:
     ones = np.ones(each.merged.num_trained_tokens, np.int64)
     if not ones.shape[0]:
         return Credit(level=Level.TOKEN, values=np.empty(0), num_tokens=ones)
     values = each.scores(scores, what="values")
-    result, old_values = credit_tokens(each, values, settings.critic)
+    result, old_values = credit_tokens(each, values, algorithm.critic)
     return Credit(
         level=Level.TOKEN,
         values=result.advantages / divisor if divisor else np.zeros_like(result.advantages),

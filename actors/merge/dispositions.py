@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.bounds import MAX_REWARD
+from actors.limits import MAX_REWARD
 from actors.merge.prefix import Merged
-from actors.merge.shaping import ShapingSettings, add_at_end, shaped_rewards, total
+from actors.merge.shaping import RewardSettings, add_at_end, shaped_rewards, total
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Trajectory
 
 _DEFAULT_POLICY = OutcomePolicy()
-_NO_SHAPING = ShapingSettings()
+_NO_SHAPING = RewardSettings()
 _REWARD_REMEDY = "look at what the environment gave, or set algorithm.reward.clip"
 
 
@@ -50,7 +50,7 @@ def judge(
     *,
     misalignment: str | None = None,
     policies: Mapping[str, OutcomePolicy],
-    shaping: ShapingSettings = _NO_SHAPING,
+    reward: RewardSettings = _NO_SHAPING,
 ) -> Verdict:
     """Shape a trajectory's rewards and apply the environment's outcome policy to it.
 
@@ -68,7 +68,7 @@ def judge(
         problem = f"return {trajectory.episode_return}, expected a finite number"
         return _out(rollout_id, EvictionReason.REWARD_ERROR, f"{problem}; {_REWARD_REMEDY}")
     rule = policies.get(trajectory.environment, _DEFAULT_POLICY).rule(outcome)
-    rewards = shaped_rewards(trajectory, shaping)
+    rewards = shaped_rewards(trajectory, reward)
     shaped_return = total(rewards)
     largest = max(abs(shaped_return), float(np.abs(rewards).max(initial=0.0)))
     if largest > MAX_REWARD:

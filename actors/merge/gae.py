@@ -13,7 +13,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.choices import choice, take_choices
+from actors.limits import STRICT, Fraction, ModelName, Natural, NotNegative, Rate
 from actors.merge.turn_credit import discounted_suffix_sums
 from actors.outcomes import Disposition, OutcomeRule
 
@@ -31,37 +31,47 @@ class Truncation(StrEnum):
     PENALTY = "penalty"
     DROP = "drop"
 
-    def rule(self, *, penalty: float = 0.0) -> OutcomeRule:
-        """The outcome rule that goes with it. Raises: ValueError, as OutcomeRule."""
-        match self:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings:
+    """A value model and what is made of its values (PPO); of use with the baseline critic alone.
+
+    What its optimiser needs beyond this it has in common with the policy's (`trainer`).
+    """
+
+    __pydantic_config__ = STRICT
+
+    model: ModelName | None = None
+    """What it begins as, directory or hub name; null: the model that training starts from."""
+    discount: Fraction = 1.0
+    """Gamma, from one sampled token to the next."""
+    decay: Fraction = 1.0
+    """Lambda of GAE, likewise."""
+    truncation: Truncation = Truncation.BOOTSTRAP
+    """What a trajectory that was cut off is: worth V(s_T) at its end, worth 0, out of the loss,
+    worth 0 less truncation_penalty, or dropped."""
+    truncation_penalty: NotNegative = 0.0
+    """Off the return, with truncation penalty."""
+    learning_rate: Rate = 1e-4
+    """AdamW, after the warm-up."""
+    warmup_updates: Natural = 5
+    """Updates of linear warm-up, one a step."""
+    value_clip: Rate | None = 0.2
+    """How far a value may move in one step; null: no clip."""
+
+    @property
+    def truncation_rule(self) -> OutcomeRule:
+        """What becomes of a trajectory that was cut off."""
+        match self.truncation:
             case Truncation.BOOTSTRAP | Truncation.TERMINAL:
                 return OutcomeRule(disposition=Disposition.TRAIN)
             case Truncation.MASK:
                 return OutcomeRule(disposition=Disposition.MASK)
             case Truncation.PENALTY:
-                return OutcomeRule(disposition=Disposition.TRAIN_PENALISED, penalty=penalty)
+                penalised = Disposition.TRAIN_PENALISED
+                return OutcomeRule(disposition=penalised, penalty=self.truncation_penalty)
             case Truncation.DROP:
                 return OutcomeRule(disposition=Disposition.DROP)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSettings:
-    """discount: gamma, by action token. decay: lambda. truncation: of a trajectory cut off.
-
-    Raises: ValueError when a number is out of range.
-    """
-
-    discount: float = 1.0
-    decay: float = 1.0
-    truncation: Truncation = Truncation.BOOTSTRAP
-
-    def __post_init__(self) -> None:
-        take_choices(self, {"truncation": Truncation}, room="critic")
-        for name in ("discount", "decay"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(
-                    f"critic: {name} is {getattr(self, name)}, expected a number between 0 and 1"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +90,7 @@ def end_value(final_value: float, *, is_truncated: bool, truncation: Truncation)
     Args: final_value: V(s_T), s_T ending with the last observation, or else the last action.
     is_truncated: the recorded outcome, never guessed from token ids.
     """
-    chosen = choice(Truncation, truncation, name="critic.truncation")
-    is_open = is_truncated and chosen is Truncation.BOOTSTRAP
+    is_open = is_truncated and truncation is Truncation.BOOTSTRAP
     return final_value if is_open else 0.0
 
 
@@ -103,14 +112,10 @@ def token_advantages(
 
     Args: rewards, values: [N] float, N >= 1; values[t]: of the state in which action token t was
     sampled. name: of the trajectory, for what an error says.
-    Raises: ValueError when lengths differ, nothing was sampled, a number is not finite, or discount
-    or decay is not between 0 and 1.
+    Raises: ValueError when lengths differ, nothing was sampled or a number is not finite.
     Example: rewards 0, values [.5, .6, .7], discount = decay = 1: end_value .8 -> [.3, .2, .1];
         0 -> [-.5, -.6, -.7]
     """
-    for what, number in (("discount", discount), ("decay", decay)):
-        if not 0.0 <= number <= 1.0:
-            raise ValueError(f"gae: {what} is {number}, expected a number between 0 and 1")
     subject = f"trajectory {name}" if name else "the trajectory"
     if rewards.ndim != 1 or rewards.shape != values.shape or rewards.shape[0] == 0:
         raise ValueError(

@@ -76,6 +76,6 @@ def _merge(trajectory: Trajectory, settings: StepSettings) -> MergedTrajectory:
             merged,
             misalignment=misalignment,
             policies=settings.policies,
-            shaping=settings.shaping,
+            reward=settings.algorithm.reward,
         ),
     )

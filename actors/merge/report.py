@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.batch import MicroBatch, RankShard
-from actors.bounds import MAX_REWARD
+from actors.limits import MAX_REWARD
 from actors.merge.mismatch import MismatchKind
 from actors.merge.prefix import Merged
 from actors.trajectory_queue.ledger import EvictionReason

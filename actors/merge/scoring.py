@@ -44,8 +44,8 @@ def plan_scores(
     ]
     dealt = deal_rows(
         [sample.num_tokens for sample in samples],
-        num_ranks=settings.num_ranks,
-        budget=settings.tokens_per_micro_batch,
+        num_ranks=settings.trainer.num_ranks,
+        budget=settings.trainer.tokens_per_micro_batch,
     )
     rows = tuple(tuple(tuple(samples[i] for i in row) for row in of_rank) for of_rank in dealt)
     return ScorePlan(

@@ -9,84 +9,57 @@ the trajectory. Order: clip the return, overlong and missing-end penalties, then
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.bounds import MAX_LOG_RATIO
+from actors.limits import MAX_LOG_RATIO, STRICT, NotNegative, Positive, Rate
+from actors.trainer.loss.settings import KlEstimator
 from actors.types import FinishReason, Trajectory
 
 # Of a clipped return, relative to the larger of it and 1.
 _ROUNDING = 1e-9
 
 
-class KlEstimate(StrEnum):
-    """Which estimate of KL(policy || reference) a token is charged."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlongSettings:
+    """Soft punishment of length (DAPO)."""
 
-    K1 = "k1"
-    K3 = "k3"
+    __pydantic_config__ = STRICT
+
+    max_tokens: Positive
+    """Sampled in a trajectory, punished in full; L_max."""
+    cache_tokens: Positive
+    """Over which the punishment grows; L_cache, at most max_tokens."""
+    factor: Rate = 1.0
+    """The whole punishment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReturnRange:
-    """low < high: what returns are clipped to. Raises: ValueError when they are not."""
+class KlRewardSettings:
+    """KL(policy || reference) taken off the rewards, at each token."""
 
-    low: float
-    high: float
+    __pydantic_config__ = STRICT
 
-    def __post_init__(self) -> None:
-        if not self.low < self.high:
-            raise ValueError(
-                f"shaping: got clip range [{self.low}, {self.high}], expected low < high"
-            )
+    coefficient: Rate
+    """Off the return, for each nat; beta."""
+    estimator: Literal[KlEstimator.K1, KlEstimator.K3] = KlEstimator.K1
+    """Of the KL at each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overlong:
-    """max_tokens: L_max, where the punishment is whole. cache_tokens: L_cache, 1 to L_max, over
-    which it grows. factor: of the whole punishment. Raises: ValueError when out of range.
-    """
+class RewardSettings:
+    """How returns are shaped before groups compare them; null and 0: left alone."""
 
-    max_tokens: int
-    cache_tokens: int
-    factor: float = 1.0
+    __pydantic_config__ = STRICT
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.cache_tokens <= self.max_tokens or not self.factor > 0:
-            raise ValueError(
-                f"shaping: got overlong max_tokens={self.max_tokens}, "
-                f"cache_tokens={self.cache_tokens}, factor={self.factor}, expected "
-                "1 <= cache_tokens <= max_tokens and factor > 0"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KlInReward:
-    """coefficient: beta > 0, return per nat. Raises: ValueError when it is not."""
-
-    estimate: KlEstimate
-    coefficient: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.coefficient < np.inf:
-            raise ValueError(f"shaping: got KL coefficient {self.coefficient}, expected above 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShapingSettings:
-    """None and 0: left alone. missing_end_penalty: >= 0, what an answer without an end costs."""
-
-    clip: ReturnRange | None = None
-    overlong: Overlong | None = None
-    missing_end_penalty: float = 0.0
-    kl: KlInReward | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.missing_end_penalty < np.inf:
-            raise ValueError(
-                f"shaping: missing_end_penalty is {self.missing_end_penalty}, expected 0 or more"
-            )
+    clip: tuple[float, float] | None = None
+    """Lowest and highest return."""
+    overlong: OverlongSettings | None = None
+    missing_end_penalty: NotNegative = 0.0
+    """Off the return when the last answer was cut off."""
+    kl: KlRewardSettings | None = None
 
 
 def turn_rewards(trajectory: Trajectory) -> NDArray[np.float64]:
@@ -106,11 +79,12 @@ def add_at_end(rewards: NDArray[np.float64], amount: float) -> NDArray[np.float6
     return np.append(rewards[:-1], rewards[-1] + amount)
 
 
-def shaped_rewards(trajectory: Trajectory, settings: ShapingSettings) -> NDArray[np.float64]:
+def shaped_rewards(trajectory: Trajectory, settings: RewardSettings) -> NDArray[np.float64]:
     """All that needs no model: clip, overlong, missing end. [K] float64, one a turn."""
     rewards = turn_rewards(trajectory)
     if settings.clip is not None:
-        rewards = clip_return(rewards, low=settings.clip.low, high=settings.clip.high)
+        low, high = settings.clip
+        rewards = clip_return(rewards, low=low, high=high)
     if settings.overlong is not None:
         overlong = settings.overlong
         punishment = overlong_punishment(
@@ -175,7 +149,7 @@ def kl_penalties(
     logprobs: NDArray[np.float32],
     reference_logprobs: NDArray[np.float32],
     *,
-    kl: KlInReward,
+    kl: KlRewardSettings,
     name: str = "",
 ) -> NDArray[np.float64]:
     """Charge each sampled token for leaving the reference.
@@ -203,10 +177,10 @@ def kl_penalties(
             f"shaping: {subject} has a log-probability that is not finite, of the policy or of "
             "the reference; mask such tokens before they are charged"
         )
-    match kl.estimate:
-        case KlEstimate.K1:
+    match kl.estimator:
+        case KlEstimator.K1:
             estimate = -delta
-        case KlEstimate.K3:
+        case KlEstimator.K3:
             bounded = np.minimum(delta, MAX_LOG_RATIO)
             estimate = np.expm1(bounded) - bounded
     return -kl.coefficient * estimate

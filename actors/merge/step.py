@@ -93,7 +93,7 @@ def build_step(
     """
     _check_versions(groups, trainer_version)
     judged = [_credit_members(group, settings, scores) for group in groups]
-    if settings.normalises:
+    if settings.algorithm.normalise_advantages:
         judged = _normalise(judged)
     members = [member for group in judged for member in group]
     trained = [member for member in members if member.is_trained]
@@ -120,7 +120,9 @@ def build_step(
         settlements=tuple(Settlement(rollout_id=v.rollout_id, reason=v.reason) for v in verdicts),
         report=report_step(tallies, shards),
         judged=tuple(_handed_out(member) for member in members),
-        value_shards=_value_shards(trained, settings, step=step) if settings.needs_values else (),
+        value_shards=_value_shards(trained, settings, step=step)
+        if settings.algorithm.has_critic
+        else (),
     )
 
 
@@ -155,9 +157,9 @@ def _credit_members(group: MergedGroup, settings: StepSettings, scores: Scores) 
             for index, member in enumerate(members)
             if (found := _candidate(member, settings, scores)) is not None
         }
-        if len(in_baseline) < max(1, settings.min_group_size):
+        if len(in_baseline) < settings.algorithm.min_group_size:
             return [_leave(member, EvictionReason.GROUP_TOO_SMALL) for member in members]
-        result = credit_group(list(in_baseline.values()), settings, scores=scores)
+        result = credit_group(list(in_baseline.values()), settings.algorithm, scores=scores)
     except ValueError as error:
         raise ValueError(f"group {group.group_id}: {error}") from error
     for (index, found), credit in zip(in_baseline.items(), result.credits, strict=True):
@@ -189,7 +191,7 @@ def _candidate(member: _Member, settings: StepSettings, scores: Scores) -> Candi
         member.merged,
         rewards=member.verdict.rewards,
         baseline_return=baseline_return,
-        kl=settings.shaping.kl,
+        kl=settings.algorithm.reward.kl,
         scores=scores,
     )
 
@@ -219,7 +221,7 @@ def _without_signal(member: _Member, settings: StepSettings) -> _Member:
     """A member of a group whose advantages are all 0: idle, unless the loss has other terms."""
     if not member.is_trained:
         return member
-    if settings.trains_without_signal:
+    if settings.algorithm.trains_without_signal:
         return replace(member, has_signal=False)
     verdict = replace(member.verdict, reason=EvictionReason.ZERO_VARIANCE)
     return replace(member, verdict=verdict, has_signal=False)
@@ -246,7 +248,7 @@ def _pack(
     """What is idle is shared out over the updates in proportion to what they train."""
     parts = split_trajectories(
         [member.trajectory.group_id for member in trained],
-        num_minibatches=settings.num_minibatches,
+        num_minibatches=settings.algorithm.minibatches,
         seed=settings.seed,
         step=step,
     )
@@ -256,16 +258,16 @@ def _pack(
         of_part = [sizes[index] for index in part]
         weights = trajectory_weights(
             of_part,
-            aggregation=settings.aggregation,
+            aggregation=settings.algorithm.loss.aggregation,
             idle=share_of_idle(idle, of_part, sizes),
             constant_tokens=settings.constant_tokens,
         )
         packed = pack_minibatch(
             _weighted([trained[index] for index in part], weights.tolist()),
-            num_ranks=settings.num_ranks,
-            budget=settings.tokens_per_micro_batch,
+            num_ranks=settings.trainer.num_ranks,
+            budget=settings.trainer.tokens_per_micro_batch,
             attention_tokens=settings.attention_tokens,
-            share_prefixes=settings.share_prefixes,
+            share_prefixes=settings.trainer.share_prefixes,
         )
         minibatches.append(packed)
     return tuple(
@@ -288,8 +290,8 @@ def _value_shards(
     return pack_values(
         [valued for member in trained for valued in _valued(member)],
         step=step,
-        num_ranks=settings.num_ranks,
-        budget=settings.tokens_per_micro_batch,
+        num_ranks=settings.trainer.num_ranks,
+        budget=settings.trainer.tokens_per_micro_batch,
     )
 
 

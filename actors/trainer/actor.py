@@ -22,7 +22,7 @@ from actors.expert_records import ModelShape
 from actors.trainer.manifest import Progress
 from actors.trainer.memory import keep_freed_memory
 from actors.trainer.process_group import Rendezvous, connect_store, free_port, open_store
-from actors.trainer.settings import TrainerSettings
+from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
 from actors.value_batch import ValueShard
 from actors.weights.board import BoardStatus, PublishedGroup
@@ -45,7 +45,7 @@ class RankPlace:
 class TrainerRankActor:
     """Holds one `TrainerRank`; `join` makes it, everything else needs it."""
 
-    def __init__(self, settings: TrainerSettings, rank: int) -> None:
+    def __init__(self, settings: RankSettings, rank: int) -> None:
         self._settings = settings
         self._rank_number = rank
         self._store: dist.Store | None = None
@@ -63,7 +63,7 @@ class TrainerRankActor:
         """Open the store that the ranks meet at; rank 0 alone."""
         self._store, rendezvous = open_store(
             address,
-            num_ranks=self._settings.num_ranks,
+            num_ranks=self._settings.trainer.num_ranks,
             timeout_s=self._settings.collective_timeout_s,
         )
         return rendezvous
@@ -80,7 +80,7 @@ class TrainerRankActor:
         if self._store is None:
             self._store = connect_store(
                 rendezvous,
-                num_ranks=self._settings.num_ranks,
+                num_ranks=self._settings.trainer.num_ranks,
                 timeout_s=self._settings.collective_timeout_s,
             )
         self._rank = TrainerRank(
@@ -126,7 +126,7 @@ class TrainerRankActor:
             self._publisher = CudaPublisher(
                 rank.causal_lm,
                 rank=self._rank_number,
-                transport=self._settings.weight_transport,
+                transport=self._settings.weight_backend,
                 client=BoardClient(board, epoch),
                 read_status=read_status,
                 dtype=rank.param_dtype,

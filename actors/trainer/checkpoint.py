@@ -33,7 +33,6 @@ from actors.trainer.manifest import (
     Progress,
     claim,
     hold,
-    list_checkpoints,
     read_manifest,
     write_manifest,
 )
@@ -55,10 +54,9 @@ def save(
     progress: Progress,
     *,
     policy: Trained,
-    keep: int,
     critic: Trained | None = None,
 ) -> Path:
-    """Write a checkpoint beside its place, rename it into it, and drop all but the newest `keep`.
+    """Write a checkpoint beside its place and rename it into it; older ones are left alone.
 
     An older checkpoint of the same name (a step done again under the same lease) is replaced.
 
@@ -81,7 +79,7 @@ def save(
             "disk full, and does every rank see the same directory?"
         ) from error
     dist.barrier()
-    _together(lambda: _finish(root, aside, progress, keep=keep), does_run=is_writer)
+    _together(lambda: _finish(root, aside, progress), does_run=is_writer)
     return final
 
 
@@ -130,7 +128,7 @@ def _prepare(root: Path, aside: Path, *, epoch: int) -> None:
     aside.mkdir()
 
 
-def _finish(root: Path, aside: Path, progress: Progress, *, keep: int) -> None:
+def _finish(root: Path, aside: Path, progress: Progress) -> None:
     hold(root, progress.epoch)
     final = root / progress.directory_name
     write_manifest(aside, progress)
@@ -138,8 +136,6 @@ def _finish(root: Path, aside: Path, progress: Progress, *, keep: int) -> None:
         _remove(final)
     aside.rename(final)
     _sync_directory(root)
-    for path in list_checkpoints(root)[:-keep]:
-        _remove(path)
 
 
 def _state(policy: Trained, critic: Trained | None) -> dict[str, Any]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from actors.batch import Float32s, MicroBatch
-from actors.trainer.critic_settings import CriticStats, CriticTraining
+from actors.merge.gae import CriticSettings
 from actors.trainer.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -26,6 +27,8 @@ from actors.trainer.optimizer import (
 )
 from actors.trainer.process_group import gather_rows
 from actors.trainer.row import RowTensors, row_tensors
+from actors.trainer.settings import TrainerSettings
+from actors.trainer.statistics import CriticStats
 from actors.trainer.value_loss import clipped_value_loss, explained_variance
 from actors.trainer.value_model import load_value_model, shard_value_model
 from actors.value_batch import ValueRow, ValueShard
@@ -39,29 +42,30 @@ class Critic:
     def __init__(
         self,
         model: str,
-        settings: CriticTraining,
+        settings: CriticSettings,
+        trainer: TrainerSettings,
         *,
         mesh: DeviceMesh,
         device: torch.device,
         param_dtype: torch.dtype,
     ) -> None:
-        """Load the value model and shard it. Raises: OSError (transformers)."""
+        """Load the value model and shard it.
+
+        trainer: what its optimiser has in common with the policy's. Raises: OSError (transformers).
+        """
         self.settings = settings
+        self._max_grad_norm = trainer.max_grad_norm
         self.device = device
         self.num_updates = 0
         self.value_model = load_value_model(
-            model, gradient_checkpointing=settings.gradient_checkpointing
+            model, gradient_checkpointing=trainer.gradient_checkpointing
         )
         self._sharded = shard_value_model(
             self.value_model, mesh, param_dtype=param_dtype, reshard_after_forward=False
         )
         self._parameters = list(self.value_model.parameters())
         self.optimizer = build_optimizer(
-            self._parameters,
-            learning_rate=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
+            self._parameters, replace(trainer, learning_rate=settings.learning_rate)
         )
 
     def score(self, rows: tuple[MicroBatch, ...]) -> tuple[Float32s, ...]:
@@ -87,13 +91,11 @@ class Critic:
         grad_norm = math.sqrt(gathered.pop())
         stats = _stats(gathered, grad_norm=grad_norm)
         if not stats.is_skipped and stats.num_tokens:
-            clip_gradients(
-                gradients, grad_norm=grad_norm, max_grad_norm=self.settings.max_grad_norm
-            )
+            clip_gradients(gradients, grad_norm=grad_norm, max_grad_norm=self._max_grad_norm)
             rate = learning_rate_at(
                 self.num_updates,
                 learning_rate=self.settings.learning_rate,
-                warmup_steps=self.settings.warmup_steps,
+                warmup_updates=self.settings.warmup_updates,
             )
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()

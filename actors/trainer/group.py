@@ -29,7 +29,7 @@ from actors.expert_records import ModelShape
 from actors.trainer.actor import RankPlace, TrainerRankActor
 from actors.trainer.manifest import CheckpointError, Progress
 from actors.trainer.process_group import LOOPBACK, Rendezvous
-from actors.trainer.settings import Device, TrainerSettings, WeightTransport
+from actors.trainer.settings import Device, RankSettings, WeightBackend
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused
 from actors.trainer.statistics import StepStats
 from actors.weights.board import PublishedGroup
@@ -82,10 +82,9 @@ class TrainerStartFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Seconds until a call must have ended on every rank."""
+    """Seconds until a call other than a step must have ended on every rank."""
 
     start_s: float = 300.0
-    step_s: float = 600.0
     publish_s: float = 300.0
     parity_s: float = 60.0
     checkpoint_s: float = 300.0
@@ -101,20 +100,15 @@ class TrainerGroup:
 
     def __init__(
         self,
-        settings: TrainerSettings,
+        settings: RankSettings,
         *,
         deadlines: Deadlines | None = None,
-        cpus_per_rank: float = 1.0,
-        gpus_per_rank: float = 1.0,
     ) -> None:
-        """gpus_per_rank: on CUDA; a fraction leaves room for an engine on the same GPU."""
         self.settings = settings
         self.deadlines = deadlines or Deadlines()
         self.version = 0
         self.shape: ModelShape | None = None
         self.places: tuple[RankPlace, ...] = ()
-        self._cpus_per_rank = cpus_per_rank
-        self._gpus_per_rank = gpus_per_rank
         self._ranks: list[ActorHandle] = []
         self._placement: PlacementGroup | None = None
 
@@ -130,7 +124,7 @@ class TrainerGroup:
         actor_class = ray.remote(TrainerRankActor)
         self._ranks = [
             actor_class.options(**options, **self._bundle(rank)).remote(self.settings, rank)
-            for rank in range(self.settings.num_ranks)
+            for rank in range(self.settings.trainer.num_ranks)
         ]
         self.places = tuple(await self._on_all("place", timeout_s=timeout_s))
         is_local = len({place.node_id for place in self.places}) == 1
@@ -145,7 +139,7 @@ class TrainerGroup:
             await asyncio.sleep(_WATCH_EVERY_S)
             if self._ranks:
                 # It waits behind a step that is under way, which has the same deadline.
-                await self._on_all("place", timeout_s=self.deadlines.step_s)
+                await self._on_all("place", timeout_s=self.settings.trainer.step_deadline_s)
 
     async def score(self, shard_refs: Sequence[ObjectRef]) -> tuple[ObjectRef, ...]:
         """Score rows before they are trained; each rank fetches only its own shard.
@@ -155,7 +149,7 @@ class TrainerGroup:
         Raises: as `step`.
         """
         calls = [rank.score_rows.remote(ref) for rank, ref in self._dealt(shard_refs)]
-        return tuple(await self._join("score_rows", calls, self.deadlines.step_s))
+        return tuple(await self._join("score_rows", calls, self.settings.trainer.step_deadline_s))
 
     async def step(
         self, shard_refs: Sequence[ObjectRef], value_shard_refs: Sequence[ObjectRef] = ()
@@ -172,7 +166,9 @@ class TrainerGroup:
             rank.train_step.remote(ref, of_values)
             for (rank, ref), of_values in zip(self._dealt(shard_refs), values, strict=True)
         ]
-        stats: StepStats = (await self._join("train_step", calls, self.deadlines.step_s))[0]
+        stats: StepStats = (
+            await self._join("train_step", calls, self.settings.trainer.step_deadline_s)
+        )[0]
         self.version = stats.trainer_version + 1
         return stats
 
@@ -189,7 +185,7 @@ class TrainerGroup:
         if version != self.version:
             raise ValueError(f"trainer: got version {version}, expected {self.version} to publish")
         timeout_s = self.deadlines.publish_s
-        if self.settings.weight_transport is not WeightTransport.OBJECT_STORE:
+        if self.settings.weight_backend is not WeightBackend.OBJECT_STORE:
             meeting = await self._transfer_meeting(timeout_s)
             await self._on_all("send_weights", board, epoch, version, meeting, timeout_s=timeout_s)
             return ()
@@ -251,19 +247,22 @@ class TrainerGroup:
             self._placement = None
 
     async def _actor_options(self, timeout_s: float) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_cpus": self._cpus_per_rank, "max_restarts": 0}
-        if self.settings.device is Device.CPU:
+        options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0}
+        if self.settings.trainer.device is Device.CPU:
             return {**options, "scheduling_strategy": "SPREAD"}
-        bundle = {"CPU": self._cpus_per_rank, "GPU": self._gpus_per_rank}
-        self._placement = placement_group([bundle] * self.settings.num_ranks, strategy="PACK")
+        num_gpus = self.settings.trainer.gpus_per_rank
+        bundle = {"CPU": 1, "GPU": num_gpus}
+        self._placement = placement_group(
+            [bundle] * self.settings.trainer.num_ranks, strategy="PACK"
+        )
         try:
             await _answer(self._placement.ready(), timeout_s)
         except TimeoutError as error:
             self.kill()
             raise TrainerRankLost(
-                0, "start", f"no {self.settings.num_ranks} x {bundle} within {timeout_s} s"
+                0, "start", f"no {self.settings.trainer.num_ranks} x {bundle} within {timeout_s} s"
             ) from error
-        return {**options, "num_gpus": self._gpus_per_rank}
+        return {**options, "num_gpus": num_gpus}
 
     def _bundle(self, rank: int) -> dict[str, Any]:
         if self._placement is None:

@@ -13,27 +13,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from actors.trainer.settings import TrainerSettings
 
-def learning_rate_at(num_updates: int, *, learning_rate: float, warmup_steps: int) -> float:
+
+def learning_rate_at(num_updates: int, *, learning_rate: float, warmup_updates: int) -> float:
     """Return the rate of the update that follows `num_updates` applied ones.
 
-    rate = learning_rate min(1, (num_updates + 1) / warmup_steps).
+    rate = learning_rate min(1, (num_updates + 1) / warmup_updates).
 
     Example: rates of 1.0 warmed up over 4: .25, .5, .75, 1, 1, …
     """
-    if warmup_steps <= 0:
+    if warmup_updates <= 0:
         return learning_rate
-    return learning_rate * min(1.0, (num_updates + 1) / warmup_steps)
+    return learning_rate * min(1.0, (num_updates + 1) / warmup_updates)
 
 
-def build_optimizer(
-    parameters: Iterable[Parameter],
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> torch.optim.AdamW:
+def build_optimizer(parameters: Iterable[Parameter], trainer: TrainerSettings) -> torch.optim.AdamW:
     """Make AdamW with its moments present and its step counts at zero.
 
     torch would make the state at the first update, and its checkpointing would run an update of
@@ -42,10 +37,10 @@ def build_optimizer(
     """
     optimizer = torch.optim.AdamW(
         list(parameters),
-        lr=learning_rate,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
+        lr=trainer.learning_rate,
+        betas=trainer.betas,
+        eps=trainer.adam_epsilon,
+        weight_decay=trainer.weight_decay,
         fused=True,
     )
     for group in optimizer.param_groups:

@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from actors.trainer.process_group import Rendezvous, broadcast_integers
 from actors.trainer.publish import gather_groups, published_shapes
-from actors.trainer.settings import WeightTransport
+from actors.trainer.settings import WeightBackend
 from actors.weights.board import BoardStatus
 from actors.weights.client import BoardClient
 
@@ -55,7 +55,7 @@ class CudaPublisher:
         causal_lm: PreTrainedModel,
         *,
         rank: int,
-        transport: WeightTransport,
+        transport: WeightBackend,
         client: BoardClient,
         read_status: Callable[[], BoardStatus],
         dtype: torch.dtype,
@@ -64,7 +64,7 @@ class CudaPublisher:
 
         Raises: ValueError for a transport that is not vLLM's.
         """
-        if transport not in (WeightTransport.NCCL, WeightTransport.IPC):
+        if transport not in (WeightBackend.NCCL, WeightBackend.IPC):
             raise ValueError(f"publish: got transport {transport}, expected nccl or ipc")
         self._source = ShardedWeightSource(causal_lm, dtype=dtype)
         self._rank = rank
@@ -103,7 +103,7 @@ class CudaPublisher:
     def _meet(self, num_workers: int, *, rendezvous: Rendezvous) -> None:
         self._drop_engine()
         info: TrainerInitInfo
-        if self._transport is WeightTransport.NCCL:
+        if self._transport is WeightBackend.NCCL:
             info = NCCLTrainerInitInfo(
                 rank=self._rank,
                 master_address=rendezvous.address,

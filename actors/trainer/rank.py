@@ -45,14 +45,14 @@ from actors.trainer.publish import pack_weights
 from actors.trainer.reference import Reference
 from actors.trainer.row import RowTensors, row_tensors, scoring_row
 from actors.trainer.scoring import Scores, free_weights, score_minibatches, score_row
-from actors.trainer.settings import ParamDtype, TrainerSettings
+from actors.trainer.settings import Dtype, RankSettings
 from actors.trainer.skipped import SkippedUpdate, report_skip
 from actors.trainer.statistics import StepStats, UpdateSums, summarize_step
 from actors.value_batch import ValueShard
 from actors.weights.buffers import WeightGroup
 from actors.weights.parity import parity_tokens
 
-_DTYPES = {ParamDtype.FLOAT32: torch.float32, ParamDtype.BFLOAT16: torch.bfloat16}
+_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
 class TrainerRank:
@@ -63,7 +63,7 @@ class TrainerRank:
     """
 
     def __init__(
-        self, settings: TrainerSettings, *, rank: int, store: dist.Store, is_local: bool = True
+        self, settings: RankSettings, *, rank: int, store: dist.Store, is_local: bool = True
     ) -> None:
         """Join the group, load the model and shard it.
 
@@ -71,17 +71,18 @@ class TrainerRank:
             architecture that cannot be trained packed; torch.distributed.DistError when the other
             ranks do not come.
         """
+        trainer, algorithm = settings.trainer, settings.algorithm
         self.settings = settings
         self.rank = rank
         self.version = 0
         self.num_updates = 0
-        self.device = torch.device(settings.device.value)
-        torch.set_num_threads(settings.threads_per_rank)
+        self.device = torch.device(trainer.device.value)
+        torch.set_num_threads(trainer.threads)
         torch.manual_seed(settings.seed)
         mesh = join_group(
             store,
             rank=rank,
-            num_ranks=settings.num_ranks,
+            num_ranks=trainer.num_ranks,
             device=self.device,
             timeout_s=settings.collective_timeout_s,
             is_local=is_local,
@@ -89,7 +90,7 @@ class TrainerRank:
         self.policy = load_policy(
             settings.model,
             logprob_chunk=settings.logprob_chunk,
-            gradient_checkpointing=settings.gradient_checkpointing,
+            gradient_checkpointing=trainer.gradient_checkpointing,
         )
         self.causal_lm = self.policy.causal_lm
         self.shape = ModelShape(
@@ -107,21 +108,16 @@ class TrainerRank:
             "device": self.device,
             "param_dtype": self.param_dtype,
         }
-        self._reference = Reference(settings, **place) if settings.needs_reference else None
+        self._reference = Reference(settings, **place) if algorithm.needs_reference else None
         self._critic: Critic | None = None
-        if settings.critic is not None:
-            self._critic = Critic(settings.critic_model or settings.model, settings.critic, **place)
-        self._score_logits = (
-            token_logprobs_and_entropies if settings.loss.needs_entropy_gradient else token_logprobs
-        )
+        if algorithm.has_critic:
+            self._critic = Critic(
+                algorithm.critic.model or settings.model, algorithm.critic, trainer, **place
+            )
+        needs_entropies = algorithm.loss.needs_entropy_gradient
+        self._score_logits = token_logprobs_and_entropies if needs_entropies else token_logprobs
         self._parameters = list(self.policy.parameters())
-        self.optimizer = build_optimizer(
-            self._parameters,
-            learning_rate=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+        self.optimizer = build_optimizer(self._parameters, trainer)
 
     def score_rows(self, shard: RankShard) -> tuple[RowScores, ...]:
         """Score rows before their rewards are shaped: by the critic, and by the reference.
@@ -134,7 +130,7 @@ class TrainerRank:
         none = (None,) * len(rows)
         values = self._critic.score(rows) if self._critic is not None else none
         reference: Sequence[Float32s | None] = none
-        if self._reference is not None and self.settings.scores_reference:
+        if self._reference is not None and self.settings.algorithm.shapes_by_reference:
             scores = self._reference.score(shard.minibatches)
             reference = [logprobs.cpu().numpy() for part in scores for logprobs in part]
         return tuple(
@@ -163,7 +159,7 @@ class TrainerRank:
         old, reference = self._score(shard)
         clock.charge("forward")
         updates: list[UpdateSums] = []
-        for _ in range(self.settings.epochs):
+        for _ in range(self.settings.algorithm.epochs):
             for number, minibatch in enumerate(shard.minibatches):
                 update = self._update(
                     shard,
@@ -207,7 +203,7 @@ class TrainerRank:
     @property
     def param_dtype(self) -> torch.dtype:
         """What forward and backward compute in, and the engines are given."""
-        return _DTYPES[self.settings.param_dtype]
+        return _DTYPES[self.settings.trainer.dtype]
 
     def pack_weights(self) -> Iterator[WeightGroup]:
         """Gather the full weights layer by layer; rank 0 yields them packed, the others nothing.
@@ -228,14 +224,13 @@ class TrainerRank:
                 version=self.version,
                 epoch=epoch,
                 num_updates=self.num_updates,
-                num_ranks=self.settings.num_ranks,
+                num_ranks=self.settings.trainer.num_ranks,
                 model=self.settings.model,
                 extra_json=extra_json,
                 critic_updates=None if self._critic is None else self._critic.num_updates,
             ),
             policy=self._trained,
             critic=self._trained_critic,
-            keep=self.settings.keep_checkpoints,
         )
 
     def load(self, path: Path) -> Progress:
@@ -271,7 +266,7 @@ class TrainerRank:
             value_shard,
             trainer_version=self.version,
             shape=self.shape,
-            max_policy_age=self.settings.max_policy_age,
+            max_policy_age=self.settings.algorithm.max_policy_age,
             device=self.device,
         )
 
@@ -280,8 +275,8 @@ class TrainerRank:
         old: Scores | None = None
         reference: Scores | None = None
         # In a step's only update the current policy still is the old one.
-        is_only_update = self.settings.epochs * len(shard.minibatches) == 1
-        if self.settings.loss.needs_old and not is_only_update:
+        is_only_update = self.settings.algorithm.epochs * len(shard.minibatches) == 1
+        if self.settings.algorithm.loss.needs_old and not is_only_update:
             old = score_minibatches(
                 self.policy,
                 self._sharded,
@@ -289,7 +284,7 @@ class TrainerRank:
                 device=self.device,
                 temperature=self.settings.temperature,
             )
-        if self._reference is not None and self.settings.loss.needs_reference:
+        if self._reference is not None and self.settings.algorithm.loss.needs_reference:
             reference = self._reference.score(shard.minibatches)
         return old, reference
 
@@ -324,10 +319,11 @@ class TrainerRank:
         rows = gather_rows(torch.cat([totals.joined(), square[None]])).cpu()
         combined = combine_rows(rows[:, :-1])
         grad_norm = math.sqrt(float(rows[:, -1].sum()))
+        trainer = self.settings.trainer
         rate = learning_rate_at(
             self.num_updates,
-            learning_rate=self.settings.learning_rate,
-            warmup_steps=self.settings.warmup_steps,
+            learning_rate=trainer.learning_rate,
+            warmup_updates=trainer.warmup_updates,
         )
         update = UpdateSums(
             sums=tuple(combined.sums.tolist()),
@@ -337,9 +333,7 @@ class TrainerRank:
             learning_rate=rate,
         )
         if not update.is_skipped and not update.is_empty:
-            clip_gradients(
-                gradients, grad_norm=grad_norm, max_grad_norm=self.settings.max_grad_norm
-            )
+            clip_gradients(gradients, grad_norm=grad_norm, max_grad_norm=trainer.max_grad_norm)
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
             self.num_updates += 1
@@ -371,7 +365,7 @@ class TrainerRank:
                 old_logprobs=old[number] if old else self._still_old(current),
                 reference_logprobs=reference[number] if reference else None,
             )
-            result = micro_batch_loss(terms, self.settings.loss)
+            result = micro_batch_loss(terms, self.settings.algorithm.loss)
             totals = totals.plus(
                 micro_batch_statistics(
                     terms, result, num_tokens=row.num_tokens, with_mismatch=is_first
@@ -384,7 +378,7 @@ class TrainerRank:
 
     def _still_old(self, current: Tensor) -> Tensor | None:
         """The old policy in a step's only update: the current one, which nothing has moved yet."""
-        return current.detach() if self.settings.loss.needs_old else None
+        return current.detach() if self.settings.algorithm.loss.needs_old else None
 
     def _sync_gradients(self, *, is_last: bool) -> None:
         """Reduce gradients and free gathered weights once an update, after its last backward."""

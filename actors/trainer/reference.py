@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from actors.batch import Minibatch
 from actors.trainer.model import load_policy, shard_policy
 from actors.trainer.scoring import Scores, score_minibatches
-from actors.trainer.settings import TrainerSettings
+from actors.trainer.settings import RankSettings
 
 
 class Reference:
@@ -27,7 +27,7 @@ class Reference:
 
     def __init__(
         self,
-        settings: TrainerSettings,
+        settings: RankSettings,
         *,
         mesh: DeviceMesh,
         device: torch.device,
@@ -37,7 +37,7 @@ class Reference:
         self._device = device
         self._temperature = settings.temperature
         self._policy = load_policy(
-            settings.reference_model or settings.model,
+            settings.algorithm.reference or settings.model,
             logprob_chunk=settings.logprob_chunk,
             gradient_checkpointing=False,
         ).requires_grad_(False)

@@ -1,16 +1,15 @@
-"""The trainer's settings: one frozen value that travels to every rank.
-
-`service` fills it from the one configuration tree; the mathematics never sees it.
-"""
+"""The trainer's settings: its leaf of the configuration, and what travels to every rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from actors.trainer.critic_settings import CriticTraining
-from actors.trainer.loss.settings import LossSettings
+from actors.algorithm import AlgorithmSettings
+from actors.limits import STRICT, Decay, Natural, NotNegative, Positive, Rate, Seconds
+
+LOGPROB_CHUNK = 256
 
 
 class Device(StrEnum):
@@ -20,14 +19,14 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-class ParamDtype(StrEnum):
+class Dtype(StrEnum):
     """What forward and backward compute in; master weights and reductions are float32."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
 
-class WeightTransport(StrEnum):
+class WeightBackend(StrEnum):
     """How published weights reach the engines.
 
     object_store: packed groups over the weight board; everywhere. nccl, ipc: vLLM's own engines,
@@ -41,91 +40,65 @@ class WeightTransport(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """What a trainer group needs to know.
+    """Ranks, optimiser and packing: `trainer` of the configuration."""
 
-    model: directory or hub name of a Hugging Face causal model.
-    checkpoint_dir: where checkpoints and the inputs of skipped updates go; seen by every rank.
-    weight_transport: how published weights travel; nccl and ipc need CUDA.
-    learning_rate: after warm-up, which is linear over `warmup_steps` optimiser updates.
-    max_grad_norm: global L2 norm that gradients are clipped to.
-    loss: which loss is trained.
-    reference_model: directory or hub name; None: the model that training starts from. Loaded only
-        where the loss or the rewards have a KL term.
-    scores_reference: the rewards have one, so that rows are scored before they are trained.
-    critic: how a value model is trained; None: there is none. critic_model: what it begins as,
-        directory or hub name; None: the model that training starts from.
-    temperature: the run's one sampling temperature, > 0.
-    epochs: passes over a step's minibatches.
-    max_policy_age: versions; older tokens are refused. None: not asserted.
-    keep_checkpoints: how many of the newest stay; at least 2, because the caller commits to one
-        only after it was written.
-    logprob_chunk: loss positions whose logits are alive at once.
-    shard_between_micro_batches: free the gathered weights and share out the gradients after every
-        micro-batch: less memory, more communication. False: once an update.
-    threads_per_rank: torch threads of each rank on CPU.
-    collective_timeout_s: seconds after which a collective gives its peers up.
-    """
+    __pydantic_config__ = STRICT
 
-    model: str
-    checkpoint_dir: Path
-    num_ranks: int = 2
+    num_ranks: Positive = 2
+    """FSDP ranks, one process each."""
     device: Device = Device.CPU
-    param_dtype: ParamDtype = ParamDtype.FLOAT32
-    weight_transport: WeightTransport = WeightTransport.OBJECT_STORE
-    learning_rate: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    max_grad_norm: float = 1.0
-    loss: LossSettings = field(default_factory=LossSettings)
-    reference_model: str | None = None
-    scores_reference: bool = False
-    critic: CriticTraining | None = None
-    critic_model: str | None = None
-    temperature: float = 1.0
-    epochs: int = 1
-    max_policy_age: int | None = None
-    seed: int = 0
-    threads_per_rank: int = 1
-    keep_checkpoints: int = 2
+    """Of the trainer."""
+    dtype: Dtype = Dtype.FLOAT32
+    """Of forward and backward; weights and optimiser stay float32."""
+    learning_rate: Rate = 1e-3
+    """AdamW, after the warm-up."""
+    warmup_updates: Natural = 5
+    """Optimiser updates of linear warm-up."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """AdamW."""
+    adam_epsilon: Rate = 1e-8
+    """AdamW; raise it where gradients fade away."""
+    weight_decay: NotNegative = 0.0
+    """AdamW."""
+    max_grad_norm: Rate = 1.0
+    """Gradients are clipped to this norm."""
+    tokens_per_micro_batch: Positive = 4096
+    """Budget of one packed row, counted after sharing; what is longer gets a row of its own."""
+    share_prefixes: bool = True
+    """Compute what the samples of a row begin with in common once; false: each by itself, for a
+    comparison."""
     gradient_checkpointing: bool = False
-    logprob_chunk: int = 256
+    """Less memory, a third more compute."""
+    threads: Positive = 1
+    """Of a rank on CPU."""
+    gpus_per_rank: NotNegative = 0.0
+    """A fraction where engines share the GPU."""
+    max_skipped_steps: Positive = 10
+    """Steps in a row without a finite update, or without any trajectory that could be merged, that
+    end the run."""
+    step_deadline_s: Seconds = 600
+    """One training step, or the ranks are lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """What every rank is told."""
+
+    trainer: TrainerSettings
+    algorithm: AlgorithmSettings
+    model: str
+    """Directory or hub name of a Hugging Face causal model."""
+    checkpoint_dir: Path
+    """Where checkpoints and the inputs of skipped updates go; seen by every rank."""
+    weight_backend: WeightBackend
+    """How published weights travel; nccl and ipc need CUDA."""
+    temperature: float
+    """The run's one sampling temperature."""
+    seed: int
+    logprob_chunk: int = LOGPROB_CHUNK
+    """Loss positions whose logits are alive at once."""
     shard_between_micro_batches: bool = False
+    """Free the gathered weights and share out the gradients after every micro-batch: less memory,
+    more communication. False: once an update."""
     collective_timeout_s: float = 120.0
-
-    def __post_init__(self) -> None:
-        at_least_one = {
-            "num_ranks": self.num_ranks,
-            "epochs": self.epochs,
-            "threads_per_rank": self.threads_per_rank,
-            "logprob_chunk": self.logprob_chunk,
-        }
-        for name, count in at_least_one.items():
-            if count < 1:
-                raise ValueError(f"trainer.{name}: got {count}, expected at least 1")
-        if self.keep_checkpoints < 2:
-            raise ValueError(
-                f"trainer.keep_checkpoints: got {self.keep_checkpoints}, expected at least 2; the "
-                "one before must outlive a crash between writing and committing"
-            )
-        above_zero = {
-            "learning_rate": self.learning_rate,
-            "max_grad_norm": self.max_grad_norm,
-            "temperature": self.temperature,
-            "eps": self.eps,
-            "collective_timeout_s": self.collective_timeout_s,
-        }
-        for name, number in above_zero.items():
-            if not number > 0:
-                raise ValueError(f"trainer.{name}: got {number}, expected more than 0")
-        needs_cuda = self.weight_transport is not WeightTransport.OBJECT_STORE
-        if needs_cuda and self.device is not Device.CUDA:
-            raise ValueError(
-                f"trainer.weight_transport: got {self.weight_transport.value} on "
-                f"{self.device.value}, expected object_store there"
-            )
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.scores_reference or self.loss.needs_reference
+    """Seconds after which a collective gives its peers up."""

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.trainer.critic_settings import CriticStats
 from actors.trainer.loss.statistics import MAX_NAMES, MIN_NAMES, SUM_NAMES
 
 
@@ -24,6 +23,23 @@ class PhaseSeconds:
     backward_s: float
     optimizer_s: float
     critic_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticStats:
+    """One update over all ranks. loss: token mean. explained_variance: 1 - mean squared error over
+    the targets' variance, of the values that the advantages were made with; None: the targets did
+    not vary. is_skipped: a loss or gradient that was not finite; never applied.
+    """
+
+    loss: float
+    grad_norm: float
+    value_mean: float
+    target_mean: float
+    explained_variance: float | None
+    clip_fraction: float
+    num_tokens: int
+    is_skipped: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

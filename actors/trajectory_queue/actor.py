@@ -22,7 +22,6 @@ from actors.trajectory_queue.ledger import Settlement
 from actors.trajectory_queue.messages import (
     Drained,
     QueueCut,
-    QueueSettings,
     QueueSnapshot,
     QueueStats,
     StepGroup,
@@ -31,6 +30,7 @@ from actors.trajectory_queue.messages import (
     Vacancy,
 )
 from actors.trajectory_queue.queue_state import QueueState
+from actors.trajectory_queue.settings import QueueStateSettings
 from actors.types import RolloutAssignment, TrajectorySummary
 
 Found = TypeVar("Found")
@@ -40,7 +40,7 @@ Found = TypeVar("Found")
 class TrajectoryQueue:
     """One for a run. Called by environment actors (rollouts) and by the supervisor (the rest)."""
 
-    def __init__(self, settings: QueueSettings, snapshot: QueueSnapshot | None = None) -> None:
+    def __init__(self, settings: QueueStateSettings, snapshot: QueueSnapshot | None = None) -> None:
         self._state = QueueState(settings, snapshot=snapshot)
         self._changed = asyncio.Event()
         self._news_told = 0

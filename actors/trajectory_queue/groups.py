@@ -14,7 +14,6 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from actors.outcomes import Disposition, OutcomePolicy
-from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, RolloutAssignment, Task, TrajectorySummary
 
 
@@ -279,13 +278,3 @@ def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy) -> Group:
             num_failures=each.num_failures,
         )
     return group
-
-
-def check_policy(environment: str, policy: OutcomePolicy) -> None:
-    """Raises: ValueError when a policy drops an outcome that has no eviction reason."""
-    for outcome in Outcome:
-        if policy.disposition(outcome) is Disposition.DROP:
-            try:
-                EvictionReason.of(outcome)
-            except ValueError as error:
-                raise ValueError(f"outcome policy of {environment!r}: {error}") from error

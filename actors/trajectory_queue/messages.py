@@ -6,45 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.failures import FailedGroups
 from actors.trajectory_queue.groups import GroupSnapshot
 from actors.trajectory_queue.ledger import LedgerCounts, LedgerEvent, LedgerSnapshot
-from actors.trajectory_queue.window import WindowSettings, WindowSnapshot
+from actors.trajectory_queue.window import WindowSnapshot
 from actors.types import TrajectorySummary
 
 
 class ActorReleased(ValueError):
     """An environment actor that was released asks for rollouts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueSettings:
-    """min_group_size: usable members that a closed group needs to be trained.
-
-    max_items: rollouts handed out plus trajectories waiting for a step. max_bytes: of the waiting
-    payloads. Above either, only the step that is being collected gets further rollouts.
-    policies: outcome rules by environment; the defaults where it has none.
-    max_variance_refills: dynamic sampling, how often a number is given another task because its
-    group's returns were all equal; 0: such a group keeps its place.
-    Raises: ValueError when a number is out of range.
-    """
-
-    window: WindowSettings
-    min_group_size: int = 2
-    max_items: int = 4096
-    max_bytes: int = 2**30
-    policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
-    max_variance_refills: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("min_group_size", "max_items", "max_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"queue: {name} is {getattr(self, name)}, expected >= 1")
-        if self.max_variance_refills < 0:
-            raise ValueError(
-                f"queue: max_variance_refills is {self.max_variance_refills}, expected >= 0"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

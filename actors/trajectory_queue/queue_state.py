@@ -20,7 +20,6 @@ from actors.trajectory_queue.groups import (
     GroupRequest,
     Rollout,
     RolloutState,
-    check_policy,
     check_size,
     new_group,
     restore_group,
@@ -29,12 +28,12 @@ from actors.trajectory_queue.ledger import EvictionReason, Ledger, Settlement, c
 from actors.trajectory_queue.messages import (
     ActorReleased,
     Drained,
-    QueueSettings,
     QueueSnapshot,
     QueueStats,
     Vacancy,
 )
 from actors.trajectory_queue.refills import Refills
+from actors.trajectory_queue.settings import QueueStateSettings
 from actors.trajectory_queue.window import AdmissionWindow
 from actors.types import Outcome, RolloutAssignment, TrajectorySummary
 
@@ -44,17 +43,19 @@ _DEFAULT_POLICY = OutcomePolicy()
 class QueueState:
     """Everything the queue knows; payloads are opaque references."""
 
-    def __init__(self, settings: QueueSettings, *, snapshot: QueueSnapshot | None = None) -> None:
-        for environment, policy in settings.policies.items():
-            check_policy(environment, policy)
+    def __init__(
+        self, settings: QueueStateSettings, *, snapshot: QueueSnapshot | None = None
+    ) -> None:
         self.settings = settings
         self._window = AdmissionWindow(
-            settings.window, snapshot=snapshot.window if snapshot else None
+            settings.algorithm,
+            num_steps=settings.num_steps,
+            snapshot=snapshot.window if snapshot else None,
         )
         self._ledger = Ledger(snapshot=snapshot.ledger if snapshot else None)
         self._replacements = dict(snapshot.replacements) if snapshot else dict[int, int]()
         self._refills = Refills(
-            limit=settings.max_variance_refills,
+            limit=settings.algorithm.max_variance_refills,
             counts=snapshot.variance_refills if snapshot else None,
         )
         self._groups: dict[int, Group] = {}
@@ -102,7 +103,7 @@ class QueueState:
                     f"{sorted(wanted)[:8]}; ask admissible() first"
                 )
             wanted.remove(request.group_number)
-            check_size(request, min_group_size=self.settings.min_group_size)
+            check_size(request, min_group_size=self.settings.algorithm.min_group_size)
         groups = [
             new_group(
                 request,
@@ -364,7 +365,7 @@ class QueueState:
             return
         self._closed.add(group.number)
         self._news += 1
-        is_usable = group.num_usable >= self.settings.min_group_size
+        is_usable = group.num_usable >= self.settings.algorithm.min_group_size
         self._failures.add_group(is_usable=is_usable)
         if is_usable and not self._refills.claim(group.number, group.baseline_returns()):
             return

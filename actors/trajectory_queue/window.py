@@ -16,38 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowSettings:
-    """groups_per_step: P >= 1. max_lag: S >= 0, versions. window_groups: W >= 1.
-
-    num_groups: of the whole run, None: without end; no group number reaches it.
-    Raises: ValueError when a number is out of range.
-    """
-
-    groups_per_step: int
-    max_lag: int
-    window_groups: int
-    num_groups: int | None = None
-
-    def __post_init__(self) -> None:
-        least = {"groups_per_step": 1, "max_lag": 0, "window_groups": 1}
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(f"window: {name} is {getattr(self, name)}, expected >= {minimum}")
-        if self.num_groups is not None and self.num_groups % self.groups_per_step:
-            raise ValueError(
-                f"window: num_groups is {self.num_groups}, expected a multiple of "
-                f"groups_per_step={self.groups_per_step}; the last step could never be complete"
-            )
-
-    @property
-    def max_policy_age(self) -> int:
-        """Versions: S + ceil((W - 1) / P).
-
-        Examples: S=1, P=3, W=3 -> 2; S=3, P=8, W=9 -> 4; S=0, W=1 -> 0 (synchronous).
-        """
-        return self.max_lag + -(-(self.window_groups - 1) // self.groups_per_step)
+from actors.algorithm import AlgorithmSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +47,16 @@ class WindowSnapshot:
 class AdmissionWindow:
     """Which group numbers may come in, and which closed ones make the next step."""
 
-    def __init__(self, settings: WindowSettings, *, snapshot: WindowSnapshot | None = None) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        algorithm: AlgorithmSettings,
+        *,
+        num_steps: int | None = None,
+        snapshot: WindowSnapshot | None = None,
+    ) -> None:
+        """num_steps: of the whole run; None: without end. No group beyond them is admitted."""
+        self._algorithm = algorithm
+        self._num_steps = num_steps
         self._published = snapshot.published if snapshot else 0
         self._next_step = snapshot.next_step if snapshot else 0
         self._oldest = snapshot.oldest if snapshot else 0
@@ -103,9 +80,11 @@ class AdmissionWindow:
     @property
     def admissible_end(self) -> int:
         """Group numbers below it may be admitted."""
-        settings = self.settings
-        end = (self._published + settings.max_lag + 1) * settings.groups_per_step
-        return end if settings.num_groups is None else min(end, settings.num_groups)
+        algorithm = self._algorithm
+        num_steps = self._published + algorithm.max_lag + 1
+        if self._num_steps is not None:
+            num_steps = min(num_steps, self._num_steps)
+        return num_steps * algorithm.groups_per_step
 
     def is_taken(self, number: int) -> bool:
         return number < self._oldest or number in self._beyond
@@ -126,7 +105,7 @@ class AdmissionWindow:
         """The P oldest numbers not taken: if they close, the step is complete, whatever else."""
         numbers: list[int] = []
         number = self._oldest
-        while len(numbers) < self.settings.groups_per_step:
+        while len(numbers) < self._algorithm.groups_per_step:
             if number not in self._beyond:
                 numbers.append(number)
             number += 1
@@ -136,8 +115,8 @@ class AdmissionWindow:
         """The P groups that the next step would take, oldest closed ones first; None: not yet."""
         oldest, beyond = self._oldest, set(self._beyond)
         chosen: list[int] = []
-        while len(chosen) < self.settings.groups_per_step:
-            reach = range(oldest, oldest + self.settings.window_groups)
+        while len(chosen) < self._algorithm.groups_per_step:
+            reach = range(oldest, oldest + self._algorithm.window)
             number = next((k for k in reach if k not in beyond and is_closed(k)), None)
             if number is None:
                 return None
@@ -196,7 +175,7 @@ class AdmissionWindow:
 
     def snapshot(self) -> WindowSnapshot:
         """The window as if every unsettled step had been given back."""
-        clone = AdmissionWindow(self.settings)
+        clone = AdmissionWindow(self._algorithm)
         clone._oldest, clone._beyond = self._oldest, set(self._beyond)
         clone._next_step, clone._unsettled = self._next_step, dict(self._unsettled)
         if clone._unsettled:

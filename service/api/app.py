@@ -27,7 +27,7 @@ def create_app(run: RunPort, settings: HttpSettings) -> FastAPI:
     """The API of one run."""
     app = FastAPI(title="Rayloom", description="Rollouts for a training run, over HTTP.")
     app.add_middleware(
-        Guards, max_body_bytes=settings.max_body_bytes, key_digest=settings.key_digest
+        Guards, max_body_bytes=settings.service.max_body_kib << 10, key_digest=settings.key_digest
     )
     problems.install(app)
     _add_health(app, run)
@@ -59,7 +59,7 @@ def _add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
     @app.post(f"{PREFIX}/rollouts", status_code=202)
     async def submit(body: SubmitBody, response: Response) -> SubmitAnswer:
         """Accept a batch of tasks: durable when answered, all or none."""
-        wanted = body.wanted(num_samples=settings.num_samples)
+        wanted = body.wanted(num_samples=settings.algorithm.group_size)
         _check(body.environment, wanted, settings)
         reply = await run.submit(wanted)
         _refuse_if_needed(reply)
@@ -105,24 +105,26 @@ def _check(environment: str, wanted: Sequence[Wanted], settings: HttpSettings) -
             f"{', '.join(settings.environments)}; the run's configuration names them "
             "(tasks.environment)",
         )
-    if len(wanted) > settings.max_tasks:
+    most = settings.service.max_tasks_per_request
+    if len(wanted) > most:
         raise Problem(
             413,
             "too-many-tasks",
-            f"got {len(wanted)} tasks, expected at most {settings.max_tasks} a request; split the "
+            f"got {len(wanted)} tasks, expected at most {most} a request; split the "
             "batch, or raise service.max_tasks_per_request",
         )
+    lowest, most = settings.algorithm.min_group_size, settings.service.max_samples_per_task
     for item in wanted:
         least = item.min_usable_samples or item.num_samples
-        is_in_range = settings.min_samples <= least <= item.num_samples <= settings.max_samples
+        is_in_range = lowest <= least <= item.num_samples <= most
         if not is_in_range:
             raise Problem(
                 422,
                 "num-samples",
                 f"task {item.task.task_id!r} asks for {item.num_samples} rollouts, "
-                f"min_usable_samples {item.min_usable_samples}; expected {settings.min_samples} "
+                f"min_usable_samples {item.min_usable_samples}; expected {lowest} "
                 f"(algorithm.min_group_size) <= min_usable_samples <= num_samples <= "
-                f"{settings.max_samples} (service.max_samples_per_task)",
+                f"{most} (service.max_samples_per_task)",
             )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from actors.algorithm import AlgorithmSettings
+from service.config.tree import ServiceSettings
 from service.intake.submission import SubmissionView, SubmitReply, Wanted
 from service.run.readiness import Readiness
 
@@ -30,17 +32,11 @@ class RunPort(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpSettings:
-    """What the routes check by themselves.
+    """What the routes check by themselves."""
 
-    environments: whose tasks are taken. num_samples: of a task that names none; min_samples,
-    max_samples: of one that does. key_digest: SHA-256 of the bearer key, hexadecimal; None: none
-    is asked for.
-    """
-
+    service: ServiceSettings
+    algorithm: AlgorithmSettings
     environments: tuple[str, ...]
-    num_samples: int
-    min_samples: int
-    max_samples: int
-    max_tasks: int
-    max_body_bytes: int
+    """Whose tasks are taken."""
     key_digest: str | None = None
+    """SHA-256 of the bearer key, hexadecimal; None: none is asked for."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from actors.environment.tasks import derived_seed
+from actors.limits import MAX_TASK_SEED
 from actors.types import Task
 from service.intake.submission import (
     Line,
@@ -20,7 +21,6 @@ from service.intake.submission import (
 )
 
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
-MAX_SEED = 2**31 - 1
 # What stores, copies and shows the data goes down into it by calls.
 MAX_DEPTH = 64
 
@@ -36,7 +36,7 @@ class TaskBody(_Strict):
     """One task. The same id with the same content is the same task, however often it is sent."""
 
     id: RolloutId = Field(description="yours; unique in the run")
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED, strict=True)] | None = Field(
+    seed: Annotated[int, Field(ge=0, le=MAX_TASK_SEED, strict=True)] | None = Field(
         None, description="of every random choice of the environment; null: derived from the id"
     )
     data: dict[str, Any] = Field(default_factory=dict, description="for the environment")

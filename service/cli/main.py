@@ -11,9 +11,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from actors.limits import MAX_SEED
 from service.cli.display.outlet import escape_unencodable, say
-from service.config.fields import MAX_SEED
-from service.config.file import ConfigError, dump_config, load_config
+from service.config.file import ConfigError, describe_config, load_config
 from service.config.tree import Config
 from service.launch.stop_signals import EXIT_INTERRUPTED, stop_signals
 
@@ -170,8 +170,8 @@ def _place(option: str, path: str | None, *, what: str = "a directory") -> Path 
 
 @app.command()
 def check(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Read CONFIG, check it, and print it with every default filled in."""
-    typer.echo(dump_config(load_config(config, overrides or ())), nl=False)
+    """Read CONFIG, check it, and print every setting, defaults filled in, with its meaning."""
+    typer.echo(describe_config(load_config(config, overrides or ())))
 
 
 @app.command()

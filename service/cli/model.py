@@ -9,7 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from actors.trainer.tiny.model import WARMUP_STEPS, build_tiny_model
 from service.config.file import ConfigError
-from service.config.sections import TinyModel
+from service.config.tree import TinyModelSettings
 
 
 def build_tiny(directory: Path, *, seed: int, tied: bool, warmup_steps: int | None) -> str:
@@ -36,7 +36,7 @@ def build_tiny(directory: Path, *, seed: int, tied: bool, warmup_steps: int | No
     )
 
 
-def build_tiny_for(settings: TinyModel, directory: Path) -> str:
+def build_tiny_for(settings: TinyModelSettings, directory: Path) -> str:
     """Build a run's tiny model where it is not there yet; returns its path."""
     build_tiny(
         directory,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from dataclasses import replace
 
 from service.api.key import KEY_VARIABLE, digest_of, take_key
 from service.api.port import HttpSettings
 from service.config.file import ConfigError
-from service.config.sections import ServiceConfig
-from service.config.tree import Config
+from service.config.tree import Config, ServiceSettings
 
 MIN_KEY_CHARACTERS = 16
 
@@ -51,7 +51,7 @@ def with_free_port(config: Config, *, is_local: bool) -> Config:
             f"({error.strerror or error}); end what does, or choose another with --set "
             "service.port=PORT (0: any free one)"
         ) from error
-    return config.model_copy(update={"service": service.model_copy(update={"port": port})})
+    return replace(config, service=replace(service, port=port))
 
 
 def http_settings(config: Config) -> HttpSettings:
@@ -59,7 +59,7 @@ def http_settings(config: Config) -> HttpSettings:
 
     Raises: ConfigError for an API that anybody in the network could use.
     """
-    service, algorithm = config.service, config.algorithm
+    service = config.service
     key = take_key()
     if key is not None and len(key) < MIN_KEY_CHARACTERS:
         raise ConfigError(
@@ -72,12 +72,9 @@ def http_settings(config: Config) -> HttpSettings:
             f"use the API; set {KEY_VARIABLE} to a long random key, or listen on 127.0.0.1"
         )
     return HttpSettings(
+        service=service,
+        algorithm=config.algorithm,
         environments=(config.tasks.environment,),
-        num_samples=algorithm.group_size,
-        min_samples=algorithm.min_group_size,
-        max_samples=service.max_samples_per_task,
-        max_tasks=service.max_tasks_per_request,
-        max_body_bytes=service.max_body_kib << 10,
         key_digest=None if key is None else digest_of(key),
     )
 
@@ -92,7 +89,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def api_address(service: ServiceConfig) -> str:
+def api_address(service: ServiceSettings) -> str:
     host = f"[{service.host}]" if ":" in service.host else service.host
     return f"http://{host}:{service.port}"
 

@@ -1,29 +1,52 @@
-"""What no single section of the configuration can see."""
+"""What no single setting of the configuration can see: settings that do not agree. Pure.
+
+Each check is made here and nowhere else; components trust what they are given. Called by `file.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from actors.merge.advantages import Scale
+from actors.merge.aggregation import Aggregation
+from actors.merge.gae import CriticSettings, Truncation
 from actors.outcomes import Disposition
+from actors.trainer.loss.settings import (
+    Correction,
+    Denominator,
+    KlEstimator,
+    LossSettings,
+    Objective,
+    Ratio,
+)
+from actors.trainer.settings import Device, WeightBackend
 from actors.types import TRUNCATIONS, Outcome
-from service.config.critic import CriticConfig
-from service.config.outcome_rules import disposition_of, outcome_rules
-from service.config.sections import Sections
+from service.config.tree import Config
 
 CPU_BLOCK_TOKENS = 32
 _OUT = frozenset({Disposition.MASK, Disposition.DROP})
+_CLIPPED = frozenset({Objective.PPO_CLIP, Objective.DUAL_CLIP, Objective.CISPO})
+_DPPO = frozenset({Objective.DPPO_TV, Objective.DPPO_KL})
+_CAPPED = _DPPO | {Objective.REINFORCE}
+# By token alone: over a trajectory they would be another algorithm than the one they are named for.
+_BY_TOKEN = _DPPO | {Objective.SAPO}
 
 
-def disagreements(config: Sections) -> Iterator[str]:
+def disagreements(config: Config) -> Iterator[str]:
     """Yield a sentence for each, with got, expected and remedy; none for a sound tree."""
     checks = (
+        _of_model,
+        _of_template,
         _of_groups,
         _of_rules,
-        _of_overlong,
+        _of_reward,
         _of_ends,
         _of_refills,
         _of_scale,
         _of_critic,
+        _of_loss,
+        _of_bands,
+        _of_unread_loss,
         _of_reference,
         _of_budgets,
         _of_weights,
@@ -34,9 +57,28 @@ def disagreements(config: Sections) -> Iterator[str]:
         yield from check(config)
 
 
-def _of_groups(config: Sections) -> Iterator[str]:
+def _of_model(config: Config) -> Iterator[str]:
+    model = config.model
+    if (model.path is None) == (model.tiny is None):
+        yield (
+            "expected exactly one of model.path and model.tiny; got "
+            f"{'neither' if model.path is None else 'both'}; set model.path to a directory or "
+            "hub name, or model.tiny to {} for the built-in tiny model"
+        )
+
+
+def _of_template(config: Config) -> Iterator[str]:
+    for name, value in config.rollouts.template_options.items():
+        if not isinstance(value, bool | int | float | str | None):
+            yield (
+                f"rollouts.template_options.{name}: got a {type(value).__name__}, expected "
+                "true, false, a number, a text or null; chat templates are given plain values"
+            )
+
+
+def _of_groups(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.baseline in ("mean", "leave_one_out") and algorithm.group_size < 2:
+    if algorithm.has_group_baseline and algorithm.group_size < 2:
         yield (
             f"algorithm.group_size is {algorithm.group_size} with a group baseline "
             f"('{algorithm.baseline}'): every advantage would be 0; expected at least 2; raise "
@@ -63,14 +105,14 @@ def _of_groups(config: Sections) -> Iterator[str]:
             f"algorithm.turn_discount is {algorithm.turn_discount:g} with rollouts.max_turns 1: "
             "there is no later turn to discount; leave it out, or allow more turns"
         )
-    if algorithm.max_lag == 0 and algorithm.window > 1:
+    if algorithm.is_in_step and algorithm.window > 1:
         yield (
             f"algorithm.window_groups is {algorithm.window} with max_lag 0; synchronous training "
             "takes the groups in order: leave window_groups out, or set max_lag to 1 or more"
         )
 
 
-def _of_rules(config: Sections) -> Iterator[str]:
+def _of_rules(config: Config) -> Iterator[str]:
     for outcome, rule in config.rollouts.outcomes.items():
         disposition = rule.disposition
         if (disposition is Disposition.TRAIN_PENALISED) != (rule.penalty > 0):
@@ -96,29 +138,34 @@ def _of_rules(config: Sections) -> Iterator[str]:
             )
 
 
-def _of_overlong(config: Sections) -> list[str]:
-    overlong, rollouts = config.algorithm.reward.overlong, config.rollouts
+def _of_reward(config: Config) -> Iterator[str]:
+    reward, rollouts = config.algorithm.reward, config.rollouts
+    if reward.clip is not None and not reward.clip[0] < reward.clip[1]:
+        yield (
+            f"algorithm.reward.clip is [{reward.clip[0]:g}, {reward.clip[1]:g}], expected the "
+            "lower bound first and another one second"
+        )
+    overlong = reward.overlong
     if overlong is None:
-        return []
-    if overlong.cache_tokens > overlong.max_tokens:
-        return [
-            f"algorithm.reward.overlong.cache_tokens is {overlong.cache_tokens}, expected at most "
-            f"overlong.max_tokens ({overlong.max_tokens}); lower it"
-        ]
+        return
     free = overlong.max_tokens - overlong.cache_tokens
     most = rollouts.max_turns * rollouts.max_tokens_per_turn
-    if free < most:
-        return []
-    return [
-        f"algorithm.reward.overlong punishes from {free} tokens on, but a trajectory samples at "
-        f"most {most} (rollouts.max_turns times max_tokens_per_turn): nothing would ever be "
-        "punished; lower overlong.max_tokens"
-    ]
+    if free < 0:
+        yield (
+            f"algorithm.reward.overlong.cache_tokens is {overlong.cache_tokens}, expected at most "
+            f"overlong.max_tokens ({overlong.max_tokens}); lower it"
+        )
+    elif free >= most:
+        yield (
+            f"algorithm.reward.overlong punishes from {free} tokens on, but a trajectory samples "
+            f"at most {most} (rollouts.max_turns times max_tokens_per_turn): nothing would ever "
+            "be punished; lower overlong.max_tokens"
+        )
 
 
-def _of_ends(config: Sections) -> list[str]:
+def _of_ends(config: Config) -> list[str]:
     penalty = config.algorithm.reward.missing_end_penalty
-    cut_off = {disposition_of(config, outcome) for outcome in TRUNCATIONS}
+    cut_off = {config.outcome_policy.disposition(outcome) for outcome in TRUNCATIONS}
     if not penalty or not cut_off <= _OUT:
         return []
     return [
@@ -128,13 +175,13 @@ def _of_ends(config: Sections) -> list[str]:
     ]
 
 
-def _of_refills(config: Sections) -> list[str]:
+def _of_refills(config: Config) -> list[str]:
     algorithm = config.algorithm
     if not algorithm.max_variance_refills:
         return []
     got = f"algorithm.max_variance_refills is {algorithm.max_variance_refills} with "
     found = []
-    if algorithm.baseline in ("none", "critic"):
+    if not algorithm.has_group_baseline:
         found.append(
             got + f"baseline {algorithm.baseline}, which trains groups of equal returns as well; "
             "expected 0; choose a group baseline or leave it out"
@@ -147,18 +194,24 @@ def _of_refills(config: Sections) -> list[str]:
     return found
 
 
-def _of_scale(config: Sections) -> Iterator[str]:
-    """What takes something off returns, where a mean of returns divides."""
+def _of_scale(config: Config) -> Iterator[str]:
+    """What divides advantages: statistics of a group, of returns that may have to be positive."""
     algorithm, reward = config.algorithm, config.algorithm.reward
-    if algorithm.scale != "mean":
+    if algorithm.scale is not Scale.NONE and not algorithm.has_group_baseline:
+        yield (
+            f"algorithm.scale is {algorithm.scale} with algorithm.baseline {algorithm.baseline}: "
+            "it divides by the returns of a group, which needs a group baseline (mean or "
+            "leave_one_out); expected none; set algorithm.scale to none, or choose a group baseline"
+        )
+    if algorithm.scale is not Scale.MEAN:
         return
-    rules = outcome_rules(config).items()
+    rules = config.outcome_policy.overrides.values()
     takers = {
         "algorithm.reward.kl": reward.kl is not None,
         "algorithm.reward.overlong": reward.overlong is not None,
         "algorithm.reward.missing_end_penalty": reward.missing_end_penalty > 0,
         "algorithm.reward.clip": reward.clip is not None and reward.clip[1] < 0,
-        "train_penalised": any(r.disposition is Disposition.TRAIN_PENALISED for _, r in rules),
+        "train_penalised": any(r.disposition is Disposition.TRAIN_PENALISED for r in rules),
     }
     for key, is_set in takers.items():
         if is_set:
@@ -168,40 +221,103 @@ def _of_scale(config: Sections) -> Iterator[str]:
             )
 
 
-def _of_critic(config: Sections) -> Iterator[str]:
-    algorithm = config.algorithm
-    critic = algorithm.critic
-    if not algorithm.has_critic:
-        if critic != CriticConfig():
-            yield (
-                f"algorithm.critic is set with algorithm.baseline {algorithm.baseline}: no critic "
-                "would be trained; set algorithm.baseline to critic, or leave algorithm.critic out"
-            )
-        return
-    if algorithm.turn_discount is not None:
+def _of_critic(config: Config) -> Iterator[str]:
+    algorithm, critic = config.algorithm, config.algorithm.critic
+    if not algorithm.has_critic and critic != CriticSettings():
+        yield (
+            f"algorithm.critic is set with algorithm.baseline {algorithm.baseline}: no critic "
+            "would be trained; set algorithm.baseline to critic, or leave algorithm.critic out"
+        )
+    if (critic.truncation is Truncation.PENALTY) != (critic.truncation_penalty > 0):
+        yield (
+            f"algorithm.critic.truncation_penalty is {critic.truncation_penalty:g} with "
+            f"truncation {critic.truncation}; expected more than 0 with penalty and 0 with every "
+            "other one; set both"
+        )
+    if algorithm.has_critic and algorithm.turn_discount is not None:
         yield (
             f"algorithm.turn_discount is {algorithm.turn_discount:g} with algorithm.baseline "
             "critic, which gives credit by token; leave turn_discount out, or choose a group "
             "baseline"
         )
-    if algorithm.group_size < 2 and algorithm.scale == "std":
+
+
+def _of_loss(config: Config) -> Iterator[str]:
+    loss = config.algorithm.loss
+    is_over_old = loss.denominator is Denominator.OLD
+    if loss.objective is Objective.DPPO_TV and loss.divergence_bound >= 1:
         yield (
-            f"algorithm.group_size is {algorithm.group_size} with algorithm.scale std, the "
-            "deviation of one return: every advantage would be 0; expected scale none; set it"
+            f"algorithm.loss.divergence_bound is {loss.divergence_bound:g} for dppo_tv, expected "
+            "less than 1, the largest total variation; the paper has 0.15"
+        )
+    if loss.ratio is Ratio.SEQUENCE and loss.objective in _BY_TOKEN:
+        yield (
+            f"algorithm.loss.ratio is sequence with objective {loss.objective}, whose gate is of "
+            "single tokens; expected ratio token, or one of ppo_clip, dual_clip, cispo, reinforce"
+        )
+    if loss.objective in _DPPO and is_over_old:
+        yield (
+            f"algorithm.loss.denominator is old with objective {loss.objective}, whose trust "
+            "region is around the behaviour policy; expected denominator behaviour"
+        )
+    if loss.correction is not Correction.NONE and not is_over_old:
+        yield (
+            f"algorithm.loss.correction is {loss.correction} with denominator behaviour: the ratio "
+            "already corrects for the sampler and would count twice; set denominator to old, or "
+            "correction to none"
+        )
+    if loss.needs_reference and loss.kl.estimator is KlEstimator.K1 and not loss.kl.corrected:
+        yield (
+            "algorithm.loss.kl.estimator is k1 without importance correction: its gradient is 0 in "
+            "expectation; weigh it by the ratio (kl.corrected), or choose k2 or k3"
         )
 
 
-def _of_reference(config: Sections) -> Iterator[str]:
+def _of_bands(config: Config) -> Iterator[str]:
+    loss = config.algorithm.loss
+    for name, band in (("token_band", loss.token_band), ("sequence_band", loss.sequence_band)):
+        if band is not None and not (band[0] <= 1 <= band[1] and band[0] < band[1]):
+            yield (
+                f"algorithm.loss.{name} is {list(band)}, expected 0 < low <= 1 <= high and low < "
+                "high; a ratio of 1 is what unchanged data has and must stay inside"
+            )
+
+
+def _of_unread_loss(config: Config) -> Iterator[str]:
+    """Settings that were changed and that nothing would read."""
+    loss, default = config.algorithm.loss, LossSettings()
+    is_clipped = loss.objective in _CLIPPED
+    uses = {
+        "clip_low": (is_clipped, "objective ppo_clip, dual_clip or cispo"),
+        "clip_high": (is_clipped, "objective ppo_clip, dual_clip or cispo"),
+        "dual_clip": (loss.objective is Objective.DUAL_CLIP, "objective dual_clip"),
+        "ratio_cap": (loss.objective in _CAPPED, "objective reinforce, dppo_tv or dppo_kl"),
+        "sapo_tau_positive": (loss.objective is Objective.SAPO, "objective sapo"),
+        "sapo_tau_negative": (loss.objective is Objective.SAPO, "objective sapo"),
+        "divergence_bound": (loss.objective in _DPPO, "objective dppo_tv or _kl"),
+        "correction_cap": (loss.correction is not Correction.NONE, "a correction"),
+        "constant_tokens": (loss.aggregation is Aggregation.CONSTANT, "aggregation constant"),
+        "kl": (loss.kl.coefficient > 0, "kl.coefficient above 0"),
+    }
+    for key, (is_used, user) in uses.items():
+        if not is_used and getattr(loss, key) != getattr(default, key):
+            yield (
+                f"algorithm.loss.{key} is set, but objective {loss.objective} with the other "
+                f"settings does not read it; expected it together with {user}: set that, or leave "
+                "it out"
+            )
+
+
+def _of_reference(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    is_asked = algorithm.reward.kl is not None or algorithm.loss.kl.coefficient > 0
-    if algorithm.reference is not None and not is_asked:
+    if algorithm.reference is not None and not algorithm.needs_reference:
         yield (
             f"algorithm.reference is {algorithm.reference}, but nothing is compared with it; set "
             "algorithm.loss.kl.coefficient above 0 or algorithm.reward.kl, or leave it out"
         )
 
 
-def _of_budgets(config: Sections) -> Iterator[str]:
+def _of_budgets(config: Config) -> Iterator[str]:
     rollouts, context = config.rollouts, config.model.max_context_tokens
     if rollouts.max_tokens_per_turn >= context:
         yield (
@@ -209,23 +325,24 @@ def _of_budgets(config: Sections) -> Iterator[str]:
             f"model.max_context_tokens ({context}), which also holds the prompt; lower the first "
             "or raise the second"
         )
-    if config.max_queue_items < config.algorithm.rollouts_per_step:
+    max_items = config.queue.max_items_with(config.algorithm)
+    if max_items < config.algorithm.rollouts_per_step:
         yield (
-            f"queue.max_items is {config.max_queue_items}, expected at least the "
+            f"queue.max_items is {max_items}, expected at least the "
             f"{config.algorithm.rollouts_per_step} rollouts of one step; raise it or leave it out"
         )
 
 
-def _of_weights(config: Sections) -> Iterator[str]:
+def _of_weights(config: Config) -> Iterator[str]:
     inference = config.inference
-    if inference.weight_backend == "object_store":
+    if inference.weight_backend is WeightBackend.OBJECT_STORE:
         return
-    if config.trainer.device == "cpu":
+    if config.trainer.device is Device.CPU:
         yield (
             f"inference.weight_backend is {inference.weight_backend} with a trainer on "
             "cpu; expected object_store; nccl and ipc move weights between GPUs"
         )
-    if inference.gpus_per_replica == 0:
+    if inference.is_on_cpu:
         yield (
             f"inference.weight_backend is {inference.weight_backend} with "
             "inference.gpus_per_replica 0; expected object_store for engines on CPU; nccl and ipc "
@@ -233,11 +350,11 @@ def _of_weights(config: Sections) -> Iterator[str]:
         )
 
 
-def _of_blocks(config: Sections) -> Iterator[str]:
+def _of_blocks(config: Config) -> Iterator[str]:
     """What vLLM's attention on CPU takes; on a GPU it depends on the backend that it chooses."""
     inference = config.inference
     tokens = inference.block_tokens
-    if inference.gpus_per_replica == 0 and tokens is not None and tokens % CPU_BLOCK_TOKENS:
+    if inference.is_on_cpu and tokens is not None and tokens % CPU_BLOCK_TOKENS:
         yield (
             f"inference.block_tokens is {tokens}, expected a multiple of {CPU_BLOCK_TOKENS} for "
             f"engines on CPU; set {max(1, tokens // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS}, or "
@@ -245,10 +362,10 @@ def _of_blocks(config: Sections) -> Iterator[str]:
         )
 
 
-def _of_gpus(config: Sections) -> Iterator[str]:
+def _of_gpus(config: Config) -> Iterator[str]:
     """Who is to compute on GPUs and is given none, or the other way round."""
     inference, trainer = config.inference, config.trainer
-    if (trainer.device == "cuda") != (trainer.gpus_per_rank > 0):
+    if (trainer.device is Device.CUDA) != (trainer.gpus_per_rank > 0):
         yield (
             f"trainer.device is {trainer.device} with trainer.gpus_per_rank "
             f"{trainer.gpus_per_rank:g}; expected more than 0 with cuda and 0 with cpu; a rank "

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from service.config.disagreements import disagreements
 from service.config.tree import Config
 
 
 class ConfigError(Exception):
     """The configuration cannot be run; the text says what, got, expected and the remedy."""
+
+
+_TREE = TypeAdapter(Config)
+# A member of an enumeration, as pydantic shows it where only some of them are allowed.
+_MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -27,17 +35,56 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(tree: dict[str, Any], *, source: str) -> Config:
-    """Validate a plain tree. Raises: ConfigError."""
+    """Validate a plain tree: each leaf's bounds, then what they must agree on.
+
+    Raises: ConfigError.
+    """
     try:
-        return Config.model_validate(tree)
+        config = _TREE.validate_python(tree)
     except ValidationError as error:
-        lines = [f"  - {_sentence(detail)}" for detail in error.errors(include_url=False)]
-        raise ConfigError(f"configuration {source} is refused:\n" + "\n".join(lines)) from None
+        problems = [_sentence(detail) for detail in error.errors(include_url=False)]
+    else:
+        problems = list(_truths_read_as_numbers(tree, config)) or list(disagreements(config))
+        if not problems:
+            return config
+    lines = "\n".join(f"  - {problem}" for problem in problems)
+    raise ConfigError(f"configuration {source} is refused:\n{lines}")
 
 
 def dump_config(config: Config) -> str:
     """The effective configuration as YAML, defaults included."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.safe_dump(_TREE.dump_python(config, mode="json"), sort_keys=False)
+
+
+def describe_config(config: Config) -> str:
+    """The same, with what each setting means in a comment above it."""
+    schema = config_schema()
+    return "\n".join(_described(_TREE.dump_python(config, mode="json"), schema, schema["$defs"]))
+
+
+def config_schema(ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
+    """The JSON schema of the tree."""
+    return _TREE.json_schema(ref_template=ref_template)
+
+
+def _described(
+    values: Mapping[str, Any], section: Mapping[str, Any], sections: Mapping[str, Any]
+) -> Iterator[str]:
+    """Lines of YAML. section, sections: the JSON schema of the values, and those it refers to."""
+    for key, value in values.items():
+        setting = section["properties"][key]
+        references = [
+            each["$ref"] for each in (setting, *setting.get("anyOf", ())) if "$ref" in each
+        ]
+        target = sections[references[0].rpartition("/")[2]] if references else {}
+        # A section is described where it is declared; its first paragraph says what it is.
+        described = setting.get("description") or target["description"].partition("\n\n")[0]
+        yield f"# {' '.join(described.split())}"
+        if value and "properties" in target:
+            yield f"{key}:"
+            yield from (f"  {line}" for line in _described(value, target, sections))
+        else:
+            yield from yaml.safe_dump({key: value}, sort_keys=False).splitlines()
 
 
 class _Loader(yaml.SafeLoader):
@@ -104,27 +151,44 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
 
 def _sentence(detail: ErrorDetails) -> str:
     location = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
+    if detail["type"] == "unexpected_keyword_argument":
         return f"{location}: unknown key; {_closest(detail['loc'])}"
     if detail["type"] == "missing":
         return f"{location}: missing; this key is required"
-    if detail["type"] == "value_error":
-        return detail["msg"].removeprefix("Value error, ")
-    message = detail["msg"][0].lower() + detail["msg"][1:]
+    message = _MEMBER.sub(r"\1", detail["msg"][0].lower() + detail["msg"][1:])
     return f"{location}: got {detail['input']!r}; {message}"
 
 
 def _closest(location: tuple[int | str, ...]) -> str:
-    model: type[BaseModel] = Config
+    section: Any = Config
     for part in location[:-1]:
-        field = model.model_fields.get(str(part))
-        candidates = getattr(field.annotation, "__args__", (field.annotation,)) if field else ()
-        sections = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not sections:
-            return "remove it"
-        model = sections[0]
-    known = list(model.model_fields)
+        # What is not a field is a key of a mapping, whose values are of one section.
+        if part in _settings(section):
+            section = _section_of(get_type_hints(section)[str(part)])
+    known = _settings(section)
     near = difflib.get_close_matches(str(location[-1]), known, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
     return f"expected one of {', '.join(known)}"
+
+
+def _settings(section: Any) -> list[str]:
+    return [field.name for field in fields(section)]
+
+
+def _section_of(annotation: Any) -> Any:
+    """The dataclass that an annotation is, or that is an argument of it."""
+    return next(each for each in (annotation, *get_args(annotation)) if is_dataclass(each))
+
+
+def _truths_read_as_numbers(given: Any, read: Any, location: str = "") -> Iterator[str]:
+    """True and false that were taken for 1 and 0."""
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            found = read[key] if isinstance(read, Mapping) else getattr(read, key)
+            yield from _truths_read_as_numbers(value, found, f"{location}.{key}")
+    elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
+        for number, (value, found) in enumerate(zip(given, read, strict=True)):
+            yield from _truths_read_as_numbers(value, found, f"{location}.{number}")
+    elif isinstance(given, bool) and not isinstance(read, bool):
+        yield f"{location[1:]}: got {given}; expected a number"

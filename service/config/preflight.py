@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 
 from actors.environment.protocol import Observation
+from actors.limits import GIB
 from service.config.file import ConfigError
 from service.config.model_files import check_model_files, read_object
-from service.config.prompt_check import check_prompt, first_observation
+from service.config.tasks import check_prompt, first_observation
 from service.config.tree import Config
 
-GIB = 1 << 30
 MAX_PROCESSES_PER_CPU = 64
 
 

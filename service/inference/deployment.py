@@ -50,7 +50,8 @@ MAX_FAILURE_CHARACTERS = 600
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:\(\w+\))?: ", re.MULTILINE)
 # For the answers, and the word to the board, that are on their way out of a replica that ends.
 LAST_WORDS_S = 0.2
-MAX_SEED = 1 << 31
+# vLLM takes no greater seed.
+_SEEDS = 1 << 31
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class InferenceReplica:
         self._board = board
         self._name = serve.get_replica_context().replica_id.unique_id
         # Replicas with one seed would sample the same tokens for members of a group.
-        seed = (settings.seed + zlib.crc32(self._name.encode())) % MAX_SEED
+        seed = (settings.seed + zlib.crc32(self._name.encode())) % _SEEDS
         directory = make_engine_directory(session_directory(), self._name)
         self._engine = PolicyEngine(replace(settings, seed=seed), directory)
         self._current_at = self._heard_at = time.monotonic()
@@ -277,11 +278,11 @@ def deploy_inference(
     serve.start(proxy_location=ProxyLocation.Disabled)
     deployment = serve.deployment(
         name=DEPLOYMENT_NAME,
-        num_replicas=settings.num_replicas,
+        num_replicas=settings.inference.num_replicas,
         max_ongoing_requests=settings.max_ongoing_requests,
         ray_actor_options={
-            "num_cpus": settings.cpus_per_replica,
-            "num_gpus": settings.gpus_per_replica,
+            "num_cpus": settings.inference.cpus_per_replica,
+            "num_gpus": settings.inference.gpus_per_replica,
         },
         request_router_config=RequestRouterConfig(request_router_class=ReplicaAffinityRouter),
         health_check_period_s=settings.health_check_period_s,

@@ -106,7 +106,7 @@ class PolicyEngine:
 
     @property
     def num_workers(self) -> int:
-        return self.settings.tensor_parallel_size
+        return self.settings.inference.tensor_parallel_size
 
     # Sampling
 
@@ -169,7 +169,7 @@ class PolicyEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         num_prompt_tokens = int(request.prompt_token_ids.shape[0])
-        limit = self.settings.max_model_len
+        limit = self.settings.max_context_tokens
         if num_prompt_tokens == 0:
             raise ValueError("inference: the prompt is empty; expected at least 1 token")
         if num_prompt_tokens >= limit:
@@ -235,7 +235,7 @@ class PolicyEngine:
 
     async def _finish(self, epoch: int, version: int) -> float:
         await self._engine.finish_weight_update(str(version))
-        if self.settings.reset_prefix_cache_on_publish:
+        if self.settings.resets_prefix_cache:
             await self._engine.reset_prefix_cache()
         self.epoch, self.version = epoch, version
         await self._engine.resume_generation()
@@ -268,22 +268,23 @@ class PolicyEngine:
 
 
 def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
+    inference = settings.inference
     return AsyncEngineArgs(
         model=settings.model,
         # Token ids in and out: the engine needs no tokenizer and no default sampling parameters.
         skip_tokenizer_init=True,
         generation_config="vllm",
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        kv_cache_memory_bytes=settings.kv_cache_bytes,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        enforce_eager=settings.enforce_eager,
-        block_size=settings.block_size,
+        dtype=settings.dtype.value,
+        max_model_len=settings.max_context_tokens,
+        max_num_seqs=inference.max_num_seqs,
+        kv_cache_memory_bytes=inference.kv_cache_bytes,
+        gpu_memory_utilization=inference.gpu_memory_fraction,
+        tensor_parallel_size=inference.tensor_parallel_size,
+        enforce_eager=inference.enforce_eager,
+        block_size=inference.block_tokens,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend=settings.weight_backend),
+        weight_transfer_config=WeightTransferConfig(backend=inference.weight_backend.value),
         seed=settings.seed,
         disable_log_stats=True,
         enable_log_requests=False,

@@ -11,11 +11,13 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from actors.algorithm import AlgorithmSettings
 from actors.deadline import is_set_within
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.groups import GroupRequest, group_id
 from actors.trajectory_queue.messages import Vacancy
 from actors.types import TrajectorySummary
+from service.config.tree import ServiceSettings
 from service.intake.book import Book, rebuild
 from service.intake.submission import (
     Line,
@@ -34,10 +36,10 @@ MAX_RETRY_AFTER_S = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntakeSettings:
-    """capacity: submissions that may wait in the line. groups_per_step: P."""
+    """What the intake reads of the configuration."""
 
-    capacity: int
-    groups_per_step: int
+    service: ServiceSettings
+    algorithm: AlgorithmSettings
     policy: OutcomePolicy
 
 
@@ -74,7 +76,9 @@ class Intake:
 
     @property
     def line(self) -> Line:
-        return Line(waiting=self._book.num_waiting, capacity=self._settings.capacity)
+        return Line(
+            waiting=self._book.num_waiting, capacity=self._settings.service.max_waiting_tasks
+        )
 
     @property
     def groups_to_cancel(self) -> list[str]:
@@ -97,20 +101,20 @@ class Intake:
             return SubmitReply(conflicts=conflicts, line=self.line)
         if new and self._closed_because:
             return SubmitReply(refusal=self._closed_because, line=self.line)
-        if len(new) > self._settings.capacity:
+        if len(new) > self._settings.service.max_waiting_tasks:
             return SubmitReply(
                 refusal=(
                     f"{len(new)} new tasks are offered at once, expected at most "
-                    f"{self._settings.capacity}, for which there is room"
+                    f"{self._settings.service.max_waiting_tasks}, for which there is room"
                 ),
                 is_too_large=True,
                 line=self.line,
             )
-        if new and self._book.num_waiting + len(new) > self._settings.capacity:
+        if new and self._book.num_waiting + len(new) > self._settings.service.max_waiting_tasks:
             return SubmitReply(
                 refusal=(
                     f"{self._book.num_waiting} tasks wait already and {len(new)} more are offered, "
-                    f"expected at most {self._settings.capacity} together"
+                    f"expected at most {self._settings.service.max_waiting_tasks} together"
                 ),
                 retry_after_s=self._retry_after_s(len(new)),
                 line=self.line,
@@ -194,6 +198,6 @@ class Intake:
         self._step_s = seconds
 
     def _retry_after_s(self, num_new: int) -> int:
-        excess = self._book.num_waiting + num_new - self._settings.capacity
-        steps = math.ceil(excess / self._settings.groups_per_step)
+        excess = self._book.num_waiting + num_new - self._settings.service.max_waiting_tasks
+        steps = math.ceil(excess / self._settings.algorithm.groups_per_step)
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(steps * self._step_s)))

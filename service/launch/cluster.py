@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import ray
 
+from actors.limits import MIB
 from service.config.file import ConfigError
 from service.config.preflight import gpus_wanted
 from service.config.tree import Config
 from service.launch.stop_signals import kept_from_children
 
-MIB = 1 << 20
 NAMESPACE = "rayloom"
 # Of an AF_UNIX socket's path, without its closing zero.
 MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107

@@ -38,14 +38,11 @@ END_LIMIT_S, END_UNREADY_LIMIT_S = 90.0, 1.0
 class Engines:
     """Start with `open_epoch`; the deployment is ready once a version has been offered."""
 
-    def __init__(
-        self, settings: EngineSettings, *, run_id: str, first_epoch: int, apply_limit_s: float
-    ) -> None:
+    def __init__(self, settings: EngineSettings, *, run_id: str, first_epoch: int) -> None:
         """run_id: the same for every process that ever holds this run. first_epoch: this one's."""
         self.settings = settings
         self.app_name = f"{run_id}-e{first_epoch}"
         self._run_id = run_id
-        self._apply_limit_s = apply_limit_s
         self._board: ActorHandle | None = None
         self._deploying: asyncio.Future[Any] | None = None
         self._were_ready = False
@@ -70,7 +67,8 @@ class Engines:
             )
             return
         await asyncio.to_thread(delete_leftovers, self._run_id)
-        self._board = start_board(apply_limit_s=self._apply_limit_s)
+        limit_s = self.settings.inference.publish_deadline_s
+        self._board = start_board(apply_limit_s=limit_s)
         self._deploying = _in_thread(
             deploy_inference, self.settings, name=self.app_name, board=self._board
         )

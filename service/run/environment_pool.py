@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,17 +46,13 @@ class Told(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """settings_of: an actor's settings by its id. epoch: ids never repeat over epochs.
+    """What the pool is told."""
 
-    frozen_after_s: an actor that answers nothing for as long is replaced.
-    """
-
-    num_actors: int
-    settings_of: Callable[[str], EnvironmentActorSettings]
+    actors: EnvironmentActorSettings
     tokenizer_path: str
     make_policy: PolicyFactory
     epoch: int
-    frozen_after_s: float
+    """Actors' ids never repeat over epochs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +77,7 @@ class EnvironmentPool:
         self._queue = queue
         self._told = told
         self._numbers = itertools.count()
-        self._members = [self._new_member() for _ in range(settings.num_actors)]
+        self._members = [self._new_member() for _ in range(settings.actors.rollouts.num_actors)]
 
     async def watch(self) -> None:
         """Run every actor and replace those that die; returns only by raising.
@@ -182,7 +178,7 @@ class EnvironmentPool:
         return "it stopped by itself"
 
     async def _until_frozen(self, member: _Member) -> str:
-        limit_s = self._settings.frozen_after_s
+        limit_s = self._settings.actors.rollouts.frozen_after_s
         try:
             await within(START_DEADLINE_S, member.actor.ping.remote())
             while True:
@@ -200,7 +196,8 @@ class EnvironmentPool:
         actor_id = f"environment-{self._settings.epoch}-{next(self._numbers)}"
         actor_class: Any = ray.remote(EnvironmentActor)
         actor = actor_class.options(num_cpus=1, max_concurrency=1000).remote(
-            self._settings.settings_of(actor_id),
+            self._settings.actors,
+            actor_id=actor_id,
             tokenizer_path=self._settings.tokenizer_path,
             make_policy=self._settings.make_policy,
             queue=self._queue_actor,

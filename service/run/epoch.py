@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
 
+from actors.environment.settings import EnvironmentActorSettings
+from actors.journal.files import JournalSettings
 from actors.merge.actor import MergeActor
-from actors.trainer.group import Deadlines, TrainerGroup, TrainerRankLost
+from actors.merge.settings import StepSettings
+from actors.trainer.group import TrainerGroup, TrainerRankLost
 from actors.trainer.manifest import CheckpointError, claim
+from actors.trainer.settings import RankSettings
 from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
-from service.config.settings_of import (
-    environment_settings,
-    failure_limits,
-    journal_settings,
-    merge_settings,
-    queue_settings,
-    trainer_settings,
-)
-from service.config.task_source import open_tasks
+from actors.trajectory_queue.settings import QueueStateSettings
+from service.config.tasks import open_tasks
 from service.config.tree import Config
 from service.intake.intake import Intake
 from service.run.engines import Engines
 from service.run.environment_pool import EnvironmentPool, PoolSettings
+from service.run.failing import FailureLimits
 from service.run.loop import Loop, LoopSettings, Parts
 from service.run.parts import EngineParts, MergeParts, QueueParts, TrainerParts
 from service.run.ports import PartLost
@@ -85,12 +82,24 @@ class Epoch:
         self._recorder = recorder
         self._intake = intake
         queue_class: Any = TrajectoryQueue
-        self._queue_actor = queue_class.remote(queue_settings(config), self._snapshot())
+        queue_settings = QueueStateSettings(
+            algorithm=config.algorithm,
+            queue=config.queue,
+            num_steps=config.run.steps,
+            policies=config.policies,
+        )
+        self._queue_actor = queue_class.remote(queue_settings, self._snapshot())
         self.queue = QueueParts(self._queue_actor)
         self._group = TrainerGroup(
-            trainer_settings(config, model=places.model, checkpoint_dir=places.checkpoints),
-            deadlines=Deadlines(step_s=config.trainer.step_deadline_s),
-            gpus_per_rank=config.trainer.gpus_per_rank,
+            RankSettings(
+                trainer=config.trainer,
+                algorithm=config.algorithm,
+                model=places.model,
+                checkpoint_dir=places.checkpoints,
+                weight_backend=config.inference.weight_backend,
+                temperature=config.rollouts.temperature,
+                seed=config.run.seed,
+            )
         )
         self._merge_actor: ActorHandle | None = None
         self._pool: EnvironmentPool | None = None
@@ -211,12 +220,14 @@ class Epoch:
         # Its actors import while the engines start; they play from `watch` on.
         self._pool = EnvironmentPool(
             PoolSettings(
-                num_actors=config.rollouts.num_actors,
-                settings_of=partial(environment_settings, config),
+                actors=EnvironmentActorSettings(
+                    rollouts=config.rollouts,
+                    environments={config.tasks.environment: config.tasks.options},
+                    max_context_tokens=config.model.max_context_tokens,
+                ),
                 tokenizer_path=self._places.model,
                 make_policy=self._engines.make_policy,
                 epoch=self._lease.epoch,
-                frozen_after_s=config.rollouts.frozen_after_s,
             ),
             queue_actor=self._queue_actor,
             queue=self.queue,
@@ -232,10 +243,30 @@ class Epoch:
         """Behind the trainer's start, which tells the shape of the model."""
         config, merge_class = self._config, cast(Any, MergeActor)
         actor: ActorHandle = merge_class.options(num_cpus=0).remote(
-            replace(merge_settings(config), shape=self._group.shape),
-            journal_settings(config, directory=self._places.journal, epoch=self._lease.epoch),
+            StepSettings(
+                algorithm=config.algorithm,
+                trainer=config.trainer,
+                max_context_tokens=config.model.max_context_tokens,
+                seed=config.run.seed,
+                policies=config.policies,
+                shape=self._group.shape,
+            ),
+            self._journal_settings(),
         )
         return actor
+
+    def _journal_settings(self) -> JournalSettings | None:
+        """None for a run that keeps no journal."""
+        config = self._config
+        if config.run.journal_steps == 0:
+            return None
+        return JournalSettings(
+            directory=self._places.journal,
+            epoch=self._lease.epoch,
+            keep_steps=config.run.journal_steps,
+            max_policy_age=config.algorithm.max_policy_age,
+            group_rule=config.group_rule,
+        )
 
     async def _cancel_again(self) -> None:
         """What was cancelled after the checkpoint is in the restored queue once more."""
@@ -277,16 +308,22 @@ class Epoch:
         )
 
     def _loop_settings(self) -> LoopSettings:
-        run, parent = self._config.run, self._lease.parent
-        return LoopSettings(
-            first_step=self.first_step,
-            steps=run.steps,
-            checkpoint_every=run.checkpoint_every,
-            evaluate_every=run.evaluate_every,
-            overlaps_publish=self._config.algorithm.max_lag > 0,
-            failures=failure_limits(self._config) if self._intake is None else None,
-            scores_first=self._config.algorithm.scores_first,
+        config, parent = self._config, self._lease.parent
+        run, failures = config.run, None
+        if self._intake is None:
+            failures = FailureLimits(
+                rollouts=config.rollouts,
+                algorithm=config.algorithm,
+                trainer=config.trainer,
+                inference=config.inference,
+            )
+        else:
             # A service ends with its steps: clients may still bring what it cannot do yet.
-            stop_at_reward=run.stop_at_reward if self._intake is None else None,
+            run = replace(run, stop_at_reward=None)
+        return LoopSettings(
+            run=run,
+            algorithm=config.algorithm,
+            first_step=self.first_step,
+            failures=failures,
             checkpoint=parent.directory if parent else "",
         )

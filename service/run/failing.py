@@ -1,8 +1,9 @@
 """When a run gets nowhere: the rules that end it, and the sentences that say why. Pure.
 
-A run is given up when the last `max_groups` groups in a row could not be trained and this has
-lasted for `grace_s`, so that a server's short absence is borne. What fails while no engine is ready
-is no fault of the environment and does not count; engines that stay away are a lost part.
+A run is given up when the last `max_failed_groups` groups in a row could not be trained and this
+has lasted for `failed_groups_grace_s`, so that a server's short absence is borne. What fails while
+no engine is ready is no fault of the environment and does not count; engines that stay away are a
+lost part.
 It is given up as well when no update of `max_skipped_steps` steps in a row was finite, or when the
 merge actor refused every trajectory of so many.
 Asked by the loop after each drain and each step.
@@ -13,10 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actors.algorithm import AlgorithmSettings
+from actors.environment.settings import RolloutSettings
 from actors.merge.report import StepReport
+from actors.trainer.settings import TrainerSettings
 from actors.trajectory_queue.failures import FailedGroups
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome
+from service.inference.settings import InferenceSettings
 from service.run.ports import PartLost
 
 REMEDIES = {
@@ -40,19 +45,12 @@ class GivenUp(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureLimits:
-    """max_groups: in a row. grace_s: seconds that the row must have lasted. max_skipped_steps: in a
-    row.
+    """The leaves of the configuration that say how much is borne."""
 
-    min_group_size: usable rollouts that a group of group_size needs. engines_limit_s: seconds that
-    a row of failures may last without any engine ready.
-    """
-
-    max_groups: int
-    grace_s: float
-    max_skipped_steps: int
-    min_group_size: int
-    group_size: int
-    engines_limit_s: float
+    rollouts: RolloutSettings
+    algorithm: AlgorithmSettings
+    trainer: TrainerSettings
+    inference: InferenceSettings
 
 
 class FailureWatch:
@@ -72,7 +70,7 @@ class FailureWatch:
         num_refused = report.evictions.get(EvictionReason.TOKEN_MISALIGNED, 0)
         is_refused = 0 < report.num_trajectories <= num_refused
         self._num_misaligned = self._num_misaligned + 1 if is_refused else 0
-        if self._num_misaligned >= self._limits.max_skipped_steps:
+        if self._num_misaligned >= self._limits.trainer.max_skipped_steps:
             raise GivenUp(
                 f"every trajectory of the last {self._num_misaligned} steps, up to step {step}, "
                 "ended as token_misaligned, and nothing was trained; the last step's first: "
@@ -83,7 +81,7 @@ class FailureWatch:
     def look_at_step(self, step: int, *, was_trained: bool) -> None:
         """was_trained: whether any update of the step was finite. Raises: GivenUp."""
         self._num_skipped = 0 if was_trained else self._num_skipped + 1
-        if self._num_skipped >= self._limits.max_skipped_steps:
+        if self._num_skipped >= self._limits.trainer.max_skipped_steps:
             raise GivenUp(
                 f"no update of the last {self._num_skipped} steps, up to step {step}, was finite, "
                 "and none was applied; their inputs lie in checkpoints/skipped: look at the loss "
@@ -108,15 +106,17 @@ class FailureWatch:
         self._away_since = None
         num_counted = failed.num_groups - self._num_excused
         lasted_s = now - self._row_since
-        if num_counted >= self._limits.max_groups and lasted_s >= self._limits.grace_s:
+        rollouts = self._limits.rollouts
+        is_long = lasted_s >= rollouts.failed_groups_grace_s
+        if num_counted >= rollouts.max_failed_groups and is_long:
             raise GivenUp(_sentence(failed, num_counted, lasted_s, self._limits))
 
     def _excuse(self, failed: FailedGroups, now: float) -> None:
         self._away_since = now if self._away_since is None else self._away_since
-        if now - self._away_since > self._limits.engines_limit_s:
+        if now - self._away_since > self._limits.inference.start_deadline_s:
             raise PartLost(
                 f"no engine has been ready for {now - self._away_since:.0f} s, expected one within "
-                f"{self._limits.engines_limit_s:g} s (inference.start_deadline_s)"
+                f"{self._limits.inference.start_deadline_s:g} s (inference.start_deadline_s)"
             )
         # The row begins anew when an engine is back.
         self._row_since, self._num_excused = now, failed.num_groups
@@ -124,12 +124,13 @@ class FailureWatch:
 
 def _sentence(failed: FailedGroups, num_groups: int, lasted_s: float, limits: FailureLimits) -> str:
     ordered = sorted(failed.outcomes.items(), key=lambda item: -item[1])
+    algorithm = limits.algorithm
     counts = ", ".join(f"{count} {outcome.value}" for outcome, count in ordered)
     detail = f": {failed.last_detail}" if failed.last_detail else ""
     return (
         f"the last {num_groups} groups in a row could not be trained (within {lasted_s:.0f} s): "
-        f"each had fewer usable rollouts than algorithm.min_group_size ({limits.min_group_size} "
-        f"of {limits.group_size}); of their attempts ended {counts}; the last, on task "
+        f"each had fewer usable rollouts than algorithm.min_group_size ({algorithm.min_group_size} "
+        f"of {algorithm.group_size}); of their attempts ended {counts}; the last, on task "
         f"{failed.task_id!r} of {failed.environment!r}, as {failed.last_outcome.value}{detail}; "
         f"{REMEDIES.get(failed.main_outcome, OTHER_REMEDY)}; "
         "to bear more, raise rollouts.max_failed_groups"

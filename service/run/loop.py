@@ -16,12 +16,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from actors.algorithm import AlgorithmSettings
 from actors.merge.payloads import PayloadsLost
 from actors.merge.report import StepReport
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.failures import FailedGroups
 from actors.trajectory_queue.messages import Drained, StepInput
 from actors.types import Task
+from service.config.tree import RunSettings
 from service.run.failing import FailureLimits, FailureWatch, GivenUp
 from service.run.ports import (
     BuiltStep,
@@ -43,25 +45,16 @@ POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """steps: the last step; first_step: the checkpoint's step + 1, or 1.
+    """What the loop is told: two leaves of the configuration, and where this epoch stands."""
 
-    overlaps_publish: go on while the engines load; pointless at lag 0, where nothing can be
-    sampled meanwhile. failures: None for a run that no row of failed groups ends, because clients
-    bring the tasks. scores_first: rewards or advantages need a reference or a critic, which the
-    trainer is asked for before a step is built. stop_at_reward: mean return of the last EDGE_STEPS
-    steps at which the run is complete. checkpoint: of which this epoch goes on, by name; empty for
-    a fresh start.
-    """
-
+    run: RunSettings
+    algorithm: AlgorithmSettings
     first_step: int
-    steps: int
-    checkpoint_every: int
-    evaluate_every: int
-    overlaps_publish: bool
+    """The checkpoint's step + 1, or 1."""
     failures: FailureLimits | None
-    scores_first: bool = False
-    stop_at_reward: float | None = None
+    """None for a run that no row of failed groups ends, because clients bring the tasks."""
     checkpoint: str = ""
+    """Of which this epoch goes on, by name; empty for a fresh start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +111,14 @@ class Loop:
     @property
     def is_solved(self) -> bool:
         """Whether the last steps' mean return has reached stop_at_reward."""
-        goal = self._settings.stop_at_reward
+        goal = self._settings.run.stop_at_reward
         if goal is None or len(self._rewards) < EDGE_STEPS:
             return False
         return sum(self._rewards) / EDGE_STEPS >= goal
 
     @property
     def _has_more(self) -> bool:
-        return self._step <= self._settings.steps and not self.is_solved
+        return self._step <= self._settings.run.steps and not self.is_solved
 
     def stop(self) -> None:
         """Finish the step in hand, leave a checkpoint, and return from `run`."""
@@ -202,7 +195,7 @@ class Loop:
     async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
         """Returns: the step, and the seconds that the trainer scored. Raises: PayloadsLost."""
         parts, version = self._parts, self._step - 1
-        if not self._settings.scores_first:
+        if not self._settings.algorithm.scores_first:
             return await parts.merge.build(step_input, version=version), 0.0
         shards = await parts.merge.plan(step_input, version=version)
         watch = Stopwatch()
@@ -227,7 +220,9 @@ class Loop:
         await parts.queue.settle(built.step, built.settlements_after(stats))
         stages = replace(stages, publish=watch.lap())
         trained = Trained(step=step, report=built.report, stats=stats, stages=stages)
-        if self._settings.overlaps_publish and not self._is_any_due(step):
+        # In step nothing can be sampled while the engines load.
+        is_in_step = self._settings.algorithm.is_in_step
+        if not is_in_step and not self._is_any_due(step):
             self._concluding = asyncio.create_task(self._conclude(trained), name="conclude")
         else:
             await self._conclude_here(trained)
@@ -237,10 +232,10 @@ class Loop:
 
     def _is_any_due(self, step: int) -> bool:
         """Whether an evaluation or a checkpoint must see exactly this step's version."""
-        return self._is_evaluation_due(step) or step % self._settings.checkpoint_every == 0
+        return self._is_evaluation_due(step) or step % self._settings.run.checkpoint_every == 0
 
     def _is_evaluation_due(self, step: int) -> bool:
-        return step % self._settings.evaluate_every == 0 or step == self._settings.steps
+        return step % self._settings.run.evaluate_every == 0 or step == self._settings.run.steps
 
     async def _concluded(self) -> None:
         """Wait until the engines hold the version last offered, and its step is recorded."""
@@ -259,7 +254,7 @@ class Loop:
         if self._is_evaluation_due(step):
             await self._evaluate(step=step)
         stages = replace(stages, evaluate=watch.lap())
-        is_due = step % self._settings.checkpoint_every == 0
+        is_due = step % self._settings.run.checkpoint_every == 0
         directory = await self._parts.trainer.save(step=step, version=step) if is_due else None
         stages = replace(stages, checkpoint=watch.lap())
         await self._record(replace(trained, stages=stages), published)

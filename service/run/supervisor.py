@@ -18,14 +18,14 @@ from importlib.metadata import PackageNotFoundError, version
 from prometheus_client import start_http_server
 from sqlalchemy.exc import SQLAlchemyError
 
+from actors.environment.tokenizer import stop_token_ids
 from actors.metrics import Metrics, Part
 from actors.trainer.group import TrainerStartFailed
 from actors.trainer.manifest import CheckpointError
 from actors.trajectory_queue.messages import QueueStats
-from service.config.settings_of import engine_settings, intake_settings
-from service.config.stop_tokens import stop_token_ids
 from service.config.tree import Config
-from service.intake.intake import Intake
+from service.inference.settings import EngineSettings
+from service.intake.intake import Intake, IntakeSettings
 from service.intake.submission import SubmissionView, SubmitReply, Wanted
 from service.launch.resuming import fallback_notice, find_faults
 from service.launch.run_dir import RunDir
@@ -84,15 +84,27 @@ class Supervisor:
         self._store = RunStore(run_dir.database_url)
         self._first_epoch = self._store.newest_epoch() + 1
         self._metrics = Metrics()
-        self._intake = Intake(intake_settings(config), self._store) if is_service else None
+        self._intake: Intake | None = None
+        if is_service:
+            settings = IntakeSettings(
+                service=config.service, algorithm=config.algorithm, policy=config.outcome_policy
+            )
+            self._intake = Intake(settings, self._store)
         self._recorder = RunRecorder(
             self._store, self._metrics, num_steps=config.run.steps, intake=self._intake
         )
         self._engines = Engines(
-            engine_settings(config, model=model, stop_token_ids=stop_token_ids(model)),
+            EngineSettings(
+                inference=config.inference,
+                model=model,
+                dtype=config.model.dtype,
+                max_context_tokens=config.model.max_context_tokens,
+                stop_token_ids=stop_token_ids(model),
+                resets_prefix_cache=config.algorithm.is_in_step,
+                seed=config.run.seed,
+            ),
             run_id=run_id,
             first_epoch=self._first_epoch,
-            apply_limit_s=config.inference.publish_deadline_s,
         )
         self._metrics_server, _ = start_http_server(
             config.metrics.port, addr=config.metrics.host, registry=self._metrics.registry

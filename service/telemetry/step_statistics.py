@@ -10,8 +10,7 @@ import math
 from dataclasses import asdict
 
 from actors.merge.report import Spread, StepReport
-from actors.trainer.critic_settings import CriticStats
-from actors.trainer.statistics import LogprobStats, LossStats, StepStats, TokenSpread
+from actors.trainer.statistics import CriticStats, LogprobStats, LossStats, StepStats, TokenSpread
 
 
 def step_statistics(stats: StepStats, report: StepReport) -> dict[str, float]:

@@ -13,10 +13,12 @@ import httpx
 import pytest
 from worlds.intake_desk import Desk
 
+from actors.algorithm import AlgorithmSettings
 from service.api.app import create_app
 from service.api.guards import Guards
 from service.api.key import digest_of
 from service.api.port import HttpSettings, RunUnavailable
+from service.config.tree import ServiceSettings
 from service.intake.submission import SubmissionView, SubmitReply, Wanted
 from service.run.readiness import Readiness, readiness
 from service.run.status import Phase
@@ -24,9 +26,10 @@ from service.run.status import Phase
 KEY = "0123456789abcdef"
 URL = "/api/v1/rollouts"
 SETTINGS = HttpSettings(
-    environments=("guessing",), num_samples=2, min_samples=2, max_samples=8, max_tasks=4,
-    max_body_bytes=4096,
-)  # fmt: skip
+    service=ServiceSettings(max_samples_per_task=8, max_tasks_per_request=4, max_body_kib=4),
+    algorithm=AlgorithmSettings(group_size=2),
+    environments=("guessing",),
+)
 
 
 @dataclass
@@ -164,7 +167,8 @@ async def test_a_body_of_another_shape_says_where(
 async def test_a_body_that_is_no_json_says_why_and_what_to_send(
     run: DeskRun, text: str, words: str
 ) -> None:
-    async with client_of(run, replace(SETTINGS, max_body_bytes=8192)) as client:
+    larger = replace(SETTINGS, service=ServiceSettings(max_body_kib=8))
+    async with client_of(run, larger) as client:
         answer = await client.post(
             URL, content=text.encode("latin-1"), headers={"content-type": "application/json"}
         )

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,15 @@ from service.cli.serve import (
     is_loopback,
     with_free_port,
 )
-from service.config.file import ConfigError
-from service.config.sections import MetricsConfig
-from service.config.tree import Config
+from service.config.file import ConfigError, parse_config
+from service.config.tree import Config, MetricsSettings
 
 KEY = "0123456789abcdef"
 
 
 def config(**service: Any) -> Config:
-    return Config.model_validate(
-        {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}, "service": service}
-    )
+    tree = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}, "service": service}
+    return parse_config(tree, source="test")
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +79,9 @@ def test_the_key_can_no_longer_be_read_in_proc_of_the_process_that_took_it() -> 
 
 def test_the_routes_get_what_the_configuration_says() -> None:
     settings = http_settings(config(max_body_kib=2, max_tasks_per_request=3))
-    assert (settings.max_body_bytes, settings.max_tasks) == (2048, 3)
+    assert settings.service.max_body_kib == 2 and settings.service.max_tasks_per_request == 3
     assert settings.environments == ("guessing",)
-    assert (settings.num_samples, settings.min_samples) == (16, 2)
+    assert settings.algorithm.group_size == 16
 
 
 def test_port_0_becomes_a_free_one_and_a_taken_one_is_refused() -> None:
@@ -98,7 +97,7 @@ def test_port_0_becomes_a_free_one_and_a_taken_one_is_refused() -> None:
 
 
 def test_the_api_and_the_metrics_need_two_ports() -> None:
-    both = config(port=8123).model_copy(update={"metrics": MetricsConfig(port=8123)})
+    both = replace(config(port=8123), metrics=MetricsSettings(port=8123))
     with pytest.raises(ConfigError, match=r"service\.port and metrics\.port are both 8123"):
         checked_service(both, is_local=False)
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from actors.merge.shaping import Overlong, ReturnRange, ShapingSettings
-from actors.types import Outcome
-from service.config.file import ConfigError, dump_config, load_config, parse_config
-from service.config.settings_of import (
-    engine_settings,
-    environment_settings,
-    merge_settings,
-    queue_settings,
-    trainer_settings,
+from service.config.file import (
+    ConfigError,
+    config_schema,
+    describe_config,
+    dump_config,
+    load_config,
+    parse_config,
 )
-from service.config.tree import Config
 
-VETTED = sorted((Path(__file__).parents[2] / "deploy" / "configs").glob("*.yaml"))
+REPOSITORY = Path(__file__).parents[2]
+VETTED = sorted((REPOSITORY / "deploy" / "configs").glob("*.yaml"))
 
 
 def tree(**sections: dict[str, Any]) -> dict[str, Any]:
@@ -158,6 +159,42 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
         ),
         ({"algorithm": {"turn_discount": 1.1}}, ["algorithm.turn_discount", "got 1.1"]),
         ({"inference": {"gpus_per_replica": 1.5}}, ["gpus_per_replica is 1.5", "whole number"]),
+        ({"inference": {"gpu_memory_fraction": 0}}, ["inference.gpu_memory_fraction", "got 0"]),
+        ({"trainer": {"num_ranks": 0}}, ["trainer.num_ranks", "got 0"]),
+        ({"trainer": {"tokens_per_micro_batch": 0}}, ["tokens_per_micro_batch", "got 0"]),
+        ({"trainer": {"max_grad_norm": 0}}, ["trainer.max_grad_norm", "got 0"]),
+        ({"trainer": {"adam_epsilon": -1}}, ["trainer.adam_epsilon", "got -1"]),
+        ({"trainer": {"dtype": "float16"}}, ["trainer.dtype", "'float32' or 'bfloat16'"]),
+        ({"run": {"seed": -1}}, ["run.seed", "got -1"]),
+        ({"rollouts": {"max_turns": 0}}, ["rollouts.max_turns", "got 0"]),
+        ({"rollouts": {"episode_deadline_s": float("nan")}}, ["episode_deadline_s", "finite"]),
+        ({"algorithm": {"min_group_size": 0}}, ["algorithm.min_group_size", "got 0"]),
+        ({"algorithm": {"max_lag": -1}}, ["algorithm.max_lag", "got -1"]),
+        ({"algorithm": {"max_variance_refills": -1}}, ["max_variance_refills", "got -1"]),
+        ({"algorithm": {"window_groups": 0, "max_lag": 1}}, ["window_groups", "got 0"]),
+        ({"algorithm": {"reward": {"missing_end_penalty": -1}}}, ["missing_end_penalty", "got -1"]),
+        (
+            {
+                "algorithm": {
+                    "reward": {"overlong": {"max_tokens": 4, "cache_tokens": 2, "factor": 0}}
+                }
+            },
+            ["overlong.factor", "got 0"],
+        ),
+        (
+            {"algorithm": {"reward": {"kl": {"coefficient": 1, "estimator": "k2"}}}},
+            ["algorithm.reward.kl.estimator", "got 'k2'", "should be 'k1' or 'k3'"],
+        ),
+        (
+            {"rollouts": {"outcomes": {"agent_error": {"disposition": "drop", "max_retris": 1}}}},
+            ["outcomes.agent_error.max_retris: unknown key", "'max_retries'"],
+        ),
+        ({"rollouts": {"template_options": {"a": [1]}}}, ["template_options.a", "got a list"]),
+        ({"algorithm": {"baseline": "none"}}, ["scale is std", "baseline none", "scale to none"]),
+        (
+            {"algorithm": {"baseline": "none", "scale": "mean"}},
+            ["algorithm.scale is mean with algorithm.baseline none", "choose a group baseline"],
+        ),
         (
             {
                 "inference": {"weight_backend": "nccl"},
@@ -247,77 +284,66 @@ def test_the_age_bound_is_the_worked_example(
     assert config.algorithm.max_policy_age == age
 
 
-def test_the_defaults_shape_no_reward_and_credit_by_trajectory() -> None:
-    found = merge_settings(parse_config(tree(), source="test"))
-    assert found.shaping == ShapingSettings()
-    assert found.turn_discount is None and not found.normalises
-
-
-def test_prefixes_are_shared_unless_a_run_asks_for_a_comparison() -> None:
-    for trainer, is_shared in (({}, True), ({"share_prefixes": False}, False)):
-        config = parse_config(tree(trainer=trainer), source="test")
-        assert merge_settings(config).share_prefixes is is_shared
-
-
-def test_rewards_credit_and_refills_reach_their_rooms() -> None:
-    overlong = {"max_tokens": 64, "cache_tokens": 16, "factor": 0.5}
-    config = parse_config(
-        tree(
-            rollouts={
-                "outcomes": {
-                    "truncated_tokens": {"disposition": "train_penalised", "penalty": 0.25}
-                }
-            },
-            algorithm={
-                "turn_discount": 0.9,
-                "normalise_advantages": True,
-                "min_group_size": 3,
-                "reward": {"clip": [-1, 2], "overlong": overlong, "missing_end_penalty": 0.5},
-            },
-        ),
-        source="test",
-    )
-    found = merge_settings(config)
-    assert found.shaping == ShapingSettings(
-        clip=ReturnRange(low=-1, high=2),
-        overlong=Overlong(max_tokens=64, cache_tokens=16, factor=0.5),
-        missing_end_penalty=0.5,
-    )
-    assert (found.turn_discount, found.normalises, found.min_group_size) == (0.9, True, 3)
-    assert found.policies["guessing"].rule(Outcome.TRUNCATED_TOKENS).penalty == 0.25
-    refilled = parse_config(tree(algorithm={"max_variance_refills": 4}), source="test")
-    assert queue_settings(refilled).max_variance_refills == 4
-    assert queue_settings(config).max_variance_refills == 0
-
-
-def test_the_trainer_scores_at_the_temperature_that_is_sampled_at(tmp_path: Path) -> None:
-    config = parse_config(tree(rollouts={"temperature": 0.7}), source="test")
-    assert environment_settings(config, "one").environments[0].episode.temperature == 0.7
-    assert trainer_settings(config, model="m", checkpoint_dir=tmp_path).temperature == 0.7
-
-
-@pytest.mark.parametrize("max_lag", [0, 1])
-def test_engines_forget_their_cached_prefixes_at_a_publish_where_there_is_no_lag(
-    max_lag: int,
-) -> None:
-    config = parse_config(tree(algorithm={"max_lag": max_lag}), source="test")
-    settings = engine_settings(config, model="m", stop_token_ids=[2])
-    assert settings.reset_prefix_cache_on_publish == (max_lag == 0)
-
-
 def test_every_setting_has_a_description() -> None:
-    def undescribed(model: Any, prefix: str = "") -> list[str]:
-        found = []
-        for name, field in model.model_fields.items():
-            nested = [
-                part
-                for part in (field.annotation, *getattr(field.annotation, "__args__", ()))
-                if isinstance(part, type) and hasattr(part, "model_fields")
-            ]
-            if nested:
-                found += undescribed(nested[0], f"{prefix}{name}.")
-            elif not field.description:
-                found.append(f"{prefix}{name}")
-        return found
+    schema = config_schema()
+    sections = {"config": schema, **schema["$defs"]}
+    undescribed = [
+        f"{name}.{key}"
+        for name, section in sections.items()
+        for key, setting in section.get("properties", {}).items()
+        if "description" not in setting and not _section_of(setting, sections).get("description")
+    ]
+    assert undescribed == []
 
-    assert undescribed(Config) == []
+
+def _section_of(setting: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """The section that a setting is, or may be."""
+    references = [each["$ref"] for each in (setting, *setting.get("anyOf", ())) if "$ref" in each]
+    return sections[references[0].rpartition("/")[2]] if references else {}
+
+
+def test_the_described_configuration_reads_back_as_itself(tmp_path: Path) -> None:
+    outcomes = {"cancelled": {"disposition": "drop", "max_retries": 1}}
+    reward = {"kl": {"coefficient": 0.1}, "clip": [-1, 2]}
+    config = parse_config(
+        tree(rollouts={"outcomes": outcomes}, algorithm={"reward": reward}), source="test"
+    )
+    file = tmp_path / "config.yaml"
+    file.write_text(describe_config(config))
+    assert load_config(file) == config
+    lines = file.read_text().splitlines()
+    at = lines.index("  steps: 100")
+    assert lines[at - 1] == "  # Training steps, which is also the last version."
+
+
+def test_a_tree_travels_to_another_process_as_it_is() -> None:
+    config = parse_config(tree(algorithm={"max_lag": 2, "scale": "mean"}), source="test")
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def _repeated_settings(path: Path, declared: set[str]) -> Iterator[str]:
+    """What a component holds beside leaves, and that has a setting's name and a default."""
+    for component in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(component, ast.ClassDef):
+            continue
+        is_leaf = any("__pydantic_config__" in ast.unparse(line) for line in component.body)
+        if is_leaf or not component.name.endswith(("Settings", "Limits")):
+            continue
+        for line in component.body:
+            if isinstance(line, ast.AnnAssign) and line.value is not None:
+                if ast.unparse(line.target) in declared:
+                    yield f"{path.name}: {component.name}.{ast.unparse(line.target)}"
+
+
+def test_no_setting_is_declared_twice(tmp_path: Path) -> None:
+    """A default stands in the leaf of the tree and nowhere else."""
+    sections = config_schema()["$defs"].values()
+    declared = {key for section in sections for key in section.get("properties", {})}
+    assert {"num_ranks", "max_lag", "enforce_eager", "seed"} <= declared
+    sources = [*(REPOSITORY / "actors").rglob("*.py"), *(REPOSITORY / "service").rglob("*.py")]
+    assert [found for path in sources for found in _repeated_settings(path, declared)] == []
+    copy = tmp_path / "copy.py"
+    copy.write_text(
+        "class EngineSettings:\n    num_replicas: int\n    enforce_eager: bool = True\n"
+    )
+    assert list(_repeated_settings(copy, declared)) == ["copy.py: EngineSettings.enforce_eager"]

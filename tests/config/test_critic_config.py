@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.merge.advantages import Baseline
-from actors.merge.gae import Truncation
-from actors.merge.shaping import KlEstimate, KlInReward
 from actors.outcomes import Disposition
 from actors.types import TRUNCATIONS, Outcome
 from service.config.file import ConfigError, parse_config
 from service.config.resumable import refused_changes
-from service.config.settings_of import (
-    journal_settings,
-    merge_settings,
-    outcome_policy,
-    trainer_settings,
-)
 from service.config.tree import Config
 
 
@@ -34,48 +25,16 @@ def config_with(*, outcomes: dict[str, Any] | None = None, **algorithm: Any) -> 
     return parse_config(tree, source="test")
 
 
-def test_every_key_of_a_critic_reaches_the_advantages_and_the_ranks() -> None:
-    config = config_with(
-        baseline="critic",
-        scale="none",
-        group_size=1,
-        min_group_size=1,
-        reference="base",
-        reward={"kl": {"coefficient": 0.02, "estimator": "k3"}},
-        critic={
-            "model": "judge", "discount": 0.9, "decay": 0.8, "truncation": "terminal",
-            "learning_rate": 3e-4, "warmup_updates": 7, "value_clip": None,
-        },
-    )  # fmt: skip
-    merge = merge_settings(config)
-    assert merge.baseline is Baseline.CRITIC and merge.needs_values and merge.needs_reference
-    assert (merge.critic.discount, merge.critic.decay) == (0.9, 0.8)
-    assert merge.critic.truncation is Truncation.TERMINAL
-    assert merge.shaping.kl == KlInReward(estimate=KlEstimate.K3, coefficient=0.02)
-    trainer = trainer_settings(config, model="m", checkpoint_dir=Path("c"))
-    assert trainer.scores_reference and trainer.needs_reference
-    assert not trainer.loss.needs_reference
-    assert (trainer.reference_model, trainer.critic_model) == ("base", "judge")
-    critic = trainer.critic
-    assert critic is not None
-    assert (critic.learning_rate, critic.warmup_steps, critic.value_clip) == (3e-4, 7, None)
-    assert (critic.betas, critic.eps, critic.max_grad_norm) == ((0.8, 0.9), 1e-6, 0.5)
-    assert config.algorithm.scores_first
-
-
-def test_without_one_nobody_is_asked_and_nothing_is_loaded() -> None:
-    config = config_with()
-    trainer = trainer_settings(config, model="m", checkpoint_dir=Path("c"))
-    assert trainer.critic is None and not trainer.needs_reference
-    assert not config.algorithm.scores_first
-
-
-def test_kl_in_the_reward_alone_needs_the_reference() -> None:
-    config = config_with(reward={"kl": {"coefficient": 0.1}})
-    assert config.algorithm.scores_first
-    trainer = trainer_settings(config, model="m", checkpoint_dir=Path("c"))
-    assert trainer.needs_reference and trainer.critic is None
-    assert merge_settings(config).shaping.kl == KlInReward(estimate=KlEstimate.K1, coefficient=0.1)
+def test_what_is_loaded_and_scored_follows_from_the_settings() -> None:
+    plain = config_with().algorithm
+    assert not (plain.has_critic or plain.needs_reference or plain.scores_first)
+    critic = config_with(baseline="critic", scale="none").algorithm
+    assert critic.has_critic and critic.scores_first and not critic.needs_reference
+    shaped = config_with(reward={"kl": {"coefficient": 0.1}}).algorithm
+    assert shaped.needs_reference and shaped.shapes_by_reference and shaped.scores_first
+    assert not (shaped.has_critic or shaped.loss.needs_reference or shaped.trains_without_signal)
+    in_loss = config_with(loss={"kl": {"coefficient": 0.1}}).algorithm
+    assert in_loss.needs_reference and not in_loss.scores_first and in_loss.trains_without_signal
 
 
 @pytest.mark.parametrize(
@@ -91,31 +50,30 @@ def test_kl_in_the_reward_alone_needs_the_reference() -> None:
 def test_a_critic_has_a_rule_of_its_own_for_what_was_cut_off(
     critic: dict[str, Any], disposition: Disposition, penalty: float
 ) -> None:
-    policy = outcome_policy(config_with(baseline="critic", critic=critic))
+    policy = config_with(baseline="critic", scale="none", critic=critic).outcome_policy
     for outcome in TRUNCATIONS:
         assert policy.rule(outcome).disposition is disposition
         assert policy.rule(outcome).penalty == penalty
-    plain = outcome_policy(config_with())
+    plain = config_with().outcome_policy
     assert policy.rule(Outcome.MAX_TURNS) == plain.rule(Outcome.MAX_TURNS)
 
 
 def test_a_rule_that_the_run_gives_comes_before_the_critics() -> None:
     outcomes = {"truncated_tokens": {"disposition": "drop"}}
-    policy = outcome_policy(config_with(baseline="critic", outcomes=outcomes))
+    policy = config_with(baseline="critic", scale="none", outcomes=outcomes).outcome_policy
     assert policy.rule(Outcome.TRUNCATED_TOKENS).disposition is Disposition.DROP
     assert policy.rule(Outcome.TRUNCATED_CONTEXT).disposition is Disposition.TRAIN
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{"baseline": "critic"}, {"reward": {"kl": {"coefficient": 1}}}]
+    "algorithm", [{"baseline": "critic", "scale": "none"}, {"reward": {"kl": {"coefficient": 1}}}]
 )
 def test_the_audit_does_not_compare_what_a_group_alone_cannot_tell(
-    algorithm: dict[str, Any], tmp_path: Path
+    algorithm: dict[str, Any],
 ) -> None:
-    for given, is_compared in ((algorithm, False), ({}, True)):
-        settings = journal_settings(config_with(**given), directory=tmp_path, epoch=1)
-        assert settings is not None
-        assert (settings.group_rule is not None) is is_compared
+    assert config_with(**algorithm).group_rule is None
+    rule = config_with(loss={"entropy_coefficient": 0.1}).group_rule
+    assert rule is not None and rule.trains_without_signal and rule.baseline is Baseline.MEAN
 
 
 @pytest.mark.parametrize(
@@ -124,9 +82,13 @@ def test_the_audit_does_not_compare_what_a_group_alone_cannot_tell(
         ({"critic": {"decay": 0.5}}, ["algorithm.critic is set", "baseline mean"]),
         ({"baseline": "critic", "turn_discount": 0.9}, ["turn_discount is 0.9", "credit by token"]),
         (
-            {"baseline": "critic", "group_size": 1, "min_group_size": 1},
-            ["group_size is 1", "scale std", "expected scale none"],
+            {"baseline": "critic"},
+            ["scale is std", "critic", "set algorithm.scale to none"],
         ),
+        ({"baseline": "critic", "scale": "mean"}, ["scale is mean", "baseline critic"]),
+        ({"critic": {"decay": 1.1}}, ["algorithm.critic.decay", "got 1.1"]),
+        ({"critic": {"value_clip": 0}}, ["algorithm.critic.value_clip", "got 0"]),
+        ({"critic": {"learning_rate": -1}}, ["algorithm.critic.learning_rate", "got -1"]),
         (
             {"baseline": "critic", "critic": {"truncation": "penalty"}},
             ["truncation_penalty is 0 with truncation penalty", "expected more than 0"],
@@ -151,11 +113,12 @@ def test_what_could_never_be_of_use_is_refused(algorithm: dict[str, Any], words:
 
 
 def test_a_run_is_not_resumed_with_a_critic_that_it_did_not_have() -> None:
-    plain, with_critic = config_with(), config_with(baseline="critic")
+    plain, with_critic = config_with(), config_with(baseline="critic", scale="none")
     for before, now in ((plain, with_critic), (with_critic, plain)):
         (refusal,) = refused_changes(before, now)
         assert "expected a critic in both or in neither" in refusal
-    assert refused_changes(with_critic, config_with(baseline="critic", scale="none")) == []
+    other = config_with(normalise_advantages=True, baseline="critic", scale="none")
+    assert refused_changes(with_critic, other) == []
 
 
 def test_a_run_is_not_resumed_with_another_critic_or_reference() -> None:
@@ -164,8 +127,8 @@ def test_a_run_is_not_resumed_with_another_critic_or_reference() -> None:
         ("algorithm.reference", config_with(**kl), config_with(**kl, reference="other")),
         (
             "algorithm.critic.model",
-            config_with(baseline="critic"),
-            config_with(baseline="critic", critic={"model": "other"}),
+            config_with(baseline="critic", scale="none"),
+            config_with(baseline="critic", scale="none", critic={"model": "other"}),
         ),
     ]
     for key, before, now in pairs:

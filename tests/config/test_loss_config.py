@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from actors.merge.aggregation import Aggregation
-from actors.trainer.loss.settings import Correction, Denominator, LossSettings, Objective, Ratio
+from actors.trainer.loss.settings import KlEstimator, LossSettings, Objective
 from service.config.file import ConfigError, parse_config
-from service.config.settings_of import merge_settings, trainer_settings
 from service.config.tree import Config
 
 
@@ -23,48 +22,30 @@ def config_with(**loss: Any) -> Config:
     return parse_config(tree, source="test")
 
 
-def trainer_loss(config: Config) -> LossSettings:
-    return trainer_settings(config, model="m", checkpoint_dir=Path("c")).loss
-
-
-def test_the_defaults_are_ppo_against_the_behaviour_policy_with_a_token_mean() -> None:
-    config = config_with()
-    assert trainer_loss(config) == LossSettings()
-    assert trainer_loss(config).clip_low == 0.2 and trainer_loss(config).clip_high == 0.28
-    assert merge_settings(config).aggregation is Aggregation.TOKEN_MEAN
-
-
-def test_every_key_reaches_the_room_that_it_is_for() -> None:
+def test_every_key_of_the_loss_is_read_from_the_configuration() -> None:
     given = {
         "objective": "cispo", "ratio": "sequence", "denominator": "old", "clip_low": 1.0,
         "clip_high": 0.5, "negative_weight": 0.5,
         "correction": "truncate_sequence", "correction_cap": 5.0, "token_band": [0.5, 5.0],
         "sequence_band": [0.9, 1.1], "outlier_below": 1e-5, "entropy_coefficient": 0.001,
         "kl": {"coefficient": 0.1, "estimator": "k1", "corrected": True},
-        "aggregation": "constant",
+        "aggregation": "constant", "constant_tokens": 7,
     }  # fmt: skip
-    config = config_with(**given)
-    loss = trainer_loss(config)
-    assert (loss.objective, loss.ratio) == (Objective.CISPO, Ratio.SEQUENCE)
-    assert (loss.denominator, loss.correction) == (Denominator.OLD, Correction.TRUNCATE_SEQUENCE)
-    assert (loss.token_band, loss.sequence_band) == ((0.5, 5.0), (0.9, 1.1))
-    assert (loss.kl_coefficient, loss.is_kl_corrected) == (0.1, True)
     of_one = (
         {"objective": "dual_clip", "dual_clip": 4.0},
         {"objective": "reinforce", "ratio_cap": 9.0},
         {"objective": "sapo", "sapo_tau_positive": 2.0, "sapo_tau_negative": 3.0},
         {"objective": "dppo_kl", "divergence_bound": 0.05},
     )
-    plain, all_of_them = LossSettings(), [loss, *(trainer_loss(config_with(**o)) for o in of_one)]
+    read = [config_with(**loss).algorithm.loss for loss in (given, *of_one)]
+    assert read[0].objective is Objective.CISPO and read[0].kl.estimator is KlEstimator.K1
+    assert read[0].token_band == (0.5, 5.0)
     unchanged = {
-        name
-        for name in loss.__slots__
-        if all(getattr(each, name) == getattr(plain, name) for each in all_of_them)
+        field.name
+        for field in fields(LossSettings)
+        if all(getattr(each, field.name) == getattr(LossSettings(), field.name) for each in read)
     }
     assert unchanged == set()
-    merge = merge_settings(config)
-    assert (merge.aggregation, merge.constant_tokens) == (Aggregation.CONSTANT, 512)
-    assert merge_settings(config_with(**given, constant_tokens=7)).constant_tokens == 7
 
 
 @pytest.mark.parametrize(
@@ -74,7 +55,7 @@ def test_every_key_reaches_the_room_that_it_is_for() -> None:
 def test_groups_without_a_signal_are_trained_where_a_term_of_the_loss_is_not_zero(
     loss: dict[str, Any], trains: bool
 ) -> None:
-    assert merge_settings(config_with(**loss)).trains_without_signal is trains
+    assert config_with(**loss).algorithm.trains_without_signal is trains
 
 
 @pytest.mark.parametrize(
@@ -83,6 +64,17 @@ def test_groups_without_a_signal_are_trained_where_a_term_of_the_loss_is_not_zer
         ({"objective": "ppo"}, ["algorithm.loss.objective", "ppo_clip"]),
         ({"objektive": "sapo"}, ["algorithm.loss.objektive", "unknown key"]),
         ({"clip_low": 0}, ["algorithm.loss.clip_low", "got 0"]),
+        ({"clip_low": 1.5}, ["algorithm.loss.clip_low", "got 1.5"]),
+        ({"clip_high": 0.0}, ["algorithm.loss.clip_high", "got 0"]),
+        ({"dual_clip": 1.0}, ["algorithm.loss.dual_clip", "greater than 1"]),
+        ({"ratio_cap": 0.0}, ["algorithm.loss.ratio_cap", "got 0"]),
+        ({"correction_cap": math.inf}, ["algorithm.loss.correction_cap", "got inf"]),
+        ({"sapo_tau_negative": -1.0}, ["algorithm.loss.sapo_tau_negative", "got -1"]),
+        ({"divergence_bound": math.nan}, ["algorithm.loss.divergence_bound", "got nan"]),
+        ({"negative_weight": -0.1}, ["algorithm.loss.negative_weight", "got -0.1"]),
+        ({"kl": {"coefficient": math.nan}}, ["algorithm.loss.kl.coefficient", "got nan"]),
+        ({"outlier_below": 1.0}, ["algorithm.loss.outlier_below", "got 1.0"]),
+        ({"sequence_band": [0.5, 0.9]}, ["sequence_band is [0.5, 0.9]", "expected 0 < low"]),
         ({"token_band": [2.0, 3.0]}, ["token_band", "2.0", "expected 0 < low <= 1 <= high"]),
         ({"token_band": [1.0, 1.0]}, ["token_band", "and low < high"]),
         ({"entropy_coefficient": -1}, ["entropy_coefficient", "got -1"]),
@@ -95,6 +87,8 @@ def test_groups_without_a_signal_are_trained_where_a_term_of_the_loss_is_not_zer
         ({"kl": {"estimator": "k2"}}, ["algorithm.loss.kl is set", "coefficient above 0"]),
         ({"correction": "truncate_token"}, ["count twice", "set denominator to old"]),
         ({"objective": "sapo", "ratio": "sequence"}, ["expected ratio token"]),
+        ({"objective": "dppo_kl", "ratio": "sequence"}, ["expected ratio token"]),
+        ({"objective": "dppo_tv", "denominator": "old"}, ["around the behaviour policy"]),
         ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, ["k1 without importance correction"]),
     ],
 )

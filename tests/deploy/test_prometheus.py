@@ -15,10 +15,12 @@ from worlds.queue_builders import queue_stats
 from worlds.record_builders import evaluation_record, step_record
 from worlds.trajectory_builders import make_summary
 
+from actors.algorithm import AlgorithmSettings
 from actors.metrics import Metrics
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason, Ledger
 from deploy.dashboards.overview import OVERVIEW
+from service.config.tree import ServiceSettings
 from service.intake.intake import Intake, IntakeSettings
 from service.store.run_store import RunStore
 from service.telemetry.recorder import RunRecorder
@@ -61,7 +63,11 @@ def serving(metrics: Metrics, *, port: int) -> Iterator[None]:
 
 def service_recorder(store: RunStore, metrics: Metrics) -> RunRecorder:
     """Of a run whose tasks clients submit."""
-    settings = IntakeSettings(capacity=64, groups_per_step=1, policy=OutcomePolicy())
+    settings = IntakeSettings(
+        service=ServiceSettings(max_waiting_tasks=64),
+        algorithm=AlgorithmSettings(groups_per_step=1),
+        policy=OutcomePolicy(),
+    )
     return RunRecorder(store, metrics, num_steps=9, intake=Intake(settings, store))
 
 

@@ -9,21 +9,19 @@ from typing import Any
 import pytest
 import ray
 from worlds.environment_fakes import FakeQueue, GuessFour
+from worlds.settings import queue_settings
 
 from actors.environment.actor import EnvironmentActor
 from actors.environment.settings import (
     EnvironmentActorSettings,
     EnvironmentActorStatus,
-    EnvironmentSettings,
+    RolloutSettings,
 )
-from actors.environment.turn_loop import EpisodeSettings
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.trajectory_queue.columns import decode
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.ledger import Settlement
-from actors.trajectory_queue.messages import QueueSettings
-from actors.trajectory_queue.window import WindowSettings
 from actors.types import Outcome, RolloutAssignment, Task
 
 pytestmark = [
@@ -31,10 +29,10 @@ pytestmark = [
     pytest.mark.usefixtures("cluster"),
 ]
 
-LIMITS = EpisodeSettings(
+LIMITS = RolloutSettings(
+    slots_per_actor=16,
     max_turns=4,
     max_tokens_per_turn=8,
-    max_context_tokens=256,
     temperature=1.0,
     turn_deadline_s=30.0,
     episode_deadline_s=60.0,
@@ -63,24 +61,25 @@ def _assignments(count: int, environment: str = "guessing") -> list[RolloutAssig
     ]
 
 
-def _start(queue: Any, tokenizer_path: Path, *, delay_s: float = 0.0, **changes: Any) -> Any:
+def _start(
+    queue: Any, tokenizer_path: Path, *, actor_id: str = "e0", delay_s: float = 0.0, **changes: Any
+) -> Any:
     ids = build_tokenizer().encode("4<|end|>")
     fields: dict[str, Any] = {
-        "actor_id": "e0",
-        "slots": 16,
+        "rollouts": LIMITS,
+        "max_context_tokens": 256,
         "poll_s": 0.2,
-        "environments": (
-            EnvironmentSettings(name="guessing", episode=LIMITS, options={"max_guesses": 2}),
-            EnvironmentSettings(
-                name="worlds.environment_fakes:Endless", episode=LIMITS, options={"word": "hello"}
-            ),
-        ),
+        "environments": {
+            "guessing": {"max_guesses": 2},
+            "worlds.environment_fakes:Endless": {"word": "hello"},
+        },
     }
     return (
         ray.remote(EnvironmentActor)
         .options(num_cpus=0)
         .remote(
             EnvironmentActorSettings(**(fields | changes)),
+            actor_id=actor_id,
             tokenizer_path=str(tokenizer_path),
             make_policy=partial(GuessFour, ids, delay_s=delay_s),
             queue=queue,
@@ -177,8 +176,7 @@ def test_evaluation_answers_in_order_and_sends_nothing_to_the_queue(tokenizer_pa
 
 
 def test_a_killed_actor_costs_the_real_queue_nothing(tokenizer_path: Path) -> None:
-    window = WindowSettings(groups_per_step=8, max_lag=0, window_groups=8, num_groups=8)
-    queue = TrajectoryQueue.remote(QueueSettings(window=window))
+    queue = TrajectoryQueue.remote(queue_settings(groups_per_step=8, window_groups=8, num_steps=1))
     groups = [
         GroupRequest(group_number=i, task=assignment.task, num_samples=4)
         for i, assignment in enumerate(_assignments(8))
@@ -221,7 +219,6 @@ def test_a_dead_queue_ends_the_run_with_an_error(tokenizer_path: Path) -> None:
 
 
 def test_wrong_options_are_refused_at_the_start(tokenizer_path: Path) -> None:
-    bad = EnvironmentSettings(name="guessing", episode=LIMITS, options={"hihg": 9})
-    actor = _start(_queue([]), tokenizer_path, environments=(bad,))
+    actor = _start(_queue([]), tokenizer_path, environments={"guessing": {"hihg": 9}})
     with pytest.raises(ray.exceptions.RayActorError, match="hihg"):
         ray.get(actor.status.remote(), timeout=120)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig
 
+from actors.environment.tokenizer import stop_token_ids
 from actors.trainer.tiny.tokenizer import build_tokenizer
-from service.config.stop_tokens import stop_token_ids
 
 # The tiny tokenizer's own.
 OWN = 1

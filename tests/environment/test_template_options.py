@@ -12,12 +12,12 @@ from worlds.environment_fakes import GuessFour
 
 from actors.environment.actor import EnvironmentActor
 from actors.environment.rendering import template_variables
+from actors.environment.settings import EnvironmentActorSettings
 from actors.policy import GenerateReply, GenerateRequest
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import Task
 from service.config.file import ConfigError, dump_config, parse_config
-from service.config.prompt_check import check_prompt, first_observation
-from service.config.settings_of import environment_settings
+from service.config.tasks import check_prompt, first_observation
 from service.config.tree import Config
 
 # As Qwen3's: an answer without thinking begins behind an empty thought.
@@ -64,7 +64,12 @@ async def prompts_under(model: str, options: dict[str, Any]) -> list[list[int]]:
     """The prompts of one episode that is played under a configuration."""
     policy = Watched()
     actor = EnvironmentActor(
-        environment_settings(config_with(model, options), "e0"),
+        EnvironmentActorSettings(
+            rollouts=config_with(model, options).rollouts,
+            environments={"guessing": {}},
+            max_context_tokens=256,
+        ),
+        actor_id="e0",
         tokenizer_path=model,
         make_policy=lambda: policy,
         queue=None,

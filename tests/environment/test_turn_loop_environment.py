@@ -129,6 +129,7 @@ async def test_an_environment_that_cannot_be_made_is_an_environment_error() -> N
         policy=FakePolicy(),
         renderer=renderer(),
         settings=SETTINGS,
+        max_context_tokens=400,
     )
     assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
 

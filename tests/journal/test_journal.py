@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds.journal_builders import RULE, group_of, random_group, step_of, through_a_file
 from worlds.same import assert_same_fields, assert_same_trajectory
+from worlds.settings import step_settings
 from worlds.trajectory_builders import make_trajectory, make_turn
 
 from actors.journal.codec import JournalDamaged, read_index, read_step, write_step
 from actors.journal.files import Journal, JournalSettings, file_name, list_files, write_file
 from actors.journal.record import JournalStep
 from actors.merge.groups import TrajectoryGroup, merge_groups
-from actors.merge.settings import StepSettings
 from actors.merge.step import build_step
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome
@@ -157,8 +157,8 @@ def settings(directory: Path, *, keep_steps: int = 9, epoch: int = 1) -> Journal
 
 
 def result_of(number: int) -> object:
-    merged = merge_groups([group_of(number, [1, 0])], StepSettings())
-    return build_step(merged, StepSettings(), step=number - 1, trainer_version=number - 1)
+    merged = merge_groups([group_of(number, [1, 0])], step_settings())
+    return build_step(merged, step_settings(), step=number - 1, trainer_version=number - 1)
 
 
 def test_the_newest_steps_are_kept_and_an_epoch_never_writes_over_another(tmp_path: Path) -> None:
@@ -184,8 +184,3 @@ def test_a_file_whose_rename_fails_leaves_nothing_behind(tmp_path: Path) -> None
     with pytest.raises(OSError):
         write_file(tmp_path, step_of([group_of(0, [1, 0])]))
     assert [path.name for path in tmp_path.iterdir()] == [file_name(1, epoch=1)]
-
-
-def test_a_journal_of_no_steps_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep_steps is 0, expected >= 1"):
-        settings(tmp_path, keep_steps=0)

@@ -9,7 +9,7 @@ from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn
 
 from actors.merge.dispositions import Verdict, judge
 from actors.merge.prefix import find_misalignment, merge_turns
-from actors.merge.shaping import ReturnRange, ShapingSettings
+from actors.merge.shaping import RewardSettings
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Trajectory
@@ -88,22 +88,13 @@ def test_a_penalty_lowers_the_return_and_comes_with_the_last_turn(outcome: Outco
     assert verdict.rewards.tolist() == [0.0, -0.5] and verdict.shaped_return == 1.0
 
 
-@pytest.mark.parametrize(
-    ("disposition", "penalty"),
-    [(Disposition.TRAIN_PENALISED, 0.0), (Disposition.MASK, 1.0), (Disposition.TRAIN, -1.0)],
-)
-def test_a_penalty_belongs_to_one_disposition(disposition: Disposition, penalty: float) -> None:
-    with pytest.raises(ValueError, match="only train_penalised takes one"):
-        OutcomeRule(disposition=disposition, penalty=penalty)
-
-
 def test_shaping_comes_before_the_outcomes_rule() -> None:
-    shaping = ShapingSettings(clip=ReturnRange(low=-1.0, high=0.5))
+    reward = RewardSettings(clip=(-1.0, 0.5))
     trajectory = ended(Outcome.MAX_TURNS, reward=-3.0)
-    verdict = judge(trajectory, merge_turns(trajectory), policies={}, shaping=shaping)
+    verdict = judge(trajectory, merge_turns(trajectory), policies={}, reward=reward)
     assert (verdict.baseline_return, verdict.shaped_return) == (-1.0, -1.0)
     malformed = ended(Outcome.MALFORMED_TOOL_CALL)
-    verdict = judge(malformed, merge_turns(malformed), policies={}, shaping=shaping)
+    verdict = judge(malformed, merge_turns(malformed), policies={}, reward=reward)
     assert (verdict.baseline_return, verdict.shaped_return) == (0.0, 0.5)
     assert verdict.is_malformed_rewarded and verdict.rewards.tolist() == [0.0, 0.0]
 

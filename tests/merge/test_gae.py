@@ -107,16 +107,6 @@ def test_bad_input_is_refused_with_the_trajectory_named(
 def test_each_way_of_truncation_has_its_outcome_rule(
     truncation: Truncation, disposition: Disposition
 ) -> None:
-    penalty = 0.5 if truncation is Truncation.PENALTY else 0.0
-    assert truncation.rule(penalty=penalty).disposition is disposition
-
-
-def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"critic: decay is 1\.1"):
-        CriticSettings(decay=1.1)
-
-
-@pytest.mark.parametrize(("discount", "decay"), [(2.0, 1.0), (1.0, -0.5), (float("nan"), 1.0)])
-def test_a_discount_beyond_one_is_refused(discount: float, decay: float) -> None:
-    with pytest.raises(ValueError, match="expected a number between 0 and 1"):
-        token_advantages(np.zeros(1), np.zeros(1), discount=discount, decay=decay)
+    settings = CriticSettings(truncation=truncation, truncation_penalty=0.5)
+    assert settings.truncation_rule.disposition is disposition
+    assert settings.truncation_rule.penalty == (0.5 if truncation is Truncation.PENALTY else 0)

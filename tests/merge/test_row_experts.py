@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds.settings import step_settings
 from worlds.trajectory_builders import make_trajectory, make_turn
 
 from actors.batch import MicroBatch
@@ -16,7 +17,6 @@ from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.packing import WeightedSample, filler, pack_minibatch, pack_row
 from actors.merge.prefix import Sample, merge_turns
 from actors.merge.scoring import plan_scores
-from actors.merge.settings import StepSettings
 from actors.merge.step import build_step
 from actors.merge.value_rows import ValuedSample, pack_values
 from actors.trajectory_queue.columns import decode, encode
@@ -194,7 +194,7 @@ def make_group() -> TrajectoryGroup:
 
 
 def test_a_steps_report_counts_the_records_that_do_not_count() -> None:
-    settings = StepSettings()
+    settings = step_settings()
     group = make_group()
     # As they come out of the queue.
     columns = encode(group.trajectories)
@@ -207,7 +207,7 @@ def test_a_steps_report_counts_the_records_that_do_not_count() -> None:
 
 
 def test_what_a_reference_or_a_critic_is_given_has_no_records() -> None:
-    settings = StepSettings()
+    settings = step_settings()
     merged = merge_groups([make_group()], settings)
     plan = plan_scores(merged, settings, step=0, trainer_version=0)
     rows = [row for shard in plan.shards for row in shard.minibatches[0].micro_batches]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds.settings import step_settings
 from worlds.trajectory_builders import linear_turns, make_trajectory, random_turns
 
 from actors.batch import MicroBatch
@@ -16,7 +17,6 @@ from actors.merge.credit import Scores
 from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.prefix import merge_turns
 from actors.merge.scoring import ScorePlan, plan_scores, read_scores
-from actors.merge.settings import StepSettings
 from actors.merge.step import build_step
 from actors.row_scores import RowScores
 from actors.types import Outcome
@@ -56,7 +56,7 @@ def answers(plan: ScorePlan) -> list[list[RowScores]]:
 
 
 def plan_for(groups: list[TrajectoryGroup], **fields: int) -> ScorePlan:
-    settings = StepSettings(**fields)  # type: ignore[arg-type]
+    settings = step_settings(**fields)  # type: ignore[arg-type]
     return plan_scores(merge_groups(groups, settings), settings, step=0, trainer_version=0)
 
 
@@ -96,7 +96,7 @@ def test_only_what_is_in_a_baseline_is_scored() -> None:
 
 def test_a_step_of_a_critic_is_built_with_the_scores_that_come_back() -> None:
     group = make_group([1.0, 0.0])
-    wanted = StepSettings(baseline=Baseline.CRITIC, scale=Scale.NONE)
+    wanted = step_settings(baseline=Baseline.CRITIC, scale=Scale.NONE)
     merged = merge_groups([group], wanted)
     result = build_step(merged, wanted, step=0, trainer_version=0, scores=score([group]))
     assert result.report.num_trained_tokens == 24

@@ -52,21 +52,21 @@ async def test_with_a_lag_the_next_step_is_trained_while_the_engines_load_this_v
             await asyncio.sleep(0)
 
     world.engines_load = load
-    await make_loop(world, overlaps_publish=True).run()
+    await make_loop(world, max_lag=1).run()
     assert world.calls_of("train", "offer", "published")[:6] == [
         "train 0", "offer 1", "train 1", "published 1", "offer 2", "published 2",
     ]  # fmt: skip
     assert [record.step for record in world.records] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("overlaps_publish", [False, True])
-async def test_engines_that_never_load_end_the_loop(overlaps_publish: bool) -> None:
+@pytest.mark.parametrize("max_lag", [0, 1])
+async def test_engines_that_never_load_end_the_loop(max_lag: int) -> None:
     async def fail(version: int) -> None:
         raise PartLost(f"no engine took version {version}")
 
     world = World(engines_load=fail, starve_from=1)
     with pytest.raises(PartLost, match="no engine took version 1"):
-        await make_loop(world, overlaps_publish=overlaps_publish).run()
+        await make_loop(world, max_lag=max_lag).run()
     assert world.records == []
 
 
@@ -86,12 +86,12 @@ async def test_nothing_stays_in_flight_at_the_end_and_the_last_commit_says_so() 
     assert world.checkpoints == [(2, "dir-2"), (2, "dir-2")]
 
 
-@pytest.mark.parametrize("overlaps_publish", [False, True])
+@pytest.mark.parametrize("max_lag", [0, 1])
 async def test_a_run_that_is_solved_is_complete_evaluated_and_holds_nothing(
-    overlaps_publish: bool,
+    max_lag: int,
 ) -> None:
     world = World(scaled_returns=(0.5, 1.0, 1.0, 0.9, 0.9, 1.0, 0.0), starve_from=6)
-    loop = make_loop(world, steps=100, overlaps_publish=overlaps_publish, stop_at_reward=0.95)
+    loop = make_loop(world, steps=100, max_lag=max_lag, stop_at_reward=0.95)
     await loop.run()
     assert loop.is_solved and len(world.records) == 6
     assert world.calls_of("evaluate", "cancel_all")[-2:] == ["evaluate 2", "cancel_all"]

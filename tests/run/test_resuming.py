@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 from worlds.run_driver import SMALL, small_config
+from worlds.settings import rank_settings
 
 from actors.trainer.group import TrainerGroup
 from actors.trainer.manifest import MANIFEST, Progress
-from actors.trainer.settings import TrainerSettings
 from service.cli.export import export_checkpoint
 from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
 from service.config.file import ConfigError, load_config
@@ -60,7 +60,7 @@ def commit(store: RunStore, *, epoch: int, step: int, directory: str) -> None:
 
 
 def parts(checkpoints: Path, store: RunStore, *, epoch: int) -> TrainerParts:
-    group = TrainerGroup(TrainerSettings(model="none", checkpoint_dir=checkpoints))
+    group = TrainerGroup(rank_settings("none", checkpoints))
     return TrainerParts(group, store, epoch=epoch, keep=2)
 
 

@@ -25,6 +25,7 @@ from worlds.trainer_world import obvious_logprobs
 
 from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded, PolicyUnavailable
 from actors.trainer.publish import gather_groups
+from actors.trainer.settings import Dtype
 from actors.trainer.tiny.model import build_tiny_model
 from actors.weights.actor import start_board
 from actors.weights.board import BoardStatus, PublishedGroup, PublishReport
@@ -39,7 +40,7 @@ from service.inference.deployment import (
     wait_ready,
 )
 from service.inference.places import session_directory
-from service.inference.settings import EngineSettings
+from service.inference.settings import EngineSettings, InferenceSettings
 from service.inference.wire import split_salt
 
 pytestmark = pytest.mark.scenario
@@ -107,11 +108,15 @@ def write_model(directory: Path, app: str) -> None:
 def deploy(directory: Path, app: str, *, num_replicas: int) -> Deployed:
     write_model(directory, app)
     settings = EngineSettings(
+        inference=InferenceSettings(
+            max_num_seqs=64, kv_cache_gib=0.1, num_replicas=num_replicas, enforce_eager=True
+        ),
         model=str(directory),
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=64,
-        kv_cache_gib=0.1,
-        num_replicas=num_replicas,
+        dtype=Dtype.FLOAT32,
+        max_context_tokens=MAX_MODEL_LEN,
+        stop_token_ids=(),
+        resets_prefix_cache=False,
+        seed=0,
         health_check_period_s=1.0,
         graceful_shutdown_s=2.0,
     )

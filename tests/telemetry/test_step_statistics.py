@@ -11,8 +11,8 @@ import pytest
 from worlds.record_builders import step_record
 
 from actors.merge.report import MergeReport, Spread, StepReport
-from actors.trainer.critic_settings import CriticStats
 from actors.trainer.statistics import (
+    CriticStats,
     LogprobStats,
     LossStats,
     MismatchStats,

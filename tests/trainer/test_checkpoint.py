@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from worlds.settings import changed, rank_settings
 from worlds.trainer_world import World, largest_difference, obvious_logprobs, random_samples
 
 from actors.trainer import checkpoint
@@ -25,15 +25,13 @@ from actors.trainer.manifest import (
     read_manifest,
 )
 from actors.trainer.optimizer import build_optimizer
-from actors.trainer.settings import TrainerSettings
+from actors.trainer.settings import RankSettings, TrainerSettings
 from actors.weights.parity import parity_tokens
 
 
 @pytest.fixture
-def settings(tiny_models: dict[bool, str], tmp_path: Path) -> TrainerSettings:
-    return TrainerSettings(
-        model=tiny_models[True], checkpoint_dir=tmp_path / "run", warmup_steps=5, weight_decay=0.01
-    )
+def settings(tiny_models: dict[bool, str], tmp_path: Path) -> RankSettings:
+    return rank_settings(tiny_models[True], tmp_path / "run", warmup_updates=5, weight_decay=0.01)
 
 
 def train(world: World, steps: range) -> list[float]:
@@ -56,9 +54,9 @@ def save(world: World, step: int, epoch: int = 0, **extra: str) -> Path:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_resuming_equals_going_on_bit_for_bit(
-    two_ranks: World, settings: TrainerSettings, tiny_models: dict[bool, str], tied: bool
+    two_ranks: World, settings: RankSettings, tiny_models: dict[bool, str], tied: bool
 ) -> None:
-    settings = replace(settings, model=tiny_models[tied])
+    settings = changed(settings, model=tiny_models[tied])
     two_ranks.start(settings)
     train(two_ranks, range(2))
     path = save(two_ranks, 2, extra_json='{"seed": 9}')
@@ -80,7 +78,7 @@ def test_resuming_equals_going_on_bit_for_bit(
 
 
 def test_a_checkpoint_from_before_the_first_update_resumes_exactly(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
     one_rank.start(settings)
     path = save(one_rank, 0)
@@ -92,7 +90,7 @@ def test_a_checkpoint_from_before_the_first_update_resumes_exactly(
 
 
 def test_another_number_of_ranks_takes_over(
-    one_rank: World, two_ranks: World, settings: TrainerSettings
+    one_rank: World, two_ranks: World, settings: RankSettings
 ) -> None:
     two_ranks.start(settings)
     train(two_ranks, range(2))
@@ -106,20 +104,20 @@ def test_another_number_of_ranks_takes_over(
     assert largest_difference(before, two_ranks.weights()) == 0.0
 
 
-def test_only_the_newest_are_kept_and_a_newer_epoch_outranks_a_later_step(
-    one_rank: World, settings: TrainerSettings
+def test_all_are_kept_and_a_newer_epoch_outranks_a_later_step(
+    one_rank: World, settings: RankSettings
 ) -> None:
-    one_rank.start(replace(settings, keep_checkpoints=2))
+    one_rank.start(settings)
     for step, epoch in ((1, 0), (7, 0), (2, 1)):
         save(one_rank, step, epoch)
     names = [path.name for path in list_checkpoints(settings.checkpoint_dir)]
-    assert names == ["step-000007-e0", "step-000002-e1"]
+    assert names == ["step-000001-e0", "step-000007-e0", "step-000002-e1"]
     assert newest_checkpoint(settings.checkpoint_dir).name == "step-000002-e1"
     assert sorted(path.name for path in settings.checkpoint_dir.glob("[!.]*")) == sorted(names)
 
 
 def test_a_run_that_was_replaced_can_no_longer_save(
-    two_ranks: World, settings: TrainerSettings
+    two_ranks: World, settings: RankSettings
 ) -> None:
     two_ranks.start(settings)
     path = save(two_ranks, 1, 3)
@@ -136,9 +134,7 @@ def test_a_run_that_is_replaced_while_it_saves_finishes_no_checkpoint(
     mesh: DeviceMesh, tmp_path: Path
 ) -> None:
     model = torch.nn.Linear(2, 2)
-    optimizer = build_optimizer(
-        model.parameters(), learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
-    )
+    optimizer = build_optimizer(model.parameters(), TrainerSettings())
     # Weights are read behind the first look at who holds the directory.
     model.register_state_dict_pre_hook(lambda *_: claim(tmp_path, 4))
     progress = Progress(step=1, version=1, epoch=3, num_updates=1, num_ranks=1, model="m")
@@ -161,7 +157,7 @@ def test_who_claims_the_place_removes_what_a_cut_short_save_left(tmp_path: Path)
 
 
 def test_a_half_written_checkpoint_does_not_count_and_is_not_loaded(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
     one_rank.start(settings)
     good = save(one_rank, 1)
@@ -178,7 +174,7 @@ def test_a_half_written_checkpoint_does_not_count_and_is_not_loaded(
 
 
 def test_a_damaged_checkpoint_is_refused_on_every_rank(
-    two_ranks: World, settings: TrainerSettings
+    two_ranks: World, settings: RankSettings
 ) -> None:
     two_ranks.start(settings)
     path = save(two_ranks, 1)
@@ -206,12 +202,12 @@ def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_export_gives_the_trainers_own_log_probabilities(
     two_ranks: World,
-    settings: TrainerSettings,
+    settings: RankSettings,
     tiny_models: dict[bool, str],
     tied: bool,
     tmp_path: Path,
 ) -> None:
-    settings = replace(settings, model=tiny_models[tied])
+    settings = changed(settings, model=tiny_models[tied])
     two_ranks.start(settings)
     train(two_ranks, range(2))
     path = save(two_ranks, 2)
@@ -234,7 +230,7 @@ def test_an_export_gives_the_trainers_own_log_probabilities(
 
 
 def test_an_export_on_another_base_model_is_refused(
-    one_rank: World, settings: TrainerSettings, tmp_path: Path
+    one_rank: World, settings: RankSettings, tmp_path: Path
 ) -> None:
     path = save(one_rank.start(settings), 1)
     (tmp_path / "other").mkdir()

@@ -130,6 +130,6 @@ def test_chunks_change_neither_log_probabilities_nor_gradients(chunk_tokens, sco
 
 
 def test_the_learning_rate_warms_up_linearly_and_then_stays():
-    rates = [learning_rate_at(done, learning_rate=1.0, warmup_steps=4) for done in range(6)]
+    rates = [learning_rate_at(done, learning_rate=1.0, warmup_updates=4) for done in range(6)]
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert learning_rate_at(0, learning_rate=1.0, warmup_steps=0) == 1.0
+    assert learning_rate_at(0, learning_rate=1.0, warmup_updates=0) == 1.0

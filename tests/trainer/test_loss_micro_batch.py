@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from worlds.loss_terms import EVERY_LOSS, Tokens, random_tokens, terms_of
 
 from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
-from actors.trainer.loss.settings import Correction, Denominator, LossSettings, Objective
+from actors.trainer.loss.settings import (
+    Correction,
+    Denominator,
+    KlSettings,
+    LossSettings,
+    Objective,
+)
 from actors.trainer.loss.statistics import (
     MAX_NAMES,
     MIN_NAMES,
@@ -83,7 +89,7 @@ def test_where_all_policies_agree_every_loss_is_the_policy_gradient(name: str) -
     expected = -tokens.weight * advantage
     # k1, weighed by the ratio, has at equality the gradient 1 of its own first term.
     if name == "k1_corrected":
-        expected = expected + tokens.weight * settings.kl_coefficient
+        expected = expected + tokens.weight * settings.kl.coefficient
     np.testing.assert_allclose(gradient, expected, atol=1e-12)
 
 
@@ -214,7 +220,11 @@ def test_the_entropy_bonus_is_over_masked_tokens_too() -> None:
     ("settings", "missing", "words"),
     [
         (LossSettings(denominator=Denominator.OLD), "old_logprobs", "no old log-probabilities"),
-        (LossSettings(kl_coefficient=0.1), "reference_logprobs", "no reference log-probabilities"),
+        (
+            LossSettings(kl=KlSettings(coefficient=0.1)),
+            "reference_logprobs",
+            "no reference log-probabilities",
+        ),
     ],
 )
 def test_log_probabilities_that_a_loss_needs_are_asked_for(
@@ -266,7 +276,7 @@ def test_statistics_of_four_tokens() -> None:
         terms_of(tokens),
         sampled_versions=torch.tensor([5, 4, 5, 2]), trainer_version=5, old_logprobs=None,
     )  # fmt: skip
-    settings = LossSettings(kl_coefficient=1.0, sequence_band=(0.9, 1.1))
+    settings = LossSettings(kl=KlSettings(coefficient=1.0), sequence_band=(0.9, 1.1))
     sums, maxima, minima = by_name(statistics_of(terms, settings))
     # Ratios 1.5, .5, 1, .5: the first would clip upwards, the second downwards; but the geometric
     # mean .78 takes the whole trajectory out.

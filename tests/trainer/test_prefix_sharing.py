@@ -15,6 +15,7 @@ from transformers import (
     PretrainedConfig,
     Qwen3Config,
 )
+from worlds.settings import rank_settings
 from worlds.trainer_world import World
 from worlds.trajectory_builders import ids
 
@@ -24,7 +25,7 @@ from actors.merge.prefix import Sample
 from actors.trainer.loss.settings import LossSettings
 from actors.trainer.model import PolicyModel, load_policy
 from actors.trainer.row import row_tensors
-from actors.trainer.settings import TrainerSettings
+from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
 
 VOCABULARY = 64
@@ -205,7 +206,7 @@ def test_loss_and_every_gradient_equal_each_sample_alone(
 
 
 def train_once(
-    world: World, settings: TrainerSettings, *, share_prefixes: bool
+    world: World, settings: RankSettings, *, share_prefixes: bool
 ) -> tuple[StepStats, dict[str, np.ndarray]]:
     """One step in real processes; return what the ranks say and the weights after it."""
     minibatches = pack_minibatch(
@@ -228,11 +229,11 @@ def test_sharded_over_one_and_two_ranks_the_tree_trains_as_the_flat_rows_do(
     models: dict[str, str], one_rank: World, two_ranks: World, kind: str, tmp_path: Path
 ) -> None:
     # AdamW's first update is rate * g / (|g| + eps): here the gradient itself, to a thousandth.
-    settings = TrainerSettings(
-        model=models[kind],
-        checkpoint_dir=tmp_path,
+    settings = rank_settings(
+        models[kind],
+        tmp_path,
         learning_rate=1e3,
-        eps=1e3,
+        adam_epsilon=1e3,
         weight_decay=0.0,
         max_grad_norm=1e9,
         loss=LossSettings(clip_low=0.99, clip_high=1e6),

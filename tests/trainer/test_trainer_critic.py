@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from worlds.settings import changed, rank_settings, step_settings
 from worlds.trainer_world import World, largest_difference, obvious_logprobs, random_samples, shards
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.credit import Scores
+from actors.merge.gae import CriticSettings
 from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.scoring import plan_scores, read_scores
-from actors.merge.settings import StepSettings
-from actors.merge.shaping import KlEstimate, KlInReward, ShapingSettings
+from actors.merge.shaping import KlRewardSettings, RewardSettings
 from actors.merge.step import StepResult, build_step
 from actors.trainer.checkpoint import CheckpointError
-from actors.trainer.critic_settings import CriticTraining
-from actors.trainer.settings import TrainerSettings
+from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
 
 GROUP = TrajectoryGroup(
@@ -33,18 +33,19 @@ GROUP = TrajectoryGroup(
         for member, reward in enumerate([1.0, 0.0, 1.0, 0.5])
     ),
 )
-KL = KlInReward(estimate=KlEstimate.K1, coefficient=0.1)
+REWARD = RewardSettings(kl=KlRewardSettings(coefficient=0.1))
 
 
 @pytest.fixture
-def settings(tiny_models: dict[bool, str], tmp_path: Path) -> TrainerSettings:
-    return TrainerSettings(
-        model=tiny_models[True],
-        checkpoint_dir=tmp_path / "run",
+def settings(tiny_models: dict[bool, str], tmp_path: Path) -> RankSettings:
+    return rank_settings(
+        tiny_models[True],
+        tmp_path / "run",
         # As in the tests of ranks: the rounding of a zero gradient is no step.
-        eps=1e-4,
-        scores_reference=True,
-        critic=CriticTraining(learning_rate=1e-3, eps=1e-4),
+        adam_epsilon=1e-4,
+        reward=REWARD,
+        baseline=Baseline.CRITIC,
+        critic=CriticSettings(learning_rate=1e-3, warmup_updates=0),
     )
 
 
@@ -57,12 +58,12 @@ class Step:
 
 def play(world: World, *, version: int) -> Step:
     """One whole step: plan, scores, batch, updates."""
-    merging = StepSettings(
+    merging = step_settings(
         baseline=Baseline.CRITIC,
         scale=Scale.NONE,
         num_ranks=world.num_ranks,
         tokens_per_micro_batch=64,
-        shaping=ShapingSettings(kl=KL),
+        reward=REWARD,
     )
     merged = merge_groups([GROUP], merging)
     plan = plan_scores(merged, merging, step=version, trainer_version=version)
@@ -85,13 +86,13 @@ def reference_of(step: Step) -> np.ndarray:
 
 
 def test_a_new_critic_knows_nothing_and_the_reference_is_the_model_as_it_began(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
     one_rank.start(settings)
     first, second = (play(one_rank, version=version) for version in range(2))
     assert not values_of(first).any() and values_of(second).any()
     np.testing.assert_array_equal(reference_of(first), reference_of(second))
-    (sample,) = merge_groups([GROUP], StepSettings())[0].members[0].merged.samples  # type: ignore[union-attr]
+    (sample,) = merge_groups([GROUP], step_settings())[0].members[0].merged.samples  # type: ignore[union-attr]
     causal_lm = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
     expected = obvious_logprobs(causal_lm, sample.token_ids).detach().numpy()
     trained = sample.mask[1:] == 1
@@ -103,11 +104,11 @@ def test_a_new_critic_knows_nothing_and_the_reference_is_the_model_as_it_began(
 
 
 def test_what_kl_takes_is_in_the_returns_that_the_critic_learns(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
     step = play(one_rank.start(settings), version=0)
     charged = 0.0
-    for member in merge_groups([GROUP], StepSettings())[0].members:
+    for member in merge_groups([GROUP], step_settings())[0].members:
         (sample,) = member.merged.samples  # type: ignore[union-attr]
         (scored,) = step.scores[sample.trajectory_id]
         delta = sample.logprobs - scored.reference_logprobs
@@ -118,7 +119,7 @@ def test_what_kl_takes_is_in_the_returns_that_the_critic_learns(
 
 
 def test_two_ranks_score_and_train_as_one_does(
-    one_rank: World, two_ranks: World, settings: TrainerSettings
+    one_rank: World, two_ranks: World, settings: RankSettings
 ) -> None:
     alone, both = (
         [play(world.start(settings), version=0), play(world, version=1)]
@@ -134,9 +135,9 @@ def test_two_ranks_score_and_train_as_one_does(
 
 
 def test_a_critic_resumes_bit_for_bit_with_its_optimiser_and_warm_up(
-    two_ranks: World, settings: TrainerSettings
+    two_ranks: World, settings: RankSettings
 ) -> None:
-    settings = replace(settings, critic=CriticTraining(learning_rate=1e-3, warmup_steps=5))
+    settings = changed(settings, critic=CriticSettings(learning_rate=1e-3))
     two_ranks.start(settings)
     play(two_ranks, version=0)
     path = two_ranks.call("save", step=1, epoch=0)[0]
@@ -149,9 +150,9 @@ def test_a_critic_resumes_bit_for_bit_with_its_optimiser_and_warm_up(
 
 
 def test_a_checkpoint_without_a_critic_is_refused_and_one_too_many_is_left(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
-    plain = replace(settings, critic=None)
+    plain = changed(settings, baseline=Baseline.MEAN)
     without = one_rank.start(plain).call("save", step=1, epoch=0)[0]
     with pytest.raises(CheckpointError, match="got none of a critic, expected one"):
         one_rank.start(settings).call("load", path=without)
@@ -163,13 +164,13 @@ def test_a_checkpoint_without_a_critic_is_refused_and_one_too_many_is_left(
 
 
 def test_a_step_brings_values_exactly_where_there_is_a_critic(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
     (shard,) = shards([random_samples(1, 4)], num_ranks=1, num_micro=1)
     one_rank.start(settings)
     with pytest.raises(ValueError, match="got no value shard with a critic"):
         one_rank.call("train_step", shard=shard)
     built = play(one_rank, version=0).built
-    one_rank.start(replace(settings, critic=None))
+    one_rank.start(changed(settings, baseline=Baseline.MEAN))
     with pytest.raises(ValueError, match="got a value shard without a critic"):
         one_rank.call("train_step", shard=shard, value_shard=built.value_shards[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import ray
 import torch
 from ray.actor import ActorHandle
+from worlds.settings import changed, rank_settings
 from worlds.trainer_world import random_samples, shards
 
 from actors.trainer.group import (
@@ -22,7 +22,7 @@ from actors.trainer.group import (
     TrainerStartFailed,
 )
 from actors.trainer.manifest import CheckpointError, newest_checkpoint
-from actors.trainer.settings import TrainerSettings
+from actors.trainer.settings import RankSettings
 from actors.trainer.shard_check import ShardRefused
 from actors.weights.actor import start_board
 from actors.weights.board import CommandKind, Publication
@@ -33,8 +33,8 @@ pytestmark = [pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture
-def settings(tiny_models: dict[bool, str], tmp_path: Path) -> TrainerSettings:
-    return TrainerSettings(model=tiny_models[True], checkpoint_dir=tmp_path)
+def settings(tiny_models: dict[bool, str], tmp_path: Path) -> RankSettings:
+    return rank_settings(tiny_models[True], tmp_path)
 
 
 def put_shards(step: int) -> list[ray.ObjectRef]:
@@ -60,7 +60,7 @@ async def wait_until_dead(process_ids: list[int]) -> None:
     raise AssertionError(f"still alive: {process_ids}")
 
 
-async def start_group(settings: TrainerSettings, **deadlines: float) -> TrainerGroup:
+async def start_group(settings: RankSettings, **deadlines: float) -> TrainerGroup:
     group = TrainerGroup(settings, deadlines=Deadlines(**deadlines))
     await group.start()
     return group
@@ -79,7 +79,7 @@ async def fetch_weights(board: ActorHandle) -> tuple[Publication, dict[str, torc
 
 
 async def test_a_group_trains_publishes_and_survives_the_death_of_a_rank(
-    settings: TrainerSettings,
+    settings: RankSettings,
 ) -> None:
     board = start_board()
     group = await start_group(settings)
@@ -119,9 +119,9 @@ async def test_a_group_trains_publishes_and_survives_the_death_of_a_rank(
 
 
 async def test_refusals_leave_the_group_at_work_and_a_rank_that_hangs_is_lost_at_the_deadline(
-    settings: TrainerSettings, tmp_path: Path
+    settings: RankSettings, tmp_path: Path
 ) -> None:
-    group = await start_group(settings, step_s=6.0)
+    group = await start_group(changed(settings, step_deadline_s=6.0))
     wrong = shards([random_samples(1, 4)], num_ranks=2, num_micro=1, version=5)
     with pytest.raises(ShardRefused, match="made for version 5"):
         await group.step([ray.put(shard) for shard in wrong])
@@ -145,8 +145,8 @@ async def test_refusals_leave_the_group_at_work_and_a_rank_that_hangs_is_lost_at
 
 
 async def test_a_model_that_is_not_there_is_reported_with_its_reason(
-    settings: TrainerSettings, tmp_path: Path
+    settings: RankSettings, tmp_path: Path
 ) -> None:
-    missing = replace(settings, model=str(tmp_path / "missing"), num_ranks=1)
+    missing = changed(settings, model=str(tmp_path / "missing"), num_ranks=1)
     with pytest.raises(TrainerStartFailed, match=r"rank 0 cannot start \(join: .*missing"):
         await start_group(missing)

@@ -6,29 +6,30 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from worlds.settings import changed, rank_settings
 from worlds.trainer_world import World, largest_difference, random_samples
 
-from actors.trainer.loss.settings import Correction, Denominator, LossSettings, Ratio
-from actors.trainer.settings import TrainerSettings
+from actors.trainer.loss.settings import Correction, Denominator, KlSettings, LossSettings, Ratio
+from actors.trainer.settings import RankSettings
 
 LOSS_TOLERANCE = 1e-6
 WEIGHT_TOLERANCE = 2e-5
 
 
 @pytest.fixture
-def settings(tiny_models: dict[bool, str], tmp_path: Path) -> TrainerSettings:
-    return TrainerSettings(model=tiny_models[True], checkpoint_dir=tmp_path, eps=1e-4)
+def settings(tiny_models: dict[bool, str], tmp_path: Path) -> RankSettings:
+    return rank_settings(tiny_models[True], tmp_path, adam_epsilon=1e-4)
 
 
 def test_a_loss_of_every_part_is_the_same_on_one_rank_and_two(
-    one_rank: World, two_ranks: World, settings: TrainerSettings
+    one_rank: World, two_ranks: World, settings: RankSettings
 ) -> None:
     loss = LossSettings(
         ratio=Ratio.SEQUENCE, denominator=Denominator.OLD, clip_low=0.1, clip_high=0.1,
         correction=Correction.TRUNCATE_SEQUENCE, outlier_below=0.45,
-        kl_coefficient=0.1, is_kl_corrected=True, entropy_coefficient=0.01,
+        kl=KlSettings(coefficient=0.1, corrected=True), entropy_coefficient=0.01,
     )  # fmt: skip
-    settings = replace(settings, loss=loss, epochs=2)
+    settings = changed(settings, loss=loss, epochs=2)
     minibatches = [random_samples(30, 7), random_samples(31, 6)]
     alone = one_rank.start(settings).step(minibatches)
     both = two_ranks.start(settings).step(minibatches, num_micro=4)
@@ -46,16 +47,16 @@ def test_a_loss_of_every_part_is_the_same_on_one_rank_and_two(
 
 
 def test_the_old_policy_is_the_trainer_at_the_steps_start_in_every_update(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
-    settings = replace(settings, loss=LossSettings(denominator=Denominator.OLD))
+    settings = changed(settings, loss=LossSettings(denominator=Denominator.OLD))
     samples = random_samples(32, 5)
     once = one_rank.start(settings).step([samples])
     assert once.tokens is not None and once.tokens.old_logprobs is not None
     # A single update starts where the old policy is: no ratio but 1.
     assert once.ratio_mean == once.ratio_max == 1.0
     assert once.tokens.old_logprobs == once.tokens.policy_logprobs
-    thrice = one_rank.start(replace(settings, epochs=3)).step([samples])
+    thrice = one_rank.start(changed(settings, epochs=3)).step([samples])
     assert thrice.tokens is not None and thrice.tokens.old_logprobs is not None
     assert thrice.ratio_max > 1.001
     start = once.tokens.policy_logprobs.mean
@@ -68,9 +69,9 @@ def test_the_old_policy_is_the_trainer_at_the_steps_start_in_every_update(
 
 
 def test_the_reference_stays_where_training_started(
-    two_ranks: World, settings: TrainerSettings
+    two_ranks: World, settings: RankSettings
 ) -> None:
-    settings = replace(settings, loss=LossSettings(kl_coefficient=0.01))
+    settings = changed(settings, loss=LossSettings(kl=KlSettings(coefficient=0.01)))
     samples = random_samples(33, 6)
     two_ranks.start(settings)
     first = two_ranks.step([samples])
@@ -84,17 +85,15 @@ def test_the_reference_stays_where_training_started(
 
 
 def test_without_a_kl_term_no_reference_is_scored_or_told(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
-    stats = one_rank.start(replace(settings, reference_model="/nowhere")).step(
-        [random_samples(34, 3)]
-    )
+    stats = one_rank.start(changed(settings, reference="/nowhere")).step([random_samples(34, 3)])
     assert stats.tokens is not None
     assert stats.tokens.kl is stats.tokens.reference_logprobs is stats.tokens.old_logprobs is None
 
 
 def test_an_entropy_bonus_raises_the_entropy_and_without_one_nothing_does(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
     samples = [
         replace(sample, advantages=0 * sample.advantages) for sample in random_samples(35, 5)
@@ -102,7 +101,7 @@ def test_an_entropy_bonus_raises_the_entropy_and_without_one_nothing_does(
     ends = []
     for coefficient in (1.0, 0.0):
         loss = LossSettings(entropy_coefficient=coefficient)
-        one_rank.start(replace(settings, loss=loss, logprob_chunk=16))
+        one_rank.start(changed(settings, loss=loss, logprob_chunk=16))
         start = one_rank.step([samples]).entropy_mean
         ends.append(one_rank.step([samples], step=1, version=1).entropy_mean - start)
     assert ends[0] > 1e-5 and ends[1] == pytest.approx(0, abs=1e-7)

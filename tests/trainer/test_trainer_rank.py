@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from worlds.settings import changed, rank_settings
 from worlds.trainer_world import (
     Sample,
     World,
@@ -19,7 +19,7 @@ from worlds.trainer_world import (
     random_samples,
 )
 
-from actors.trainer.settings import ParamDtype, TrainerSettings
+from actors.trainer.settings import Dtype, RankSettings
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused
 from actors.weights.parity import parity_tokens
 
@@ -29,14 +29,14 @@ WEIGHT_TOLERANCE = 2e-5
 
 
 @pytest.fixture
-def settings(tiny_models: dict[bool, str], tmp_path: Path) -> TrainerSettings:
+def settings(tiny_models: dict[bool, str], tmp_path: Path) -> RankSettings:
     # A large epsilon: AdamW's first update else has the size of the rate whatever the gradient,
     # and turns the rounding of a zero gradient into a full step.
-    return TrainerSettings(model=tiny_models[True], checkpoint_dir=tmp_path, eps=1e-4)
+    return rank_settings(tiny_models[True], tmp_path, adam_epsilon=1e-4)
 
 
 def compute_reference(
-    model: str, samples: Sequence[Sample], *, settings: TrainerSettings
+    model: str, samples: Sequence[Sample], *, settings: RankSettings
 ) -> tuple[float, float]:
     """The obvious loop: each sample alone through transformers; loss and clipped gradient norm."""
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -47,7 +47,8 @@ def compute_reference(
         mask = torch.tensor(sample.mask[1:])
         ratio = torch.exp(current - torch.tensor(sample.logprobs[1:]))
         advantages = torch.tensor(sample.advantages[1:])
-        clipped = ratio.clamp(1 - settings.loss.clip_low, 1 + settings.loss.clip_high)
+        clips = settings.algorithm.loss
+        clipped = ratio.clamp(1 - clips.clip_low, 1 + clips.clip_high)
         token_losses = -torch.minimum(ratio * advantages, clipped * advantages)
         loss = loss + (token_losses * mask).sum() / total
     loss.backward()
@@ -59,11 +60,11 @@ def compute_reference(
 def test_one_and_two_ranks_match_the_obvious_loop(
     one_rank: World,
     two_ranks: World,
-    settings: TrainerSettings,
+    settings: RankSettings,
     tiny_models: dict[bool, str],
     tied: bool,
 ) -> None:
-    settings = replace(settings, model=tiny_models[tied], temperature=0.8)
+    settings = changed(settings, model=tiny_models[tied], temperature=0.8)
     samples = random_samples(1, 11)
     loss, grad_norm = compute_reference(tiny_models[tied], samples, settings=settings)
     alone, both = (
@@ -84,7 +85,7 @@ def test_one_and_two_ranks_match_the_obvious_loop(
 
 
 def test_many_micro_batches_in_another_order_with_fillers_give_the_same_weights(
-    one_rank: World, two_ranks: World, settings: TrainerSettings
+    one_rank: World, two_ranks: World, settings: RankSettings
 ) -> None:
     minibatches = [random_samples(2, 9), random_samples(3, 7)]
     whole = one_rank.start(settings).step(minibatches)
@@ -95,7 +96,7 @@ def test_many_micro_batches_in_another_order_with_fillers_give_the_same_weights(
     assert split.loss == pytest.approx(whole.loss, abs=LOSS_TOLERANCE)
     assert split.num_updates == whole.num_updates == 2
     assert largest_difference(weights, two_ranks.weights()) < WEIGHT_TOLERANCE
-    frugal = replace(
+    frugal = changed(
         settings, shard_between_micro_batches=True, gradient_checkpointing=True, logprob_chunk=7
     )
     two_ranks.start(frugal).step(turned, num_micro=5)
@@ -103,7 +104,7 @@ def test_many_micro_batches_in_another_order_with_fillers_give_the_same_weights(
 
 
 def test_the_parity_check_reads_the_weights_of_the_last_update(
-    one_rank: World, two_ranks: World, settings: TrainerSettings
+    one_rank: World, two_ranks: World, settings: RankSettings
 ) -> None:
     samples = random_samples(4, 6)
     for world in (one_rank.start(settings), two_ranks.start(settings)):
@@ -121,11 +122,11 @@ def test_the_parity_check_reads_the_weights_of_the_last_update(
 
 
 def test_a_second_epoch_trains_again_and_measures_no_mismatch_of_its_own(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
     samples = random_samples(5, 6)
     once = one_rank.start(settings).step([samples])
-    twice = one_rank.start(replace(settings, epochs=2)).step([samples])
+    twice = one_rank.start(changed(settings, epochs=2)).step([samples])
     assert twice.num_updates == 2
     assert twice.trained_tokens == 2 * once.trained_tokens
     assert twice.mismatch == once.mismatch
@@ -133,7 +134,7 @@ def test_a_second_epoch_trains_again_and_measures_no_mismatch_of_its_own(
 
 
 def test_mismatch_counts_only_tokens_of_the_trainers_own_version(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
     one_rank.start(settings).step([random_samples(6, 4)])
     old = one_rank.step([random_samples(7, 4, version=0)], step=1, version=1)
@@ -147,7 +148,7 @@ def test_mismatch_counts_only_tokens_of_the_trainers_own_version(
 
 
 def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(
-    two_ranks: World, settings: TrainerSettings
+    two_ranks: World, settings: RankSettings
 ) -> None:
     good, bad = random_samples(10, 5), random_samples(11, 6)
     bad[3].advantages[:] = np.nan
@@ -171,7 +172,7 @@ def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(
 
 
 def test_a_skipped_minibatch_leaves_the_steps_other_updates_alone(
-    one_rank: World, settings: TrainerSettings
+    one_rank: World, settings: RankSettings
 ) -> None:
     good, bad = random_samples(12, 5), random_samples(13, 4)
     bad[0].advantages[:] = -np.inf
@@ -184,7 +185,7 @@ def test_a_skipped_minibatch_leaves_the_steps_other_updates_alone(
 
 
 def test_a_step_with_nothing_to_train_leaves_weights_and_momentum_alone(
-    two_ranks: World, settings: TrainerSettings
+    two_ranks: World, settings: RankSettings
 ) -> None:
     two_ranks.start(settings).step([random_samples(14, 5)])
     before = two_ranks.weights()
@@ -200,9 +201,9 @@ def test_a_step_with_nothing_to_train_leaves_weights_and_momentum_alone(
 
 
 def test_a_token_beyond_the_age_bound_is_refused_on_every_rank(
-    two_ranks: World, settings: TrainerSettings
+    two_ranks: World, settings: RankSettings
 ) -> None:
-    two_ranks.start(replace(settings, max_policy_age=1))
+    two_ranks.start(changed(settings, max_lag=1, window_groups=1))
     two_ranks.step([random_samples(15, 4)])
     two_ranks.step([random_samples(15, 4)], step=1, version=1)
     mixed = [*random_samples(16, 3, version=2), *random_samples(17, 1, version=0)]
@@ -214,7 +215,7 @@ def test_a_token_beyond_the_age_bound_is_refused_on_every_rank(
 
 
 def test_a_shard_that_breaks_its_invariants_is_refused_and_the_group_goes_on(
-    two_ranks: World, settings: TrainerSettings
+    two_ranks: World, settings: RankSettings
 ) -> None:
     two_ranks.start(settings)
     samples = random_samples(18, 4)
@@ -228,8 +229,8 @@ def test_a_shard_that_breaks_its_invariants_is_refused_and_the_group_goes_on(
     assert two_ranks.step([random_samples(18, 4)]).num_updates == 1
 
 
-def test_warm_up_is_linear_in_applied_updates(one_rank: World, settings: TrainerSettings) -> None:
-    one_rank.start(replace(settings, warmup_steps=4, learning_rate=0.01))
+def test_warm_up_is_linear_in_applied_updates(one_rank: World, settings: RankSettings) -> None:
+    one_rank.start(changed(settings, warmup_updates=4, learning_rate=0.01))
     rates = [
         one_rank.step([random_samples(20, 2)], step=step, version=step).learning_rate
         for step in range(5)
@@ -238,11 +239,11 @@ def test_warm_up_is_linear_in_applied_updates(one_rank: World, settings: Trainer
 
 
 def test_bfloat16_computes_with_float32_master_weights(
-    two_ranks: World, settings: TrainerSettings
+    two_ranks: World, settings: RankSettings
 ) -> None:
-    low = replace(settings, param_dtype=ParamDtype.BFLOAT16, learning_rate=1e-5, epochs=3)
+    low = changed(settings, dtype=Dtype.BFLOAT16, learning_rate=1e-5, epochs=3)
     samples = random_samples(21, 6)
-    reference = two_ranks.start(replace(settings, learning_rate=1e-5, epochs=3)).step([samples])
+    reference = two_ranks.start(changed(settings, learning_rate=1e-5, epochs=3)).step([samples])
     stats = two_ranks.start(low).step([samples])
     assert not stats.is_skipped
     assert stats.loss == pytest.approx(reference.loss, abs=0.02)

@@ -21,13 +21,14 @@ from worlds.mixture_world import (
     weigh,
     write_mixture,
 )
+from worlds.settings import changed, rank_settings
 from worlds.trainer_world import World, largest_difference
 
 from actors.batch import MicroBatch, Minibatch, RankShard
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
 from actors.trainer.export import export_checkpoint
-from actors.trainer.loss.settings import Denominator, LossSettings
-from actors.trainer.settings import ParamDtype, TrainerSettings
+from actors.trainer.loss.settings import Denominator, KlSettings, LossSettings
+from actors.trainer.settings import Dtype, RankSettings
 from actors.trainer.shard_check import ShardRefused
 from actors.trainer.skipped import SkippedUpdate, save_skipped
 from actors.trainer.statistics import StepStats
@@ -39,13 +40,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {kind: write_mixture(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
 
 
-def settings_for(model: str, directory: Path) -> TrainerSettings:
+def settings_for(model: str, directory: Path) -> RankSettings:
     # AdamW's first update is rate * g / (|g| + eps): here the gradient itself, to a thousandth.
-    return TrainerSettings(
-        model=model,
-        checkpoint_dir=directory,
+    return rank_settings(
+        model,
+        directory,
         learning_rate=1e3,
-        eps=1e3,
+        adam_epsilon=1e3,
         weight_decay=0.0,
         max_grad_norm=1e9,
         loss=LossSettings(clip_low=0.99, clip_high=1e6),
@@ -76,7 +77,7 @@ def weights_of(causal_lm: PreTrainedModel, model: str) -> dict[str, np.ndarray]:
 
 def train_once(
     world: World,
-    settings: TrainerSettings,
+    settings: RankSettings,
     weighted: Sequence[WeightedSample],
     *,
     share_prefixes: bool = True,
@@ -98,7 +99,7 @@ def test_sharded_over_one_and_two_ranks_replay_trains_as_the_dense_loop_does(
     gradients = as_in_checkpoint(
         models[kind], {n.removeprefix("causal_lm."): each for n, each in gradients.items()}
     )
-    frugal = replace(
+    frugal = changed(
         settings, gradient_checkpointing=True, shard_between_micro_batches=True, logprob_chunk=7
     )
     for world, chosen, share_prefixes in (
@@ -125,13 +126,13 @@ def test_sharded_over_one_and_two_ranks_replay_trains_as_the_dense_loop_does(
 def test_the_old_policy_replays_and_the_reference_routes_by_itself(
     models: dict[str, str], two_ranks: World, tmp_path: Path
 ) -> None:
-    loss = LossSettings(denominator=Denominator.OLD, kl_coefficient=0.01)
-    settings = replace(
+    loss = LossSettings(denominator=Denominator.OLD, kl=KlSettings(coefficient=0.01))
+    settings = changed(
         settings_for(models["qwen3"], tmp_path), loss=loss, epochs=2, learning_rate=1e-4
     )
     samples = recorded_batch(models["qwen3"])
     plain = [sample.without_experts() for sample in samples]
-    replayed, _ = train_once(two_ranks, replace(settings, epochs=1), weigh(samples))
+    replayed, _ = train_once(two_ranks, changed(settings, epochs=1), weigh(samples))
     twice, _ = train_once(two_ranks, settings, weigh(samples))
     own, _ = train_once(two_ranks, settings, weigh(plain))
     assert replayed.tokens is not None and twice.tokens is not None and own.tokens is not None
@@ -171,7 +172,7 @@ def test_a_bfloat16_policy_replays_too(
     weighted = weigh(recorded_batch(models["qwen3_normalised"]))
     settings = settings_for(models["qwen3_normalised"], tmp_path)
     exact, weights = train_once(one_rank, settings, weighted)
-    half = replace(settings, param_dtype=ParamDtype.BFLOAT16)
+    half = changed(settings, dtype=Dtype.BFLOAT16)
     rounded, other = train_once(two_ranks, half, weighted)
     assert rounded.loss == pytest.approx(exact.loss, rel=0.05)
     assert 0 < largest_difference(weights, other) < 0.1

@@ -9,24 +9,24 @@ from worlds.loop_world import report
 from worlds.queue_builders import end, fill, make_settings, take_all
 from worlds.trajectory_builders import make_summary
 
+from actors.algorithm import AlgorithmSettings
+from actors.environment.settings import RolloutSettings
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
+from actors.trainer.settings import TrainerSettings
 from actors.trajectory_queue.failures import FailedGroups
 from actors.trajectory_queue.groups import BlockRow
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.queue_state import QueueState
 from actors.types import Outcome, RolloutAssignment
-from service.config.file import parse_config
-from service.config.settings_of import failure_limits
+from service.inference.settings import InferenceSettings
 from service.run.failing import FailureLimits, FailureWatch, GivenUp
 from service.run.ports import PartLost
 
 LIMITS = FailureLimits(
-    max_groups=4,
-    grace_s=30.0,
-    min_group_size=2,
-    group_size=8,
-    engines_limit_s=600.0,
-    max_skipped_steps=3,
+    rollouts=RolloutSettings(max_failed_groups=4, failed_groups_grace_s=30.0),
+    algorithm=AlgorithmSettings(group_size=8),
+    trainer=TrainerSettings(max_skipped_steps=3),
+    inference=InferenceSettings(start_deadline_s=600.0),
 )
 
 
@@ -191,7 +191,8 @@ def test_engines_that_stay_away_are_a_lost_part() -> None:
     ],
 )
 def test_the_remedy_is_that_of_the_most_frequent_failure(outcome: Outcome, remedy: str) -> None:
-    watch = FailureWatch(replace(LIMITS, grace_s=0.0))
+    at_once = replace(LIMITS.rollouts, failed_groups_grace_s=0.0)
+    watch = FailureWatch(replace(LIMITS, rollouts=at_once))
     counts = {Outcome.REWARD_ERROR: 2, outcome: 5}
     with pytest.raises(GivenUp, match=remedy):
         watch.look(row(4, outcomes=counts), num_engines_ready=1, now=0.0)
@@ -224,15 +225,3 @@ def test_steps_in_a_row_of_which_nothing_could_be_merged_end_the_run() -> None:
     other = FailureWatch(LIMITS)
     for step in range(1, 6):
         other.look_at_merge(step, replace(report(step), num_trajectories=0), notices=[])
-
-
-def test_the_limits_come_from_the_configuration() -> None:
-    tree = {
-        "model": {"tiny": {}},
-        "tasks": {"environment": "guessing"},
-        "rollouts": {"max_failed_groups": 5, "failed_groups_grace_s": 0},
-        "trainer": {"max_skipped_steps": 7},
-    }
-    limits = failure_limits(parse_config(tree, source="test"))
-    assert (limits.max_groups, limits.grace_s, limits.group_size) == (5, 0.0, 16)
-    assert limits.max_skipped_steps == 7

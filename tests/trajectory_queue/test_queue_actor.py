@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 import ray
 from ray.exceptions import ObjectLostError, RayActorError
+from worlds.settings import queue_settings, step_settings
 from worlds.trajectory_builders import linear_turns, make_task, make_trajectory
 
 from actors.merge.actor import MergeActor
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.payloads import PayloadsLost
-from actors.merge.settings import StepSettings
 from actors.row_scores import RowScores
 from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.trajectory_queue.columns import decode, encode
 from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.messages import ActorReleased, QueueSettings, QueueSnapshot
-from actors.trajectory_queue.window import WindowSettings
+from actors.trajectory_queue.messages import ActorReleased, QueueSnapshot
 from actors.types import Outcome, RolloutAssignment, Trajectory, summarize
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
@@ -74,8 +73,8 @@ def get(reference: Any) -> Any:
 
 
 def start_queue(*, step: int = 2, lag: int = 0, snapshot: QueueSnapshot | None = None) -> Any:
-    window = WindowSettings(groups_per_step=step, max_lag=lag, window_groups=1)
-    return TrajectoryQueue.remote(QueueSettings(window=window), snapshot)
+    settings = queue_settings(groups_per_step=step, max_lag=lag, window_groups=1)
+    return TrajectoryQueue.remote(settings, snapshot)
 
 
 def admit_all(queue: Any, *, num_samples: int = 4) -> None:
@@ -112,7 +111,7 @@ def test_finished_trajectories_outlive_their_player_and_its_rollouts_are_played_
     sampled: int,
 ) -> None:
     queue = start_queue()
-    merge = MergeActor.options(num_cpus=0).remote(StepSettings(num_ranks=2))
+    merge = MergeActor.options(num_cpus=0).remote(step_settings(num_ranks=2))
     first, second = Player.remote(queue, "first"), Player.remote(queue, "second")
     admit_all(queue)
     assert len(get(first.take.remote(8, LIMIT_S))) == 8
@@ -143,7 +142,7 @@ def test_finished_trajectories_outlive_their_player_and_its_rollouts_are_played_
 def test_a_step_with_a_critic_is_scored_between_its_plan_and_its_batch() -> None:
     queue = start_queue()
     player = Player.remote(queue, "player")
-    settings = StepSettings(baseline=Baseline.CRITIC, scale=Scale.NONE, num_ranks=2)
+    settings = step_settings(baseline=Baseline.CRITIC, scale=Scale.NONE, num_ranks=2)
     merge = MergeActor.options(num_cpus=0).remote(settings)
     admit_all(queue)
     get(player.take.remote(8, LIMIT_S))
@@ -172,7 +171,7 @@ def test_a_step_with_a_critic_is_scored_between_its_plan_and_its_batch() -> None
 
 def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:
     queue = start_queue()
-    merge = MergeActor.options(num_cpus=0).remote(StepSettings())
+    merge = MergeActor.options(num_cpus=0).remote(step_settings())
     player = Player.remote(queue, "player")
     admit_all(queue)
     get(player.take.remote(8, LIMIT_S))

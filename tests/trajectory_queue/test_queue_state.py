@@ -9,7 +9,7 @@ import pytest
 from worlds.queue_builders import end, evicted, fill, make_settings, restart, settle_all, take_all
 from worlds.trajectory_builders import make_summary, make_task
 
-from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
+from actors.limits import MIB
 from actors.trajectory_queue.groups import BlockRow, GroupRequest
 from actors.trajectory_queue.ledger import LedgerEventKind, Settlement
 from actors.trajectory_queue.messages import Vacancy
@@ -129,16 +129,16 @@ def test_the_bounds_stop_new_groups_but_never_the_step_that_is_being_collected()
 
 
 def test_waiting_bytes_stop_new_groups_until_a_step_takes_them() -> None:
-    queue = QueueState(make_settings(step=1, lag=3, window=1, max_bytes=250))
+    queue = QueueState(make_settings(step=1, lag=3, window=1, max_mib=250))
     fill(queue)
     first = queue.take_rollouts("a", max_count=4)
     for assignment in first[1:]:
-        end(queue, assignment, num_bytes=100)
-    assert queue.stats().waiting_bytes == 300
+        end(queue, assignment, num_bytes=100 * MIB)
+    assert queue.stats().waiting_bytes == 300 * MIB
     assert take_all(queue) == []
-    end(queue, first[0], num_bytes=100)
+    end(queue, first[0], num_bytes=100 * MIB)
     assert queue.take_step() is not None
-    assert queue.stats().waiting_bytes == 200
+    assert queue.stats().waiting_bytes == 200 * MIB
     assert len(take_all(queue)) == 4
 
 
@@ -183,13 +183,6 @@ def test_groups_that_nobody_asked_for_or_that_could_never_be_trained_are_refused
     with pytest.raises(ValueError, match="1 usable samples"):
         queue.admit([GroupRequest(group_number=0, task=make_task(0), num_samples=1)])
     assert queue.stats().ledger.admitted == 0 and len(queue.admissible()) == 1
-
-
-def test_a_policy_that_drops_completed_trajectories_is_refused() -> None:
-    rule = OutcomeRule(disposition=Disposition.DROP)
-    policy = OutcomePolicy(overrides={Outcome.COMPLETED: rule})
-    with pytest.raises(ValueError, match=r"'game'.*completed"):
-        QueueState(make_settings(policies={"game": policy}))
 
 
 def test_cancelling_ends_the_run_with_nothing_in_flight() -> None:

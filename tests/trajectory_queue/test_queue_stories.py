@@ -136,7 +136,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def no_place_is_refilled_more_often_than_the_limit(self) -> None:
         used = self.queue.snapshot().variance_refills.values()
-        assert max(used, default=0) <= self.queue.settings.max_variance_refills
+        assert max(used, default=0) <= self.queue.settings.algorithm.max_variance_refills
 
     @invariant()
     def no_rollout_leaves_twice(self) -> None:
@@ -163,7 +163,7 @@ class QueueMachine(RuleBasedStateMachine):
             attempt = attempt_of(rollout)
             assert attempt not in self.lost_attempts
             age = step - self.version_when_taken[attempt]
-            assert age <= self.queue.settings.window.max_policy_age
+            assert age <= self.queue.settings.algorithm.max_policy_age
         settle_all(self.queue, step, groups)
         self.queue.publish(step + 1)
 

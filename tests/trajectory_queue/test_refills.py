@@ -136,8 +136,3 @@ def test_no_number_is_refilled_more_often_than_the_limit(
         is_claimed = refills.claim(number, EQUAL if is_equal else DIFFERENT)
         assert is_claimed == (is_equal and before < limit)
     assert max(refills.counts().values(), default=0) <= limit
-
-
-def test_an_impossible_limit_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_variance_refills is -1"):
-        make_queue(refills=-1)

@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from actors.merge.gae import CriticSettings
 from actors.trainer.critic import Critic
-from actors.trainer.critic_settings import CriticStats, CriticTraining
 from actors.trainer.process_group import join_group
+from actors.trainer.settings import TrainerSettings
+from actors.trainer.statistics import CriticStats
 from actors.value_batch import ValueShard
 
 TIMEOUT_S = 300.0
@@ -30,7 +32,8 @@ def _update_twice(
     )
     critic = Critic(
         model,
-        CriticTraining(learning_rate=1e-3),
+        CriticSettings(learning_rate=1e-3, warmup_updates=0),
+        TrainerSettings(),
         mesh=mesh,
         device=torch.device("cpu"),
         param_dtype=torch.float32,

@@ -12,7 +12,8 @@ import numpy as np
 
 from actors.environment.protocol import Action, Environment, Message, Observation, Role, StepResult
 from actors.environment.rendering import ChatRenderer
-from actors.environment.turn_loop import EpisodeSettings, play_episode
+from actors.environment.settings import RolloutSettings
+from actors.environment.turn_loop import play_episode
 from actors.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.types import FinishReason, RolloutAssignment, Task, Trajectory, VersionSpan
 from worlds.chatml import chatml_tokenizer
@@ -24,10 +25,9 @@ ASSIGNMENT = RolloutAssignment(
     attempt=1,
     task=Task(task_id="t1", environment="any", seed=5),
 )
-SETTINGS = EpisodeSettings(
+SETTINGS = RolloutSettings(
     max_turns=4,
     max_tokens_per_turn=16,
-    max_context_tokens=400,
     temperature=1.0,
     turn_deadline_s=5.0,
     episode_deadline_s=10.0,
@@ -129,7 +129,8 @@ async def play(
     environment: Environment,
     policy: PolicyClient | None = None,
     *,
-    settings: EpisodeSettings = SETTINGS,
+    settings: RolloutSettings = SETTINGS,
+    max_context_tokens: int = 400,
     chat: ChatRenderer | None = None,
 ) -> Trajectory:
     """Play the assignment; a fake environment must have been closed once."""
@@ -139,6 +140,7 @@ async def play(
         policy=policy or FakePolicy(),
         renderer=chat or renderer(),
         settings=settings,
+        max_context_tokens=max_context_tokens,
     )
     if isinstance(environment, FakeEnvironment):
         assert environment.num_closed == 1

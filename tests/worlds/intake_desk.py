@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from actors.algorithm import AlgorithmSettings
 from actors.metrics import Metrics
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.groups import Group
 from actors.trajectory_queue.messages import QueueCut, QueueSnapshot
 from actors.trajectory_queue.queue_state import QueueState
 from actors.types import Outcome, Task
+from service.config.tree import ServiceSettings
 from service.intake.intake import Intake, IntakeSettings
 from service.intake.submission import Wanted
 from service.store.run_store import RunStore
@@ -40,7 +42,9 @@ class Desk:
     def __post_init__(self) -> None:
         self.store = RunStore(f"sqlite:///{self.directory / 'run.db'}")
         settings = IntakeSettings(
-            capacity=self.capacity, groups_per_step=GROUPS_PER_STEP, policy=OutcomePolicy()
+            service=ServiceSettings(max_waiting_tasks=self.capacity),
+            algorithm=AlgorithmSettings(groups_per_step=GROUPS_PER_STEP),
+            policy=OutcomePolicy(),
         )
         self.intake = Intake(settings, self.store)
         self.recorder = RunRecorder(self.store, Metrics(), num_steps=100, intake=self.intake)

@@ -12,13 +12,15 @@ import numpy as np
 from actors.journal.codec import read_step, write_step
 from actors.journal.files import write_file
 from actors.journal.record import GroupRule, JournalStep, journal_step
+from actors.merge.advantages import Baseline, Scale
 from actors.merge.groups import TrajectoryGroup, merge_groups
-from actors.merge.settings import StepSettings
 from actors.merge.step import build_step
+from actors.trainer.loss.settings import LossSettings
 from actors.types import Outcome, Trajectory
+from worlds.settings import step_settings
 from worlds.trajectory_builders import linear_turns, make_trajectory, random_turns
 
-RULE = GroupRule(baseline=StepSettings().baseline, scale=StepSettings().scale)
+RULE = GroupRule(baseline=Baseline.MEAN, scale=Scale.STD)
 
 
 def group_of(
@@ -67,7 +69,8 @@ def step_of(
     trains_without_signal: bool = False,
 ) -> JournalStep:
     """What step `number` of a run writes for these groups; the trainer holds number - 1."""
-    settings = StepSettings(trains_without_signal=trains_without_signal)
+    loss = LossSettings(entropy_coefficient=0.1 if trains_without_signal else 0.0)
+    settings = step_settings(loss=loss)
     merged = merge_groups(groups, settings)
     result = build_step(merged, settings, step=number - 1, trainer_version=number - 1)
     rule = replace(RULE, trains_without_signal=trains_without_signal)

@@ -7,32 +7,36 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from actors.algorithm import AlgorithmSettings
+from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import GeneratedTasks
+from actors.merge.advantages import Baseline
 from actors.merge.payloads import PayloadsLost
 from actors.merge.report import MergeReport, StepReport
+from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import PhaseSeconds, StepStats
 from actors.trajectory_queue.failures import FailedGroups
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, Settlement
-from actors.trajectory_queue.messages import Drained, QueueCut, QueueSettings, StepInput, Vacancy
+from actors.trajectory_queue.messages import Drained, QueueCut, StepInput, Vacancy
 from actors.trajectory_queue.queue_state import QueueState
-from actors.trajectory_queue.window import WindowSettings
 from actors.types import Outcome, Task, TrajectorySummary
+from service.config.tree import RunSettings
+from service.inference.settings import InferenceSettings
 from service.run.failing import FailureLimits
 from service.run.loop import Loop, LoopSettings, Parts
 from service.run.ports import BuiltStep, PartLost, PublishedVersion
 from service.run.task_feed import ConfiguredTasks
 from service.telemetry.records import EvaluationRecord, StepRecord
+from worlds.settings import queue_settings
 
 NO_TIME = PhaseSeconds(total_s=0.0, prepare_s=0.0, forward_s=0.0, backward_s=0.0, optimizer_s=0.0)
 
 LIMITS = FailureLimits(
-    max_groups=4,
-    grace_s=0.0,
-    min_group_size=2,
-    group_size=2,
-    engines_limit_s=60.0,
-    max_skipped_steps=3,
+    rollouts=RolloutSettings(max_failed_groups=4, failed_groups_grace_s=0.0),
+    algorithm=AlgorithmSettings(group_size=2),
+    trainer=TrainerSettings(max_skipped_steps=3),
+    inference=InferenceSettings(start_deadline_s=60.0),
 )
 FAILED = FailedGroups(
     num_before=0, num_groups=4, outcomes={Outcome.ENVIRONMENT_ERROR: 8}, task_id="t",
@@ -127,8 +131,7 @@ class World:
         return Drained(events=(), summaries=(), failed_groups=failed)
 
     async def cut(self) -> QueueCut:
-        window = WindowSettings(groups_per_step=1, max_lag=0, window_groups=1)
-        state = QueueState(QueueSettings(window=window))
+        state = QueueState(queue_settings(groups_per_step=1))
         return QueueCut(snapshot=state.snapshot(), drained=state.drain())
 
     async def cancel_all(self) -> None:
@@ -234,7 +237,7 @@ def make_loop(
     steps: int = 3,
     first_step: int = 1,
     checkpoint: str = "",
-    overlaps_publish: bool = False,
+    max_lag: int = 0,
     stop_at_reward: float | None = None,
     scores_first: bool = False,
 ) -> Loop:
@@ -246,8 +249,14 @@ def make_loop(
         recorder=Notebook(world),
     )  # fmt: skip
     settings = LoopSettings(
-        first_step=first_step, steps=steps, checkpoint_every=2, evaluate_every=2, failures=LIMITS,
-        checkpoint=checkpoint, overlaps_publish=overlaps_publish, stop_at_reward=stop_at_reward,
-        scores_first=scores_first,
-    )  # fmt: skip
+        run=RunSettings(
+            steps=steps, checkpoint_every=2, evaluate_every=2, stop_at_reward=stop_at_reward
+        ),
+        algorithm=AlgorithmSettings(
+            max_lag=max_lag, baseline=Baseline.CRITIC if scores_first else Baseline.MEAN
+        ),
+        first_step=first_step,
+        failures=LIMITS,
+        checkpoint=checkpoint,
+    )
     return Loop(parts, settings)

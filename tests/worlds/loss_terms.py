@@ -13,6 +13,7 @@ from actors.trainer.loss.settings import (
     Correction,
     Denominator,
     KlEstimator,
+    KlSettings,
     LossSettings,
     Objective,
     Ratio,
@@ -38,12 +39,14 @@ EVERY_LOSS: dict[str, LossSettings] = {
     "token_band": LossSettings(token_band=(0.8, 1.3)),
     "sequence_band": replace(_OLD, sequence_band=(0.95, 1.1)),
     "outlier": LossSettings(outlier_below=0.7),
-    "k2": LossSettings(kl_coefficient=0.1, kl_estimator=KlEstimator.K2),
-    "k3": LossSettings(kl_coefficient=0.1),
+    "k2": LossSettings(kl=KlSettings(coefficient=0.1, estimator=KlEstimator.K2)),
+    "k3": LossSettings(kl=KlSettings(coefficient=0.1)),
     "k1_corrected": LossSettings(
-        kl_coefficient=0.1, kl_estimator=KlEstimator.K1, is_kl_corrected=True
+        kl=KlSettings(coefficient=0.1, estimator=KlEstimator.K1, corrected=True)
     ),
-    "k3_corrected": LossSettings(kl_coefficient=0.1, is_kl_corrected=True, token_band=(0.8, 1.3)),
+    "k3_corrected": LossSettings(
+        kl=KlSettings(coefficient=0.1, corrected=True), token_band=(0.8, 1.3)
+    ),
     "entropy": LossSettings(entropy_coefficient=0.02),
 }
 

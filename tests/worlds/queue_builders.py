@@ -8,18 +8,20 @@ from dataclasses import replace
 
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
 from actors.trajectory_queue.ledger import LedgerCounts, Settlement
-from actors.trajectory_queue.messages import QueueSettings, QueueSnapshot, QueueStats
+from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
 from actors.trajectory_queue.queue_state import QueueState
-from actors.trajectory_queue.window import WindowSettings
+from actors.trajectory_queue.settings import QueueStateSettings
 from actors.types import Outcome, RolloutAssignment
+from worlds.settings import queue_settings
 from worlds.trajectory_builders import make_summary, make_task
 
 
 def make_settings(
     *, step: int = 2, lag: int = 1, window: int = 2, max_items: int = 100, **fields: object
-) -> QueueSettings:
-    shape = WindowSettings(groups_per_step=step, max_lag=lag, window_groups=window)
-    return QueueSettings(window=shape, max_items=max_items, **fields)  # type: ignore[arg-type]
+) -> QueueStateSettings:
+    return queue_settings(
+        groups_per_step=step, max_lag=lag, window_groups=window, max_items=max_items, **fields
+    )
 
 
 def fill(queue: QueueState, *, num_samples: int = 2, enough: int | None = None) -> list[int]:

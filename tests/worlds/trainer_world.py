@@ -6,7 +6,7 @@ import atexit
 import multiprocessing
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from actors.batch import MicroBatch, Minibatch, RankShard
 from actors.trainer.process_group import LOOPBACK, connect_store, open_store
 from actors.trainer.rank import TrainerRank
-from actors.trainer.settings import TrainerSettings
+from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
 from actors.trainer.tiny.model import build_tiny_model
+from worlds.settings import changed
 
 # Generous: a machine that does other work must not fail a test.
 CALL_TIMEOUT_S = 400.0
@@ -173,10 +174,10 @@ class RankHost:
         self.store, rendezvous = open_store(LOOPBACK, num_ranks=num_ranks, timeout_s=CALL_TIMEOUT_S)
         return rendezvous
 
-    def join(self, rendezvous: Any, settings: TrainerSettings, number: int) -> None:
+    def join(self, rendezvous: Any, settings: RankSettings, number: int) -> None:
         if number > 0:
             self.store = connect_store(
-                rendezvous, num_ranks=settings.num_ranks, timeout_s=CALL_TIMEOUT_S
+                rendezvous, num_ranks=settings.trainer.num_ranks, timeout_s=CALL_TIMEOUT_S
             )
         self.rank = TrainerRank(settings, rank=number, store=self.store)
 
@@ -229,11 +230,11 @@ class World:
             self._processes.append(process)
         self._has_group = False
 
-    def start(self, settings: TrainerSettings) -> World:
+    def start(self, settings: RankSettings) -> World:
         """Replace the ranks by new ones; the world's size is set in the settings."""
         if self._has_group:
             self.call("close")
-        settings = replace(settings, num_ranks=self.num_ranks)
+        settings = changed(settings, num_ranks=self.num_ranks)
         self._pipes[0].send(("open", {"num_ranks": self.num_ranks}))
         _, rendezvous = self._receive(0)
         common = {"rendezvous": rendezvous, "settings": settings}

@@ -11,7 +11,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from actors.bounds import MAX_LOG_RATIO
+from actors.limits import MAX_LOG_RATIO
 from actors.trainer.loss.ratios import bounded_ratio
 from actors.trainer.loss.settings import KlEstimator
 

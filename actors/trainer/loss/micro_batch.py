@@ -127,7 +127,7 @@ def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBat
     loss = (terms.loss_weights * losses).sum()
     kl = _kl(terms, is_masked, settings)
     if kl is not None:
-        loss = loss + settings.kl_coefficient * (terms.loss_weights * kl).sum().to(loss.dtype)
+        loss = loss + settings.kl.coefficient * (terms.loss_weights * kl).sum().to(loss.dtype)
     if settings.needs_entropy_gradient:
         bonus = (terms.loss_weights * terms.entropies).sum()
         loss = loss - settings.entropy_coefficient * bonus
@@ -193,12 +193,12 @@ def _kl(terms: MicroBatchTerms, is_masked: Tensor, settings: LossSettings) -> Te
         return None
     if terms.reference_logprobs is None:
         raise ValueError(
-            f"loss: no reference log-probabilities for kl_coefficient {settings.kl_coefficient}; "
+            f"loss: no reference log-probabilities for kl.coefficient {settings.kl.coefficient}; "
             "score the tokens with the reference model, or set the coefficient to 0"
         )
     current, reference = terms.current_logprobs, terms.reference_logprobs
-    estimator = settings.kl_estimator
-    if not settings.is_kl_corrected:
+    estimator = settings.kl.estimator
+    if not settings.kl.corrected:
         return reference_kl(current, reference, estimator=estimator)
     # The ratio of a masked token is what the mask distrusts: no such token in this term either.
     behaviour = torch.where(is_masked, current.detach(), terms.behaviour_logprobs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from actors.bounds import MAX_LOG_RATIO
+from actors.limits import MAX_LOG_RATIO
 from actors.trainer.loss.trajectories import trajectory_mean
 
 

@@ -1,17 +1,20 @@
-"""Which loss is trained: the choices, their numbers, and what is refused.
+"""Which loss is trained: the choices and their numbers, `algorithm.loss` of the configuration.
 
-Each choice is one pure function elsewhere in this package; docs/algorithms.md has the table. How
-tokens are aggregated is not here: the merge side makes it a weight of each token. Called by
-`micro_batch`; `service` fills it from the configuration. Imports no torch.
+Each choice is one pure function elsewhere in this package; docs/algorithms.md has the table. The
+aggregation alone is no part of the loss function: the merge side makes it a weight of each token.
+Read by `micro_batch` and the merge actor. Imports no torch.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
-from actors.choices import take_choices
+from annotated_types import Gt, Lt
+
+from actors.limits import STRICT, NotNegative, Positive, Rate, Share
+from actors.merge.aggregation import Aggregation
 
 
 class Objective(StrEnum):
@@ -56,68 +59,69 @@ class KlEstimator(StrEnum):
     K3 = "k3"
 
 
-# By token alone: over a trajectory they would be another algorithm than the one they are named for.
-TOKEN_OBJECTIVES = frozenset({Objective.SAPO, Objective.DPPO_TV, Objective.DPPO_KL})
-DPPO_OBJECTIVES = frozenset({Objective.DPPO_TV, Objective.DPPO_KL})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlSettings:
+    """KL(policy || reference) as a term of the loss."""
 
-Band = tuple[float, float]
+    __pydantic_config__ = STRICT
+
+    coefficient: NotNegative = 0.0
+    """Of the term; 0: no reference model is loaded for it."""
+    estimator: KlEstimator = KlEstimator.K3
+    """Of the KL at each token."""
+    corrected: bool = False
+    """Weigh it by policy / sampler, as k1 needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
     """What the loss is made of; the defaults are PPO's clip against the behaviour policy.
 
-    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high] (ppo_clip,
-        dual_clip, cispo). dual_clip: bound of the loss of bad tokens, in advantages.
-    ratio_cap: largest detached ratio (reinforce, dppo_*). divergence_bound: of dppo_*.
-    sapo_tau_*: steepness of SAPO's gate by the sign of the advantage.
-    negative_weight: what negative advantages are multiplied by; 0: positive only.
-    correction, correction_cap: the importance weight old / behaviour, and its largest value.
-    token_band, sequence_band: [low, high] that a token's ratio, or the geometric mean of a
-        trajectory's, must lie in to be trained. outlier_below: a trajectory with a token of a
-        lower ratio is not trained. None: off. The ratio is trainer / behaviour, the trainer being
-        old where that is the denominator, else current.
-    kl_coefficient: of KL(current || reference) in the loss; 0: no reference model is loaded.
-    is_kl_corrected: the KL term is weighed by current / behaviour.
-    entropy_coefficient: of the entropy bonus, over all trained tokens, masked ones too.
-    Raises: ValueError, with the remedy, for what is out of range or makes no sense together.
+    A band is [low, high] of a ratio trainer / sampler, the trainer being old where that is the
+    denominator, else current.
     """
 
-    objective: Objective = Objective.PPO_CLIP
-    ratio: Ratio = Ratio.TOKEN
-    denominator: Denominator = Denominator.BEHAVIOUR
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float = 3.0
-    ratio_cap: float = 20.0
-    sapo_tau_positive: float = 1.0
-    sapo_tau_negative: float = 1.05
-    divergence_bound: float = 0.15
-    negative_weight: float = 1.0
-    correction: Correction = Correction.NONE
-    correction_cap: float = 2.0
-    token_band: Band | None = None
-    sequence_band: Band | None = None
-    outlier_below: float | None = None
-    kl_estimator: KlEstimator = KlEstimator.K3
-    kl_coefficient: float = 0.0
-    is_kl_corrected: bool = False
-    entropy_coefficient: float = 0.0
+    __pydantic_config__ = STRICT
 
-    def __post_init__(self) -> None:
-        take_choices(
-            self,
-            {
-                "objective": Objective,
-                "ratio": Ratio,
-                "denominator": Denominator,
-                "correction": Correction,
-                "kl_estimator": KlEstimator,
-            },
-            room="loss",
-        )
-        for problem in (*_range_problems(self), *_band_problems(self), *_disagreements(self)):
-            raise ValueError(problem)
+    objective: Objective = Objective.PPO_CLIP
+    """What stops the push of a token."""
+    ratio: Ratio = Ratio.TOKEN
+    """Of a token, or the geometric mean of its trajectory (GSPO)."""
+    denominator: Denominator = Denominator.BEHAVIOUR
+    """Of the ratio: the sampler, or the trainer at the step's start."""
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    """What has equal say in the update."""
+    constant_tokens: Positive | None = None
+    """Of a trajectory, for aggregation constant; null: model.max_context_tokens."""
+    clip_low: Share = 0.2
+    """The ratio is clipped below 1 - clip_low (ppo_clip, dual_clip, cispo)."""
+    clip_high: Rate = 0.28
+    """The ratio is clipped above 1 + clip_high (ppo_clip, dual_clip, cispo)."""
+    dual_clip: Annotated[float, Gt(1)] = 3.0
+    """Bad tokens stop at this ratio (dual_clip); at 1, tokens that have not moved would stop."""
+    ratio_cap: Rate = 20.0
+    """Largest weight of a token (reinforce, dppo_*)."""
+    sapo_tau_positive: Rate = 1.0
+    """Steepness of SAPO's gate, advantage above 0."""
+    sapo_tau_negative: Rate = 1.05
+    """Steepness of SAPO's gate, advantage below 0."""
+    divergence_bound: Rate = 0.15
+    """Trust region of dppo_*; 0.05 suits dppo_kl."""
+    negative_weight: NotNegative = 1.0
+    """What negative advantages are multiplied by; 0: positive only."""
+    correction: Correction = Correction.NONE
+    """Importance weight old / behaviour, beside denominator old."""
+    correction_cap: Rate = 2.0
+    """Largest importance weight."""
+    token_band: tuple[Rate, Rate] | None = None
+    """Tokens with another ratio trainer / sampler are not trained."""
+    sequence_band: tuple[Rate, Rate] | None = None
+    """Trajectories with another geometric-mean ratio are not trained."""
+    outlier_below: Annotated[float, Gt(0), Lt(1)] | None = None
+    """A trajectory with a token of a lower ratio is not trained."""
+    entropy_coefficient: NotNegative = 0.0
+    """Of the entropy bonus, over all trained tokens, masked ones too."""
+    kl: KlSettings = field(default_factory=KlSettings)
 
     @property
     def needs_old(self) -> bool:
@@ -126,90 +130,8 @@ class LossSettings:
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl_coefficient != 0.0
+        return self.kl.coefficient != 0.0
 
     @property
     def needs_entropy_gradient(self) -> bool:
         return self.entropy_coefficient != 0.0
-
-
-def _range_problems(settings: LossSettings) -> list[str]:
-    found = []
-    if not 0 < settings.clip_low <= 1 or not 0 < settings.clip_high < math.inf:
-        found.append(
-            f"loss.clip_low, clip_high: got {settings.clip_low}, {settings.clip_high}, expected "
-            "0 < clip_low <= 1 and clip_high > 0"
-        )
-    if not 1 < settings.dual_clip < math.inf:
-        found.append(
-            f"loss.dual_clip: got {settings.dual_clip}, expected more than 1; a lower bound would "
-            "stop tokens that have not moved; the paper has 3"
-        )
-    for name in (
-        "ratio_cap",
-        "sapo_tau_positive",
-        "sapo_tau_negative",
-        "divergence_bound",
-        "correction_cap",
-    ):
-        if not 0 < getattr(settings, name) < math.inf:
-            found.append(f"loss.{name}: got {getattr(settings, name)}, expected more than 0")
-    for name in ("negative_weight", "kl_coefficient", "entropy_coefficient"):
-        if not 0 <= getattr(settings, name) < math.inf:
-            found.append(f"loss.{name}: got {getattr(settings, name)}, expected at least 0")
-    if settings.objective is Objective.DPPO_TV and settings.divergence_bound >= 1:
-        found.append(
-            f"loss.divergence_bound: got {settings.divergence_bound} for dppo_tv, expected less "
-            "than 1, the largest total variation; the paper has 0.15"
-        )
-    return found
-
-
-def _band_problems(settings: LossSettings) -> list[str]:
-    found = []
-    for name in ("token_band", "sequence_band"):
-        band = getattr(settings, name)
-        if band is not None and not _is_around_one(band):
-            found.append(
-                f"loss.{name}: got {list(band)}, expected 0 < low <= 1 <= high and low < high; "
-                "a ratio of 1 is what unchanged data has and must stay inside"
-            )
-    below = settings.outlier_below
-    if below is not None and not 0 < below < 1:
-        found.append(
-            f"loss.outlier_below: got {below}, expected more than 0 and less than 1; leave it out "
-            "to keep every trajectory"
-        )
-    return found
-
-
-def _is_around_one(band: Band) -> bool:
-    return len(band) == 2 and 0 < band[0] <= 1 <= band[1] < math.inf and band[0] < band[1]
-
-
-def _disagreements(settings: LossSettings) -> list[str]:
-    found = []
-    objective, over_old = settings.objective, settings.denominator is Denominator.OLD
-    if settings.ratio is Ratio.SEQUENCE and objective in TOKEN_OBJECTIVES:
-        found.append(
-            f"loss.ratio is sequence with objective {objective.value}, whose gate is of single "
-            "tokens; expected ratio token, or one of ppo_clip, dual_clip, cispo, reinforce"
-        )
-    if objective in DPPO_OBJECTIVES and over_old:
-        found.append(
-            f"loss.denominator is old with objective {objective.value}, whose trust region is "
-            "around the behaviour policy; expected denominator behaviour"
-        )
-    if settings.correction is not Correction.NONE and not over_old:
-        found.append(
-            f"loss.correction is {settings.correction.value} with denominator behaviour: the ratio "
-            "already corrects for the sampler and would count twice; set denominator to old, or "
-            "correction to none"
-        )
-    is_k1 = settings.needs_reference and settings.kl_estimator is KlEstimator.K1
-    if is_k1 and not settings.is_kl_corrected:
-        found.append(
-            "loss.kl_estimator is k1 without importance correction: its gradient is 0 in "
-            "expectation; weigh it by the ratio (kl.corrected), or choose k2 or k3"
-        )
-    return found

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from actors.limits import MIB
 from service import units
 from service.cli.display.progress_state import Line, ProgressState
 from service.run.status import Phase, RunStatus
@@ -23,7 +24,6 @@ from service.visible import visible_text
 SPARKS = "▁▂▃▄▅▆▇█"
 DIM = "dim"
 SEPARATOR = " · "
-MIB = 1024 * 1024
 LABEL_WIDTH = 11
 STAGE_BAR_WIDTH = 20
 WIDE = 100

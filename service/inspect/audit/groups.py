@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from actors.bounds import MAX_REWARD
 from actors.journal.record import GroupRule, JournalStep, TrajectoryEntry
+from actors.limits import MAX_REWARD
 from actors.merge.advantages import Baseline, Scale
 from actors.trajectory_queue.ledger import EvictionReason
 from service.inspect.audit.ledger import Fate

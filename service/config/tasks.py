@@ -1,5 +1,7 @@
-"""Whether a run's first prompt can be had: the environment begins a task, the chat template renders
-it, and an answer fits behind it. Plays no turn. Called by `service.config.preflight`.
+"""Which tasks a run has, and whether its first prompt can be had.
+
+The environment begins a task, the chat template renders it, and an answer fits behind it; no turn
+is played. Called by `service.config.preflight` and, for the tasks, by the run.
 """
 
 from __future__ import annotations
@@ -15,12 +17,34 @@ from actors.environment.bounded import describe
 from actors.environment.fault_log import origin, place
 from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
+from actors.environment.task_files import BadTaskFile, read_tasks
+from actors.environment.tasks import FileTasks, GeneratedTasks, TaskSource
 from actors.types import Task
 from service.config.file import ConfigError
-from service.config.task_source import open_tasks
 from service.config.tree import Config
 
 RESET_LIMIT_S = 60.0
+
+
+def open_tasks(config: Config) -> TaskSource:
+    """Open the task set. Raises: ConfigError when a file cannot be used."""
+    settings = config.tasks
+    if settings.file is None:
+        return GeneratedTasks(settings.environment, run_seed=config.run.seed)
+    try:
+        tasks = read_tasks(settings.file)
+        source = FileTasks(tasks, run_seed=config.run.seed, num_held_out=settings.evaluation_tasks)
+    except BadTaskFile as error:
+        raise ConfigError(f"tasks.file: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"tasks.evaluation_tasks: {error}") from error
+    foreign = {task.environment for task in tasks} - {settings.environment}
+    if foreign:
+        raise ConfigError(
+            f"tasks.file: {settings.file} holds tasks of {sorted(foreign)}, expected only "
+            f"{settings.environment!r} (tasks.environment); split the file or change the setting"
+        )
+    return source
 
 
 class _Exited(Exception):

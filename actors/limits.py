@@ -1,0 +1,54 @@
+"""Where numbers stop meaning anything, and the bounds that settings are declared with.
+
+A settings dataclass is a leaf of the configuration tree: `service.config` reads it from YAML and
+holds it to these bounds; constructed directly it checks nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+
+# Nats. A token that one policy finds e^20 times likelier than another was not sampled as recorded,
+# or was recorded wrongly; its ratio counts as e^20, sends no gradient and overflows nothing.
+MAX_LOG_RATIO = 20.0
+
+# Of one turn or of a whole trajectory, shaped. Advantages are float32: far beyond this a single
+# reward would leave its group's other members without a digit, or end as infinity.
+MAX_REWARD = 1e9
+
+# The greatest seed that NumPy takes, and the greatest of a task, whose environment may be
+# anybody's: a signed 32-bit number.
+MAX_SEED = 2**32 - 1
+MAX_TASK_SEED = 2**31 - 1
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+# `__pydantic_config__` of every leaf: unknown keys are refused, a field's docstring is its
+# description. A plain dict, so that actors need no pydantic.
+STRICT = {
+    "extra": "forbid",
+    "use_attribute_docstrings": True,
+    "allow_inf_nan": False,
+    "protected_namespaces": (),
+}
+
+# Counts that the run's database, and the libraries' own 32-bit counters, can hold.
+_MAX_COUNT = 2**31 - 1
+Positive = Annotated[int, Ge(1), Le(_MAX_COUNT)]
+Natural = Annotated[int, Ge(0), Le(_MAX_COUNT)]
+Retries = Annotated[int, Ge(0), Le(100)]
+Seed = Annotated[int, Ge(0), Le(MAX_SEED)]
+# Below a tenth of a second, deadlines pass before an answer can be on its way.
+Seconds = Annotated[float, Ge(0.1)]
+Rate = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+Share = Annotated[float, Gt(0), Le(1)]
+Decay = Annotated[float, Ge(0), Lt(1)]
+# The engine raises what is lower to this; the trainer would not.
+Temperature = Annotated[float, Ge(0.01)]
+Port = Annotated[int, Ge(0), Le(65535)]
+ModelName = Annotated[str, MinLen(1)]

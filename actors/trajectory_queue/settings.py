@@ -1,0 +1,48 @@
+"""What the queue is told: its leaf of the configuration, and what it reads of the algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from actors.algorithm import AlgorithmSettings
+from actors.limits import MIB, STRICT, Positive
+from actors.outcomes import OutcomePolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSettings:
+    """Bounds of what is buffered; above either, only the step that is being collected gets further
+    rollouts."""
+
+    __pydantic_config__ = STRICT
+
+    max_items: Positive | None = None
+    """Rollouts in hand or buffered; null: two steps more than the lag needs."""
+    max_mib: Positive = 1024
+    """Payload bytes buffered, MiB."""
+
+    def max_items_with(self, algorithm: AlgorithmSettings) -> int:
+        """Rollouts in hand or buffered, with the default."""
+        steps_ahead = algorithm.max_policy_age + 2
+        return self.max_items or steps_ahead * algorithm.rollouts_per_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStateSettings:
+    """What the queue actor holds."""
+
+    algorithm: AlgorithmSettings
+    queue: QueueSettings
+    num_steps: int | None = None
+    """Of the whole run; None: without end. No group beyond them is admitted."""
+    policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
+    """Outcome rules by environment; the defaults where it has none."""
+
+    @property
+    def max_items(self) -> int:
+        return self.queue.max_items_with(self.algorithm)
+
+    @property
+    def max_bytes(self) -> int:
+        return self.queue.max_mib * MIB
