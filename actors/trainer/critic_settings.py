@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -33,16 +34,10 @@ class CriticTraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticStats:
-    """One update over all ranks. loss: token mean. explained_variance: 1 - mean squared error over
-    the targets' variance, of the values that the advantages were made with; None: the targets did
-    not vary. is_skipped: a loss or gradient that was not finite; never applied.
-    """
+    """What one update says, over all ranks."""
 
-    loss: float
-    grad_norm: float
-    value_mean: float
-    target_mean: float
-    explained_variance: float | None
-    clip_fraction: float
+    statistics: Mapping[str, float]
+    """By name, of the values that the advantages were made with; what is not known is absent."""
     num_tokens: int
     is_skipped: bool
+    """A loss or gradient that was not finite; never applied."""

@@ -1,11 +1,59 @@
-"""From the model to what Grafana imports: ids, places on the grid, variables, options."""
+"""What a dashboard is, and what Grafana imports of it: ids, places on the grid, variables, options.
+
+Also the PromQL of one run, as the panels write it.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from deploy.dashboards.model import Dashboard, Look, Panel
+
+class Look(StrEnum):
+    """How a panel draws its series, under Grafana's names."""
+
+    NUMBER = "stat"
+    LINES = "timeseries"
+    HEATMAP = "heatmap"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    title: str
+    description: str
+    unit: str
+    """One of Grafana's, such as "s", or "suffix: nats"."""
+    queries: Mapping[str, str]
+    """By legend, which is a name or labels as {{label}}, the PromQL."""
+    look: Look = Look.LINES
+    width: int = 8
+    """Of 24 columns."""
+    is_stacked: bool = False
+    is_logarithmic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dashboard:
+    """uid: what links to the dashboard name; it never changes."""
+
+    uid: str
+    title: str
+    description: str
+    sections: tuple[Section, ...]
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        return tuple(panel for section in self.sections for panel in section.panels)
+
 
 SCHEMA_VERSION = 39
 COLUMNS = 24
@@ -14,6 +62,24 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 # Steps are rare: over less than a minute a rate of them would mostly be 0 or unknown.
 SHORTEST_INTERVAL = "1m"
 SHOWS_LAST = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+
+
+def of_run(metric: str, matcher: str = "") -> str:
+    """The series of the chosen run. matcher: a further one, such as kind="evicted"."""
+    return f'{metric}{{instance="$instance"{"," if matcher else ""}{matcher}}}'
+
+
+def rate(metric: str, matcher: str = "") -> str:
+    return f"rate({of_run(metric, matcher)}[$__rate_interval])"
+
+
+def mean(histogram: str) -> str:
+    """Of what a histogram without labels, or each of its label sets, has seen lately."""
+    return f"{rate(f'{histogram}_sum')} / {rate(f'{histogram}_count')}"
+
+
+def quantile(share: float, histogram: str) -> str:
+    return f"histogram_quantile({share:g}, sum by (le) ({rate(f'{histogram}_bucket')}))"
 
 
 def to_json(dashboard: Dashboard) -> str:
@@ -33,34 +99,33 @@ def to_tree(dashboard: Dashboard) -> dict[str, Any]:
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
         "annotations": {"list": []},
-        "templating": {"list": [_datasource_variable(), _run_variable()]},
+        "templating": {"list": _variables()},
         "panels": _placed(dashboard),
     }
 
 
-def _datasource_variable() -> dict[str, Any]:
-    return {
-        "name": "datasource",
-        "label": "Prometheus",
-        "type": "datasource",
-        "query": "prometheus",
-        "refresh": 1,
-    }
-
-
-def _run_variable() -> dict[str, Any]:
+def _variables() -> list[dict[str, Any]]:
     query = "label_values(rayloom_train_steps_total, instance)"
-    return {
-        "name": "instance",
-        "label": "Run",
-        "description": "The metrics address of a run.",
-        "type": "query",
-        "datasource": DATASOURCE,
-        "query": {"query": query, "refId": "instance"},
-        # On each change of the time range: runs come and go.
-        "refresh": 2,
-        "sort": 1,
-    }
+    return [
+        {
+            "name": "datasource",
+            "label": "Prometheus",
+            "type": "datasource",
+            "query": "prometheus",
+            "refresh": 1,
+        },
+        {
+            "name": "instance",
+            "label": "Run",
+            "description": "The metrics address of a run.",
+            "type": "query",
+            "datasource": DATASOURCE,
+            "query": {"query": query, "refId": "instance"},
+            # On each change of the time range: runs come and go.
+            "refresh": 2,
+            "sort": 1,
+        },
+    ]
 
 
 def _placed(dashboard: Dashboard) -> list[dict[str, Any]]:
@@ -113,12 +178,12 @@ def _targets(panel: Panel) -> list[dict[str, Any]]:
             "refId": chr(ord("A") + index),
             "datasource": DATASOURCE,
             "editorMode": "code",
-            "expr": query.expr,
+            "expr": expr,
             "format": "heatmap" if panel.look is Look.HEATMAP else "time_series",
-            "legendFormat": query.legend,
+            "legendFormat": legend,
             "range": True,
         }
-        for index, query in enumerate(panel.queries)
+        for index, (legend, expr) in enumerate(panel.queries.items())
     ]
 
 

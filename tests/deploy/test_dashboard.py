@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from worlds.metric_names import NAME, declared
 
+from actors.statistics import BY_NAME
 from deploy.dashboards.__main__ import FILE
 from deploy.dashboards.grafana import COLUMNS, to_json
 from deploy.dashboards.overview import OVERVIEW
-from service.telemetry.statistic_names import STATISTIC_NAMES
 
 TREE: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 PANELS = [panel for panel in TREE["panels"] if panel["type"] != "row"]
@@ -112,7 +112,7 @@ def test_every_metric_and_label_of_a_query_is_declared(query: str) -> None:
 def test_a_panel_asks_for_statistics_that_there_are() -> None:
     asked = re.findall(r'rayloom_step_statistic\{[^}]*name="([^"]*)"\}', "\n".join(QUERIES))
     assert len(asked) == "".join(QUERIES).count("rayloom_step_statistic")
-    assert set(asked) <= set(STATISTIC_NAMES)
+    assert set(asked) <= set(BY_NAME)
 
 
 def test_every_declared_metric_is_shown_or_named_as_not_shown() -> None:

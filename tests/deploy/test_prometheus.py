@@ -115,5 +115,5 @@ def test_a_resumed_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
         assert seen[series("rayloom_ledger_trained_rollouts")] == 2
 
         for panel in OVERVIEW.panels:
-            for query in panel.queries:
-                assert prometheus.draw(query.expr, since=started), query.expr
+            for query in panel.queries.values():
+                assert prometheus.draw(query, since=started), query
