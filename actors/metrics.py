@@ -181,6 +181,39 @@ class LedgerMetrics:
             self.events.labels(kind=LedgerEventKind.EVICTED.value, reason=reason.value)
 
 
+# By the field of a step's record that it adds up.
+STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "is_skipped": (
+        "rayloom_train_skipped_steps",
+        "Steps of which an update was skipped: its loss or gradient was not finite.",
+    ),
+    "num_sampled_tokens": (
+        "rayloom_sampled_tokens",
+        "Tokens that the engines sampled, of the stored steps.",
+    ),
+    "num_trained_tokens": (
+        "rayloom_trained_tokens",
+        "Tokens in the loss of the stored steps.",
+    ),
+    "num_inserted_tokens": (
+        "rayloom_inserted_tokens",
+        "Tokens that we inserted, never trained.",
+    ),
+    "num_malformed_turns": (
+        "rayloom_malformed_turns",
+        "Turns that an environment called malformed.",
+    ),
+    "num_malformed_rewarded": (
+        "rayloom_malformed_rewarded",
+        "Malformed trajectories with a positive reward: an alarm.",
+    ),
+    "num_zero_variance_groups": (
+        "rayloom_zero_variance_groups",
+        "Groups whose returns were all equal.",
+    ),
+}
+
+
 class StepMetrics:
     """Progress, age and time of training steps, and how their turns merged."""
 
@@ -190,21 +223,15 @@ class StepMetrics:
             "rayloom_train_steps",
             "Training steps stored, those included that the run went back on.",
         )
-        self.skipped = registry.counter(
-            "rayloom_train_skipped_steps",
-            "Steps of which an update was skipped: its loss or gradient was not finite.",
-        )
+        self.counted = {
+            field: registry.counter(name, documentation)
+            for field, (name, documentation) in STEP_COUNTERS.items()
+        }
         self.stage_seconds = registry.histogram(
             "rayloom_stage_seconds",
             "Wall time of each stage of a stored step.",
             "stage",
             buckets=SECONDS_BUCKETS,
-        )
-        self.sampled_tokens = registry.counter(
-            "rayloom_sampled_tokens", "Tokens that the engines sampled, of the stored steps."
-        )
-        self.trained_tokens = registry.counter(
-            "rayloom_trained_tokens", "Tokens in the loss of the stored steps."
         )
         self.policy_version = registry.gauge(
             "rayloom_policy_version",
@@ -225,18 +252,6 @@ class StepMetrics:
         )
         for kind in MismatchKind:
             self.mismatches.labels(kind=kind.value)
-        self.inserted_tokens = registry.counter(
-            "rayloom_inserted_tokens", "Tokens that we inserted, never trained."
-        )
-        self.malformed_turns = registry.counter(
-            "rayloom_malformed_turns", "Turns that an environment called malformed."
-        )
-        self.malformed_rewarded = registry.counter(
-            "rayloom_malformed_rewarded", "Malformed trajectories with a positive reward: an alarm."
-        )
-        self.zero_variance_groups = registry.counter(
-            "rayloom_zero_variance_groups", "Groups whose returns were all equal."
-        )
 
 
 class StatisticMetrics:

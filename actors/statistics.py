@@ -104,10 +104,6 @@ _MEAN, _STD, _MIN, _MAX = _SUFFIXES
 _SHARE, _STEP = Reduction.SHARE, Reduction.STEP
 _loss = partial(_of, source=Source.LOSS)
 _merge = partial(_of, source=Source.MERGE)
-_logprobs = partial(_loss, unit=Unit.NATS)
-_policy = partial(_logprobs, group="Log-probabilities, policy")
-_old = partial(_logprobs, group="Log-probabilities, old policy")
-_reference = partial(_logprobs, group="Log-probabilities, reference")
 _objective = partial(_loss, group="Objective and KL")
 _ratios = partial(_loss, group="Ratios, clips, masks")
 _shares = partial(_ratios, unit=Unit.SHARE)
@@ -115,35 +111,38 @@ _mismatch = partial(_loss, group="Trainer and engine", unit=Unit.NATS)
 _critic = partial(_of, source=Source.CRITIC, group="Critic")
 _rewards = partial(_merge, group="Rewards and advantages")
 
+_POLICIES = (
+    (
+        "policy",
+        "Log-probabilities, policy",
+        "Log-probability of trained tokens under the policy at each update",
+    ),
+    (
+        "old",
+        "Log-probabilities, old policy",
+        "The same under the trainer at the step's start, only with "
+        "`algorithm.loss.denominator: old`",
+    ),
+    (
+        "reference",
+        "Log-probabilities, reference",
+        "The same under the reference model, only with a KL term",
+    ),
+)
+_SIGNS = (
+    ("", "."),
+    ("_positive", "; of those with an advantage above 0."),
+    ("_negative", "; of those with an advantage below 0."),
+)
+
 STATISTICS: tuple[Statistic, ...] = (
-    *_policy(
-        "policy_logprob",
-        _MEAN,
-        _MAX,
-        help="Log-probability of trained tokens under the policy at each update.",
-    ),
-    *_policy("policy_logprob_positive", _MEAN, _MAX, help="Of those with an advantage above 0."),
-    *_policy("policy_logprob_negative", _MEAN, _MAX, help="Of those with an advantage below 0."),
-    *_old(
-        "old_logprob",
-        _MEAN,
-        _MAX,
-        help="The same under the trainer at the step's start; only with "
-        "`algorithm.loss.denominator: old`.",
-    ),
-    *_old("old_logprob_positive", _MEAN, _MAX, help="Of those with an advantage above 0."),
-    *_old("old_logprob_negative", _MEAN, _MAX, help="Of those with an advantage below 0."),
-    *_reference(
-        "reference_logprob",
-        _MEAN,
-        _MAX,
-        help="The same under the reference model; only with a KL term.",
-    ),
-    *_reference(
-        "reference_logprob_positive", _MEAN, _MAX, help="Of those with an advantage above 0."
-    ),
-    *_reference(
-        "reference_logprob_negative", _MEAN, _MAX, help="Of those with an advantage below 0."
+    *(
+        statistic
+        for policy, group, help in _POLICIES
+        for part, of in _SIGNS
+        for statistic in _loss(
+            f"{policy}_logprob{part}", _MEAN, _MAX, group=group, unit=Unit.NATS, help=help + of
+        )
     ),
     *_objective(
         "loss",

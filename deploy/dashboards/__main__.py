@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from actors.statistics import STATISTICS
-from deploy.dashboards.grafana import to_json
-from deploy.dashboards.overview import OVERVIEW
+from deploy.dashboards.grafana import load_dashboard, to_json
 
 FILE = Path(__file__).parent / "rayloom-overview.json"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -36,7 +35,7 @@ def with_statistics(document: str) -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(to_json(OVERVIEW), encoding="utf-8")
+    FILE.write_text(to_json(load_dashboard()), encoding="utf-8")
     print(f"wrote {FILE}")
     DOCUMENT.write_text(with_statistics(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {DOCUMENT}")

@@ -1,15 +1,34 @@
-"""What a dashboard is, and what Grafana imports of it: ids, places on the grid, variables, options.
-
-Also the PromQL of one run, as the panels write it.
-"""
+"""From overview.yaml to what Grafana imports: ids, positions on the grid, variables, options."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter
+
+from actors.statistics import BY_NAME, Unit
+
+SOURCE = Path(__file__).parent / "overview.yaml"
+SCHEMA_VERSION = 39
+COLUMNS = 24
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+# Steps are rare: over less than a minute a rate of them would mostly be 0 or unknown.
+SHORTEST_INTERVAL = "1m"
+SHOWS_LAST = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+# As Grafana calls them.
+UNITS = {
+    Unit.NUMBER: "none",
+    Unit.NATS: "suffix: nats",
+    Unit.SHARE: "percentunit",
+    Unit.VERSIONS: "suffix: versions",
+}
+_STRICT = ConfigDict(extra="forbid")
 
 
 class Look(StrEnum):
@@ -20,13 +39,20 @@ class Look(StrEnum):
     HEATMAP = "heatmap"
 
 
+HEIGHTS = {Look.NUMBER: 4, Look.LINES: 8, Look.HEATMAP: 8}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
+    __pydantic_config__ = _STRICT
+
     title: str
     description: str
-    unit: str
-    """One of Grafana's, such as "s", or "suffix: nats"."""
-    queries: Mapping[str, str]
+    unit: str = ""
+    """One of Grafana's, such as "s", or "suffix: nats"; with statistics it is theirs."""
+    statistics: Mapping[str, str] = field(default_factory=dict)
+    """By legend, the name of a statistic; all of one unit."""
+    queries: Mapping[str, str] = field(default_factory=dict)
     """By legend, which is a name or labels as {{label}}, the PromQL."""
     look: Look = Look.LINES
     width: int = 8
@@ -34,16 +60,31 @@ class Panel:
     is_stacked: bool = False
     is_logarithmic: bool = False
 
+    @property
+    def series(self) -> dict[str, str]:
+        """By legend, the PromQL of all that the panel shows."""
+        return {legend: _of_newest_step(name) for legend, name in self.statistics.items()} | dict(
+            self.queries
+        )
+
+    @property
+    def series_unit(self) -> str:
+        units = {UNITS[BY_NAME[name].unit] for name in self.statistics.values()} or {self.unit}
+        assert len(units) == 1, f"{self.title}: a panel shows one unit, got {sorted(units)}"
+        return units.pop()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
+    __pydantic_config__ = _STRICT
+
     title: str
     panels: tuple[Panel, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
-    """uid: what links to the dashboard name; it never changes."""
+    __pydantic_config__ = _STRICT
 
     uid: str
     title: str
@@ -55,31 +96,17 @@ class Dashboard:
         return tuple(panel for section in self.sections for panel in section.panels)
 
 
-SCHEMA_VERSION = 39
-COLUMNS = 24
-HEIGHTS = {Look.NUMBER: 4, Look.LINES: 8, Look.HEATMAP: 8}
-DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-# Steps are rare: over less than a minute a rate of them would mostly be 0 or unknown.
-SHORTEST_INTERVAL = "1m"
-SHOWS_LAST = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+def _of_newest_step(statistic: str) -> str:
+    metric = BY_NAME[statistic].metric
+    if metric:
+        return f'{metric}{{instance="$instance"}}'
+    return f'rayloom_step_statistic{{instance="$instance",name="{statistic}"}}'
 
 
-def of_run(metric: str, matcher: str = "") -> str:
-    """The series of the chosen run. matcher: a further one, such as kind="evicted"."""
-    return f'{metric}{{instance="$instance"{"," if matcher else ""}{matcher}}}'
-
-
-def rate(metric: str, matcher: str = "") -> str:
-    return f"rate({of_run(metric, matcher)}[$__rate_interval])"
-
-
-def mean(histogram: str) -> str:
-    """Of what a histogram without labels, or each of its label sets, has seen lately."""
-    return f"{rate(f'{histogram}_sum')} / {rate(f'{histogram}_count')}"
-
-
-def quantile(share: float, histogram: str) -> str:
-    return f"histogram_quantile({share:g}, sum by (le) ({rate(f'{histogram}_bucket')}))"
+def load_dashboard() -> Dashboard:
+    """Raises: pydantic.ValidationError for an unknown key; KeyError for an unknown statistic."""
+    tree = yaml.safe_load(SOURCE.read_text(encoding="utf-8"))
+    return TypeAdapter(Dashboard).validate_python(tree)
 
 
 def to_json(dashboard: Dashboard) -> str:
@@ -164,7 +191,7 @@ def _content(panel: Panel) -> dict[str, Any]:
         "datasource": DATASOURCE,
         "interval": SHORTEST_INTERVAL,
         "fieldConfig": {
-            "defaults": {"unit": panel.unit, "custom": _drawing(panel)},
+            "defaults": {"unit": panel.series_unit, "custom": _drawing(panel)},
             "overrides": [],
         },
         "options": _options(panel),
@@ -183,7 +210,7 @@ def _targets(panel: Panel) -> list[dict[str, Any]]:
             "legendFormat": legend,
             "range": True,
         }
-        for index, (legend, expr) in enumerate(panel.queries.items())
+        for index, (legend, expr) in enumerate(panel.series.items())
     ]
 
 
@@ -209,7 +236,7 @@ def _options(panel: Panel) -> dict[str, Any]:
             "calculate": False,
             "cellGap": 1,
             "color": {"mode": "scheme", "scheme": "Blues", "steps": 32, "reverse": True},
-            "yAxis": {"unit": panel.unit},
+            "yAxis": {"unit": panel.series_unit},
         }
     return {
         "legend": {

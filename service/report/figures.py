@@ -92,6 +92,15 @@ def _smallest(read: str) -> Curve:
     return Curve(label="smallest", role="green", read=read, thin=Buckets.minimum)
 
 
+def _masked(label: str, role: str, read: str) -> Curve:
+    return Curve(label=label, role=role, read=read, idle_at=0.0, dashes=True)
+
+
+def _folded(title: str, note: str, *curves: Curve) -> Figure:
+    key = f"statistic-{title.lower().replace(' ', '-')}"
+    return Figure(key=key, title=title, note=note, curves=curves)
+
+
 def _share(part: Callable[[StepRecord], float], whole: Callable[[StepRecord], float]) -> Read:
     return lambda record: part(record) / whole(record) if whole(record) > 0 else None
 
@@ -126,102 +135,64 @@ SMALL_FIGURES = (
 
 # Those of the fold, in the order in which one looks for the cause of a collapse.
 LOSS_FIGURES = (
-    Figure(
-        key="statistic-logprobs",
-        title="Log-probability",
-        note="mean, by advantage",
-        curves=(
-            Curve(label="above 0", role="green", read="policy_logprob_positive_mean"),
-            Curve(label="below 0", role="orange", read="policy_logprob_negative_mean"),
-        ),
+    _folded(
+        "Log-probability",
+        "mean, by advantage",
+        Curve(label="above 0", role="green", read="policy_logprob_positive_mean"),
+        Curve(label="below 0", role="orange", read="policy_logprob_negative_mean"),
     ),
-    Figure(
-        key="statistic-kl",
-        title="KL to the reference",
-        note="nats a token",
-        curves=(_mean("kl_mean"),),
+    _folded("KL to the reference", "nats a token", _mean("kl_mean")),
+    _folded("KL of one token", "nats", _largest("kl_max")),
+    _folded("Ratio", "of policies, at a token", _largest("ratio_max"), _mean("ratio_mean")),
+    _folded(
+        "Clipped",
+        "share of trained tokens",
+        Curve(label="low", role="blue", read="clip_fraction_low"),
+        Curve(label="high", role="orange", read="clip_fraction_high", dashes=True),
     ),
-    Figure(
-        key="statistic-kl-largest",
-        title="KL of one token",
-        note="nats",
-        curves=(_largest("kl_max"),),
+    # A rule that is off masks nothing; dashes keep apart what covers the whole.
+    _folded(
+        "Masked",
+        "share of trained tokens",
+        Curve(label="by any rule", role="blue", read="masked_fraction", idle_at=0.0),
+        _masked("token band", "orange", "masked_token_fraction"),
+        _masked("sequence band", "green", "masked_sequence_fraction"),
+        _masked("outlier", "purple", "masked_outlier_fraction"),
     ),
-    Figure(
-        key="statistic-ratio",
-        title="Ratio",
-        note="of policies, at a token",
-        curves=(_largest("ratio_max"), _mean("ratio_mean")),
+    _folded(
+        "Importance weight",
+        "of trained tokens",
+        _largest("importance_weight_max", idle_at=1.0),
+        _mean("importance_weight_mean", idle_at=1.0),
     ),
-    Figure(
-        key="statistic-clips",
-        title="Clipped",
-        note="share of trained tokens",
-        curves=(
-            Curve(label="low", role="blue", read="clip_fraction_low"),
-            Curve(label="high", role="orange", read="clip_fraction_high", dashes=True),
-        ),
+    _folded(
+        "Critic",
+        "share of variance explained",
+        Curve(label="explained", role="blue", read="critic_explained_variance"),
     ),
-    Figure(
-        key="statistic-masks",
-        title="Masked",
-        note="share of trained tokens",
-        # A rule that is off masks nothing; dashes keep apart what covers the whole.
-        curves=(
-            Curve(label="by any rule", role="blue", read="masked_fraction", idle_at=0.0),
-            *(
-                Curve(label=label, role=role, read=name, idle_at=0.0, dashes=True)
-                for label, role, name in (
-                    ("token band", "orange", "masked_token_fraction"),
-                    ("sequence band", "green", "masked_sequence_fraction"),
-                    ("outlier", "purple", "masked_outlier_fraction"),
-                )
-            ),
-        ),
+    _folded(
+        "Return",
+        "over trajectories",
+        _largest("reward_max"),
+        _smallest("reward_min"),
+        Curve(label="deviation", role="orange", read="reward_std", dashes=True),
     ),
-    Figure(
-        key="statistic-weights",
-        title="Importance weight",
-        note="of trained tokens",
-        curves=(
-            _largest("importance_weight_max", idle_at=1.0),
-            _mean("importance_weight_mean", idle_at=1.0),
-        ),
+    _folded(
+        "Advantage",
+        "over trained tokens",
+        _largest("advantage_max"),
+        _mean("advantage_mean"),
+        _smallest("advantage_min"),
     ),
-    Figure(
-        key="statistic-critic",
-        title="Critic",
-        note="share of variance explained",
-        curves=(Curve(label="explained", role="blue", read="critic_explained_variance"),),
-    ),
-    Figure(
-        key="statistic-returns",
-        title="Return",
-        note="over trajectories",
-        curves=(
-            _largest("reward_max"),
-            _smallest("reward_min"),
-            Curve(label="deviation", role="orange", read="reward_std", dashes=True),
-        ),
-    ),
-    Figure(
-        key="statistic-advantages",
-        title="Advantage",
-        note="over trained tokens",
-        curves=(_largest("advantage_max"), _mean("advantage_mean"), _smallest("advantage_min")),
-    ),
-    Figure(
-        key="statistic-surrogates",
-        title="Surrogate",
-        note="mean of trained tokens",
-        curves=(
-            Curve(label="in the loss", role="blue", read="surrogate_mean"),
-            Curve(
-                label="ratio × advantage",  # noqa: RUF001
-                role="orange",
-                read="unclipped_surrogate_mean",
-                dashes=True,
-            ),
+    _folded(
+        "Surrogate",
+        "mean of trained tokens",
+        Curve(label="in the loss", role="blue", read="surrogate_mean"),
+        Curve(
+            label="ratio × advantage",  # noqa: RUF001
+            role="orange",
+            read="unclipped_surrogate_mean",
+            dashes=True,
         ),
     ),
 )

@@ -59,7 +59,7 @@ def render_report(*, summary: RunSummary, history: HistoryLike, config_text: str
         "loss_tables": tables.statistic_tables(records),
         "loss_definitions": tables.statistic_definitions(records),
         "tables": tables.summary_tables(summary),
-        "definitions": tables.DEFINITIONS,
+        "help_of": tables.help_of,
         "config_text": config_text.strip(),
         "light": Markup(drawing.css_variables(is_dark=False)),
         "dark": Markup(drawing.css_variables(is_dark=True)),

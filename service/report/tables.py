@@ -316,43 +316,10 @@ def statistic_definitions(records: Records) -> tuple[tuple[str, str], ...]:
     found = {
         (words(each.values), each.help): each.name for each in STATISTICS if each.name in known
     }
-    return tuple((values, _help(name)) for (values, _), name in found.items())
+    return tuple((values, help_of(name)) for (values, _), name in found.items())
 
 
-def _help(name: str) -> str:
+def help_of(name: str) -> str:
     """What a statistic is, as the page goes on behind its name."""
     text = BY_NAME[name].help.replace("`", "")
     return text[0].lower() + text[1:]
-
-
-DEFINITIONS: tuple[tuple[str, str], ...] = (
-    (
-        "Reward",
-        "mean return of a step's graded trajectories, divided by the best possible return where "
-        "the environment knows it; first and last are means over five steps.",
-    ),
-    (
-        "Evaluation",
-        "mean return on held-out tasks at temperature 0, scaled likewise; never trained on.",
-    ),
-    ("Policy version", "a counter of published weights; it grows by one each step."),
-    ("Policy age", "how many versions behind the trainer a token was when it was trained on."),
-    (
-        "Mismatch",
-        "Δ = trainer − engine log-probability of the same token under the same weights, nats; "  # noqa: RUF001
-        "k3 = exp(Δ) − 1 − Δ, averaged over steps by their trained tokens.",  # noqa: RUF001
-    ),
-    ("Parity", "largest |Δ| on one fixed prompt, right after each publish, over all engines."),
-    ("Ledger", "every admitted rollout leaves exactly once: trained, or evicted with one reason."),
-    ("Merge ratio", "turns divided by the training samples that they became."),
-    ("Sampled tokens", "in the trajectories of the trained steps; engine output only."),
-    ("Trained tokens", "tokens with a place in the loss."),
-    ("Clip fraction", "trained tokens whose ratio was clipped, of all trained tokens."),
-    ("Loss", _help("loss")),
-    ("Entropy", _help("entropy_mean")),
-    ("Effective sample size", _help("effective_sample_size")),
-    ("Zero-variance groups", "groups of a step whose members all had the same return."),
-    ("Gradient norm", _help("grad_norm")),
-    ("Malformed share", "turns whose action could not be read, of all turns."),
-    ("Stage times", "wall seconds of the training loop; collect is the wait for closed groups."),
-)

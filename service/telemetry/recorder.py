@@ -248,18 +248,10 @@ class StoredMetrics:
     def _count_step(self, record: StepRecord) -> None:
         steps = self._metrics.steps
         steps.done.inc()
-        for counter, amount in (
-            (steps.skipped, int(record.is_skipped)),
-            (steps.sampled_tokens, record.num_sampled_tokens),
-            (steps.trained_tokens, record.num_trained_tokens),
-            (steps.samples.labels(side="before"), record.merge.samples_before),
-            (steps.samples.labels(side="after"), record.merge.samples_after),
-            (steps.inserted_tokens, record.num_inserted_tokens),
-            (steps.malformed_turns, record.num_malformed_turns),
-            (steps.malformed_rewarded, record.num_malformed_rewarded),
-            (steps.zero_variance_groups, record.num_zero_variance_groups),
-        ):
-            counter.inc(amount)
+        for field, counter in steps.counted.items():
+            counter.inc(getattr(record, field))
+        steps.samples.labels(side="before").inc(record.merge.samples_before)
+        steps.samples.labels(side="after").inc(record.merge.samples_after)
         for kind, count in record.merge.mismatches.items():
             steps.mismatches.labels(kind=kind).inc(count)
         if record.num_trained_tokens:

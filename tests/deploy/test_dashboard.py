@@ -12,9 +12,9 @@ from worlds.metric_names import NAME, declared
 
 from actors.statistics import BY_NAME
 from deploy.dashboards.__main__ import FILE
-from deploy.dashboards.grafana import COLUMNS, to_json
-from deploy.dashboards.overview import OVERVIEW
+from deploy.dashboards.grafana import COLUMNS, load_dashboard, to_json
 
+OVERVIEW = load_dashboard()
 TREE: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 PANELS = [panel for panel in TREE["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]

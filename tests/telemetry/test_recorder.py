@@ -220,11 +220,11 @@ def test_a_scrape_shows_no_half_of_a_change() -> None:
     metrics, seen = Metrics(), list[dict[Series, float]]()
     scrape = threading.Thread(target=lambda: seen.append(samples(metrics)))
     with metrics.together():
-        metrics.steps.sampled_tokens.inc(7)
+        metrics.steps.counted["num_sampled_tokens"].inc(7)
         scrape.start()
         scrape.join(timeout=0.3)
         assert not seen
-        metrics.steps.trained_tokens.inc(5)
+        metrics.steps.counted["num_trained_tokens"].inc(5)
     scrape.join(timeout=30)
     shown = {name: value for (name, _), value in seen[0].items()}
     assert shown["rayloom_sampled_tokens_total"] == 7
