@@ -248,17 +248,11 @@ class LegendEntry:
     value: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """CSS pixels at which letters have their natural size."""
-
-    width: float
-    height: float
-
-
-HERO = (Shape(width=940, height=330), Shape(width=340, height=240))
-HALF = (Shape(width=450, height=230), Shape(width=340, height=210))
-SMALL = (Shape(width=310, height=140),)
+# (width, height) for a wide and for a narrow screen: CSS pixels at which letters have their natural
+# size.
+HERO = ((940, 330), (340, 240))
+HALF = ((450, 230), (340, 210))
+SMALL = ((310, 140),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,12 +267,12 @@ class Plot:
     """One for all screens, or one for wide and one for narrow ones; empty: nothing was drawn."""
 
 
-def render(draw: Draw, shapes: tuple[Shape, ...], *, key: str) -> tuple[str, ...]:
+def render(draw: Draw, shapes: Sequence[tuple[int, int]], *, key: str) -> tuple[str, ...]:
     """The drawing as an SVG of each shape."""
     drawn = []
     with styled():
-        for index, shape in enumerate(shapes):
-            figure, axes = new_axes(shape.width, shape.height)
+        for index, (width, height) in enumerate(shapes):
+            figure, axes = new_axes(width, height)
             draw(axes)
             drawn.append(themed_svg(figure, key=f"{key}-{index}"))
     return tuple(drawn)

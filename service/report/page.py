@@ -23,11 +23,6 @@ def write_report(
     write_aside(path, render_report(summary=summary, history=history, config_text=config_text))
 
 
-def write_reward_png(path: Path, *, history: HistoryLike) -> None:
-    """Write the reward figure alone, as a PNG on white."""
-    charts.write_reward_png(path, history.steps, history.evaluations)
-
-
 def render_report(*, summary: RunSummary, history: HistoryLike, config_text: str) -> str:
     """The page as text: what the template asks for, by the names in it."""
     environment = Environment(

@@ -8,11 +8,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 from worlds.metric_names import NAME, declared
 
 from actors.statistics import BY_NAME
 from deploy.dashboards.__main__ import FILE
-from deploy.dashboards.grafana import COLUMNS, load_dashboard, to_json
+from deploy.dashboards.grafana import COLUMNS, Panel, load_dashboard, to_json
 
 OVERVIEW = load_dashboard()
 TREE: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
@@ -32,6 +33,14 @@ def names_in(query: str) -> set[str]:
 
 def test_the_committed_file_is_what_the_code_makes() -> None:
     assert FILE.read_text(encoding="utf-8") == to_json(OVERVIEW), "python -m deploy.dashboards"
+
+
+def test_a_panel_with_an_unknown_key_or_of_two_units_is_refused() -> None:
+    with pytest.raises(ValidationError, match="colour"):
+        TypeAdapter(Panel).validate_python({"title": "T", "description": "D.", "colour": "red"})
+    panel = Panel(title="T", description="D.", statistics={"KL": "kl_mean", "ratio": "ratio_max"})
+    with pytest.raises(AssertionError, match="a panel shows one unit"):
+        _ = panel.series_unit
 
 
 def test_there_are_the_sections_that_a_reader_looks_for() -> None:

@@ -23,9 +23,9 @@ from worlds.record_builders import (
 
 from actors.trajectory_queue.ledger import LedgerCounts
 from actors.types import Outcome
-from service.report.charts import OUTCOMES, STAGES, reward_plot
+from service.report.charts import OUTCOMES, STAGES, reward_plot, write_reward_png
 from service.report.drawing import PALETTE, Mark, bucketed, trailing_mean
-from service.report.page import render_report, write_report, write_reward_png
+from service.report.page import render_report, write_report
 from service.report.tables import balance_equation, checks, ending, verdict
 from service.telemetry.records import StageSeconds
 
@@ -168,13 +168,14 @@ def test_report_and_picture_are_written_whole(tmp_path: Path) -> None:
     write_report(
         tmp_path / "report.html", summary=summary_of(Run()), history=Run(), config_text="run: {}"
     )
-    write_reward_png(tmp_path / "reward.png", history=learning_run(12))
+    run = learning_run(12)
+    write_reward_png(tmp_path / "reward.png", run.steps, run.evaluations)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html", "reward.png"]
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_picture_of_a_run_without_steps_is_drawn(tmp_path: Path) -> None:
-    write_reward_png(tmp_path / "reward.png", history=Run())
+    write_reward_png(tmp_path / "reward.png", (), ())
     assert (tmp_path / "reward.png").stat().st_size > 0
 
 
