@@ -2,19 +2,23 @@
 
 Names are rayloom_<noun>_<unit>. A metric whose value is not known is absent, never zero; one that
 counts what has not happened yet is zero from the start, so that its first increase can be seen.
-The supervisor holds the one `Metrics` of a run; `service/telemetry/recorder.py` and
-`service/telemetry/stored_metrics.py` fill it. docs/metrics.md lists them.
+Those of a step's statistics are made from their table. The supervisor holds the one `Metrics` of a
+run; `service/telemetry/recorder.py` fills it. docs/metrics.md lists them.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from enum import StrEnum
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from actors.merge.mismatch import MismatchKind
-from actors.metric_kinds import LateGauge, LateGauges, OneMomentRegistry
+from actors.statistics import STATISTICS
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.types import Outcome
 
@@ -31,30 +35,103 @@ class Part(StrEnum):
     EPOCH = "epoch"
 
 
+class OptionalGauges(Collector):
+    """Gauges of one name, by the value of their label; only those that were set last are there.
+
+    The library's own gauges begin at 0. Without a label there is one gauge, whose key is "".
+    """
+
+    def __init__(self, name: str, documentation: str, label: str = "") -> None:
+        self._name = name
+        self._documentation = documentation
+        # Where the library's own metrics have theirs.
+        self._labelnames = (label,) if label else ()
+        self._values: Mapping[str, float] = {}
+
+    def show(self, values: Mapping[str, float]) -> None:
+        """Show these, by the label's value, and nothing that was shown before."""
+        self._values = dict(values)
+
+    def describe(self) -> Iterable[Metric]:
+        return [GaugeMetricFamily(self._name, self._documentation, labels=self._labelnames)]
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(self._name, self._documentation, labels=self._labelnames)
+        for key, value in self._values.items():
+            family.add_metric([key] if self._labelnames else [], value)
+        return [family] if self._values or self._labelnames else []
+
+
+class OptionalGauge(OptionalGauges):
+    """A gauge that is absent while its value is not known."""
+
+    def set(self, value: float | None) -> None:
+        """None: not known, or no longer."""
+        self.show({} if value is None else {"": value})
+
+
+class AtomicRegistry(CollectorRegistry):
+    """A registry of which no scrape shows half a change, and where metrics are declared.
+
+    Whoever changes values that belong together holds `change` meanwhile; a scrape waits for it.
+    The library's `_created` samples are left out: they tell when this process began, which is not
+    when a resumed run did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.change = threading.RLock()
+
+    def collect(self) -> Iterable[Metric]:
+        with self.change:
+            families = list(super().collect())
+        for family in families:
+            family.samples = [
+                sample for sample in family.samples if not sample.name.endswith("_created")
+            ]
+        return families
+
+    def counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(name, documentation, labels, registry=self)
+
+    def histogram(
+        self, name: str, documentation: str, *labels: str, buckets: tuple[float, ...]
+    ) -> Histogram:
+        return Histogram(name, documentation, labels, buckets=buckets, registry=self)
+
+    def gauge(self, name: str, documentation: str) -> OptionalGauge:
+        gauge = OptionalGauge(name, documentation)
+        self.register(gauge)
+        return gauge
+
+    def gauges(self, name: str, documentation: str, *, label: str) -> OptionalGauges:
+        gauges = OptionalGauges(name, documentation, label)
+        self.register(gauges)
+        return gauges
+
+
 class RolloutMetrics:
     """Trajectories as they end; counted since the start of this process, as no row holds them."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.ended = Counter(
+    def __init__(self, registry: AtomicRegistry) -> None:
+        self.ended = registry.counter(
             "rayloom_rollouts",
             "Trajectories that ended, by environment and outcome; retried attempts included.",
-            ["environment", "outcome"],
-            registry=registry,
+            "environment",
+            "outcome",
         )
         self._seen: set[str] = set()
-        self.returns = Histogram(
+        self.returns = registry.histogram(
             "rayloom_trajectory_return",
             "Return of each ended training trajectory that could be graded.",
-            ["environment"],
+            "environment",
             buckets=RETURN_BUCKETS,
-            registry=registry,
         )
-        self.seconds = Histogram(
+        self.seconds = registry.histogram(
             "rayloom_trajectory_seconds",
             "Wall time of a trajectory, from reset to its outcome.",
-            ["environment"],
+            "environment",
             buckets=SECONDS_BUCKETS,
-            registry=registry,
         )
 
     def meet(self, environment: str) -> None:
@@ -71,35 +148,32 @@ class LedgerMetrics:
     The gauges go back with the run; the counter counts rows, whatever becomes of them.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.events = Counter(
+    def __init__(self, registry: AtomicRegistry) -> None:
+        self.events = registry.counter(
             "rayloom_ledger_events",
             "Ledger rows stored, by kind and reason, those included that the run went back on.",
-            ["kind", "reason"],
-            registry=registry,
+            "kind",
+            "reason",
         )
-        self.admitted = LateGauge(
+        self.admitted = registry.gauge(
             "rayloom_ledger_admitted_rollouts",
             "Rollouts given a place in the window; equals trained + evicted + in flight.",
-            registry=registry,
         )
-        self.trained = LateGauge(
-            "rayloom_ledger_trained_rollouts", "Rollouts trained on.", registry=registry
-        )
+        self.trained = registry.gauge("rayloom_ledger_trained_rollouts", "Rollouts trained on.")
         self.evicted = Gauge(
             "rayloom_ledger_evicted_rollouts",
             "Rollouts that left untrained, by reason.",
             ["reason"],
             registry=registry,
         )
-        self.in_flight = LateGauge(
-            "rayloom_ledger_in_flight_rollouts", "Admitted and not yet settled.", registry=registry
+        self.in_flight = registry.gauge(
+            "rayloom_ledger_in_flight_rollouts", "Admitted and not yet settled."
         )
-        self.waiting_items = LateGauge(
-            "rayloom_queue_items", "Finished trajectories waiting in the queue.", registry=registry
+        self.waiting_items = registry.gauge(
+            "rayloom_queue_items", "Finished trajectories waiting in the queue."
         )
-        self.waiting_bytes = LateGauge(
-            "rayloom_queue_bytes", "Payload bytes that the queue refers to.", registry=registry
+        self.waiting_bytes = registry.gauge(
+            "rayloom_queue_bytes", "Payload bytes that the queue refers to."
         )
         for kind in (LedgerEventKind.ADMITTED, LedgerEventKind.TRAINED):
             self.events.labels(kind=kind.value, reason="")
@@ -107,172 +181,129 @@ class LedgerMetrics:
             self.events.labels(kind=LedgerEventKind.EVICTED.value, reason=reason.value)
 
 
-class StepMetrics:
-    """Progress, age and time of training steps."""
+# By the field of a step's record that it adds up.
+STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "is_skipped": (
+        "rayloom_train_skipped_steps",
+        "Steps of which an update was skipped: its loss or gradient was not finite.",
+    ),
+    "num_sampled_tokens": (
+        "rayloom_sampled_tokens",
+        "Tokens that the engines sampled, of the stored steps.",
+    ),
+    "num_trained_tokens": (
+        "rayloom_trained_tokens",
+        "Tokens in the loss of the stored steps.",
+    ),
+    "num_inserted_tokens": (
+        "rayloom_inserted_tokens",
+        "Tokens that we inserted, never trained.",
+    ),
+    "num_malformed_turns": (
+        "rayloom_malformed_turns",
+        "Turns that an environment called malformed.",
+    ),
+    "num_malformed_rewarded": (
+        "rayloom_malformed_rewarded",
+        "Malformed trajectories with a positive reward: an alarm.",
+    ),
+    "num_zero_variance_groups": (
+        "rayloom_zero_variance_groups",
+        "Groups whose returns were all equal.",
+    ),
+}
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.newest = LateGauge(
-            "rayloom_train_newest_step", "Number of the newest step.", registry=registry
-        )
-        self.done = Counter(
+
+class StepMetrics:
+    """Progress, age and time of training steps, and how their turns merged."""
+
+    def __init__(self, registry: AtomicRegistry) -> None:
+        self.newest = registry.gauge("rayloom_train_newest_step", "Number of the newest step.")
+        self.done = registry.counter(
             "rayloom_train_steps",
             "Training steps stored, those included that the run went back on.",
-            registry=registry,
         )
-        self.skipped = Counter(
-            "rayloom_train_skipped_steps",
-            "Steps of which an update was skipped: its loss or gradient was not finite.",
-            registry=registry,
-        )
-        self.stage_seconds = Histogram(
+        self.counted = {
+            field: registry.counter(name, documentation)
+            for field, (name, documentation) in STEP_COUNTERS.items()
+        }
+        self.stage_seconds = registry.histogram(
             "rayloom_stage_seconds",
             "Wall time of each stage of a stored step.",
-            ["stage"],
+            "stage",
             buckets=SECONDS_BUCKETS,
-            registry=registry,
         )
-        self.sampled_tokens = Counter(
-            "rayloom_sampled_tokens",
-            "Tokens that the engines sampled, of the stored steps.",
-            registry=registry,
-        )
-        self.trained_tokens = Counter(
-            "rayloom_trained_tokens", "Tokens in the loss of the stored steps.", registry=registry
-        )
-        self.policy_version = LateGauge(
+        self.policy_version = registry.gauge(
             "rayloom_policy_version",
             "Version that the newest step made, and that every engine took.",
-            registry=registry,
         )
-        self.policy_age = Histogram(
+        self.policy_age = registry.histogram(
             "rayloom_policy_age_versions",
             "Age of the oldest token of each step that trained any.",
             buckets=AGE_BUCKETS,
-            registry=registry,
         )
-
-
-class LearningMetrics:
-    """Reward and the health of the policy."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.reward_mean = LateGauge(
-            "rayloom_reward_mean",
-            "Mean return of the newest step's trajectories.",
-            registry=registry,
+        self.samples = registry.counter(
+            "rayloom_merge_samples", "Samples before (turns) and after merging.", "side"
         )
-        self.scaled_reward_mean = LateGauge(
-            "rayloom_scaled_reward_mean_ratio",
-            "Mean return over the best possible one, where the environment knows that.",
-            registry=registry,
-        )
-        self.evaluation_reward = LateGauge(
-            "rayloom_evaluation_scaled_reward_mean_ratio",
-            "Mean return over the best possible one, on held-out tasks at temperature 0.",
-            registry=registry,
-        )
-        self.loss = LateGauge("rayloom_loss", "Policy loss of the newest step.", registry=registry)
-        self.grad_norm = LateGauge(
-            "rayloom_gradient_norm",
-            "Gradient norm of the newest step, before clipping.",
-            registry=registry,
-        )
-        self.entropy = LateGauge(
-            "rayloom_entropy_nats",
-            "Mean entropy of the policy per token of the newest step.",
-            registry=registry,
-        )
-        self.mismatch_k3 = LateGauge(
-            "rayloom_mismatch_k3_nats",
-            "Mean k3 between trainer and engine on tokens of the trainer's version.",
-            registry=registry,
-        )
-        self.mismatch_max = LateGauge(
-            "rayloom_mismatch_max_nats",
-            "Largest difference of a log-probability between the two on those tokens.",
-            registry=registry,
-        )
-        self.parity_max = LateGauge(
-            "rayloom_parity_max_nats",
-            "The same on the fixed prompt, after the last publish.",
-            registry=registry,
-        )
-        self.statistics = LateGauges(
-            "rayloom_step_statistic",
-            "Statistics of the newest step's loss and rewards, each under its name.",
-            label="name",
-            registry=registry,
-        )
-
-
-class MergeMetrics:
-    """From turns to samples, and what looked odd."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.samples = Counter(
-            "rayloom_merge_samples",
-            "Samples before (turns) and after merging.",
-            ["side"],
-            registry=registry,
-        )
-        self.mismatches = Counter(
+        self.mismatches = registry.counter(
             "rayloom_merge_mismatches",
             "Turns that extended no open sample, by kind of divergence.",
-            ["kind"],
-            registry=registry,
+            "kind",
         )
         for kind in MismatchKind:
             self.mismatches.labels(kind=kind.value)
-        self.inserted_tokens = Counter(
-            "rayloom_inserted_tokens", "Tokens that we inserted, never trained.", registry=registry
+
+
+class StatisticMetrics:
+    """The newest step's statistics, each under its name, and the newest evaluation."""
+
+    def __init__(self, registry: AtomicRegistry) -> None:
+        self._own = {
+            each.name: registry.gauge(each.metric, each.help) for each in STATISTICS if each.metric
+        }
+        self._others = registry.gauges(
+            "rayloom_step_statistic",
+            "Statistics of the newest step that have no metric of their own, each under its name.",
+            label="name",
         )
-        self.malformed_turns = Counter(
-            "rayloom_malformed_turns",
-            "Turns that an environment called malformed.",
-            registry=registry,
+        self.evaluation_reward = registry.gauge(
+            "rayloom_evaluation_scaled_reward_mean_ratio",
+            "Mean return over the best possible one, on held-out tasks at temperature 0.",
         )
-        self.malformed_rewarded = Counter(
-            "rayloom_malformed_rewarded",
-            "Malformed trajectories with a positive reward: an alarm.",
-            registry=registry,
-        )
-        self.zero_variance_groups = Counter(
-            "rayloom_zero_variance_groups",
-            "Groups whose returns were all equal.",
-            registry=registry,
+
+    def show(self, statistics: Mapping[str, float]) -> None:
+        """Show what is known of a step, and nothing that was shown before."""
+        for name, gauge in self._own.items():
+            gauge.set(statistics.get(name))
+        self._others.show(
+            {name: value for name, value in statistics.items() if name not in self._own}
         )
 
 
 class PartMetrics:
     """The parts of the run; replacements are counted since the start of this process."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.replacements = Counter(
-            "rayloom_replacements",
-            "Parts that died and were replaced.",
-            ["part"],
-            registry=registry,
+    def __init__(self, registry: AtomicRegistry) -> None:
+        self.replacements = registry.counter(
+            "rayloom_replacements", "Parts that died and were replaced.", "part"
         )
         for part in Part:
             self.replacements.labels(part=part.value)
-        self.engines_ready = LateGauge(
-            "rayloom_engines_ready", "Engines that hold the current version.", registry=registry
+        self.engines_ready = registry.gauge(
+            "rayloom_engines_ready", "Engines that hold the current version."
         )
 
 
 class ServiceMetrics:
     """What clients submitted; absent where the run has tasks of its own."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.waiting_tasks = LateGauge(
-            "rayloom_service_waiting_tasks",
-            "Accepted tasks that wait for admission.",
-            registry=registry,
+    def __init__(self, registry: AtomicRegistry) -> None:
+        self.waiting_tasks = registry.gauge(
+            "rayloom_service_waiting_tasks", "Accepted tasks that wait for admission."
         )
-        self.waiting_tasks_limit = LateGauge(
+        self.waiting_tasks_limit = registry.gauge(
             "rayloom_service_waiting_tasks_limit",
             "So many may wait; what is more is refused with 429.",
-            registry=registry,
         )
 
 
@@ -280,12 +311,11 @@ class Metrics:
     """The metrics of one run in a registry of its own."""
 
     def __init__(self) -> None:
-        self.registry = OneMomentRegistry()
+        self.registry = AtomicRegistry()
         self.rollouts = RolloutMetrics(self.registry)
         self.ledger = LedgerMetrics(self.registry)
         self.steps = StepMetrics(self.registry)
-        self.learning = LearningMetrics(self.registry)
-        self.merge = MergeMetrics(self.registry)
+        self.statistics = StatisticMetrics(self.registry)
         self.parts = PartMetrics(self.registry)
         self.service = ServiceMetrics(self.registry)
 

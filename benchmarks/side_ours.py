@@ -112,9 +112,9 @@ def main() -> None:
             stats = taken[0]
             return StepTaken(
                 seconds=seconds,
-                loss=stats.loss,
-                grad_norm=stats.grad_norm,
-                entropy=stats.entropy_mean,
+                loss=stats.statistics["loss"],
+                grad_norm=stats.statistics["grad_norm"],
+                entropy=stats.statistics["entropy_mean"],
             )
 
         serve(step)

@@ -1,12 +1,12 @@
-"""What a step says about itself: counts and spreads, made from the same values as the batch.
+"""What a step says about itself: counts and statistics, made from the same values as the batch.
 
-A number that is not known (no return, nothing trained) is None, never 0. Called by `step`.
+A statistic that is not known (no return, nothing trained) is absent, never 0. Called by `step`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,61 +16,39 @@ from actors.batch import MicroBatch, RankShard
 from actors.limits import MAX_REWARD
 from actors.merge.mismatch import MismatchKind
 from actors.merge.prefix import Merged
+from actors.statistics import STATISTICS, Reduction, Source
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Trajectory
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """Of a list of numbers; std is the population deviation."""
-
-    mean: float
-    std: float
-    min: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float] | NDArray[np.float64]) -> Spread | None:
-        """None for no values."""
-        array = np.asarray(values, np.float64)
-        if array.size == 0:
-            return None
-        return cls(
-            mean=float(array.mean()),
-            std=float(array.std()),
-            min=float(array.min()),
-            max=float(array.max()),
-        )
+_REDUCE: Mapping[Reduction, Callable[[NDArray[np.float64]], np.floating]] = {
+    Reduction.MEAN: np.mean,
+    Reduction.STD: np.std,
+    Reduction.MIN: np.min,
+    Reduction.MAX: np.max,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReport:
-    """samples_before: turns, one row each without merging. num_saved_tokens: what those rows
-    would hold beyond the merged ones. num_masked_tokens: sampled, without a finite
-    log-probability.
-    """
-
     samples_before: int
+    """Turns: without merging each is a sample."""
     samples_after: int
     mismatches: Mapping[MismatchKind, int]
+    """Turns that extended no open sample, by kind of divergence."""
     num_saved_tokens: int
+    """What the turns as rows of their own would hold beyond the merged samples."""
     num_masked_tokens: int
+    """Sampled, without a finite log-probability."""
 
     @property
     def ratio(self) -> float | None:
-        """Samples after over before; None for no turns."""
-        return self.samples_after / self.samples_before if self.samples_before else None
+        """Turns a sample, >= 1; None for no turns."""
+        return self.samples_before / self.samples_after if self.samples_after else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """returns: shaped and unclamped, of the step's graded trajectories, without reward errors;
-    scaled_return_mean: the
-    environment's own, over the best possible, where known. advantages: of the trajectories in the
-    loss, each the mean over its tokens. policy_age_*: versions, of trained tokens.
-    num_packed_tokens: of all rows, fillers included. num_overruled_records: of expert choices, in
-    shared prefixes (`row_experts`).
-    """
+    """What went into a step, counted when its batch was made."""
 
     step: int
     trainer_version: int
@@ -81,20 +59,19 @@ class StepReport:
     evictions: Mapping[EvictionReason, int]
     num_malformed_rewarded: int
     merge: MergeReport
-    returns: Spread | None
-    scaled_return_mean: float | None
-    advantages: Spread | None
-    policy_age_max: int | None
-    policy_age_mean: float | None
+    statistics: Mapping[str, float]
+    """By name, those of rewards, of trajectories' advantages and of the policy's age."""
     num_turns: int
     num_malformed_turns: int
     num_inserted_tokens: int
     num_sampled_tokens: int
     num_trained_tokens: int
     num_packed_tokens: int
+    """Of all rows, fillers included."""
     num_micro_batches: int
     num_fillers: int
     num_overruled_records: int
+    """Of expert choices, in shared prefixes (`row_experts`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +113,15 @@ def report_step(tallies: StepTallies, shards: Sequence[RankShard]) -> StepReport
         evictions=dict(Counter(tallies.evictions)),
         num_malformed_rewarded=tallies.num_malformed_rewarded,
         merge=report_merge([merged for merged in tallies.merged if merged is not None]),
-        returns=Spread.of(shaped),
-        scaled_return_mean=float(np.mean(scaled)) if scaled else None,
-        advantages=Spread.of(tallies.advantages),
-        policy_age_max=int(ages.max()) if ages.size else None,
-        policy_age_mean=float(ages.mean()) if ages.size else None,
+        statistics=_statistics(
+            {
+                # Before the outcome's rule: what was played, not what training makes of it.
+                "reward": shaped,
+                "scaled_reward": scaled,
+                "trajectory_advantage": tallies.advantages,
+                "policy_age": ages,
+            }
+        ),
         num_turns=sum(len(t.turns) for t in trajectories),
         num_malformed_turns=sum(t.num_malformed_turns for t in trajectories),
         num_inserted_tokens=sum(t.num_inserted_tokens for t in trajectories),
@@ -163,6 +144,16 @@ def report_merge(merged: Sequence[Merged]) -> MergeReport:
         num_saved_tokens=sum(each.num_unmerged_tokens - each.num_merged_tokens for each in merged),
         num_masked_tokens=sum(each.num_masked_tokens for each in merged),
     )
+
+
+def _statistics(values: Mapping[str, Sequence[float] | NDArray[np.int32]]) -> dict[str, float]:
+    """Reduce the values by the table; what has no values is absent."""
+    arrays = {name: np.asarray(of_name, np.float64) for name, of_name in values.items()}
+    return {
+        each.name: float(_REDUCE[each.reduction](arrays[each.values]))
+        for each in STATISTICS
+        if each.source is Source.MERGE and arrays[each.values].size
+    }
 
 
 def _versions(rows: Sequence[MicroBatch]) -> NDArray[np.int32]:

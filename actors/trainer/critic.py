@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from actors.batch import Float32s, MicroBatch
 from actors.merge.gae import CriticSettings
+from actors.statistics import only_known
 from actors.trainer.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -147,17 +148,20 @@ def _stats(sums: list[float], *, grad_norm: float) -> CriticStats:
     loss, num_tokens, values, targets, targets_squared, errors_squared, num_clipped = sums
     count = max(num_tokens, 1.0)
     target_mean = targets / count
-    return CriticStats(
-        loss=loss,
-        grad_norm=grad_norm,
-        value_mean=values / count,
-        target_mean=target_mean,
-        explained_variance=explained_variance(
+    statistics = {
+        "critic_loss": loss,
+        "critic_grad_norm": grad_norm,
+        "critic_explained_variance": explained_variance(
             target_mean=target_mean,
             target_mean_square=targets_squared / count,
             error_mean_square=errors_squared / count,
         ),
-        clip_fraction=num_clipped / count,
+        "critic_value_mean": values / count,
+        "critic_target_mean": target_mean,
+        "critic_clip_fraction": num_clipped / count,
+    }
+    return CriticStats(
+        statistics=only_known(statistics) if num_tokens else {},
         num_tokens=int(num_tokens),
         is_skipped=not (math.isfinite(loss) and math.isfinite(grad_norm)),
     )

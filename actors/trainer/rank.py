@@ -25,11 +25,7 @@ from actors.trainer.clock import PhaseClock
 from actors.trainer.critic import Critic
 from actors.trainer.logprobs import token_logprobs, token_logprobs_and_entropies
 from actors.trainer.loss.micro_batch import micro_batch_loss
-from actors.trainer.loss.statistics import (
-    StatisticVectors,
-    combine_rows,
-    micro_batch_statistics,
-)
+from actors.trainer.loss.statistics import combine_rows, micro_batch_statistics, no_statistics
 from actors.trainer.manifest import Progress
 from actors.trainer.model import load_policy, shard_policy
 from actors.trainer.optimizer import (
@@ -47,7 +43,7 @@ from actors.trainer.row import RowTensors, row_tensors, scoring_row
 from actors.trainer.scoring import Scores, free_weights, score_minibatches, score_row
 from actors.trainer.settings import Dtype, RankSettings
 from actors.trainer.skipped import SkippedUpdate, report_skip
-from actors.trainer.statistics import StepStats, UpdateSums, summarize_step
+from actors.trainer.statistics import StepStats, UpdateTotals, summarize_step
 from actors.value_batch import ValueShard
 from actors.weights.buffers import WeightGroup
 from actors.weights.parity import parity_tokens
@@ -158,7 +154,7 @@ class TrainerRank:
         clock.charge("prepare")
         old, reference = self._score(shard)
         clock.charge("forward")
-        updates: list[UpdateSums] = []
+        updates: list[UpdateTotals] = []
         for _ in range(self.settings.algorithm.epochs):
             for number, minibatch in enumerate(shard.minibatches):
                 update = self._update(
@@ -310,14 +306,13 @@ class TrainerRank:
         reference: list[Tensor] | None,
         is_first: bool,
         clock: PhaseClock,
-    ) -> UpdateSums:
+    ) -> UpdateTotals:
         totals = self._accumulate(
             shard, minibatch, old=old, reference=reference, is_first=is_first, clock=clock
         )
         gradients = local_gradients(self._parameters)
         square = squared_norm(gradients, device=self.device)
-        rows = gather_rows(torch.cat([totals.joined(), square[None]])).cpu()
-        combined = combine_rows(rows[:, :-1])
+        rows = gather_rows(torch.cat([totals, square[None]])).cpu()
         grad_norm = math.sqrt(float(rows[:, -1].sum()))
         trainer = self.settings.trainer
         rate = learning_rate_at(
@@ -325,10 +320,8 @@ class TrainerRank:
             learning_rate=trainer.learning_rate,
             warmup_updates=trainer.warmup_updates,
         )
-        update = UpdateSums(
-            sums=tuple(combined.sums.tolist()),
-            maxima=tuple(combined.maxima.tolist()),
-            minima=tuple(combined.minima.tolist()),
+        update = UpdateTotals(
+            row=tuple(combine_rows(rows[:, :-1]).tolist()),
             grad_norm=grad_norm,
             learning_rate=rate,
         )
@@ -350,9 +343,9 @@ class TrainerRank:
         reference: list[Tensor] | None,
         is_first: bool,
         clock: PhaseClock,
-    ) -> StatisticVectors:
+    ) -> Tensor:
         """Forward and backward over the micro-batches; return their statistics."""
-        totals = StatisticVectors.empty(self.device)
+        totals = no_statistics(self.device)
         for number, micro_batch in enumerate(minibatch.micro_batches):
             row = row_tensors(micro_batch, device=self.device)
             self._sync_gradients(is_last=number == len(minibatch.micro_batches) - 1)
@@ -366,11 +359,10 @@ class TrainerRank:
                 reference_logprobs=reference[number] if reference else None,
             )
             result = micro_batch_loss(terms, self.settings.algorithm.loss)
-            totals = totals.plus(
-                micro_batch_statistics(
-                    terms, result, num_tokens=row.num_tokens, with_mismatch=is_first
-                )
+            statistics = micro_batch_statistics(
+                terms, result, num_tokens=row.num_tokens, with_mismatch=is_first
             )
+            totals = combine_rows(torch.stack([totals, statistics]))
             clock.charge("forward")
             result.loss.backward()
             clock.charge("backward")

@@ -1,16 +1,52 @@
 """One step's statistics: summed over micro-batches, combined over ranks, read once at the end.
 
-Invariant: every rank ends with the same numbers, because each combines the same gathered vectors
-in the same order. Called by `TrainerRank`; `StepStats` is what leaves the trainer.
+Every statistic of the loss is made of partial results that combine in any order: a sum adds, a
+maximum compares. So tokens weigh equally, whichever micro-batch, rank or update they were in, and
+every rank ends with the same numbers, because each combines the same gathered rows in the same
+order. Called by `TrainerRank`; `StepStats` is what leaves the trainer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
-from actors.trainer.loss.statistics import MAX_NAMES, MIN_NAMES, SUM_NAMES
+from actors.statistics import STATISTICS, Reduction, Source, Statistic, only_known
+
+
+class Part(StrEnum):
+    """A partial result over some values."""
+
+    SUM = "sum"
+    SQUARES = "squares"
+    COUNT = "count"
+    MAX = "max"
+    # Of the negated values: so that a minimum, too, combines by comparing.
+    NEGATED_MIN = "negated_min"
+
+
+_PARTS: Mapping[Reduction, tuple[Part, ...]] = {
+    Reduction.MEAN: (Part.SUM, Part.COUNT),
+    Reduction.SHARE: (Part.SUM, Part.COUNT),
+    Reduction.EFFECTIVE_SIZE: (Part.SUM, Part.SQUARES, Part.COUNT),
+    Reduction.UPDATE_SUM: (Part.SUM,),
+    Reduction.MAX: (Part.MAX,),
+    Reduction.MIN: (Part.NEGATED_MIN,),
+    # Known to the rank itself.
+    Reduction.UPDATE: (),
+}
+_COMPARED = (Part.MAX, Part.NEGATED_MIN)
+_OF_LOSS = tuple(statistic for statistic in STATISTICS if statistic.source is Source.LOSS)
+_NEEDED = dict.fromkeys((each.values, part) for each in _OF_LOSS for part in _PARTS[each.reduction])
+# Counts that are no statistics: trained tokens, tokens of packed rows, losses not finite.
+_COUNTS = tuple((name, Part.SUM) for name in ("num_trained", "num_packed", "num_nonfinite"))
+
+# The places of an update's row: (name of the values, partial result), first those that add.
+ADDED = (*(key for key in _NEEDED if key[1] not in _COMPARED), *_COUNTS)
+COMPARED = tuple(key for key in _NEEDED if key[1] in _COMPARED)
+_PLACES = {key: place for place, key in enumerate((*ADDED, *COMPARED))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,126 +63,36 @@ class PhaseSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticStats:
-    """One update over all ranks. loss: token mean. explained_variance: 1 - mean squared error over
-    the targets' variance, of the values that the advantages were made with; None: the targets did
-    not vary. is_skipped: a loss or gradient that was not finite; never applied.
-    """
+    """What one update says, over all ranks."""
 
-    loss: float
-    grad_norm: float
-    value_mean: float
-    target_mean: float
-    explained_variance: float | None
-    clip_fraction: float
+    statistics: Mapping[str, float]
+    """By name, of the values that the advantages were made with; what is not known is absent."""
     num_tokens: int
     is_skipped: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchStats:
-    """Trainer against engine, on tokens of the version that the trainer held; nats.
-
-    Invariant: num_tokens >= 1; where nothing was comparable there is no MismatchStats.
-    """
-
-    k1_mean: float
-    k3_mean: float
-    max_abs_delta: float
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSpread:
-    """Of a number that each trained token has."""
-
-    mean: float
-    min: float
-    max: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogprobStats:
-    """Log-probabilities of trained tokens under one policy, nats.
-
-    mean, max: of all; positive_*, negative_*: of those with an advantage above or below 0, None
-    where there are none.
-    """
-
-    mean: float
-    max: float
-    positive_mean: float | None
-    positive_max: float | None
-    negative_mean: float | None
-    negative_max: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossStats:
-    """What the loss did to a step's trained tokens; each token weighs the same.
-
-    policy_logprobs: current, at each update. old_logprobs, reference_logprobs, kl (nats): None
-    where the loss does not ask for them. surrogate_mean: of minus the objective's loss, importance
-    weight and mask included; unclipped_surrogate_mean: of ratio times advantage.
-    clip_fraction_low, clip_fraction_high: see `loss.surrogate`. masked_fraction: out of the loss
-    by any rule; masked_*_fraction: by each rule, a token may meet several.
-    """
-
-    policy_logprobs: LogprobStats
-    old_logprobs: LogprobStats | None
-    reference_logprobs: LogprobStats | None
-    surrogate_mean: float
-    unclipped_surrogate_mean: float
-    kl: TokenSpread | None
-    clip_fraction_low: float
-    clip_fraction_high: float
-    masked_fraction: float
-    masked_token_fraction: float
-    masked_sequence_fraction: float
-    masked_outlier_fraction: float
-    importance_weight_mean: float
-    importance_weight_max: float
-    advantage: TokenSpread
+    """A loss or gradient that was not finite; never applied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What a training step did, over all ranks.
-
-    Skipped updates count in num_skipped_updates and nowhere else.
-    loss: mean over the updates. grad_norm: before clipping, mean over the updates that moved the
-    weights. Both 0 when there were none. learning_rate: of the last update.
-    trained_tokens: targets seen, each epoch counted; packed_tokens: likewise, of whole rows.
-    ratio_*, clip_fraction, entropy_mean (nats), advantage_mean, policy_age_* (versions): over the
-    trained tokens; 0 when there were none.
-    effective_sample_fraction: (sum r)^2 / (M sum r^2), 1 when all ratios are equal.
-    mismatch: None when no token came from the trainer's own version. tokens: None when nothing
-    was trained. critic: its own update; None: there is no critic.
-    num_empty_updates: nothing to train in them, so the weights were left alone.
-    num_skipped_updates: a loss or gradient that was not finite; never applied.
-    """
+    """What a training step did, over all ranks."""
 
     step: int
     trainer_version: int
-    loss: float
-    grad_norm: float
+    statistics: Mapping[str, float]
+    """By name, those of the loss and of the critic; what is not known is absent. Of finite updates:
+    a skipped update counts in num_skipped_updates and nowhere else."""
     learning_rate: float
+    """Of the last update."""
     trained_tokens: int
+    """Targets seen, each epoch counted."""
     packed_tokens: int
-    ratio_mean: float
-    ratio_max: float
-    clip_fraction: float
-    effective_sample_fraction: float
-    entropy_mean: float
-    advantage_mean: float
-    policy_age_mean: float
-    policy_age_max: int
-    mismatch: MismatchStats | None
+    """Likewise, of whole rows."""
     num_updates: int
     num_empty_updates: int
+    """Nothing to train in them, so the weights were left alone."""
     num_skipped_updates: int
+    """A loss or gradient that was not finite; never applied."""
     seconds: PhaseSeconds
-    tokens: LossStats | None = None
-    critic: CriticStats | None = None
 
     @property
     def is_skipped(self) -> bool:
@@ -160,160 +106,82 @@ class StepStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateSums:
-    """One update, over all ranks: its sums and extremes by place, as `loss.statistics` names them.
+class UpdateTotals:
+    """One update, over all ranks."""
 
-    Extremes of no token are infinite.
-    """
-
-    sums: tuple[float, ...]
-    maxima: tuple[float, ...]
-    minima: tuple[float, ...]
+    row: tuple[float, ...]
+    """Partial results, in the places of ADDED and COMPARED; those of no token are 0 and -inf."""
     grad_norm: float
     learning_rate: float
 
-    def sum_of(self, name: str) -> float:
-        return self.sums[SUM_NAMES.index(name)]
-
-    def max_of(self, name: str) -> float:
-        return self.maxima[MAX_NAMES.index(name)]
-
-    def min_of(self, name: str) -> float:
-        return self.minima[MIN_NAMES.index(name)]
+    def part(self, values: str, part: Part = Part.SUM) -> float:
+        return self.row[_PLACES[values, part]]
 
     @property
     def is_empty(self) -> bool:
-        return self.sum_of("num_trained") == 0
+        return self.part("num_trained") == 0
 
     @property
     def is_skipped(self) -> bool:
         """Whether a loss or the gradient is not finite."""
-        return not math.isfinite(self.grad_norm) or self.sum_of("num_nonfinite") > 0
-
-
-class _Totals:
-    """The finite updates of a step as one: tokens weigh equally, whichever update they were in."""
-
-    def __init__(self, updates: Sequence[UpdateSums]) -> None:
-        self._updates = updates
-        self.num_trained = self.sum_of("num_trained")
-
-    def sum_of(self, name: str) -> float:
-        return sum(update.sum_of(name) for update in self._updates)
-
-    def max_of(self, name: str) -> float:
-        """0 when no token has the number."""
-        largest = max((update.max_of(name) for update in self._updates), default=-math.inf)
-        return 0.0 if largest == -math.inf else largest
-
-    def min_of(self, name: str) -> float:
-        """0 when no token has the number."""
-        least = min((update.min_of(name) for update in self._updates), default=math.inf)
-        return 0.0 if least == math.inf else least
-
-    def mean_of(self, name: str) -> float:
-        """Over the trained tokens; 0 when there are none."""
-        return self.sum_of(name) / max(self.num_trained, 1.0)
+        return not math.isfinite(self.grad_norm) or self.part("num_nonfinite") > 0
 
 
 def summarize_step(
-    updates: Sequence[UpdateSums],
+    updates: Sequence[UpdateTotals],
     *,
     step: int,
     trainer_version: int,
     seconds: PhaseSeconds,
     critic: CriticStats | None = None,
 ) -> StepStats:
-    """Combine a step's updates: tokens weigh equally, whichever update they were in."""
+    """Combine a step's updates. critic: its own update; None: there is no critic."""
     finite = [update for update in updates if not update.is_skipped]
     applied = [update for update in finite if not update.is_empty]
-    totals = _Totals(finite)
-    ratio_squared = totals.sum_of("ratio_squared")
+    found: dict[str, float | None] = dict(critic.statistics) if critic else {}
+    if applied:
+        found |= {each.name: _reduce(each, finite) for each in _OF_LOSS}
+        found["grad_norm"] = sum(update.grad_norm for update in applied) / len(applied)
     return StepStats(
         step=step,
         trainer_version=trainer_version,
-        loss=totals.sum_of("loss") / max(len(finite), 1),
-        grad_norm=sum(update.grad_norm for update in applied) / max(len(applied), 1),
+        statistics=only_known(found),
         learning_rate=updates[-1].learning_rate if updates else 0.0,
-        trained_tokens=int(totals.num_trained),
-        packed_tokens=int(totals.sum_of("num_tokens")),
-        ratio_mean=totals.mean_of("ratio"),
-        ratio_max=totals.max_of("ratio"),
-        clip_fraction=totals.mean_of("num_clipped_low") + totals.mean_of("num_clipped_high"),
-        effective_sample_fraction=(
-            totals.sum_of("ratio") ** 2 / (totals.num_trained * ratio_squared)
-            if ratio_squared
-            else 0.0
-        ),
-        entropy_mean=totals.mean_of("entropy"),
-        advantage_mean=totals.mean_of("advantage"),
-        policy_age_mean=totals.mean_of("policy_age"),
-        policy_age_max=int(totals.max_of("policy_age")),
-        mismatch=_mismatch(totals),
+        trained_tokens=int(sum(update.part("num_trained") for update in finite)),
+        packed_tokens=int(sum(update.part("num_packed") for update in finite)),
         num_updates=len(updates),
         num_empty_updates=len(finite) - len(applied),
         num_skipped_updates=len(updates) - len(finite),
         seconds=seconds,
-        tokens=_loss_stats(totals) if totals.num_trained else None,
-        critic=critic,
     )
 
 
-def _mismatch(totals: _Totals) -> MismatchStats | None:
-    num_tokens = totals.sum_of("num_mismatch")
-    if not num_tokens:
-        return None
-    return MismatchStats(
-        k1_mean=totals.sum_of("mismatch_k1") / num_tokens,
-        k3_mean=totals.sum_of("mismatch_k3") / num_tokens,
-        max_abs_delta=totals.max_of("mismatch_abs"),
-        num_tokens=int(num_tokens),
-    )
+def _reduce(statistic: Statistic, updates: Sequence[UpdateTotals]) -> float | None:
+    """None where no token has the values."""
 
+    def total(part: Part) -> float:
+        return sum(update.part(statistic.values, part) for update in updates)
 
-def _loss_stats(totals: _Totals) -> LossStats:
-    policy_logprobs = _logprob_stats(totals, "policy")
-    assert policy_logprobs is not None
-    return LossStats(
-        policy_logprobs=policy_logprobs,
-        old_logprobs=_logprob_stats(totals, "old"),
-        reference_logprobs=_logprob_stats(totals, "reference"),
-        surrogate_mean=totals.mean_of("surrogate"),
-        unclipped_surrogate_mean=totals.mean_of("unclipped_surrogate"),
-        kl=_spread(totals, "kl") if totals.sum_of("num_kl") else None,
-        clip_fraction_low=totals.mean_of("num_clipped_low"),
-        clip_fraction_high=totals.mean_of("num_clipped_high"),
-        masked_fraction=totals.mean_of("num_masked"),
-        masked_token_fraction=totals.mean_of("num_masked_token"),
-        masked_sequence_fraction=totals.mean_of("num_masked_sequence"),
-        masked_outlier_fraction=totals.mean_of("num_masked_outlier"),
-        importance_weight_mean=totals.mean_of("importance_weight"),
-        importance_weight_max=totals.max_of("importance_weight"),
-        advantage=_spread(totals, "advantage"),
-    )
+    def largest(part: Part) -> float | None:
+        found = max(update.part(statistic.values, part) for update in updates)
+        return None if found == -math.inf else found
 
-
-def _spread(totals: _Totals, name: str) -> TokenSpread:
-    return TokenSpread(mean=totals.mean_of(name), min=totals.min_of(name), max=totals.max_of(name))
-
-
-def _logprob_stats(totals: _Totals, policy: str) -> LogprobStats | None:
-    def mean_of(part: str) -> float | None:
-        num_tokens = totals.sum_of(f"num_{policy}_{part}")
-        return totals.sum_of(f"logprob_{policy}_{part}") / num_tokens if num_tokens else None
-
-    def max_of(part: str) -> float | None:
-        has_tokens = totals.sum_of(f"num_{policy}_{part}") > 0
-        return totals.max_of(f"logprob_{policy}_{part}") if has_tokens else None
-
-    mean, largest = mean_of("all"), max_of("all")
-    if mean is None or largest is None:
-        return None
-    return LogprobStats(
-        mean=mean,
-        max=largest,
-        positive_mean=mean_of("positive"),
-        positive_max=max_of("positive"),
-        negative_mean=mean_of("negative"),
-        negative_max=max_of("negative"),
-    )
+    match statistic.reduction:
+        case Reduction.MEAN | Reduction.SHARE:
+            count = total(Part.COUNT)
+            return total(Part.SUM) / count if count else None
+        case Reduction.EFFECTIVE_SIZE:
+            if not total(Part.COUNT):
+                return None
+            whole = total(Part.COUNT) * total(Part.SQUARES)
+            # The squares of values near 0 may all round to 0.
+            return total(Part.SUM) ** 2 / whole if whole else 0.0
+        case Reduction.UPDATE_SUM:
+            return total(Part.SUM) / len(updates)
+        case Reduction.MAX:
+            return largest(Part.MAX)
+        case Reduction.MIN:
+            negated = largest(Part.NEGATED_MIN)
+            return None if negated is None else -negated
+        case _:
+            return None

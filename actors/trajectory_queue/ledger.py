@@ -11,7 +11,7 @@ state; the merge actor names its settlements with the same words.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -98,7 +98,7 @@ class LedgerCounts:
 
     admitted: int = 0
     trained: int = 0
-    evicted: Mapping[EvictionReason, int]
+    evicted: Mapping[EvictionReason, int] = field(default_factory=dict)
     in_flight: int = 0
 
     @property

@@ -1,19 +1,112 @@
-"""From the model to what Grafana imports: ids, places on the grid, variables, options."""
+"""From overview.yaml to what Grafana imports: ids, positions on the grid, variables, options."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from deploy.dashboards.model import Dashboard, Look, Panel
+import yaml
+from pydantic import ConfigDict, TypeAdapter
 
+from actors.statistics import BY_NAME, Unit
+
+SOURCE = Path(__file__).parent / "overview.yaml"
 SCHEMA_VERSION = 39
 COLUMNS = 24
-HEIGHTS = {Look.NUMBER: 4, Look.LINES: 8, Look.HEATMAP: 8}
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 # Steps are rare: over less than a minute a rate of them would mostly be 0 or unknown.
 SHORTEST_INTERVAL = "1m"
 SHOWS_LAST = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+# As Grafana calls them.
+UNITS = {
+    Unit.NUMBER: "none",
+    Unit.NATS: "suffix: nats",
+    Unit.SHARE: "percentunit",
+    Unit.VERSIONS: "suffix: versions",
+}
+_STRICT = ConfigDict(extra="forbid")
+
+
+class Look(StrEnum):
+    """How a panel draws its series, under Grafana's names."""
+
+    NUMBER = "stat"
+    LINES = "timeseries"
+    HEATMAP = "heatmap"
+
+
+HEIGHTS = {Look.NUMBER: 4, Look.LINES: 8, Look.HEATMAP: 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    __pydantic_config__ = _STRICT
+
+    title: str
+    description: str
+    unit: str = ""
+    """One of Grafana's, such as "s", or "suffix: nats"; with statistics it is theirs."""
+    statistics: Mapping[str, str] = field(default_factory=dict)
+    """By legend, the name of a statistic; all of one unit."""
+    queries: Mapping[str, str] = field(default_factory=dict)
+    """By legend, which is a name or labels as {{label}}, the PromQL."""
+    look: Look = Look.LINES
+    width: int = 8
+    """Of 24 columns."""
+    is_stacked: bool = False
+    is_logarithmic: bool = False
+
+    @property
+    def series(self) -> dict[str, str]:
+        """By legend, the PromQL of all that the panel shows."""
+        return {legend: _of_newest_step(name) for legend, name in self.statistics.items()} | dict(
+            self.queries
+        )
+
+    @property
+    def series_unit(self) -> str:
+        units = {UNITS[BY_NAME[name].unit] for name in self.statistics.values()} or {self.unit}
+        assert len(units) == 1, f"{self.title}: a panel shows one unit, got {sorted(units)}"
+        return units.pop()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    __pydantic_config__ = _STRICT
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dashboard:
+    __pydantic_config__ = _STRICT
+
+    uid: str
+    title: str
+    description: str
+    sections: tuple[Section, ...]
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        return tuple(panel for section in self.sections for panel in section.panels)
+
+
+def _of_newest_step(statistic: str) -> str:
+    metric = BY_NAME[statistic].metric
+    if metric:
+        return f'{metric}{{instance="$instance"}}'
+    return f'rayloom_step_statistic{{instance="$instance",name="{statistic}"}}'
+
+
+def load_dashboard() -> Dashboard:
+    """Raises: pydantic.ValidationError for an unknown key; KeyError for an unknown statistic."""
+    tree = yaml.safe_load(SOURCE.read_text(encoding="utf-8"))
+    return TypeAdapter(Dashboard).validate_python(tree)
 
 
 def to_json(dashboard: Dashboard) -> str:
@@ -33,34 +126,33 @@ def to_tree(dashboard: Dashboard) -> dict[str, Any]:
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
         "annotations": {"list": []},
-        "templating": {"list": [_datasource_variable(), _run_variable()]},
+        "templating": {"list": _variables()},
         "panels": _placed(dashboard),
     }
 
 
-def _datasource_variable() -> dict[str, Any]:
-    return {
-        "name": "datasource",
-        "label": "Prometheus",
-        "type": "datasource",
-        "query": "prometheus",
-        "refresh": 1,
-    }
-
-
-def _run_variable() -> dict[str, Any]:
+def _variables() -> list[dict[str, Any]]:
     query = "label_values(rayloom_train_steps_total, instance)"
-    return {
-        "name": "instance",
-        "label": "Run",
-        "description": "The metrics address of a run.",
-        "type": "query",
-        "datasource": DATASOURCE,
-        "query": {"query": query, "refId": "instance"},
-        # On each change of the time range: runs come and go.
-        "refresh": 2,
-        "sort": 1,
-    }
+    return [
+        {
+            "name": "datasource",
+            "label": "Prometheus",
+            "type": "datasource",
+            "query": "prometheus",
+            "refresh": 1,
+        },
+        {
+            "name": "instance",
+            "label": "Run",
+            "description": "The metrics address of a run.",
+            "type": "query",
+            "datasource": DATASOURCE,
+            "query": {"query": query, "refId": "instance"},
+            # On each change of the time range: runs come and go.
+            "refresh": 2,
+            "sort": 1,
+        },
+    ]
 
 
 def _placed(dashboard: Dashboard) -> list[dict[str, Any]]:
@@ -99,7 +191,7 @@ def _content(panel: Panel) -> dict[str, Any]:
         "datasource": DATASOURCE,
         "interval": SHORTEST_INTERVAL,
         "fieldConfig": {
-            "defaults": {"unit": panel.unit, "custom": _drawing(panel)},
+            "defaults": {"unit": panel.series_unit, "custom": _drawing(panel)},
             "overrides": [],
         },
         "options": _options(panel),
@@ -113,12 +205,12 @@ def _targets(panel: Panel) -> list[dict[str, Any]]:
             "refId": chr(ord("A") + index),
             "datasource": DATASOURCE,
             "editorMode": "code",
-            "expr": query.expr,
+            "expr": expr,
             "format": "heatmap" if panel.look is Look.HEATMAP else "time_series",
-            "legendFormat": query.legend,
+            "legendFormat": legend,
             "range": True,
         }
-        for index, query in enumerate(panel.queries)
+        for index, (legend, expr) in enumerate(panel.series.items())
     ]
 
 
@@ -144,7 +236,7 @@ def _options(panel: Panel) -> dict[str, Any]:
             "calculate": False,
             "cellGap": 1,
             "color": {"mode": "scheme", "scheme": "Blues", "steps": 32, "reverse": True},
-            "yAxis": {"unit": panel.unit},
+            "yAxis": {"unit": panel.series_unit},
         }
     return {
         "legend": {

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from service.inspect.facts import facts, number
 from service.inspect.view import MEANINGS, Token, TokenClass, TrajectoryView
-from service.report import style
+from service.report import drawing
 from service.telemetry.summary import write_aside
 from service.visible import visible_text
 
@@ -72,8 +72,8 @@ def render_page(view: TrajectoryView) -> str:
             )
             for kind in TokenClass
         ],
-        light=Markup(style.css_variables(is_dark=False)),
-        dark=Markup(style.css_variables(is_dark=True)),
+        light=Markup(drawing.css_variables(is_dark=False)),
+        dark=Markup(drawing.css_variables(is_dark=True)),
     )
     environment = Environment(
         loader=ChoiceLoader(

@@ -1,13 +1,29 @@
-"""The report's tiles, tables and definitions, as values ready for the template; pure."""
+"""What a run's numbers say: verdict, checks, tiles, tables and definitions; pure.
+
+All are values ready for the template. Those of statistics walk their table.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from actors.merge.mismatch import MismatchKind
+from actors.statistics import BY_NAME, GROUPS, STATISTICS
+from actors.types import Outcome
 from service import units
-from service.report.verdict import balance_equation
-from service.telemetry.summary import RunSummary, evaluation_reward
+from service.report.drawing import Records
+from service.telemetry.summary import RunSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A promise that the run kept, in the words of `name`, or broke, in those of `text`."""
+
+    name: str
+    is_kept: bool
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,83 +37,141 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of text; the first cell of each names it. total: the last row, set apart."""
-
     caption: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    """Of text; the first cell of each names it."""
     total: tuple[str, ...] | None = None
+    """The last row, set apart."""
     note: str = ""
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.rows
+
+def verdict(summary: RunSummary) -> str:
+    """Example: 'Reward 0.37 → 0.93 in 120 steps, 4 min 12 s.'"""
+    time = units.duration(summary.wall_s)
+    if summary.steps == 0:
+        return f"No training step was completed in {time}."
+    taken = units.plural(summary.steps, "step")
+    first, last = summary.reward_first, summary.reward_last
+    if first is None or last is None:
+        return f"{taken} in {time}; the reward was not measured."
+    if summary.steps == 1:
+        return f"Reward {units.reward(last)} after 1 step, {time}."
+    return f"Reward {units.reward(first)} → {units.reward(last)} in {taken}, {time}."
+
+
+def ending(summary: RunSummary) -> str:
+    """How the run ended, as a sentence; empty where nobody said."""
+    reason = (summary.exit_reason or "").strip()
+    if not reason:
+        return ""
+    return reason[0].upper() + reason[1:] + ("" if reason.endswith((".", "!", "?")) else ".")
+
+
+def balance_equation(summary: RunSummary) -> str:
+    """Example: '30 720 = 29 952 trained + 768 evicted + 0 in flight'."""
+    ledger = summary.ledger
+    out = ledger.trained + ledger.num_evicted + ledger.in_flight
+    sign = "=" if ledger.is_balanced else f"≠ {units.full_count(out)} ="
+    return (
+        f"{units.full_count(ledger.admitted)} admitted {sign} "
+        f"{units.full_count(ledger.trained)} trained + "
+        f"{units.full_count(ledger.num_evicted)} evicted + "
+        f"{units.full_count(ledger.in_flight)} in flight"
+    )
+
+
+def checks(summary: RunSummary, records: Records) -> tuple[Check, ...]:
+    versions = [record.policy_version for record in records]
+    num_breaks = sum(after != before + 1 for before, after in itertools.pairwise(versions))
+    found = [
+        ("ledger balances", summary.ledger.is_balanced, balance_equation(summary)),
+        (
+            "nothing in flight",
+            summary.ledger.in_flight == 0,
+            f"{units.plural(summary.ledger.in_flight, 'rollout')} had not left the ledger at the "
+            "end.",
+        ),
+        (
+            "one version a step",
+            num_breaks == 0,
+            f"The policy version failed to grow by one at {units.plural(num_breaks, 'step')}.",
+        ),
+    ]
+    if summary.policy_age_bound is not None:
+        age = units.plural(summary.max_policy_age, "version")
+        found.append(
+            (
+                "age within bound",
+                summary.max_policy_age <= summary.policy_age_bound,
+                f"The oldest trained token was {age} behind; the bound is "
+                f"{summary.policy_age_bound}.",
+            )
+        )
+    found += [
+        (
+            "no update skipped",
+            summary.skipped_steps == 0,
+            f"{units.plural(summary.skipped_steps, 'step')} had an update that was not finite and "
+            "was not applied.",
+        ),
+        (
+            "no reward for malformed",
+            summary.malformed_rewarded == 0,
+            f"{units.full_count(summary.malformed_rewarded)} malformed trajectories got a "
+            "positive reward.",
+        ),
+    ]
+    return tuple(Check(name=name, is_kept=is_kept, text=text) for name, is_kept, text in found)
 
 
 def tiles(summary: RunSummary) -> tuple[Tile, ...]:
-    reward, ledger, mismatch = summary.reward, summary.ledger, summary.mismatch
-    is_bounded = summary.policy_age_bound is not None
-    found = [
-        Tile(
-            label="Reward",
-            value=units.reward(reward.last),
-            detail=_reward_detail(summary),
+    mismatch, bound = summary.mismatch, summary.policy_age_bound
+    delta = units.significant(mismatch.max_abs_delta, digits=2)
+    reward_detail = "not measured"
+    if summary.reward_first is not None:
+        scale = ", best possible 1" if summary.is_reward_scaled else ""
+        reward_detail = f"from {units.reward(summary.reward_first)}{scale}"
+    found = (
+        ("Reward", units.reward(summary.reward_last), reward_detail),
+        ("Evaluation", *_evaluation(summary)),
+        (
+            "Steps",
+            units.full_count(summary.steps),
+            f"policy version {units.full_count(summary.policy_version)}",
         ),
-        _evaluation_tile(summary),
-        Tile(
-            label="Steps",
-            value=units.full_count(summary.steps),
-            detail=f"policy version {units.full_count(summary.policy_version)}",
+        ("Wall time", units.duration(summary.wall_s), _resumes(summary.num_resumes)),
+        (
+            "Policy age, largest",
+            units.full_count(summary.max_policy_age),
+            "versions" if bound is None else f"bound {bound}",
         ),
-        Tile(
-            label="Wall time",
-            value=units.duration(summary.wall_s),
-            detail=_resumes(summary.num_resumes),
+        (
+            "Mismatch, mean k3",
+            units.significant(mismatch.mean_k3, digits=2),
+            "not measured" if mismatch.max_abs_delta is None else f"max |Δ| {delta} nats",
         ),
-        Tile(
-            label="Policy age, largest",
-            value=units.full_count(summary.max_policy_age),
-            detail=f"bound {summary.policy_age_bound}" if is_bounded else "versions",
+        (
+            "Sampled tokens",
+            units.short_count(summary.sampled_tokens),
+            f"{units.short_count(summary.trained_tokens)} trained",
         ),
-        Tile(
-            label="Mismatch, mean k3",
-            value=units.significant(mismatch.mean_k3, digits=2),
-            detail="not measured"
-            if mismatch.max_abs_delta is None
-            else f"max |Δ| {units.significant(mismatch.max_abs_delta, digits=2)} nats",
+        (
+            "Rollouts trained",
+            units.short_count(summary.ledger.trained),
+            f"of {units.short_count(summary.ledger.admitted)} admitted",
         ),
-        Tile(
-            label="Sampled tokens",
-            value=units.short_count(summary.sampled_tokens),
-            detail=f"{units.short_count(summary.trained_tokens)} trained",
-        ),
-        Tile(
-            label="Rollouts trained",
-            value=units.short_count(ledger.trained),
-            detail=f"of {units.short_count(ledger.admitted)} admitted",
-        ),
-    ]
-    return tuple(found)
-
-
-def _reward_detail(summary: RunSummary) -> str:
-    if summary.reward.first is None:
-        return "not measured"
-    scale = ", best possible 1" if summary.is_reward_scaled else ""
-    return f"from {units.reward(summary.reward.first)}{scale}"
-
-
-def _evaluation_tile(summary: RunSummary) -> Tile:
-    first, last = summary.evaluation_first, summary.evaluation_last
-    if first is None or last is None:
-        return Tile(label="Evaluation", value=units.UNKNOWN, detail="none was made")
-    detail = f"from {units.reward(evaluation_reward(first))}" if first is not last else ""
-    tasks = units.plural(last.num_tasks, "held-out task")
-    return Tile(
-        label="Evaluation",
-        value=units.reward(evaluation_reward(last)),
-        detail=f"{detail}, {tasks}" if detail else tasks,
     )
+    return tuple(Tile(label=label, value=value, detail=detail) for label, value, detail in found)
+
+
+def _evaluation(summary: RunSummary) -> tuple[str, str]:
+    first, last = summary.evaluation.first, summary.evaluation.last
+    if first is None or last is None:
+        return units.UNKNOWN, "none was made"
+    tasks = units.plural(last.num_tasks, "held-out task")
+    detail = f"from {units.reward(first.best_known_reward)}, {tasks}" if first != last else tasks
+    return units.reward(last.best_known_reward), detail
 
 
 def _resumes(count: int) -> str:
@@ -106,60 +180,69 @@ def _resumes(count: int) -> str:
     return "resumed once" if count == 1 else f"resumed {count} times"
 
 
-def ledger_table(summary: RunSummary) -> Table:
+def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
+    """The tables of the run as a whole that have a row."""
+    found = (
+        _ledger_table(summary),
+        _counted("Outcomes", "trajectories", summary.outcomes),
+        _stages_table(summary),
+        _tokens_table(summary),
+        _counted("Why turns could not be merged", "kind", summary.merge.mismatches),
+        Table(
+            caption="Versions",
+            header=("package", "version"),
+            rows=tuple(summary.versions.items()),
+        ),
+    )
+    return tuple(table for table in found if table.rows)
+
+
+def _ledger_table(summary: RunSummary) -> Table:
     ledger = summary.ledger
-    rows = [("trained", *_count_and_share(ledger.trained, ledger.admitted))]
-    rows += [
-        (f"evicted: {words(reason)}", *_count_and_share(count, ledger.admitted))
-        for reason, count in sorted(ledger.evicted.items(), key=lambda item: -item[1])
-    ]
-    rows.append(("in flight", *_count_and_share(ledger.in_flight, ledger.admitted)))
+    evicted = sorted(ledger.evicted.items(), key=lambda item: -item[1])
+    counts = {
+        "trained": ledger.trained,
+        **{f"evicted: {words(reason)}": count for reason, count in evicted},
+        "in flight": ledger.in_flight,
+    }
     return Table(
         caption="Ledger",
         header=("rollouts", "count", "share"),
-        rows=tuple(rows),
+        rows=tuple(
+            (name, *_count_and_share(count, ledger.admitted)) for name, count in counts.items()
+        ),
         total=("admitted", units.full_count(ledger.admitted), ""),
         note=balance_equation(summary) + (" ✓" if ledger.is_balanced else ": does not balance"),
     )
 
 
-def outcomes_table(summary: RunSummary) -> Table:
-    return _counted("Outcomes", "trajectories", summary.outcomes)
-
-
-def mismatches_table(summary: RunSummary) -> Table:
-    return _counted("Why turns could not be merged", "kind", summary.merge.mismatches)
-
-
-def stages_table(summary: RunSummary) -> Table:
-    total, steps = summary.stages.total, max(summary.steps, 1)
-    rows = [
-        (
-            words(name),
-            units.duration(seconds),
-            _share(seconds, total),
-            units.duration(seconds / steps),
-        )
-        for name, seconds in summary.stages.by_name().items()
-        if seconds > 0
-    ]
+def _stages_table(summary: RunSummary) -> Table:
+    total, steps = summary.stage_seconds.total, max(summary.steps, 1)
     return Table(
         caption="Stage times",
         header=("stage", "total", "share", "a step"),
-        rows=tuple(rows),
+        rows=tuple(
+            (
+                words(name),
+                units.duration(seconds),
+                _share(seconds, total),
+                units.duration(seconds / steps),
+            )
+            for name, seconds in summary.stage_seconds.by_name().items()
+            if seconds > 0
+        ),
         total=("all stages", units.duration(total), "", units.duration(total / steps)),
     )
 
 
-def tokens_table(summary: RunSummary) -> Table:
-    merge = summary.merge
+def _tokens_table(summary: RunSummary) -> Table:
     counts = {
         "tokens sampled": summary.sampled_tokens,
         "tokens trained": summary.trained_tokens,
         "tokens in packed rows": summary.packed_tokens,
         "tokens inserted, never trained": summary.inserted_tokens,
-        "samples before merging (turns)": merge.samples_before,
-        "samples after merging": merge.samples_after,
+        "samples before merging (turns)": summary.merge.samples_before,
+        "samples after merging": summary.merge.samples_after,
         "groups of zero variance": summary.zero_variance_groups,
         "steps with a skipped update": summary.skipped_steps,
     }
@@ -170,62 +253,9 @@ def tokens_table(summary: RunSummary) -> Table:
     )
 
 
-def versions_table(summary: RunSummary) -> Table:
-    return Table(
-        caption="Versions",
-        header=("package", "version"),
-        rows=tuple(summary.versions.items()),
-    )
-
-
-DEFINITIONS: tuple[tuple[str, str], ...] = (
-    (
-        "Reward",
-        "mean return of a step's graded trajectories, divided by the best possible return where "
-        "the environment knows it; first and last are means over five steps.",
-    ),
-    (
-        "Evaluation",
-        "mean return on held-out tasks at temperature 0, scaled likewise; never trained on.",
-    ),
-    ("Policy version", "a counter of published weights; it grows by one each step."),
-    ("Policy age", "how many versions behind the trainer a token was when it was trained on."),
-    (
-        "Mismatch",
-        "Δ = trainer − engine log-probability of the same token under the same weights, nats; "  # noqa: RUF001
-        "k3 = exp(Δ) − 1 − Δ, averaged over steps by their trained tokens.",  # noqa: RUF001
-    ),
-    (
-        "Parity",
-        "largest |Δ| on one fixed prompt, right after each publish, over all engines.",
-    ),
-    (
-        "Ledger",
-        "every admitted rollout leaves exactly once: trained, or evicted with one reason.",
-    ),
-    ("Merge ratio", "turns divided by the training samples that they became."),
-    ("Sampled tokens", "in the trajectories of the trained steps; engine output only."),
-    ("Trained tokens", "tokens with a place in the loss."),
-    ("Clip fraction", "trained tokens whose ratio was clipped, of all trained tokens."),
-    ("Loss", "sum over the step's trained tokens, each by its weight in the update."),
-    ("Entropy", "of the policy's next-token distribution, nats, over trained tokens."),
-    (
-        "Effective sample size",
-        "(Σ r)² / (M Σ r²) of the importance ratios r of M trained tokens; 1 when all are equal.",
-    ),
-    ("Zero-variance groups", "groups of a step whose members all had the same return."),
-    ("Gradient norm", "before clipping, over all parameters."),
-    ("Malformed share", "turns whose action could not be read, of all turns."),
-    ("Stage times", "wall seconds of the training loop; collect is the wait for closed groups."),
-)
-
-
-def words(name: str) -> str:
-    """Example: 'zero_variance' -> 'zero variance'."""
-    return name.replace("_", " ")
-
-
-def _counted(caption: str, noun: str, counts: Mapping[str, int]) -> Table:
+def _counted(
+    caption: str, noun: str, counts: Mapping[Outcome, int] | Mapping[MismatchKind, int]
+) -> Table:
     total = sum(counts.values())
     return Table(
         caption=caption,
@@ -242,3 +272,54 @@ def _count_and_share(count: int, total: int) -> tuple[str, str]:
 
 def _share(part: float, whole: float) -> str:
     return units.percent(part / whole) if whole else units.UNKNOWN
+
+
+def words(name: str) -> str:
+    """Example: 'zero_variance' -> 'zero variance'."""
+    return name.replace("_", " ")
+
+
+def statistic_tables(records: Records) -> tuple[Table, ...]:
+    """One table a group: of each statistic that was known at some step, where it began, where it
+    went and where it ended. What a group's names begin with stands in its caption alone.
+    """
+    tables = (_statistic_table(group, records) for group in GROUPS)
+    return tuple(table for table in tables if table.rows)
+
+
+def _statistic_table(group: str, records: Records) -> Table:
+    names = [statistic.name for statistic in STATISTICS if statistic.group == group]
+    known = {
+        name: [record.statistics[name] for record in records if name in record.statistics]
+        for name in names
+    }
+    # The last word of a name always stands in its row.
+    columns = zip(*(name.split("_")[:-1] for name in names), strict=False)
+    num_shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+    return Table(
+        caption=group,
+        header=("statistic", "first", "smallest", "largest", "last"),
+        rows=tuple(
+            (
+                " ".join(name.split("_")[num_shared:]),
+                *map(units.significant, (found[0], min(found), max(found), found[-1])),
+            )
+            for name, found in known.items()
+            if found
+        ),
+    )
+
+
+def statistic_definitions(records: Records) -> tuple[tuple[str, str], ...]:
+    """What the values behind each known statistic are."""
+    known = {name for record in records for name in record.statistics}
+    found = {
+        (words(each.values), each.help): each.name for each in STATISTICS if each.name in known
+    }
+    return tuple((values, help_of(name)) for (values, _), name in found.items())
+
+
+def help_of(name: str) -> str:
+    """What a statistic is, as the page goes on behind its name."""
+    text = BY_NAME[name].help.replace("`", "")
+    return text[0].lower() + text[1:]

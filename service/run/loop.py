@@ -36,8 +36,7 @@ from service.run.ports import (
     TrainerPort,
 )
 from service.run.task_feed import TaskFeed
-from service.telemetry.records import StageSeconds
-from service.telemetry.step_record import evaluation_record, step_record
+from service.telemetry.records import StageSeconds, evaluation_record, step_record
 from service.telemetry.summary import EDGE_STEPS
 
 POLL_S = 1.0
@@ -269,7 +268,14 @@ class Loop:
 
     async def _record(self, trained: Trained, published: PublishedVersion) -> None:
         await self._drain()
-        record = step_record(trained.step, trained.report, trained.stats, published, trained.stages)
+        record = step_record(
+            trained.step,
+            trained.report,
+            trained.stats,
+            policy_version=published.version,
+            parity_max=published.parity_max,
+            stages=trained.stages,
+        )
         self._parts.recorder.step(record)
         if record.best_known_reward is None:
             self._rewards.clear()

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from actors.trajectory_queue.ledger import LedgerCounts
 from service.telemetry.records import EvaluationRecord, StepRecord
-from service.telemetry.summary import LedgerTotals
 
 
 class Phase(StrEnum):
@@ -47,7 +47,7 @@ class RunStatus:
     phase_detail: str = ""
     records: tuple[StepRecord, ...] = ()
     evaluations: tuple[EvaluationRecord, ...] = ()
-    ledger: LedgerTotals = field(default_factory=LedgerTotals)
+    ledger: LedgerCounts = field(default_factory=LedgerCounts)
     queue_items: int = 0
     queue_bytes: int = 0
     rollouts_done: int = 0

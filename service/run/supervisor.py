@@ -22,6 +22,7 @@ from actors.environment.tokenizer import stop_token_ids
 from actors.metrics import Metrics, Part
 from actors.trainer.group import TrainerStartFailed
 from actors.trainer.manifest import CheckpointError
+from actors.trajectory_queue.ledger import LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
@@ -42,7 +43,7 @@ from service.store.lineage import read_history
 from service.store.presence import RENEW_EVERY_S, own_name, release, renew
 from service.store.run_store import Lease, LeaseLost, RunStore, StoreError
 from service.telemetry.recorder import RunRecorder, configure_logging
-from service.telemetry.summary import LedgerTotals, summarize_run, write_summary
+from service.telemetry.summary import summarize_run, write_summary
 
 log = logging.getLogger("rayloom.supervisor")
 
@@ -176,7 +177,7 @@ class Supervisor:
             records=tuple(recorder.steps[cursor.steps :]),
             evaluations=tuple(recorder.evaluations[cursor.evaluations :]),
             notices=tuple(recorder.notices[cursor.notices :]),
-            ledger=LedgerTotals.of(stats.ledger) if stats else LedgerTotals(),
+            ledger=stats.ledger if stats else LedgerCounts(),
             queue_items=stats.num_waiting if stats else 0,
             queue_bytes=stats.waiting_bytes if stats else 0,
             rollouts_done=recorder.num_rollouts,
@@ -362,7 +363,7 @@ class Supervisor:
 
     async def _write_report(self, reason: str) -> None:
         history = read_history(self._store, own_epochs_from=self._first_epoch)
-        ledger = LedgerTotals.of(self._stats.ledger) if self._stats else LedgerTotals()
+        ledger = self._stats.ledger if self._stats else LedgerCounts()
         summary = summarize_run(
             history,
             ledger=ledger,

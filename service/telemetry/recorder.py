@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from actors.metrics import Metrics, Part
 from actors.outcomes import DEFAULT_RULES, Disposition
@@ -15,9 +16,9 @@ from service.cli.display.step_line import evaluation_line, step_line
 from service.intake.intake import Intake
 from service.intake.submission import RolloutResult
 from service.run.status import Phase
+from service.store.lineage import all_steps, count_events, newest_records
 from service.store.run_store import Lease, RunStore, StoredEvent
 from service.telemetry.records import EvaluationRecord, StepRecord
-from service.telemetry.stored_metrics import StoredMetrics
 
 log = logging.getLogger("rayloom.run")
 
@@ -200,6 +201,75 @@ class RunRecorder:
     def _take_results(self) -> list[RolloutResult]:
         taken, self._pending_results = self._pending_results, []
         return taken
+
+
+class StoredMetrics:
+    """The metrics of what is stored: counters and sums equal the rows, in every epoch and process.
+
+    Counters and histograms never go down, so they count every row that the run ever stored, those
+    included that it later went back on, and a resumed run goes on from its stored rows. The gauges
+    show the newest step and evaluation that survive. A change of metrics follows its row, all of it
+    between two scrapes.
+    """
+
+    def __init__(self, metrics: Metrics, store: RunStore) -> None:
+        self._metrics = metrics
+        self._store = store
+        with metrics.together():
+            for record in all_steps(store):
+                self._count_step(record)
+            for (kind, reason), count in count_events(store).items():
+                self._count_events(kind, reason, count)
+
+    def begin_epoch(self) -> None:
+        """Show what survives: the checkpoint that the run goes on from, or nothing yet."""
+        step, evaluation = newest_records(self._store)
+        with self._metrics.together():
+            self._show_step(step)
+            self._show_evaluation(evaluation)
+
+    def step(self, record: StepRecord, events: Iterable[StoredEvent]) -> None:
+        with self._metrics.together():
+            self.events(events)
+            self._count_step(record)
+            self._show_step(record)
+
+    def events(self, events: Iterable[StoredEvent]) -> None:
+        with self._metrics.together():
+            for item in events:
+                self._count_events(item.kind, item.reason, 1)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._show_evaluation(record)
+
+    def _count_events(self, kind: str, reason: str | None, count: int) -> None:
+        self._metrics.ledger.events.labels(kind=kind, reason=reason or "").inc(count)
+
+    def _count_step(self, record: StepRecord) -> None:
+        steps = self._metrics.steps
+        steps.done.inc()
+        for field, counter in steps.counted.items():
+            counter.inc(getattr(record, field))
+        steps.samples.labels(side="before").inc(record.merge.samples_before)
+        steps.samples.labels(side="after").inc(record.merge.samples_after)
+        for kind, count in record.merge.mismatches.items():
+            steps.mismatches.labels(kind=kind).inc(count)
+        if record.num_trained_tokens:
+            steps.policy_age.observe(record.policy_age_max)
+        for stage, seconds in record.stages.by_name().items():
+            steps.stage_seconds.labels(stage=stage).observe(seconds)
+
+    def _show_step(self, record: StepRecord | None) -> None:
+        steps = self._metrics.steps
+        steps.newest.set(None if record is None else record.step)
+        steps.policy_version.set(None if record is None else record.policy_version)
+        self._metrics.statistics.show({} if record is None else record.statistics)
+
+    def _show_evaluation(self, record: EvaluationRecord | None) -> None:
+        value = None if record is None else record.scaled_reward_mean
+        # As the store has it: what is not finite is not known.
+        is_known = value is not None and math.isfinite(value)
+        self._metrics.statistics.evaluation_reward.set(value if is_known else None)
 
 
 def configure_logging(path: str) -> None:

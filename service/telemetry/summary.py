@@ -7,19 +7,23 @@ A mean over nothing is None, never 0. Called by the supervisor when an epoch end
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from pydantic import TypeAdapter
+
+from actors.merge.report import MergeReport
 from actors.trajectory_queue.ledger import LedgerCounts
-from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
+from actors.types import Outcome
+from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord, to_json
 
 EDGE_STEPS = 5
+Key = TypeVar("Key")
 
 
 class HistoryLike(Protocol):
@@ -31,47 +35,6 @@ class HistoryLike(Protocol):
     def evaluations(self) -> Sequence[EvaluationRecord]: ...
     @property
     def num_epochs(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerTotals:
-    """Rollouts, over the whole lineage. evicted: by reason, only those that occurred."""
-
-    admitted: int = 0
-    trained: int = 0
-    evicted: Mapping[str, int] = field(default_factory=dict)
-    in_flight: int = 0
-
-    @classmethod
-    def of(cls, counts: LedgerCounts) -> LedgerTotals:
-        return cls(
-            admitted=counts.admitted,
-            trained=counts.trained,
-            evicted={reason.value: count for reason, count in counts.evicted.items()},
-            in_flight=counts.in_flight,
-        )
-
-    @property
-    def num_evicted(self) -> int:
-        return sum(self.evicted.values())
-
-    @property
-    def is_balanced(self) -> bool:
-        return self.admitted == self.trained + self.num_evicted + self.in_flight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeTotals:
-    """samples_before: turns that came in; samples_after: samples they became."""
-
-    samples_before: int
-    samples_after: int
-    mismatches: Mapping[str, int]
-
-    @property
-    def ratio(self) -> float | None:
-        """Turns a sample, >= 1; None before anything was merged."""
-        return self.samples_before / self.samples_after if self.samples_after else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,92 +54,76 @@ class FirstAndLast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
-    """Every number of summary.json, under its name there.
+class Evaluations:
+    """The first and the last evaluation of a run; None where there was none."""
 
-    is_reward_scaled: rewards are shares of the best possible return. policy_age_bound: None where
-    the caller did not say. stages: wall seconds summed over steps. wall_s: of all epochs.
-    num_resumes: epochs after the first. sampled_tokens: in the trajectories of the trained steps.
+    first: EvaluationRecord | None
+    last: EvaluationRecord | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Every number of summary.json, under its name there; a mean is None where nothing was
+    measured.
     """
 
     name: str
     exit_reason: str | None
     steps: int
     planned_steps: int | None
-    reward: FirstAndLast
+    reward_first: float | None
+    """Mean over the first five steps; reward_last: over the last five."""
+    reward_last: float | None
     is_reward_scaled: bool
-    evaluation_first: EvaluationRecord | None
-    evaluation_last: EvaluationRecord | None
+    """Rewards are shares of the best possible return."""
+    evaluation: Evaluations
     policy_version: int
     max_policy_age: int
     policy_age_bound: int | None
-    num_trajectories: int
+    """None where the caller did not say."""
+    trajectories: int
     sampled_tokens: int
+    """In the trajectories of the trained steps."""
     trained_tokens: int
     packed_tokens: int
     inserted_tokens: int
-    merge: MergeTotals
-    ledger: LedgerTotals
+    merge: MergeReport
+    ledger: LedgerCounts
+    """Over the whole lineage."""
     mismatch: MismatchTotals
     parity_max: float | None
     malformed_share: FirstAndLast
     malformed_rewarded: int
-    outcomes: Mapping[str, int]
+    outcomes: Mapping[Outcome, int]
     zero_variance_groups: int
     skipped_steps: int
-    num_epochs: int
-    stages: StageSeconds
+    epochs: int
+    stage_seconds: StageSeconds
+    """Wall seconds summed over steps."""
     wall_s: float
+    """Of all epochs."""
     versions: Mapping[str, str]
 
     @property
     def num_resumes(self) -> int:
-        return max(0, self.num_epochs - 1)
+        """Epochs after the first."""
+        return max(0, self.epochs - 1)
 
     def to_json(self) -> dict[str, Any]:
         """A tree of JSON values; nothing in it is NaN or infinite."""
-        ledger, merge = self.ledger, self.merge
-        tree = {
-            "name": self.name,
-            "exit_reason": self.exit_reason,
-            "steps": self.steps,
-            "planned_steps": self.planned_steps,
-            "reward_first": self.reward.first,
-            "reward_last": self.reward.last,
-            "is_reward_scaled": self.is_reward_scaled,
-            "evaluation": {
-                "first": _evaluation_json(self.evaluation_first),
-                "last": _evaluation_json(self.evaluation_last),
-            },
-            "policy_version": self.policy_version,
-            "max_policy_age": self.max_policy_age,
-            "policy_age_bound": self.policy_age_bound,
-            "trajectories": self.num_trajectories,
-            "sampled_tokens": self.sampled_tokens,
-            "trained_tokens": self.trained_tokens,
-            "packed_tokens": self.packed_tokens,
-            "inserted_tokens": self.inserted_tokens,
-            "merge": {**asdict(merge), "ratio": merge.ratio},
-            "ledger": {**asdict(ledger), "is_balanced": ledger.is_balanced},
-            "mismatch": asdict(self.mismatch),
-            "parity_max": self.parity_max,
-            "malformed_share": asdict(self.malformed_share),
-            "malformed_rewarded": self.malformed_rewarded,
-            "outcomes": dict(self.outcomes),
-            "zero_variance_groups": self.zero_variance_groups,
-            "skipped_steps": self.skipped_steps,
-            "epochs": self.num_epochs,
-            "stage_seconds": self.stages.by_name(),
-            "wall_s": self.wall_s,
-            "versions": dict(self.versions),
-        }
-        return {key: _finite(value) for key, value in tree.items()}
+        tree = to_json(_SUMMARY, self)
+        tree["merge"]["ratio"] = self.merge.ratio
+        tree["ledger"]["is_balanced"] = self.ledger.is_balanced
+        return tree
+
+
+_SUMMARY = TypeAdapter(RunSummary)
 
 
 def summarize_run(
     history: HistoryLike,
     *,
-    ledger: LedgerTotals,
+    ledger: LedgerCounts,
     wall_s: float,
     versions: Mapping[str, str],
     name: str = "run",
@@ -194,38 +141,37 @@ def summarize_run(
         exit_reason=exit_reason,
         steps=steps[-1].step if steps else 0,
         planned_steps=planned_steps,
-        reward=_first_and_last(steps, _mean_reward),
-        is_reward_scaled=any(record.scaled_reward_mean is not None for record in steps),
-        evaluation_first=evaluations[0] if evaluations else None,
-        evaluation_last=evaluations[-1] if evaluations else None,
+        reward_first=_mean_reward(steps[:EDGE_STEPS]),
+        reward_last=_mean_reward(steps[-EDGE_STEPS:]),
+        is_reward_scaled=any(record.value("scaled_reward_mean") is not None for record in steps),
+        evaluation=Evaluations(
+            first=evaluations[0] if evaluations else None,
+            last=evaluations[-1] if evaluations else None,
+        ),
         policy_version=steps[-1].policy_version if steps else 0,
         max_policy_age=max((record.policy_age_max for record in steps), default=0),
         policy_age_bound=policy_age_bound,
-        num_trajectories=sum(record.num_trajectories for record in steps),
-        sampled_tokens=sum(record.sampled_tokens for record in steps),
-        trained_tokens=sum(record.trained_tokens for record in steps),
-        packed_tokens=sum(record.packed_tokens for record in steps),
-        inserted_tokens=sum(record.inserted_tokens for record in steps),
-        merge=_merge_totals(steps),
+        trajectories=sum(record.num_trajectories for record in steps),
+        sampled_tokens=sum(record.num_sampled_tokens for record in steps),
+        trained_tokens=sum(record.num_trained_tokens for record in steps),
+        packed_tokens=sum(record.num_packed_tokens for record in steps),
+        inserted_tokens=sum(record.num_inserted_tokens for record in steps),
+        merge=_merge_totals([record.merge for record in steps]),
         ledger=ledger,
         mismatch=_mismatch_totals(steps),
-        parity_max=_largest(record.parity_max for record in steps),
-        malformed_share=_first_and_last(steps, _malformed_share),
-        malformed_rewarded=sum(record.malformed_rewarded for record in steps),
+        parity_max=_largest(record.value("parity_max") for record in steps),
+        malformed_share=FirstAndLast(
+            first=_malformed_share(steps[:EDGE_STEPS]), last=_malformed_share(steps[-EDGE_STEPS:])
+        ),
+        malformed_rewarded=sum(record.num_malformed_rewarded for record in steps),
         outcomes=_counts(record.outcomes for record in steps),
-        zero_variance_groups=sum(record.zero_variance_groups for record in steps),
+        zero_variance_groups=sum(record.num_zero_variance_groups for record in steps),
         skipped_steps=sum(record.is_skipped for record in steps),
-        num_epochs=history.num_epochs,
-        stages=_stage_totals(steps),
+        epochs=history.num_epochs,
+        stage_seconds=_stage_totals([record.stages for record in steps]),
         wall_s=wall_s,
         versions=dict(versions),
     )
-
-
-def evaluation_reward(record: EvaluationRecord) -> float | None:
-    """The scaled reward where the environment knows the best return, else the plain one."""
-    scaled = record.scaled_reward_mean
-    return record.reward_mean if scaled is None else scaled
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:
@@ -251,73 +197,50 @@ def write_aside(path: Path, text: str) -> None:
         raise
 
 
-def _first_and_last(
-    steps: Sequence[StepRecord], measure: Callable[[Sequence[StepRecord]], float | None]
-) -> FirstAndLast:
-    return FirstAndLast(first=measure(steps[:EDGE_STEPS]), last=measure(steps[-EDGE_STEPS:]))
-
-
 def _mean_reward(steps: Sequence[StepRecord]) -> float | None:
-    known = _known(record.best_known_reward for record in steps)
+    known = [value for record in steps if (value := record.best_known_reward) is not None]
     return sum(known) / len(known) if known else None
 
 
 def _malformed_share(steps: Sequence[StepRecord]) -> float | None:
-    turns = sum(record.turns for record in steps)
-    return sum(record.malformed_turns for record in steps) / turns if turns else None
+    turns = sum(record.num_turns for record in steps)
+    return sum(record.num_malformed_turns for record in steps) / turns if turns else None
 
 
-def _merge_totals(steps: Sequence[StepRecord]) -> MergeTotals:
-    return MergeTotals(
-        samples_before=sum(record.samples_before for record in steps),
-        samples_after=sum(record.samples_after for record in steps),
-        mismatches=_counts(record.mismatches for record in steps),
+def _merge_totals(reports: Sequence[MergeReport]) -> MergeReport:
+    return MergeReport(
+        samples_before=sum(report.samples_before for report in reports),
+        samples_after=sum(report.samples_after for report in reports),
+        mismatches=_counts(report.mismatches for report in reports),
+        num_saved_tokens=sum(report.num_saved_tokens for report in reports),
+        num_masked_tokens=sum(report.num_masked_tokens for report in reports),
     )
 
 
 def _mismatch_totals(steps: Sequence[StepRecord]) -> MismatchTotals:
     weight = total = 0.0
     for record in steps:
-        if record.mismatch_k3 is not None and math.isfinite(record.mismatch_k3):
-            weight += record.trained_tokens
-            total += record.trained_tokens * record.mismatch_k3
+        if (k3 := record.value("mismatch_k3_mean")) is not None:
+            weight += record.num_trained_tokens
+            total += record.num_trained_tokens * k3
     return MismatchTotals(
         mean_k3=total / weight if weight else None,
-        max_abs_delta=_largest(record.mismatch_max for record in steps),
+        max_abs_delta=_largest(record.value("mismatch_max") for record in steps),
     )
 
 
-def _stage_totals(steps: Sequence[StepRecord]) -> StageSeconds:
-    return StageSeconds(
-        **{
-            stage.name: sum(getattr(record.stages, stage.name) for record in steps)
-            for stage in fields(StageSeconds)
-        }
-    )
+def _stage_totals(stages: Sequence[StageSeconds]) -> StageSeconds:
+    names = [stage.name for stage in fields(StageSeconds)]
+    return StageSeconds(**{name: sum(getattr(each, name) for each in stages) for name in names})
 
 
-def _counts(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def _counts(parts: Iterable[Mapping[Key, int]]) -> dict[Key, int]:
     """Summed by key, the most frequent first; zeros left out."""
-    totals: Counter[str] = Counter()
+    totals: Counter[Key] = Counter()
     for part in parts:
-        for key, count in part.items():
-            totals[key] += count
+        totals.update(part)
     return {key: count for key, count in totals.most_common() if count}
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None and math.isfinite(value)]
-
-
 def _largest(values: Iterable[float | None]) -> float | None:
-    return max(_known(values), default=None)
-
-
-def _evaluation_json(record: EvaluationRecord | None) -> dict[str, Any] | None:
-    return None if record is None else record.to_json()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return max((value for value in values if value is not None), default=None)

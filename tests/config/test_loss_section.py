@@ -6,9 +6,9 @@ import re
 
 from worlds.record_builders import Run, known_statistics, learning_run, step_record, summary_of
 
-from service.report.loss_figures import FIGURES, loss_figures
-from service.report.loss_tables import loss_tables
+from service.report.figures import LOSS_FIGURES, loss_plots
 from service.report.page import render_report
+from service.report.tables import statistic_tables
 from service.telemetry.records import StepRecord
 
 FOLD = re.compile(r'<details class="fold" id="loss-statistics">.*?</details>', re.DOTALL)
@@ -25,18 +25,18 @@ def with_statistics(*each: dict[str, float]) -> tuple[StepRecord, ...]:
 
 
 def legends(records: tuple[StepRecord, ...]) -> dict[str, list[str]]:
-    return {plot.title: [entry.label for entry in plot.legend] for plot in loss_figures(records)}
+    return {plot.title: [entry.label for entry in plot.legend] for plot in loss_plots(records)}
 
 
 def test_every_line_of_every_figure_is_drawn_where_everything_is_known() -> None:
     drawn = legends(learning_run(3).steps)
-    assert drawn == {figure.title: [c.label for c in figure.curves] for figure in FIGURES}
+    assert drawn == {figure.title: [c.label for c in figure.curves] for figure in LOSS_FIGURES}
 
 
 def test_the_fold_is_closed_and_holds_figures_and_tables() -> None:
     fold = fold_of(*learning_run(3).steps)
     assert fold is not None
-    assert fold.count("<figure") == len(FIGURES)
+    assert fold.count("<figure") == len(LOSS_FIGURES)
     assert "<caption>Log-probabilities, policy</caption>" in fold
     assert fold.count('<th scope="row">positive mean</th>') == 3
 
@@ -77,7 +77,7 @@ def test_a_table_tells_where_a_number_began_where_it_went_and_where_it_ended() -
     records = with_statistics(
         {}, {"kl_mean": 0.5}, {"kl_mean": 8.0, "ratio_max": 2.0}, {"kl_mean": -1.0}, {}
     )
-    tables = {table.caption: table.rows for table in loss_tables(records)}
+    tables = {table.caption: table.rows for table in statistic_tables(records)}
     assert tables == {
         "Objective and KL": (("kl mean", "0.5", "-1", "8", "-1"),),
         "Ratios, clips, masks": (("ratio max", "2", "2", "2", "2"),),
@@ -89,7 +89,7 @@ def test_thinning_out_keeps_the_peak_of_a_largest_value() -> None:
     records = with_statistics(
         *(still | {"ratio_max": 90.0} if at == 450 else still for at in range(900))
     )
-    (plot,) = [plot for plot in loss_figures(records) if plot.title == "Ratio"]
+    (plot,) = [plot for plot in loss_plots(records) if plot.title == "Ratio"]
     # Of the means, which are near 1, the vertical axis would end before 2.
-    assert "50</text>" in plot.svg_wide
+    assert "50</text>" in plot.svgs[0]
     assert "largest from 1.5 to 1.5, at most 90" in plot.alt

@@ -8,13 +8,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 from worlds.metric_names import NAME, declared
 
+from actors.statistics import BY_NAME
 from deploy.dashboards.__main__ import FILE
-from deploy.dashboards.grafana import COLUMNS, to_json
-from deploy.dashboards.overview import OVERVIEW
-from service.telemetry.statistic_names import STATISTIC_NAMES
+from deploy.dashboards.grafana import COLUMNS, Panel, load_dashboard, to_json
 
+OVERVIEW = load_dashboard()
 TREE: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 PANELS = [panel for panel in TREE["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
@@ -32,6 +33,14 @@ def names_in(query: str) -> set[str]:
 
 def test_the_committed_file_is_what_the_code_makes() -> None:
     assert FILE.read_text(encoding="utf-8") == to_json(OVERVIEW), "python -m deploy.dashboards"
+
+
+def test_a_panel_with_an_unknown_key_or_of_two_units_is_refused() -> None:
+    with pytest.raises(ValidationError, match="colour"):
+        TypeAdapter(Panel).validate_python({"title": "T", "description": "D.", "colour": "red"})
+    panel = Panel(title="T", description="D.", statistics={"KL": "kl_mean", "ratio": "ratio_max"})
+    with pytest.raises(AssertionError, match="a panel shows one unit"):
+        _ = panel.series_unit
 
 
 def test_there_are_the_sections_that_a_reader_looks_for() -> None:
@@ -112,7 +121,7 @@ def test_every_metric_and_label_of_a_query_is_declared(query: str) -> None:
 def test_a_panel_asks_for_statistics_that_there_are() -> None:
     asked = re.findall(r'rayloom_step_statistic\{[^}]*name="([^"]*)"\}', "\n".join(QUERIES))
     assert len(asked) == "".join(QUERIES).count("rayloom_step_statistic")
-    assert set(asked) <= set(STATISTIC_NAMES)
+    assert set(asked) <= set(BY_NAME)
 
 
 def test_every_declared_metric_is_shown_or_named_as_not_shown() -> None:

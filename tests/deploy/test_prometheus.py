@@ -19,7 +19,7 @@ from actors.algorithm import AlgorithmSettings
 from actors.metrics import Metrics
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason, Ledger
-from deploy.dashboards.overview import OVERVIEW
+from deploy.dashboards.grafana import load_dashboard
 from service.config.tree import ServiceSettings
 from service.intake.intake import Intake, IntakeSettings
 from service.store.run_store import RunStore
@@ -120,6 +120,6 @@ def test_a_resumed_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
         assert seen[series("rayloom_ledger_events_total", kind="trained")] == 4
         assert seen[series("rayloom_ledger_trained_rollouts")] == 2
 
-        for panel in OVERVIEW.panels:
-            for query in panel.queries:
-                assert prometheus.draw(query.expr, since=started), query.expr
+        for panel in load_dashboard().panels:
+            for query in panel.series.values():
+                assert prometheus.draw(query, since=started), query

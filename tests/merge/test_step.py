@@ -109,6 +109,14 @@ def test_a_step_settles_each_trajectory_once_and_trains_what_it_says() -> None:
     assert advantages == {1.5, -0.5}
 
 
+def test_a_game_that_ran_out_of_turns_is_reported_as_played_and_trained_as_capped() -> None:
+    result = build([make_group(0, [0, 1], outcomes={1: Outcome.MAX_TURNS})])
+    # min(1, 0) = 0 equals the other's return: the group has no signal.
+    assert {s.reason for s in result.settlements} == {EvictionReason.ZERO_VARIANCE}
+    assert result.report.statistics["reward_mean"] == 0.5
+    assert result.report.statistics["reward_max"] == 1.0
+
+
 def test_the_report_counts_what_went_into_the_step() -> None:
     retokenised = make_trajectory(
         [make_turn([1, 2], [3, 4, 5, 6, 7]), make_turn([1, 2, 99, 5, 6, 7, 8], [9])],
@@ -125,11 +133,11 @@ def test_the_report_counts_what_went_into_the_step() -> None:
     assert report.merge.samples_before == 6 and report.merge.samples_after == 4
     assert report.merge.mismatches == {"retokenised": 1}
     assert report.merge.num_saved_tokens == 2 * 15
-    assert report.returns is not None and report.returns.max == 1.0
-    assert report.returns.mean == pytest.approx(0.5)
-    assert report.scaled_return_mean == pytest.approx(0.25)
-    assert (report.policy_age_max, report.num_malformed_turns, report.num_turns) == (5, 1, 6)
-    assert report.policy_age_mean == pytest.approx((24 * 2 + 6 * 5) / 30)
+    known = report.statistics
+    assert known["reward_max"] == 1.0 and known["reward_mean"] == pytest.approx(0.5)
+    assert known["scaled_reward_mean"] == pytest.approx(0.25)
+    assert (known["policy_age_max"], report.num_malformed_turns, report.num_turns) == (5, 1, 6)
+    assert known["policy_age_mean"] == pytest.approx((24 * 2 + 6 * 5) / 30)
     assert report.num_inserted_tokens == 2 and report.num_malformed_rewarded == 1
     assert report.outcomes == {Outcome.COMPLETED: 2, Outcome.MALFORMED_TOOL_CALL: 1}
 
@@ -185,7 +193,8 @@ def test_a_step_with_nothing_to_train_is_fillers_and_knows_no_age() -> None:
     for shard in result.shards:
         (minibatch,) = shard.minibatches
         assert [row.num_trained for row in minibatch.micro_batches] == [0]
-    assert result.report.policy_age_max is None and result.report.advantages is None
+    unknown = {"policy_age_max", "policy_age_mean", "trajectory_advantage_mean"}
+    assert not unknown & result.report.statistics.keys()
     assert result.report.num_fillers == 2
 
 
@@ -235,9 +244,10 @@ def with_rewards(rewards: list[float]) -> list[TrajectoryGroup]:
 def test_a_reward_that_is_no_number_costs_its_trajectory_alone_and_is_told(reward: float) -> None:
     result = build(with_rewards([reward, 0, 1]))
     assert [s.reason for s in result.settlements] == [EvictionReason.REWARD_ERROR, None, None]
-    assert result.report.scaled_return_mean is not None and result.report.returns is not None
+    known = result.report.statistics
+    assert {"reward_mean", "scaled_reward_mean"} <= known.keys()
     if reward != reward:
-        assert (result.report.returns.mean, result.report.scaled_return_mean) == (0.5, 0.25)
+        assert (known["reward_mean"], known["scaled_reward_mean"]) == (0.5, 0.25)
     (notice,) = problem_notices(result.judged, step=8)
     assert notice.startswith("step 8: trajectory g000000.0-0.a0 left out as reward_error: ")
     assert notice.endswith("look at what the environment gave, or set algorithm.reward.clip")

@@ -21,16 +21,13 @@ from worlds.record_builders import (
     unmeasured_step,
 )
 
+from actors.trajectory_queue.ledger import LedgerCounts
 from actors.types import Outcome
-from service.report.figure import Mark
-from service.report.page import render_report, write_report, write_reward_png
-from service.report.reward import reward_plot
-from service.report.series import bucketed, trailing_mean
-from service.report.stacks import OUTCOMES, STAGES
-from service.report.style import PALETTE
-from service.report.verdict import balance_equation, checks, ending, verdict
+from service.report.charts import OUTCOMES, STAGES, reward_plot, write_reward_png
+from service.report.drawing import PALETTE, Mark, bucketed, trailing_mean
+from service.report.page import render_report, write_report
+from service.report.tables import balance_equation, checks, ending, verdict
 from service.telemetry.records import StageSeconds
-from service.telemetry.summary import LedgerTotals
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -41,11 +38,9 @@ RUNS = {
     "two steps": learning_run(2),
     "many steps": learning_run(900),
     "nothing measured": Run(steps=(unmeasured_step(1), unmeasured_step(2))),
-    "stored before there were statistics": Run(
-        steps=tuple(step_record(i, statistics={}) for i in (1, 2))
-    ),
+    "no statistics known": Run(steps=tuple(step_record(i, statistics={}) for i in (1, 2))),
     "exact zeros": Run(
-        steps=tuple(step_record(i, mismatch_k3=0.0, mismatch_max=0.0) for i in (1, 2, 3))
+        steps=tuple(step_record(i, mismatch_k3_mean=0.0, mismatch_max=0.0) for i in (1, 2, 3))
     ),
     "negative plain returns": Run(
         steps=tuple(step_record(i, reward_mean=-5.0 * i, scaled_reward_mean=None) for i in (1, 2))
@@ -154,7 +149,7 @@ def test_long_runs_are_thinned_out() -> None:
     shorter, longer = (
         reward_plot(run.steps, run.evaluations) for run in (RUNS["many steps"], learning_run(4000))
     )
-    assert len(longer.svg_wide) < 1.3 * len(shorter.svg_wide)
+    assert len(longer.svgs[0]) < 1.3 * len(shorter.svgs[0])
     assert longer.legend[0].mark is Mark.BAND
 
 
@@ -173,13 +168,14 @@ def test_report_and_picture_are_written_whole(tmp_path: Path) -> None:
     write_report(
         tmp_path / "report.html", summary=summary_of(Run()), history=Run(), config_text="run: {}"
     )
-    write_reward_png(tmp_path / "reward.png", history=learning_run(12))
+    run = learning_run(12)
+    write_reward_png(tmp_path / "reward.png", run.steps, run.evaluations)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html", "reward.png"]
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_picture_of_a_run_without_steps_is_drawn(tmp_path: Path) -> None:
-    write_reward_png(tmp_path / "reward.png", history=Run())
+    write_reward_png(tmp_path / "reward.png", (), ())
     assert (tmp_path / "reward.png").stat().st_size > 0
 
 
@@ -209,12 +205,12 @@ def test_ending_is_a_sentence() -> None:
 def test_broken_promises_are_named() -> None:
     run = Run(
         steps=(
-            step_record(1, policy_age_max=3, is_skipped=True, malformed_rewarded=2),
+            step_record(1, policy_age_max=3, is_skipped=True, num_malformed_rewarded=2),
             step_record(2, policy_version=5),
         )
     )
     summary = summary_of(
-        run, ledger=LedgerTotals(admitted=9, trained=4, in_flight=2), policy_age_bound=1
+        run, ledger=LedgerCounts(admitted=9, trained=4, in_flight=2), policy_age_bound=1
     )
     found = checks(summary, run.steps)
     assert not any(check.is_kept for check in found)
@@ -223,7 +219,7 @@ def test_broken_promises_are_named() -> None:
 
 
 def test_a_broken_promise_stands_on_the_page() -> None:
-    summary = summary_of(Run(), ledger=LedgerTotals(admitted=9, trained=4, in_flight=2))
+    summary = summary_of(Run(), ledger=LedgerCounts(admitted=9, trained=4, in_flight=2))
     text = render_report(summary=summary, history=Run(), config_text="")
     assert text.count("✗") == 2
     assert "does not balance" in text

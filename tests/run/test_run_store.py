@@ -61,10 +61,10 @@ def test_records_come_back_as_they_were_and_nan_as_unknown(tmp_path: Path) -> No
     store = open_store(tmp_path)
     epoch = store.acquire_lease(holder="a").epoch
     evaluation = replace(evaluation_record(1), scaled_reward_mean=None)
-    store.add_step(step_record(1, mismatch_k3=math.nan), epoch=epoch, new_events=[])
+    store.add_step(step_record(1, mismatch_k3_mean=math.nan), epoch=epoch, new_events=[])
     store.add_evaluation(evaluation, epoch=epoch)
     history = read_history(store)
-    assert history.steps == (step_record(1, mismatch_k3=None),)
+    assert history.steps == (step_record(1, mismatch_k3_mean=None),)
     assert history.evaluations == (evaluation,)
 
 
@@ -86,7 +86,7 @@ def test_what_came_after_the_checkpoint_of_a_dead_epoch_is_superseded(tmp_path: 
         new_events=[event(3, "r1", "trained", 3)],
     )
     history = read_history(store)
-    assert [(step.step, step.reward_mean) for step in history.steps] == [
+    assert [(step.step, step.value("reward_mean")) for step in history.steps] == [
         (1, 0.5),
         (2, 0.5),
         (3, 0.9),
@@ -154,7 +154,7 @@ def test_what_was_committed_after_the_checkpoint_returned_to_leaves_the_lineage(
     store.add_step(again, epoch=second.epoch, new_events=[event(2, "r2", "trained", 2)])
     commit(store, epoch=second.epoch, step=2, last_event_seq=2)
     assert [item.directory for item in store.commits()] == ["2-2", "1-1"]
-    assert [step.reward_mean for step in read_history(store).steps] == [0.1, 0.9]
+    assert [step.value("reward_mean") for step in read_history(store).steps] == [0.1, 0.9]
     assert [item.rollout_id for item in read_history(store).events] == ["r1", "r2"]
 
 

@@ -15,12 +15,12 @@ from worlds.run_driver import Run, running, small_config
 
 from actors.merge.mismatch import MismatchKind
 from actors.metrics import Part
+from actors.statistics import BY_NAME
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.types import Outcome
-from deploy.dashboards.overview import OVERVIEW, SERVICE_SECTION
+from deploy.dashboards.grafana import load_dashboard
 from service.store.lineage import History
 from service.telemetry.records import StageSeconds
-from service.telemetry.statistic_names import STATISTIC_NAMES
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
 
@@ -34,7 +34,7 @@ LABEL_VALUES = {
     "kind": {kind.value for kind in (*LedgerEventKind, *MismatchKind)},
     "side": {"before", "after"},
     "stage": set(StageSeconds().by_name()),
-    "name": set(STATISTIC_NAMES),
+    "name": set(BY_NAME),
 }
 
 
@@ -160,6 +160,7 @@ def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
 
             assert prometheus.instances() == [address]
             # The service's own section: test_prometheus.py.
-            sections = [section for section in OVERVIEW.sections if section is not SERVICE_SECTION]
-            for query in (query for section in sections for query in section.queries):
-                assert prometheus.draw(query.expr, since=started), query.expr
+            sections = [each for each in load_dashboard().sections if each.title != "Service"]
+            panels = [panel for section in sections for panel in section.panels]
+            for query in (query for panel in panels for query in panel.series.values()):
+                assert prometheus.draw(query, since=started), query

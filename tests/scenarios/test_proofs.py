@@ -88,7 +88,7 @@ def test_common_divisors_are_learnt_from_a_task_file_of_reasoning_gym(tmp_path: 
     config = vetted("reasoning-gym-cpu", tmp_path, tasks={"file": str(tasks)})
     with running(config, tmp_path / "run") as run:
         finished(run)
-        rewards = [record.reward_mean or 0.0 for record in run.history().steps]
+        rewards = [record.value("reward_mean") or 0.0 for record in run.history().steps]
     first, last = rewards[:20], rewards[-20:]
     noise = statistics.stdev(first)
     assert statistics.mean(last) > statistics.mean(first) + 5 * noise

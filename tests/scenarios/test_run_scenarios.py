@@ -64,13 +64,13 @@ def test_at_lag_0_the_engines_hold_what_the_trainer_holds_at_every_step(
         check_finished(run, steps=4)
         records = run.history().steps
         # Groups whose answers all won or all lost train nothing; a step may have no other.
-        compared = [record for record in records if record.trained_tokens]
+        compared = [record for record in records if record.num_trained_tokens]
         assert compared and {record.policy_age_max for record in records} == {0}
         assert len({record.loss for record in compared}) == len(compared)
         for record in compared:
-            assert record.mismatch_k3 is not None and record.mismatch_k3 < 1e-6
-            assert record.mismatch_max is not None and record.mismatch_max < 1e-3
-        assert all(record.parity_max is not None and record.parity_max < 1e-3 for record in records)
+            assert record.statistics["mismatch_k3_mean"] < 1e-6
+            assert record.statistics["mismatch_max"] < 1e-3
+        assert all(record.statistics["parity_max"] < 1e-3 for record in records)
         assert run.place.report_file.read_text().startswith("<!doctype html>")
         assert [item.step for item in run.history().evaluations] == [0, 2, 4]
         assert load_config(run.place.config_file).run.steps == 4

@@ -16,7 +16,9 @@ from worlds.queue_builders import fill, make_settings, queue_stats
 from worlds.record_builders import evaluation_record, step_record, unmeasured_step
 from worlds.trajectory_builders import make_summary
 
+from actors.merge.mismatch import MismatchKind
 from actors.metrics import Metrics
+from actors.statistics import BY_NAME
 from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts
 from actors.trajectory_queue.messages import QueueCut
 from actors.trajectory_queue.queue_state import QueueState
@@ -85,7 +87,9 @@ def test_metrics_add_up_to_the_records(tmp_path: Path) -> None:
     for record in records:
         recorder.step(record)
     assert value(metrics, "rayloom_train_steps_total") == 2
-    assert value(metrics, "rayloom_sampled_tokens_total") == sum(r.sampled_tokens for r in records)
+    assert value(metrics, "rayloom_sampled_tokens_total") == sum(
+        r.num_sampled_tokens for r in records
+    )
     assert value(metrics, "rayloom_stage_seconds_sum", stage="train") == sum(
         record.stages.train for record in records
     )
@@ -93,11 +97,11 @@ def test_metrics_add_up_to_the_records(tmp_path: Path) -> None:
 
 def test_what_is_not_known_is_absent_and_never_zero(tmp_path: Path) -> None:
     recorder, _, metrics = make_recorder(tmp_path)
-    recorder.step(replace(step_record(1), mismatch_k3=None, scaled_reward_mean=None))
+    recorder.step(step_record(1, mismatch_k3_mean=None, scaled_reward_mean=None))
     families = {
         family.name: family.samples for family in metrics.registry.collect() if family.samples
     }
-    assert families["rayloom_reward_mean"][0].value == step_record(1).reward_mean
+    assert families["rayloom_reward_mean"][0].value == step_record(1).statistics["reward_mean"]
     assert "rayloom_mismatch_k3_nats" not in families
     assert "rayloom_scaled_reward_mean_ratio" not in families
 
@@ -105,11 +109,11 @@ def test_what_is_not_known_is_absent_and_never_zero(tmp_path: Path) -> None:
 def test_a_gauge_vanishes_when_the_newest_step_does_not_know_its_value(tmp_path: Path) -> None:
     recorder, _, metrics = make_recorder(tmp_path)
     recorder.step(step_record(1))
-    assert value(metrics, "rayloom_loss") == step_record(1).loss
+    assert value(metrics, "rayloom_loss") == step_record(1).statistics["loss"]
     recorder.step(step_record(2, loss=None, grad_norm=math.nan))
     assert value(metrics, "rayloom_loss") is None
     assert value(metrics, "rayloom_gradient_norm") is None
-    assert value(metrics, "rayloom_entropy_nats") == step_record(2).entropy
+    assert value(metrics, "rayloom_entropy_nats") == step_record(2).statistics["entropy_mean"]
 
 
 def test_a_statistic_that_the_newest_step_does_not_know_leaves_no_series_behind(
@@ -126,7 +130,9 @@ def test_the_statistics_go_back_with_the_run(tmp_path: Path) -> None:
     recorder, store, metrics = make_recorder(tmp_path)
     assert statistics_shown(metrics) == {}
     recorder.step(step_record(1))
-    assert statistics_shown(metrics) == step_record(1).statistics
+    assert statistics_shown(metrics) == {
+        name: value for name, value in step_record(1).statistics.items() if not BY_NAME[name].metric
+    }
     recorder.begin_epoch(store.acquire_lease(holder="next"))
     assert statistics_shown(metrics) == {}
 
@@ -160,7 +166,10 @@ def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_path: Pa
     """Two steps, a return to the first, and another process: the counters miss no row."""
     recorder, store, metrics = make_recorder(tmp_path)
     queue = QueueState(make_settings(step=1, lag=2))
-    records = [step_record(1, mismatches={"template": 2}), step_record(2, is_skipped=True)]
+    records = [
+        step_record(1, mismatches={MismatchKind.TEMPLATE: 2}),
+        step_record(2, is_skipped=True),
+    ]
     fill(queue)
     recorder.step(records[0])
     drained = queue.drain()
@@ -211,11 +220,11 @@ def test_a_scrape_shows_no_half_of_a_change() -> None:
     metrics, seen = Metrics(), list[dict[Series, float]]()
     scrape = threading.Thread(target=lambda: seen.append(samples(metrics)))
     with metrics.together():
-        metrics.steps.sampled_tokens.inc(7)
+        metrics.steps.counted["num_sampled_tokens"].inc(7)
         scrape.start()
         scrape.join(timeout=0.3)
         assert not seen
-        metrics.steps.trained_tokens.inc(5)
+        metrics.steps.counted["num_trained_tokens"].inc(5)
     scrape.join(timeout=30)
     shown = {name: value for (name, _), value in seen[0].items()}
     assert shown["rayloom_sampled_tokens_total"] == 7

@@ -14,9 +14,11 @@ from worlds.record_builders import (
     unmeasured_step,
 )
 
+from actors.merge.mismatch import MismatchKind
 from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
+from actors.types import Outcome
 from service.telemetry.records import StageSeconds
-from service.telemetry.summary import LedgerTotals, write_summary
+from service.telemetry.summary import write_summary
 
 
 def test_rewards_are_means_of_the_first_and_last_five_steps() -> None:
@@ -27,29 +29,29 @@ def test_rewards_are_means_of_the_first_and_last_five_steps() -> None:
         )
     )
     summary = summary_of(run)
-    assert summary.reward.first == pytest.approx(0.2)
-    assert summary.reward.last == pytest.approx(0.8)
+    assert summary.reward_first == pytest.approx(0.2)
+    assert summary.reward_last == pytest.approx(0.8)
     assert summary.is_reward_scaled
 
 
 def test_plain_return_stands_in_where_the_best_one_is_unknown() -> None:
     run = Run(steps=(step_record(1, reward_mean=3.0, scaled_reward_mean=None),))
     summary = summary_of(run)
-    assert summary.reward.last == 3.0
+    assert summary.reward_last == 3.0
     assert not summary.is_reward_scaled
 
 
 def test_steps_without_a_reward_take_no_part_in_the_mean() -> None:
     run = Run(steps=(unmeasured_step(1), step_record(2, scaled_reward_mean=0.4)))
-    assert summary_of(run).reward.first == pytest.approx(0.4)
+    assert summary_of(run).reward_first == pytest.approx(0.4)
 
 
 def test_mismatch_is_weighted_by_trained_tokens_and_skips_what_was_not_comparable() -> None:
     run = Run(
         steps=(
-            step_record(1, mismatch_k3=1e-9, trained_tokens=100, mismatch_max=2e-5),
-            step_record(2, mismatch_k3=5e-9, trained_tokens=300, mismatch_max=1e-5),
-            step_record(3, mismatch_k3=None, trained_tokens=900, mismatch_max=None),
+            step_record(1, mismatch_k3_mean=1e-9, num_trained_tokens=100, mismatch_max=2e-5),
+            step_record(2, mismatch_k3_mean=5e-9, num_trained_tokens=300, mismatch_max=1e-5),
+            step_record(3, mismatch_k3_mean=None, num_trained_tokens=900, mismatch_max=None),
         )
     )
     mismatch = summary_of(run).mismatch
@@ -60,8 +62,13 @@ def test_mismatch_is_weighted_by_trained_tokens_and_skips_what_was_not_comparabl
 def test_sums_and_maxima_are_over_all_steps() -> None:
     run = Run(
         steps=(
-            step_record(1, policy_age_max=2, outcomes={"completed": 3}, mismatches={"template": 1}),
-            step_record(2, policy_age_max=1, outcomes={"completed": 1, "max_turns": 5}),
+            step_record(
+                1,
+                policy_age_max=2,
+                outcomes={Outcome.COMPLETED: 3},
+                mismatches={MismatchKind.TEMPLATE: 1},
+            ),
+            step_record(2, policy_age_max=1, outcomes={Outcome.COMPLETED: 1, Outcome.MAX_TURNS: 5}),
         ),
         num_epochs=3,
     )
@@ -72,15 +79,15 @@ def test_sums_and_maxima_are_over_all_steps() -> None:
     assert summary.merge.ratio == pytest.approx(2.5)
     assert summary.merge.mismatches == {"template": 1}
     assert list(summary.outcomes.items()) == [("max_turns", 5), ("completed", 4)]
-    assert summary.stages.collect == pytest.approx(1.6)
+    assert summary.stage_seconds.collect == pytest.approx(1.6)
     assert summary.num_resumes == 2
 
 
 def test_malformed_share_is_of_turns_not_of_steps() -> None:
     run = Run(
         steps=(
-            step_record(1, malformed_turns=10, turns=10),
-            step_record(2, malformed_turns=0, turns=90),
+            step_record(1, num_malformed_turns=10, num_turns=10),
+            step_record(2, num_malformed_turns=0, num_turns=90),
         )
     )
     assert summary_of(run).malformed_share.first == pytest.approx(0.1)
@@ -125,9 +132,10 @@ def test_summary_file_holds_every_promised_key_and_only_finite_numbers(tmp_path:
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_ledger_totals_take_over_the_queue_s_counts() -> None:
+def test_the_summary_holds_the_queue_s_counts_by_the_names_of_the_reasons() -> None:
     counts = LedgerCounts(admitted=10, trained=6, evicted={EvictionReason.MASKED: 3}, in_flight=1)
-    totals = LedgerTotals.of(counts)
-    assert totals.evicted == {"masked": 3}
-    assert totals.is_balanced
-    assert not LedgerTotals(admitted=2, trained=1).is_balanced
+    tree = summary_of(Run(), ledger=counts).to_json()["ledger"]
+    assert tree == {
+        "admitted": 10, "trained": 6, "evicted": {"masked": 3}, "in_flight": 1, "is_balanced": True,
+    }  # fmt: skip
+    assert not LedgerCounts(admitted=2, trained=1).is_balanced

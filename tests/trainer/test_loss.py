@@ -12,19 +12,35 @@ from actors.trainer.logprobs import (
     token_logprobs,
     token_logprobs_and_entropies,
 )
-from actors.trainer.loss.statistics import MAX_NAMES, MIN_NAMES, SUM_NAMES
 from actors.trainer.optimizer import learning_rate_at
-from actors.trainer.statistics import PhaseSeconds, TokenSpread, UpdateSums, summarize_step
+from actors.trainer.statistics import (
+    ADDED,
+    COMPARED,
+    Part,
+    PhaseSeconds,
+    UpdateTotals,
+    summarize_step,
+)
 
 NO_SECONDS = PhaseSeconds(total_s=0, prepare_s=0, forward_s=0, backward_s=0, optimizer_s=0)
 
 
-def make_update(*, grad_norm=2.0, **named: float) -> UpdateSums:
-    named = {"max_ratio": 1.5, "num_policy_all": named.get("num_trained", 0), **named}
-    return UpdateSums(
-        sums=tuple(float(named.get(name, 0.0)) for name in SUM_NAMES),
-        maxima=tuple(float(named.get(f"max_{name}", -math.inf)) for name in MAX_NAMES),
-        minima=tuple(float(named.get(f"min_{name}", math.inf)) for name in MIN_NAMES),
+def make_update(*, grad_norm: float = 2.0, num_trained: int = 0, **parts: float) -> UpdateTotals:
+    """parts: by the name of the values, their sum; count_, max_ and negated_min_ before it, those.
+
+    Values of which only the sum is given are of every trained token.
+    """
+
+    def part(values: str, part: Part) -> float:
+        if part is Part.SUM:
+            return parts.get(values, 0.0)
+        if part is Part.COUNT:
+            return parts.get(f"count_{values}", num_trained if values in parts else 0.0)
+        return parts.get(f"{part}_{values}", 0.0 if part is Part.SQUARES else -math.inf)
+
+    parts |= {"num_trained": num_trained}
+    return UpdateTotals(
+        row=tuple(float(part(*key)) for key in (*ADDED, *COMPARED)),
         grad_norm=grad_norm,
         learning_rate=0.1,
     )
@@ -32,52 +48,75 @@ def make_update(*, grad_norm=2.0, **named: float) -> UpdateSums:
 
 def test_a_steps_tokens_weigh_equally_whichever_update_they_were_in():
     updates = [
-        make_update(num_trained=1, ratio=2.0, ratio_squared=4.0, entropy=1.0, loss=1.0),
-        make_update(num_trained=3, ratio=3.0, ratio_squared=3.0, entropy=1.0, loss=2.0),
+        make_update(num_trained=1, ratio=2.0, squares_ratio=4.0, entropy=1.0, loss=1.0),
+        make_update(num_trained=3, ratio=3.0, squares_ratio=3.0, entropy=1.0, loss=2.0),
         make_update(num_trained=9, ratio=math.nan, loss=math.nan, num_nonfinite=1),
         make_update(grad_norm=0.0, loss=0.0),
     ]
     stats = summarize_step(updates, step=7, trainer_version=3, seconds=NO_SECONDS)
-    assert stats.ratio_mean == 1.25 and stats.entropy_mean == 0.5
-    assert stats.effective_sample_fraction == pytest.approx(25 / (4 * 7))
-    assert stats.loss == 1.0 and stats.grad_norm == 2.0
+    assert stats.statistics == pytest.approx(
+        {
+            "loss": 1.0,
+            "entropy_mean": 0.5,
+            "grad_norm": 2.0,
+            "ratio_mean": 1.25,
+            "effective_sample_size": 25 / (4 * 7),
+        }
+    )
     assert (stats.num_updates, stats.num_skipped_updates, stats.num_empty_updates) == (4, 1, 1)
     assert stats.trained_tokens == 4
-    assert stats.mismatch is None
     assert stats.is_skipped
 
 
 def test_what_the_loss_did_is_told_for_the_finite_updates_of_a_step():
     updates = [
         make_update(
-            num_trained=4, num_clipped_low=1, num_clipped_high=2, num_masked=2, num_masked_token=2,
-            advantage=2.0, max_advantage=3.0, min_advantage=-1.0, surrogate=2.0,
+            num_trained=4, clip_fraction_low=1, clip_fraction_high=2, masked_fraction=2,
+            masked_token_fraction=2, masked_sequence_fraction=0, masked_outlier_fraction=0,
+            advantage=2.0, max_advantage=3.0, negated_min_advantage=1.0, surrogate=2.0,
             importance_weight=6.0, max_importance_weight=2.0,
-            num_policy_all=4, logprob_policy_all=-8.0, max_logprob_policy_all=-0.5,
-            num_policy_positive=4, logprob_policy_positive=-8.0, max_logprob_policy_positive=-0.5,
-            num_kl=4, kl=2.0, max_kl=1.0, min_kl=0.25,
+            policy_logprob=-8.0, max_policy_logprob=-0.5,
+            policy_logprob_positive=-8.0, max_policy_logprob_positive=-0.5,
+            policy_logprob_negative=0.0, count_policy_logprob_negative=0,
+            kl=2.0, max_kl=1.0, negated_min_kl=-0.25,
         ),
         make_update(num_trained=4, grad_norm=math.inf, max_advantage=9.0),
     ]  # fmt: skip
-    tokens = summarize_step(updates, step=0, trainer_version=0, seconds=NO_SECONDS).tokens
-    assert tokens is not None
-    assert (tokens.clip_fraction_low, tokens.clip_fraction_high) == (0.25, 0.5)
-    assert (tokens.masked_fraction, tokens.masked_token_fraction) == (0.5, 0.5)
-    assert tokens.masked_sequence_fraction == tokens.masked_outlier_fraction == 0.0
-    assert tokens.advantage == TokenSpread(mean=0.5, min=-1.0, max=3.0)
-    assert tokens.kl == TokenSpread(mean=0.5, min=0.25, max=1.0)
-    assert (tokens.importance_weight_mean, tokens.importance_weight_max) == (1.5, 2.0)
-    assert tokens.surrogate_mean == 0.5
-    policy = tokens.policy_logprobs
-    assert (policy.mean, policy.max, policy.positive_mean) == (-2.0, -0.5, -2.0)
-    assert policy.negative_mean is None and policy.negative_max is None
-    assert tokens.old_logprobs is None and tokens.reference_logprobs is None
+    found = summarize_step(updates, step=0, trainer_version=0, seconds=NO_SECONDS).statistics
+    assert found == {
+        "policy_logprob_mean": -2.0,
+        "policy_logprob_max": -0.5,
+        "policy_logprob_positive_mean": -2.0,
+        "policy_logprob_positive_max": -0.5,
+        "loss": 0.0,
+        "surrogate_mean": 0.5,
+        "kl_mean": 0.5,
+        "kl_min": 0.25,
+        "kl_max": 1.0,
+        "grad_norm": 2.0,
+        "clip_fraction_low": 0.25,
+        "clip_fraction_high": 0.5,
+        "masked_fraction": 0.5,
+        "masked_token_fraction": 0.5,
+        "masked_sequence_fraction": 0.0,
+        "masked_outlier_fraction": 0.0,
+        "importance_weight_mean": 1.5,
+        "importance_weight_max": 2.0,
+        "advantage_mean": 0.5,
+        "advantage_min": -1.0,
+        "advantage_max": 3.0,
+    }
+
+
+def test_ratios_whose_squares_round_to_zero_have_the_smallest_effective_sample_size():
+    update = make_update(num_trained=2, ratio=1e-170, squares_ratio=0.0)
+    stats = summarize_step([update], step=0, trainer_version=0, seconds=NO_SECONDS)
+    assert stats.statistics["effective_sample_size"] == 0.0
 
 
 def test_a_step_without_updates_has_no_numbers_to_report():
     stats = summarize_step([], step=0, trainer_version=0, seconds=NO_SECONDS)
-    assert (stats.loss, stats.trained_tokens, stats.mismatch) == (0.0, 0, None)
-    assert stats.tokens is None and stats.ratio_max == 0.0
+    assert (stats.statistics, stats.trained_tokens) == ({}, 0)
     assert not stats.is_skipped
 
 

@@ -20,15 +20,15 @@ from actors.trainer.loss.settings import (
     LossSettings,
     Objective,
 )
-from actors.trainer.loss.statistics import (
-    MAX_NAMES,
-    MIN_NAMES,
-    SUM_NAMES,
-    StatisticVectors,
-    combine_rows,
-    micro_batch_statistics,
+from actors.trainer.loss.statistics import combine_rows, micro_batch_statistics, no_statistics
+from actors.trainer.statistics import (
+    ADDED,
+    COMPARED,
+    Part,
+    PhaseSeconds,
+    UpdateTotals,
+    summarize_step,
 )
-from actors.trainer.statistics import PhaseSeconds, UpdateSums, summarize_step
 
 NO_SECONDS = PhaseSeconds(total_s=0, prepare_s=0, forward_s=0, backward_s=0, optimizer_s=0)
 
@@ -166,19 +166,14 @@ def test_a_token_that_the_engine_found_impossible_leaves_every_number_finite(
     result = micro_batch_loss(terms, settings)
     gradients = torch.autograd.grad(result.loss, terms.current_logprobs)
     assert torch.isfinite(result.loss) and torch.isfinite(gradients[0]).all()
-    vectors = micro_batch_statistics(terms, result, num_tokens=9, with_mismatch=True)
-    update = UpdateSums(
-        sums=tuple(vectors.sums.tolist()),
-        maxima=tuple(vectors.maxima.tolist()),
-        minima=tuple(vectors.minima.tolist()),
-        grad_norm=1.0,
-        learning_rate=1.0,
-    )
+    row = micro_batch_statistics(terms, result, num_tokens=9, with_mismatch=True)
+    update = UpdateTotals(row=tuple(row.tolist()), grad_norm=1.0, learning_rate=1.0)
     stats = summarize_step([update], step=1, trainer_version=3, seconds=NO_SECONDS)
-    assert not stats.is_skipped and stats.mismatch is not None and stats.tokens is not None
-    assert stats.mismatch.max_abs_delta > 90 and math.isfinite(stats.mismatch.k3_mean)
-    assert 0 < stats.effective_sample_fraction <= 1
-    assert math.isfinite(stats.ratio_mean) and math.isfinite(stats.tokens.unclipped_surrogate_mean)
+    known = stats.statistics
+    assert not stats.is_skipped and known["mismatch_max"] > 90
+    assert 0 < known["effective_sample_size"] <= 1
+    # What is not finite is not among the known ones.
+    assert {"mismatch_k3_mean", "ratio_mean", "unclipped_surrogate_mean"} <= known.keys()
 
 
 def test_a_clipped_token_of_an_overflowing_ratio_has_the_gradient_of_the_clip() -> None:
@@ -250,20 +245,18 @@ def test_terms_of_different_lengths_are_refused_by_name() -> None:
 
 def statistics_of(
     terms: MicroBatchTerms, settings: LossSettings, *, with_mismatch: bool = True
-) -> StatisticVectors:
+) -> torch.Tensor:
     result = micro_batch_loss(terms, settings)
     return micro_batch_statistics(terms, result, num_tokens=10, with_mismatch=with_mismatch)
 
 
-def by_name(vectors: StatisticVectors) -> tuple[dict[str, float], dict[str, float], ...]:
-    return tuple(
-        dict(zip(names, values.tolist(), strict=True))
-        for names, values in (
-            (SUM_NAMES, vectors.sums),
-            (MAX_NAMES, vectors.maxima),
-            (MIN_NAMES, vectors.minima),
-        )
-    )
+def by_name(row: torch.Tensor) -> tuple[dict[str, float], ...]:
+    """Sums, counts, maxima and minima, each by the name of the values."""
+    found: dict[Part, dict[str, float]] = {part: {} for part in Part}
+    for (values, part), number in zip((*ADDED, *COMPARED), row.tolist(), strict=True):
+        found[part][values] = number
+    minima = {values: -number for values, number in found[Part.NEGATED_MIN].items()}
+    return found[Part.SUM], found[Part.COUNT], found[Part.MAX], minima
 
 
 def test_statistics_of_four_tokens() -> None:
@@ -277,43 +270,46 @@ def test_statistics_of_four_tokens() -> None:
         sampled_versions=torch.tensor([5, 4, 5, 2]), trainer_version=5, old_logprobs=None,
     )  # fmt: skip
     settings = LossSettings(kl=KlSettings(coefficient=1.0), sequence_band=(0.9, 1.1))
-    sums, maxima, minima = by_name(statistics_of(terms, settings))
+    sums, counts, maxima, minima = by_name(statistics_of(terms, settings))
     # Ratios 1.5, .5, 1, .5: the first would clip upwards, the second downwards; but the geometric
     # mean .78 takes the whole trajectory out.
-    assert sums["num_masked"] == sums["num_masked_sequence"] == 4
-    assert sums["num_clipped_low"] == sums["num_clipped_high"] == sums["surrogate"] == 0
-    sums, maxima, minima = by_name(statistics_of(terms, replace(settings, sequence_band=None)))
-    assert sums["num_clipped_low"] == sums["num_clipped_high"] == 1 and sums["num_masked"] == 0
+    assert sums["masked_fraction"] == sums["masked_sequence_fraction"] == 4
+    assert sums["clip_fraction_low"] == sums["clip_fraction_high"] == sums["surrogate"] == 0
+    row = statistics_of(terms, replace(settings, sequence_band=None))
+    sums, counts, maxima, minima = by_name(row)
+    assert sums["clip_fraction_low"] == sums["clip_fraction_high"] == 1
+    assert sums["masked_fraction"] == 0 and counts["masked_sequence_fraction"] == 4
     assert sums["ratio"] == pytest.approx(3.5) and maxima["ratio"] == pytest.approx(1.5)
-    assert sums["ratio_squared"] == pytest.approx(3.75)
+    squares = (*ADDED, *COMPARED).index(("ratio", Part.SQUARES))
+    assert row[squares].item() == pytest.approx(3.75)
     assert sums["unclipped_surrogate"] == pytest.approx(1.5 - 0.5 + 3 + 0.5)
     assert sums["surrogate"] == pytest.approx(1.28 - 0.8 + 3 + 0.5)
     assert sums["entropy"] == 2.0 and sums["importance_weight"] == 4.0
     assert sums["advantage"] == 4.0 and maxima["advantage"] == 3.0 and minima["advantage"] == -1.0
-    assert sums["policy_age"] == 4.0 and maxima["policy_age"] == 3.0
-    assert sums["num_trained"] == 4 and sums["num_tokens"] == 10 and sums["num_nonfinite"] == 0
+    assert sums["num_trained"] == 4 and sums["num_packed"] == 10 and sums["num_nonfinite"] == 0
     # Only the first and the third token come from version 5.
-    assert sums["num_mismatch"] == 2
+    assert counts["mismatch_k1"] == counts["mismatch_k3"] == 2
     assert sums["mismatch_k1"] == pytest.approx(-math.log(1.5))
     assert sums["mismatch_k3"] == pytest.approx(0.5 - math.log(1.5))
-    assert maxima["mismatch_abs"] == pytest.approx(math.log(1.5))
+    assert maxima["mismatch"] == pytest.approx(math.log(1.5))
     # k3 of delta ln 2 at the second token, 0 elsewhere.
-    assert sums["kl"] == pytest.approx(1 - math.log(2)) and sums["num_kl"] == 4
+    assert sums["kl"] == pytest.approx(1 - math.log(2)) and counts["kl"] == 4
     assert maxima["kl"] == pytest.approx(1 - math.log(2)) and minima["kl"] == pytest.approx(0.0)
-    assert sums["logprob_policy_positive"] == pytest.approx(math.log(0.6 * 0.5 * 0.25))
-    assert sums["num_policy_positive"] == 3 and sums["num_policy_negative"] == 1
-    assert maxima["logprob_policy_negative"] == pytest.approx(math.log(0.2))
-    assert sums["num_reference_all"] == 4 and sums["num_old_all"] == 0
-    assert maxima["logprob_old_all"] == -math.inf
-    later = by_name(statistics_of(terms, settings, with_mismatch=False))[0]
-    assert later["num_mismatch"] == 0
+    assert sums["policy_logprob_positive"] == pytest.approx(math.log(0.6 * 0.5 * 0.25))
+    assert counts["policy_logprob_positive"] == 3 and counts["policy_logprob_negative"] == 1
+    assert maxima["policy_logprob_negative"] == pytest.approx(math.log(0.2))
+    assert counts["reference_logprob"] == 4 and counts["old_logprob"] == 0
+    assert maxima["old_logprob"] == -math.inf
+    later = by_name(statistics_of(terms, settings, with_mismatch=False))
+    assert later[1]["mismatch_k3"] == 0 and later[2]["mismatch"] == -math.inf
 
 
 @pytest.mark.parametrize("name", EVERY_LOSS)
 def test_statistics_of_a_row_that_trains_nothing_are_neutral(name: str) -> None:
-    sums, maxima, minima = by_name(statistics_of(terms_of(random_tokens(0), []), EVERY_LOSS[name]))
-    assert {name for name, value in sums.items() if value} == {"num_tokens"}
-    assert set(maxima.values()) == {-math.inf} and set(minima.values()) == {math.inf}
+    row = statistics_of(terms_of(random_tokens(0), []), EVERY_LOSS[name])
+    neutral = no_statistics()
+    neutral[ADDED.index(("num_packed", Part.SUM))] = 10
+    assert row.tolist() == neutral.tolist()
 
 
 @given(st.sampled_from(sorted(EVERY_LOSS)), st.integers(0, 1000))
@@ -325,10 +321,8 @@ def test_statistics_combine_over_rows_and_ranks(name: str, seed: int) -> None:
         statistics_of(terms_of(tokens, np.flatnonzero(row_of[tokens.trajectory] == row)), settings)
         for row in range(3)
     ]
-    first_rank = StatisticVectors.empty().plus(parts[0]).plus(parts[1])
-    combined = combine_rows(torch.stack([first_rank.joined(), parts[2].joined()]))
+    first_rank = combine_rows(torch.stack([no_statistics(), parts[0], parts[1]]))
+    combined = combine_rows(torch.stack([first_rank, parts[2]]))
     # Each part counts its own row of 10.
-    whole.sums[SUM_NAMES.index("num_tokens")] = 30
-    torch.testing.assert_close(combined.sums, whole.sums)
-    torch.testing.assert_close(combined.maxima, whole.maxima)
-    torch.testing.assert_close(combined.minima, whole.minima)
+    whole[ADDED.index(("num_packed", Part.SUM))] = 30
+    torch.testing.assert_close(combined, whole)

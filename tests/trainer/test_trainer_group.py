@@ -98,7 +98,7 @@ async def test_a_group_trains_publishes_and_survives_the_death_of_a_rank(
     assert max(float((weights[name] - first[name]).abs().max()) for name in weights) > 0
     own = await group.parity_logprobs()
     assert own.shape == (NUM_PARITY_TOKENS - 1,) and own.max() < 0
-    expected = (await group.step(put_shards(1))).loss
+    expected = (await group.step(put_shards(1))).statistics["loss"]
 
     process_ids = [place.process_id for place in group.places]
     os.kill(process_ids[1], signal.SIGKILL)
@@ -113,7 +113,7 @@ async def test_a_group_trains_publishes_and_survives_the_death_of_a_rank(
     progress = await heir.load(path)
     assert (progress.step, progress.extra_json, heir.version) == (1, '{"rollouts": 6}', 1)
     np.testing.assert_array_equal(await heir.parity_logprobs(), own)
-    assert (await heir.step(put_shards(1))).loss == expected
+    assert (await heir.step(put_shards(1))).statistics["loss"] == expected
     await heir.stop()
     await wait_until_dead([place.process_id for place in heir.places])
 

@@ -46,11 +46,9 @@ FAILED = FailedGroups(
 
 def stats(step: int, *, num_skipped: int = 0) -> StepStats:
     return StepStats(
-        step=step, trainer_version=step, loss=0.1, grad_norm=1.0, learning_rate=1e-3,
-        trained_tokens=4, packed_tokens=8, ratio_mean=1.0, ratio_max=1.0, clip_fraction=0.0,
-        effective_sample_fraction=1.0, entropy_mean=1.0, advantage_mean=0.0, policy_age_mean=0.0,
-        policy_age_max=0, mismatch=None, num_updates=1, num_empty_updates=0,
-        num_skipped_updates=num_skipped, seconds=NO_TIME,
+        step=step, trainer_version=step, learning_rate=1e-3, trained_tokens=4, packed_tokens=8,
+        statistics={"loss": 0.1, "grad_norm": 1.0, "entropy_mean": 1.0, "ratio_max": 1.0},
+        num_updates=1, num_empty_updates=0, num_skipped_updates=num_skipped, seconds=NO_TIME,
     )  # fmt: skip
 
 
@@ -61,8 +59,8 @@ def report(step: int, *, scaled_return: float | None = None) -> StepReport:
     return StepReport(
         step=step, trainer_version=step, num_groups=1, num_zero_variance_groups=0,
         num_trajectories=2, outcomes={}, evictions={}, num_malformed_rewarded=0, merge=merge,
-        returns=None, scaled_return_mean=scaled_return, advantages=None, policy_age_max=None,
-        policy_age_mean=None, num_turns=2, num_malformed_turns=0, num_inserted_tokens=0,
+        statistics={} if scaled_return is None else {"scaled_reward_mean": scaled_return},
+        num_turns=2, num_malformed_turns=0, num_inserted_tokens=0,
         num_sampled_tokens=4, num_trained_tokens=4, num_packed_tokens=8, num_micro_batches=1,
         num_fillers=0,
         num_overruled_records=0,

@@ -7,33 +7,31 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 
 from actors.metrics import AGE_BUCKETS, SECONDS_BUCKETS
+from actors.statistics import STATISTICS
 from service.store.run_store import StoredEvent
 from service.telemetry.records import StepRecord
-from service.telemetry.statistic_names import STATISTIC_NAMES
 from worlds.prometheus_server import Series, series
 
-# By gauge, the field of the newest step that it shows.
+# By gauge, the statistic of the newest step that it shows.
 SHOWN = {
-    "rayloom_train_newest_step": "step",
-    "rayloom_policy_version": "policy_version",
     "rayloom_reward_mean": "reward_mean",
     "rayloom_scaled_reward_mean_ratio": "scaled_reward_mean",
     "rayloom_loss": "loss",
     "rayloom_gradient_norm": "grad_norm",
-    "rayloom_entropy_nats": "entropy",
-    "rayloom_mismatch_k3_nats": "mismatch_k3",
+    "rayloom_entropy_nats": "entropy_mean",
+    "rayloom_mismatch_k3_nats": "mismatch_k3_mean",
     "rayloom_mismatch_max_nats": "mismatch_max",
     "rayloom_parity_max_nats": "parity_max",
 }
 # By counter, the field of the steps that it adds up.
 ADDED = {
     "rayloom_train_skipped_steps_total": "is_skipped",
-    "rayloom_sampled_tokens_total": "sampled_tokens",
-    "rayloom_trained_tokens_total": "trained_tokens",
-    "rayloom_inserted_tokens_total": "inserted_tokens",
-    "rayloom_malformed_turns_total": "malformed_turns",
-    "rayloom_malformed_rewarded_total": "malformed_rewarded",
-    "rayloom_zero_variance_groups_total": "zero_variance_groups",
+    "rayloom_sampled_tokens_total": "num_sampled_tokens",
+    "rayloom_trained_tokens_total": "num_trained_tokens",
+    "rayloom_inserted_tokens_total": "num_inserted_tokens",
+    "rayloom_malformed_turns_total": "num_malformed_turns",
+    "rayloom_malformed_rewarded_total": "num_malformed_rewarded",
+    "rayloom_zero_variance_groups_total": "num_zero_variance_groups",
 }
 
 
@@ -43,15 +41,15 @@ def of_steps(records: Sequence[StepRecord]) -> dict[Series, float]:
     for name, field in ADDED.items():
         found[series(name)] = sum(getattr(record, field) for record in records)
     for side in ("before", "after"):
-        total = sum(getattr(record, f"samples_{side}") for record in records)
+        total = sum(getattr(record.merge, f"samples_{side}") for record in records)
         # A counter with labels appears with the first step.
         if records:
             found[series("rayloom_merge_samples_total", side=side)] = total
     for record in records:
-        for kind, count in record.mismatches.items():
+        for kind, count in record.merge.mismatches.items():
             key = series("rayloom_merge_mismatches_total", kind=kind)
             found[key] = found.get(key, 0) + count
-    ages = [record.policy_age_max for record in records if record.trained_tokens]
+    ages = [record.policy_age_max for record in records if record.num_trained_tokens]
     found |= _histogram("rayloom_policy_age_versions", ages, AGE_BUCKETS)
     for stage in records[0].stages.by_name() if records else ():
         seconds = [record.stages.by_name()[stage] for record in records]
@@ -69,13 +67,15 @@ def of_events(events: Sequence[StoredEvent]) -> dict[Series, float]:
 
 def of_newest(record: StepRecord | None) -> dict[Series, float | None]:
     """The gauges of the newest step; None: absent."""
+    statistics = {} if record is None else record.statistics
     found: dict[Series, float | None] = {
-        series(name): None if record is None else getattr(record, field)
-        for name, field in SHOWN.items()
+        series("rayloom_train_newest_step"): None if record is None else record.step,
+        series("rayloom_policy_version"): None if record is None else record.policy_version,
+        **{series(metric): statistics.get(name) for metric, name in SHOWN.items()},
     }
-    for name in STATISTIC_NAMES:
-        key = series("rayloom_step_statistic", name=name)
-        found[key] = None if record is None else record.statistics.get(name)
+    others = {each.name for each in STATISTICS} - set(SHOWN.values())
+    for name in others:
+        found[series("rayloom_step_statistic", name=name)] = statistics.get(name)
     return found
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from actors.merge.report import MergeReport
+from actors.statistics import BY_NAME, only_known
+from actors.trajectory_queue.ledger import LedgerCounts
+from actors.types import Outcome
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
-from service.telemetry.statistic_names import STATISTIC_NAMES
-from service.telemetry.summary import LedgerTotals, RunSummary, summarize_run
+from service.telemetry.summary import RunSummary, summarize_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,73 +22,80 @@ class Run:
     num_epochs: int = 1
 
 
+# What a plausible step knows, where a test looks at the value itself.
+PLAUSIBLE = {
+    "reward_mean": 0.5,
+    "scaled_reward_mean": 0.5,
+    "loss": 0.01,
+    "grad_norm": 0.4,
+    "entropy_mean": 1.2,
+    "mismatch_k3_mean": 2e-12,
+    "mismatch_max": 3e-6,
+    "parity_max": 1e-6,
+    "policy_age_max": 0.0,
+    "policy_age_mean": 0.0,
+}
+
+
 def known_statistics(step: int) -> dict[str, float]:
-    """Every one that there is; no two are equal, and all of them move from step to step."""
-    return {name: number / 64 + step / 4 for number, name in enumerate(STATISTIC_NAMES)}
+    """Every one that there is; but for the plausible ones all move from step to step."""
+    moving = {name: number / 64 + step / 4 for number, name in enumerate(BY_NAME)}
+    return {**moving, **PLAUSIBLE}
 
 
 def step_record(step: int, **changes: Any) -> StepRecord:
+    """changes: of fields, the merge report's included, and of statistics by name (None: absent)."""
     record = StepRecord(
         step=step,
+        trainer_version=step - 1,
         policy_version=step,
         wall_time=1_795_000_000.0 + 2.0 * step,
-        reward_mean=0.5,
-        scaled_reward_mean=0.5,
+        num_groups=4,
+        num_zero_variance_groups=0,
         num_trajectories=16,
-        outcomes={"completed": 14, "max_turns": 2},
-        malformed_turns=1,
-        turns=40,
-        sampled_tokens=400,
-        trained_tokens=360,
-        packed_tokens=900,
-        samples_before=40,
-        samples_after=16,
-        mismatches={},
-        inserted_tokens=0,
-        zero_variance_groups=0,
-        malformed_rewarded=0,
-        policy_age_max=0,
-        policy_age_mean=0.0,
-        loss=0.01,
-        grad_norm=0.4,
+        outcomes={Outcome.COMPLETED: 14, Outcome.MAX_TURNS: 2},
+        evictions={},
+        num_malformed_rewarded=0,
+        merge=MergeReport(
+            samples_before=40,
+            samples_after=16,
+            mismatches={},
+            num_saved_tokens=0,
+            num_masked_tokens=0,
+        ),
+        num_turns=40,
+        num_malformed_turns=1,
+        num_inserted_tokens=0,
+        num_sampled_tokens=400,
+        num_trained_tokens=360,
+        num_packed_tokens=900,
+        num_micro_batches=1,
+        num_fillers=0,
+        num_overruled_records=0,
         learning_rate=1e-3,
-        entropy=1.2,
-        clip_fraction=0.05,
-        ratio_max=1.3,
-        effective_sample_size=0.98,
-        mismatch_k3=2e-12,
-        mismatch_max=3e-6,
-        parity_max=1e-6,
         is_skipped=False,
         stages=StageSeconds(collect=0.8, merge=0.05, train=0.5, publish=0.15),
         statistics=known_statistics(step),
     )
-    return replace(record, **changes)
+    of_merge = {field.name for field in fields(MergeReport)} & changes.keys()
+    statistics = {name: changes.pop(name) for name in BY_NAME if name in changes}
+    merge = replace(record.merge, **{name: changes.pop(name) for name in of_merge})
+    known = only_known({**record.statistics, **statistics})
+    return replace(record, **{"merge": merge, "statistics": known, **changes})
 
 
 def unmeasured_step(step: int) -> StepRecord:
-    """A step of which nothing that may be None was measured, and nothing ended."""
+    """A step of which nothing that may be unknown was measured, and nothing ended."""
     return step_record(
         step,
-        reward_mean=None,
-        scaled_reward_mean=None,
         num_trajectories=0,
         outcomes={},
-        malformed_turns=0,
-        turns=0,
-        sampled_tokens=0,
-        trained_tokens=0,
+        num_malformed_turns=0,
+        num_turns=0,
+        num_sampled_tokens=0,
+        num_trained_tokens=0,
         samples_before=0,
         samples_after=0,
-        loss=None,
-        grad_norm=None,
-        entropy=None,
-        clip_fraction=None,
-        ratio_max=None,
-        effective_sample_size=None,
-        mismatch_k3=None,
-        mismatch_max=None,
-        parity_max=None,
         stages=StageSeconds(),
         statistics={},
     )
@@ -98,7 +108,7 @@ def evaluation_record(step: int, *, reward: float | None = 0.6) -> EvaluationRec
         num_tasks=64,
         reward_mean=reward,
         scaled_reward_mean=reward,
-        outcomes={"completed": 64},
+        outcomes={Outcome.COMPLETED: 64},
     )
 
 
@@ -117,7 +127,7 @@ def learning_run(num_steps: int) -> Run:
 def summary_of(run: Run, **changes: Any) -> RunSummary:
     total = sum(record.num_trajectories for record in run.steps)
     given: dict[str, Any] = {
-        "ledger": LedgerTotals(admitted=total, trained=total),
+        "ledger": LedgerCounts(admitted=total, trained=total),
         "wall_s": 252.0,
         "versions": {"vllm": "0.32.0", "ray": "2.60.0", "torch": "2.13.0"},
     }

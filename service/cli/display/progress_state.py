@@ -139,7 +139,7 @@ class ProgressState:
         self.recent.append(record)
         value = record.best_known_reward
         self._rewards[record.step] = value if units.is_known(value) else None
-        self._is_scaled = self._is_scaled or record.scaled_reward_mean is not None
+        self._is_scaled = self._is_scaled or record.value("scaled_reward_mean") is not None
 
     def _look(self, status: RunStatus, now: float) -> None:
         if self._looks and status.rollouts_done < self._looks[-1][1]:

@@ -18,7 +18,6 @@ from service import units
 from service.cli.display.progress_state import Line, ProgressState
 from service.run.status import Phase, RunStatus
 from service.telemetry.records import StageSeconds
-from service.telemetry.summary import evaluation_reward
 from service.visible import visible_text
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -159,10 +158,10 @@ def _evaluation(state: ProgressState) -> Text:
     first, last = state.first_evaluation, state.last_evaluation
     if first is None or last is None:
         return Text(units.UNKNOWN, style=DIM)
-    text = Text(units.reward(evaluation_reward(last)))
+    text = Text(units.reward(last.best_known_reward))
     text.append(f" at version {last.policy_version}", style=DIM)
     if first is not last:
-        text.append(f", from {units.reward(evaluation_reward(first))}", style=DIM)
+        text.append(f", from {units.reward(first.best_known_reward)}", style=DIM)
     return text
 
 
@@ -170,12 +169,12 @@ def _policy(state: ProgressState, status: RunStatus) -> Text:
     last = state.last
     facts = [("version", str(status.policy_version))]
     if last is not None:
-        age = f"{last.policy_age_max} (mean {last.policy_age_mean:.1f})"
+        age = f"{last.policy_age_max} (mean {last.value('policy_age_mean') or 0.0:.1f})"
         facts += [
             ("age", age),
-            ("loss", units.significant(last.loss, digits=2)),
-            ("entropy", units.significant(last.entropy, digits=2)),
-            ("k3", units.significant(last.mismatch_k3, digits=1)),
+            ("loss", units.significant(last.value("loss"), digits=2)),
+            ("entropy", units.significant(last.value("entropy_mean"), digits=2)),
+            ("k3", units.significant(last.value("mismatch_k3_mean"), digits=1)),
         ]
     return _named(facts)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from actors.types import Outcome
 from service import units
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
-from service.telemetry.summary import evaluation_reward
 
 MAX_OUTCOMES = 4
 
@@ -26,13 +26,13 @@ def step_line(record: StepRecord, steps: int) -> str:
         _reward(record),
         f"age {record.policy_age_max}",
     ]
-    if units.is_known(record.loss):
-        parts.append(f"loss {units.fixed(record.loss, decimals=4, sign='+')}")
-    if units.is_known(record.mismatch_k3):
-        parts.append(f"k3 {units.significant(record.mismatch_k3, digits=1):>5}")
+    if (loss := record.value("loss")) is not None:
+        parts.append(f"loss {units.fixed(loss, decimals=4, sign='+')}")
+    if (k3 := record.value("mismatch_k3_mean")) is not None:
+        parts.append(f"k3 {units.significant(k3, digits=1):>5}")
     seconds = record.stages.total
     if seconds > 0:
-        parts.append(f"{units.short_count(round(record.sampled_tokens / seconds)):>5} tok/s")
+        parts.append(f"{units.short_count(round(record.num_sampled_tokens / seconds)):>5} tok/s")
         parts.append(f"{units.duration(seconds):>5} ({_stages(record.stages)})")
     parts.append(_rollouts(record.num_trajectories, record.outcomes))
     if record.is_skipped:
@@ -44,12 +44,12 @@ def evaluation_line(record: EvaluationRecord) -> str:
     """Example: evaluation  v20  reward 0.55 (best 1)  64 held-out tasks"""
     best = " (best 1)" if record.scaled_reward_mean is not None else ""
     tasks = units.plural(record.num_tasks, "held-out task")
-    reward = units.reward(evaluation_reward(record))
+    reward = units.reward(record.best_known_reward)
     return f"evaluation  v{record.policy_version}  reward {reward}{best}  {tasks}"
 
 
 def _reward(record: StepRecord) -> str:
-    best = " (best 1)" if record.scaled_reward_mean is not None else ""
+    best = " (best 1)" if record.value("scaled_reward_mean") is not None else ""
     return f"reward {units.reward(record.best_known_reward)}{best}"
 
 
@@ -59,7 +59,7 @@ def _stages(stages: StageSeconds) -> str:
     )
 
 
-def _rollouts(count: int, outcomes: Mapping[str, int]) -> str:
+def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
     ordered = sorted(
         ((name, number) for name, number in outcomes.items() if number), key=lambda item: -item[1]
     )

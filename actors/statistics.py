@@ -1,0 +1,323 @@
+"""The table of statistics: every number that a step says about itself, declared once.
+
+A part that produces values names them as the table does (`Statistic.values`); reduction, the
+step's record, the metrics, the report, the dashboard and docs/metrics.md walk the table. A
+statistic that is not known at a step is absent from it, never 0. To add one, add an entry here and
+its values where they are made: for the loss, one line in `actors/trainer/loss/statistics.py`.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+
+class Reduction(StrEnum):
+    """How one number of a step is made of the values; no word here means the value as it is."""
+
+    MEAN = "mean"
+    STD = "std"
+    MIN = "min"
+    MAX = "max"
+    # The mean of true and false.
+    SHARE = "share"
+    # (sum r)^2 / (M sum r^2) of M values r: 1 when all are equal.
+    EFFECTIVE_SIZE = "effective_size"
+    # Summed over an update, then the mean over the step's updates.
+    UPDATE_SUM = "update_sum"
+    # One value an update, then the mean over the updates that moved the weights.
+    UPDATE = "update"
+    # One value a step.
+    STEP = "step"
+
+
+# These are the last word of a name.
+_SUFFIXES = (Reduction.MEAN, Reduction.STD, Reduction.MIN, Reduction.MAX)
+
+
+class Source(StrEnum):
+    """Which part produces the values, and over what they are reduced."""
+
+    LOSS = "the loss, over the trained tokens of a step's finite updates"
+    CRITIC = "the critic's update"
+    MERGE = "the merge actor, over the step's trajectories or its batch"
+    PUBLISH = "the check after a publish"
+
+
+class Unit(StrEnum):
+    """NUMBER has none: a ratio, a loss, a return in what the environment pays."""
+
+    NUMBER = "number"
+    NATS = "nats"
+    SHARE = "share"
+    VERSIONS = "versions"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistic:
+    name: str
+    """The one name, from the table to the dashboard."""
+    values: str
+    """Name of the values that it is made of, as the part that produces them calls them."""
+    source: Source
+    reduction: Reduction
+    unit: Unit
+    group: str
+    """Caption under which the report and the documents list it."""
+    help: str
+    """What the values are, in one plain sentence; the same for all reductions of the values."""
+    metric: str = ""
+    """A Prometheus gauge of its own; without one it is a series of rayloom_step_statistic."""
+
+
+def _of(
+    values: str,
+    *reductions: Reduction,
+    source: Source,
+    group: str,
+    help: str,
+    unit: Unit = Unit.NUMBER,
+    metric: str = "",
+    name: str = "",
+) -> tuple[Statistic, ...]:
+    """One statistic a reduction, named after the values. Example: kl, MEAN -> kl_mean."""
+    return tuple(
+        Statistic(
+            name=name or (f"{values}_{reduction}" if reduction in _SUFFIXES else values),
+            values=values,
+            source=source,
+            reduction=reduction,
+            unit=unit,
+            group=group,
+            help=help,
+            metric=metric,
+        )
+        for reduction in reductions
+    )
+
+
+_MEAN, _STD, _MIN, _MAX = _SUFFIXES
+_SHARE, _STEP = Reduction.SHARE, Reduction.STEP
+_loss = partial(_of, source=Source.LOSS)
+_merge = partial(_of, source=Source.MERGE)
+_objective = partial(_loss, group="Objective and KL")
+_ratios = partial(_loss, group="Ratios, clips, masks")
+_shares = partial(_ratios, unit=Unit.SHARE)
+_mismatch = partial(_loss, group="Trainer and engine", unit=Unit.NATS)
+_critic = partial(_of, source=Source.CRITIC, group="Critic")
+_rewards = partial(_merge, group="Rewards and advantages")
+
+_POLICIES = (
+    (
+        "policy",
+        "Log-probabilities, policy",
+        "Log-probability of trained tokens under the policy at each update",
+    ),
+    (
+        "old",
+        "Log-probabilities, old policy",
+        "The same under the trainer at the step's start, only with "
+        "`algorithm.loss.denominator: old`",
+    ),
+    (
+        "reference",
+        "Log-probabilities, reference",
+        "The same under the reference model, only with a KL term",
+    ),
+)
+_SIGNS = (
+    ("", "."),
+    ("_positive", "; of those with an advantage above 0."),
+    ("_negative", "; of those with an advantage below 0."),
+)
+
+STATISTICS: tuple[Statistic, ...] = (
+    *(
+        statistic
+        for policy, group, help in _POLICIES
+        for part, of in _SIGNS
+        for statistic in _loss(
+            f"{policy}_logprob{part}", _MEAN, _MAX, group=group, unit=Unit.NATS, help=help + of
+        )
+    ),
+    *_objective(
+        "loss",
+        Reduction.UPDATE_SUM,
+        metric="rayloom_loss",
+        help="Policy loss: summed over an update's tokens by their weights, mean over the updates.",
+    ),
+    *_objective(
+        "surrogate",
+        _MEAN,
+        help="What the objective raises at a token, importance weight and mask included.",
+    ),
+    *_objective("unclipped_surrogate", _MEAN, help="Ratio times advantage of a token."),
+    *_objective(
+        "kl",
+        _MEAN,
+        _MIN,
+        _MAX,
+        unit=Unit.NATS,
+        help="The estimate of the KL to the reference that is in the loss, at a token; only with "
+        "a KL term.",
+    ),
+    *_objective(
+        "entropy",
+        _MEAN,
+        unit=Unit.NATS,
+        metric="rayloom_entropy_nats",
+        help="Mean entropy of the policy's next-token distribution, over trained tokens.",
+    ),
+    *_objective(
+        "grad_norm",
+        Reduction.UPDATE,
+        metric="rayloom_gradient_norm",
+        help="Gradient norm over all parameters, before clipping; mean over the updates.",
+    ),
+    *_ratios(
+        "ratio",
+        _MEAN,
+        _MAX,
+        help="Probability of a token now over that at its sampling, or at the step's start; "
+        "before clip and mask.",
+    ),
+    *_shares(
+        "ratio",
+        Reduction.EFFECTIVE_SIZE,
+        name="effective_sample_size",
+        help="(Σ r)² / (M Σ r²) of the ratios r of M trained tokens; 1 when all are equal.",
+    ),
+    *_shares(
+        "clip_fraction_low",
+        _SHARE,
+        help="Trained tokens whose gradient the objective took away, or whose weight it bounded, "
+        "for a low ratio.",
+    ),
+    *_shares("clip_fraction_high", _SHARE, help="The same for a high ratio."),
+    *_shares(
+        "masked_fraction",
+        _SHARE,
+        help="Trained tokens out of the loss by any rule: trainer and engine differ too much.",
+    ),
+    *_shares("masked_token_fraction", _SHARE, help="Those out by the token band."),
+    *_shares("masked_sequence_fraction", _SHARE, help="Those out by the sequence band."),
+    *_shares(
+        "masked_outlier_fraction", _SHARE, help="Those out for an outlier in their trajectory."
+    ),
+    *_ratios(
+        "importance_weight",
+        _MEAN,
+        _MAX,
+        help="Corrects a token's loss for that difference; 1 without a correction.",
+    ),
+    *_mismatch(
+        "mismatch_k1",
+        _MEAN,
+        help="Log-probability of the engine less that of the trainer, at tokens of the trainer's "
+        "own version.",
+    ),
+    *_mismatch(
+        "mismatch_k3",
+        _MEAN,
+        metric="rayloom_mismatch_k3_nats",
+        help="Mean k3 between trainer and engine, at tokens of the trainer's own version.",
+    ),
+    *_mismatch(
+        "mismatch",
+        _MAX,
+        metric="rayloom_mismatch_max_nats",
+        help="Largest difference of a log-probability between trainer and engine, at tokens of the "
+        "trainer's own version.",
+    ),
+    *_of(
+        "parity_max",
+        _STEP,
+        source=Source.PUBLISH,
+        group="Trainer and engine",
+        unit=Unit.NATS,
+        metric="rayloom_parity_max_nats",
+        help="Largest difference of a log-probability between trainer and engines on the fixed "
+        "prompt, after the last publish.",
+    ),
+    *_merge(
+        "policy_age",
+        _MEAN,
+        _MAX,
+        group="Policy age",
+        unit=Unit.VERSIONS,
+        help="Versions by which a trained token was behind the trainer.",
+    ),
+    *_critic(
+        "critic_loss", _STEP, help="Loss of the values; only with `algorithm.baseline: critic`."
+    ),
+    *_critic("critic_grad_norm", _STEP, help="Gradient norm of the critic, before clipping."),
+    *_critic(
+        "critic_explained_variance",
+        _STEP,
+        help="1 less the share of the targets' variance that the values left open, before the "
+        "update: 1 for values that foresee every return, 0 for ones as good as their mean, less "
+        "for worse ones; absent where the targets did not vary.",
+    ),
+    *_critic("critic_value_mean", _STEP, help="Mean value of the trained tokens' states."),
+    *_critic("critic_target_mean", _STEP, help="Mean of what these values should have been."),
+    *_critic(
+        "critic_clip_fraction",
+        _STEP,
+        unit=Unit.SHARE,
+        help="Trained tokens that the value clip held.",
+    ),
+    *_rewards(
+        "reward",
+        _MEAN,
+        metric="rayloom_reward_mean",
+        help="Mean return of the graded trajectories: shaped, before the rule of an outcome caps "
+        "or lowers it.",
+    ),
+    *_rewards("reward", _STD, _MIN, _MAX, help="The spread of these returns."),
+    *_rewards(
+        "scaled_reward",
+        _MEAN,
+        unit=Unit.SHARE,
+        metric="rayloom_scaled_reward_mean_ratio",
+        help="Mean return as the environment gave it, over the best possible one, where the "
+        "environment knows that.",
+    ),
+    *_loss(
+        "advantage",
+        _MEAN,
+        _MIN,
+        _MAX,
+        group="Rewards and advantages",
+        help="Advantage of a trained token.",
+    ),
+    *_rewards(
+        "trajectory_advantage",
+        _MEAN,
+        _STD,
+        _MIN,
+        _MAX,
+        help="Advantage of a trajectory in the loss: the mean over its tokens.",
+    ),
+)
+
+BY_NAME: Mapping[str, Statistic] = {statistic.name: statistic for statistic in STATISTICS}
+GROUPS: tuple[str, ...] = tuple(dict.fromkeys(statistic.group for statistic in STATISTICS))
+
+
+def only_known(numbers: Mapping[str, float | None]) -> dict[str, float]:
+    """What is known of a step, in the order of the table: neither None nor NaN nor infinite.
+
+    Raises: KeyError for a name that the table does not have.
+    """
+    strange = numbers.keys() - BY_NAME.keys()
+    if strange:
+        raise KeyError(f"statistics: {sorted(strange)} are not in the table; add an entry for each")
+    return {
+        name: value
+        for name in BY_NAME
+        if (value := numbers.get(name)) is not None and math.isfinite(value)
+    }
