@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.choices import choice
-from actors.returns import are_equal
+from actors.outcomes import are_equal
 
 STD_EPSILON = 1e-6
 

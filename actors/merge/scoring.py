@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.batch import Float32s, Minibatch, RankShard
+from actors.batch import Float32s, Minibatch, RankShard, RowScores
 from actors.merge.candidates import SampleScores, Scores
 from actors.merge.groups import MergedGroup
 from actors.merge.packing import WeightedSample, filler, pack_row
 from actors.merge.prefix import Sample
 from actors.merge.rows import deal_rows
 from actors.merge.settings import StepSettings
-from actors.row_scores import RowScores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from actors.batch import Float32s, Minibatch, RankShard
+from actors.batch import Float32s, Minibatch, RankShard, ValueShard
 from actors.merge.aggregation import (
     IdleCounts,
     TrajectorySize,
@@ -39,7 +39,6 @@ from actors.merge.settings import StepSettings
 from actors.merge.value_rows import ValuedSample, pack_values
 from actors.trajectory_queue.ledger import EvictionReason, Settlement
 from actors.types import Trajectory
-from actors.value_batch import ValueShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.batch import Float32s
+from actors.batch import Float32s, ValueRow, ValueShard
 from actors.merge.packing import WeightedSample, filler, pack_row
 from actors.merge.prefix import Sample
 from actors.merge.rows import deal_rows
-from actors.value_batch import ValueRow, ValueShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from actors.batch import Float32s, MicroBatch
+from actors.batch import Float32s, MicroBatch, ValueRow, ValueShard
 from actors.trainer.critic_settings import CriticStats, CriticTraining
 from actors.trainer.optimizer import (
     build_optimizer,
@@ -28,7 +28,6 @@ from actors.trainer.process_group import gather_rows
 from actors.trainer.row import RowTensors, row_tensors
 from actors.trainer.value_loss import clipped_value_loss, explained_variance
 from actors.trainer.value_model import load_value_model, shard_value_model
-from actors.value_batch import ValueRow, ValueShard
 
 _LOG = logging.getLogger(__name__)
 

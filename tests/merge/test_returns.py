@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.merge.advantages import group_advantages
-from actors.returns import are_equal
+from actors.outcomes import are_equal
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds.trajectory_builders import linear_turns, make_trajectory, random_turns
 
-from actors.batch import MicroBatch
+from actors.batch import MicroBatch, RowScores
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.credit import Scores
 from actors.merge.groups import TrajectoryGroup, merge_groups
@@ -18,7 +18,6 @@ from actors.merge.prefix import merge_turns
 from actors.merge.scoring import ScorePlan, plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.step import build_step
-from actors.row_scores import RowScores
 from actors.types import Outcome
 
 

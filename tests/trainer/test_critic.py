@@ -12,15 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from worlds.critic_world import update_twice
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
+from actors.batch import RowScores, ValueShard
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.step import StepResult, build_step
-from actors.row_scores import RowScores
 from actors.trainer.critic import Critic
 from actors.trainer.critic_settings import CriticTraining
-from actors.value_batch import ValueShard
 
 STEP = StepSettings(baseline=Baseline.CRITIC, scale=Scale.NONE, tokens_per_micro_batch=64)
 GROUP = TrajectoryGroup(

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from actors.batch import ValueShard
 from actors.trainer.critic import Critic
 from actors.trainer.critic_settings import CriticStats, CriticTraining
 from actors.trainer.process_group import join_group
-from actors.value_batch import ValueShard
 
 TIMEOUT_S = 300.0
 
