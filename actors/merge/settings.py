@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from actors.choices import take_choices
 from actors.expert_records import ModelShape
-from actors.merge.advantages import Baseline, Scale
+from actors.merge.advantages import Baseline, CriticSettings, Scale
 from actors.merge.aggregation import Aggregation
-from actors.merge.gae import CriticSettings
 from actors.merge.shaping import ShapingSettings
 from actors.outcomes import OutcomePolicy
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from actors.merge.actor import BuiltStep
 from actors.merge.payloads import PayloadsLost
 from actors.merge.report import StepReport
 from actors.trainer.statistics import StepStats
@@ -24,7 +25,6 @@ from actors.trajectory_queue.messages import Drained, StepInput
 from actors.types import Task
 from service.run.failing import FailureLimits, FailureWatch, GivenUp
 from service.run.ports import (
-    BuiltStep,
     EnginesPort,
     EnvironmentsPort,
     MergePort,
@@ -224,7 +224,8 @@ class Loop:
         stages = replace(stages, train=watch.lap())
         await self._concluded()
         await parts.engines.offer(step)
-        await parts.queue.settle(built.step, built.settlements_after(stats))
+        settlements = built.settlements_after(is_all_skipped=stats.is_all_skipped)
+        await parts.queue.settle(built.step, settlements)
         stages = replace(stages, publish=watch.lap())
         trained = Trained(step=step, report=built.report, stats=stats, stages=stages)
         if self._settings.overlaps_publish and not self._is_any_due(step):

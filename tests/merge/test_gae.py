@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.merge.gae import (
+from actors.merge.advantages import (
     CriticSettings,
     Truncation,
     end_value,
@@ -77,24 +77,6 @@ def test_with_discount_and_decay_one_the_target_is_the_return_to_go(
 
 
 @pytest.mark.parametrize(
-    ("rewards", "values", "words"),
-    [
-        ([0.0], [0.0, 1.0], r"trajectory g1-0\.a0 has rewards of shape \(1,\) and values"),
-        ([], [], r"trajectory g1-0\.a0 has rewards of shape \(0,\)"),
-        ([float("nan")], [0.0], r"trajectory g1-0\.a0 has a reward or value that is not finite"),
-        ([0.0], [float("inf")], r"not finite"),
-    ],
-)
-def test_bad_input_is_refused_with_the_trajectory_named(
-    rewards: list[float], values: list[float], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        token_advantages(
-            np.array(rewards), np.array(values), discount=1.0, decay=1.0, name="g1-0.a0"
-        )
-
-
-@pytest.mark.parametrize(
     ("truncation", "disposition"),
     [
         (Truncation.BOOTSTRAP, Disposition.TRAIN),
@@ -114,9 +96,3 @@ def test_each_way_of_truncation_has_its_outcome_rule(
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"critic: decay is 1\.1"):
         CriticSettings(decay=1.1)
-
-
-@pytest.mark.parametrize(("discount", "decay"), [(2.0, 1.0), (1.0, -0.5), (float("nan"), 1.0)])
-def test_a_discount_beyond_one_is_refused(discount: float, decay: float) -> None:
-    with pytest.raises(ValueError, match="expected a number between 0 and 1"):
-        token_advantages(np.zeros(1), np.zeros(1), discount=discount, decay=decay)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.environment.tasks import GeneratedTasks
+from actors.merge.actor import BuiltStep
 from actors.merge.payloads import PayloadsLost
 from actors.merge.report import MergeReport, StepReport
 from actors.trainer.statistics import PhaseSeconds, StepStats
@@ -20,7 +21,7 @@ from actors.trajectory_queue.window import WindowSettings
 from actors.types import Outcome, Task, TrajectorySummary
 from service.run.failing import FailureLimits
 from service.run.loop import Loop, LoopSettings, Parts
-from service.run.ports import BuiltStep, PartLost, PublishedVersion
+from service.run.ports import PartLost, PublishedVersion
 from service.run.task_feed import ConfiguredTasks
 from service.telemetry.records import EvaluationRecord, StepRecord
 
