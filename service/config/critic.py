@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from actors.merge.gae import CriticSettings, Truncation
+from actors.merge.advantages import CriticSettings, Truncation
 from service.config.fields import Fraction, Natural, NotNegative, Rate, Section
 
 

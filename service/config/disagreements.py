@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from actors.outcomes import Disposition
 from actors.types import TRUNCATIONS, Outcome
 from service.config.critic import CriticConfig
-from service.config.outcome_rules import disposition_of, outcome_rules
+from service.config.outcome_rules import disposition_of
 from service.config.sections import Sections
 
 CPU_BLOCK_TOKENS = 32
@@ -148,24 +148,14 @@ def _of_refills(config: Sections) -> list[str]:
 
 
 def _of_scale(config: Sections) -> Iterator[str]:
-    """What takes something off returns, where a mean of returns divides."""
-    algorithm, reward = config.algorithm, config.algorithm.reward
-    if algorithm.scale != "mean":
-        return
-    rules = outcome_rules(config).items()
-    takers = {
-        "algorithm.reward.kl": reward.kl is not None,
-        "algorithm.reward.overlong": reward.overlong is not None,
-        "algorithm.reward.missing_end_penalty": reward.missing_end_penalty > 0,
-        "algorithm.reward.clip": reward.clip is not None and reward.clip[1] < 0,
-        "train_penalised": any(r.disposition is Disposition.TRAIN_PENALISED for _, r in rules),
-    }
-    for key, is_set in takers.items():
-        if is_set:
-            yield (
-                f"algorithm.scale is mean, which needs returns of 0 or more, with {key}, which can "
-                "make one negative; set scale to std or none, or leave the other out"
-            )
+    """What divides advantages: statistics of a group."""
+    algorithm = config.algorithm
+    if algorithm.scale != "none" and algorithm.baseline in ("none", "critic"):
+        yield (
+            f"algorithm.scale is {algorithm.scale} with algorithm.baseline {algorithm.baseline}: "
+            "it divides by the returns of a group, which needs a group baseline (mean or "
+            "leave_one_out); expected none; set algorithm.scale to none, or choose a group baseline"
+        )
 
 
 def _of_critic(config: Sections) -> Iterator[str]:
@@ -183,11 +173,6 @@ def _of_critic(config: Sections) -> Iterator[str]:
             f"algorithm.turn_discount is {algorithm.turn_discount:g} with algorithm.baseline "
             "critic, which gives credit by token; leave turn_discount out, or choose a group "
             "baseline"
-        )
-    if algorithm.group_size < 2 and algorithm.scale == "std":
-        yield (
-            f"algorithm.group_size is {algorithm.group_size} with algorithm.scale std, the "
-            "deviation of one return: every advantage would be 0; expected scale none; set it"
         )
 
 

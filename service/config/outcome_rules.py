@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.merge.gae import Truncation
+from actors.merge.advantages import Truncation
 from actors.outcomes import DEFAULT_RULES, Disposition, OutcomeRule
 from actors.types import TRUNCATIONS, Outcome
 from service.config.sections import Sections

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.merge.advantages import Baseline
-from actors.merge.gae import Truncation
+from actors.merge.advantages import Baseline, Truncation
 from actors.merge.shaping import KlEstimate, KlInReward
 from actors.outcomes import Disposition
 from actors.types import TRUNCATIONS, Outcome
@@ -91,7 +90,7 @@ def test_kl_in_the_reward_alone_needs_the_reference() -> None:
 def test_a_critic_has_a_rule_of_its_own_for_what_was_cut_off(
     critic: dict[str, Any], disposition: Disposition, penalty: float
 ) -> None:
-    policy = outcome_policy(config_with(baseline="critic", critic=critic))
+    policy = outcome_policy(config_with(baseline="critic", scale="none", critic=critic))
     for outcome in TRUNCATIONS:
         assert policy.rule(outcome).disposition is disposition
         assert policy.rule(outcome).penalty == penalty
@@ -101,13 +100,13 @@ def test_a_critic_has_a_rule_of_its_own_for_what_was_cut_off(
 
 def test_a_rule_that_the_run_gives_comes_before_the_critics() -> None:
     outcomes = {"truncated_tokens": {"disposition": "drop"}}
-    policy = outcome_policy(config_with(baseline="critic", outcomes=outcomes))
+    policy = outcome_policy(config_with(baseline="critic", scale="none", outcomes=outcomes))
     assert policy.rule(Outcome.TRUNCATED_TOKENS).disposition is Disposition.DROP
     assert policy.rule(Outcome.TRUNCATED_CONTEXT).disposition is Disposition.TRAIN
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{"baseline": "critic"}, {"reward": {"kl": {"coefficient": 1}}}]
+    "algorithm", [{"baseline": "critic", "scale": "none"}, {"reward": {"kl": {"coefficient": 1}}}]
 )
 def test_the_audit_does_not_compare_what_a_group_alone_cannot_tell(
     algorithm: dict[str, Any], tmp_path: Path
@@ -122,21 +121,20 @@ def test_the_audit_does_not_compare_what_a_group_alone_cannot_tell(
     ("algorithm", "words"),
     [
         ({"critic": {"decay": 0.5}}, ["algorithm.critic is set", "baseline mean"]),
-        ({"baseline": "critic", "turn_discount": 0.9}, ["turn_discount is 0.9", "credit by token"]),
         (
-            {"baseline": "critic", "group_size": 1, "min_group_size": 1},
-            ["group_size is 1", "scale std", "expected scale none"],
+            {"baseline": "critic", "scale": "none", "turn_discount": 0.9},
+            ["turn_discount is 0.9", "credit by token"],
         ),
         (
-            {"baseline": "critic", "critic": {"truncation": "penalty"}},
+            {"baseline": "critic", "scale": "none", "critic": {"truncation": "penalty"}},
             ["truncation_penalty is 0 with truncation penalty", "expected more than 0"],
         ),
         (
-            {"baseline": "critic", "critic": {"truncation_penalty": 1}},
+            {"baseline": "critic", "scale": "none", "critic": {"truncation_penalty": 1}},
             ["truncation_penalty is 1 with truncation bootstrap"],
         ),
         (
-            {"baseline": "critic", "max_variance_refills": 2},
+            {"baseline": "critic", "scale": "none", "max_variance_refills": 2},
             ["max_variance_refills is 2", "baseline critic"],
         ),
         ({"reference": "base"}, ["algorithm.reference is base", "nothing is compared with it"]),
@@ -151,7 +149,7 @@ def test_what_could_never_be_of_use_is_refused(algorithm: dict[str, Any], words:
 
 
 def test_a_run_is_not_resumed_with_a_critic_that_it_did_not_have() -> None:
-    plain, with_critic = config_with(), config_with(baseline="critic")
+    plain, with_critic = config_with(), config_with(baseline="critic", scale="none")
     for before, now in ((plain, with_critic), (with_critic, plain)):
         (refusal,) = refused_changes(before, now)
         assert "expected a critic in both or in neither" in refusal
@@ -164,8 +162,8 @@ def test_a_run_is_not_resumed_with_another_critic_or_reference() -> None:
         ("algorithm.reference", config_with(**kl), config_with(**kl, reference="other")),
         (
             "algorithm.critic.model",
-            config_with(baseline="critic"),
-            config_with(baseline="critic", critic={"model": "other"}),
+            config_with(baseline="critic", scale="none"),
+            config_with(baseline="critic", scale="none", critic={"model": "other"}),
         ),
     ]
     for key, before, now in pairs:
