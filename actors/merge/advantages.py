@@ -237,11 +237,11 @@ def turn_advantages(
     # Beyond its own last turn a member only stands in; signal there is others', not its own.
     table = np.stack([column.values for column in columns])
     advantages = [table[:length, i] for i, length in enumerate(num_turns)]
-    reasons = [column.zeroed for column in columns]
-    if None in reasons:
-        return advantages, None
-    is_negative = EvictionReason.NEGATIVE_RETURN in reasons
-    return advantages, reasons[0] if not is_negative else EvictionReason.NEGATIVE_RETURN
+    reasons = {column.zeroed for column in columns}
+    for reason in (None, EvictionReason.NEGATIVE_RETURN):
+        if reason in reasons:
+            return advantages, reason
+    return advantages, EvictionReason.ZERO_VARIANCE
 
 
 def _turn_rewards(member: Member) -> Float64s:
@@ -261,16 +261,6 @@ def _credit_turns(member: Member, of_turns: Float64s) -> Member:
     return replace(
         member, advantages=tuple(np.repeat(of_turns[turns], counts[turns]) for turns in chains)
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenAdvantages:
-    """Of one trajectory's N action tokens."""
-
-    advantages: Float64s
-    """[N]."""
-    value_targets: Float64s
-    """[N]."""
 
 
 def end_value(final_value: float, *, is_truncated: bool, truncation: Truncation) -> float:
@@ -293,41 +283,43 @@ def token_advantages(
     discount: float,
     decay: float,
     end_value: float = 0.0,
-) -> TokenAdvantages:
+) -> Float64s:
     """Estimate the advantage of each action token of a trajectory.
 
-    d_t = r_t + discount V_{t+1} - V_t, V_{N} = end_value; A_t = sum_k (discount decay)^k d_{t+k};
-    value target: A_t + V_t.   Source: Schulman et al. 2016 (GAE), arXiv 1506.02438, equations 11
-    and 16 (deviation: t counts action tokens alone, and the end of what was cut off is worth
+    d_t = r_t + discount V_{t+1} - V_t, V_{N} = end_value; A_t = sum_k (discount decay)^k d_{t+k}.
+    The critic learns A_t + V_t.   Source: Schulman et al. 2016 (GAE), arXiv 1506.02438, equations
+    11 and 16 (deviation: t counts action tokens alone, and the end of what was cut off is worth
     V(s_T)).
 
     Args: rewards, values: [N] float, N >= 1; values[t]: of the state in which action token t was
     sampled. discount, decay: in [0, 1].
+    Returns: [N] float64.
     Example: rewards 0, values [.5, .6, .7], discount = decay = 1: end_value .8 -> [.3, .2, .1];
         0 -> [-.5, -.6, -.7]
     """
     next_values = np.append(values[1:], end_value)
-    advantages = discounted_suffix_sums(rewards + discount * next_values - values, discount * decay)
-    return TokenAdvantages(advantages=advantages, value_targets=advantages + values)
+    return discounted_suffix_sums(rewards + discount * next_values - values, discount * decay)
 
 
 def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
     """Credit by token, from a critic's values of the states that the tokens were sampled in."""
     bounds = turn_bounds(member)
     numbers = [token_numbers(sample, bounds) for sample in member.samples]
-    values = np.empty(int(bounds[-1]), np.float32)
-    if not values.shape[0]:
+    old_values = np.empty(int(bounds[-1]), np.float32)
+    if not old_values.shape[0]:
         return replace(member, advantages=tuple(np.empty(0) for _ in numbers))
     last_turn, final_value = len(member.trajectory.turns) - 1, 0.0
     for sample, scores, own in zip(member.samples, member.scores, numbers, strict=True):
         assert scores.values is not None
         # The state in which a token was sampled ends with the token before it.
-        values[own] = scores.values[np.flatnonzero(sample.mask) - 1]
+        old_values[own] = scores.values[np.flatnonzero(sample.mask) - 1]
         if sample.turns[-1] == last_turn:
+            # s_T ends with the sample: with an observation behind the last action, or with that.
             final_value = float(scores.values[-1])
-    result = token_advantages(
+    values = old_values.astype(np.float64)
+    advantages = token_advantages(
         _token_rewards(member, bounds),
-        values.astype(np.float64),
+        values,
         discount=critic.discount,
         decay=critic.decay,
         end_value=end_value(
@@ -336,11 +328,11 @@ def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
             truncation=critic.truncation,
         ),
     )
-    targets = result.value_targets.astype(np.float32)
+    targets = (advantages + values).astype(np.float32)
     return replace(
         member,
-        advantages=tuple(result.advantages[own] for own in numbers),
-        old_values=tuple(values[own] for own in numbers),
+        advantages=tuple(advantages[own] for own in numbers),
+        old_values=tuple(old_values[own] for own in numbers),
         value_targets=tuple(targets[own] for own in numbers),
     )
 

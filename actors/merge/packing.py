@@ -137,14 +137,12 @@ def pack_values(
 
 
 def _value_row(weighted: Sequence[WeightedSample], *, weight: float) -> ValueRow:
-    columns = [_no_floats()], [_no_floats()]
-    for each in weighted:
-        columns[0].append(each.old_values)
-        columns[1].append(each.value_targets)
+    # Padding has no samples.
+    none = _no_floats()
     return ValueRow(
         row=pack_row([unrouted(each.sample, loss_weight=weight) for each in weighted]),
-        old_values=np.concatenate(columns[0]),
-        value_targets=np.concatenate(columns[1]),
+        old_values=np.concatenate([none, *(each.old_values for each in weighted)]),
+        value_targets=np.concatenate([none, *(each.value_targets for each in weighted)]),
     )
 
 

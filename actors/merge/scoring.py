@@ -25,6 +25,7 @@ def plan_scores(
     groups: Sequence[Group], settings: StepSettings, *, step: int, trainer_version: int
 ) -> tuple[RankShard, ...]:
     """Lay out all samples that a baseline needs scores of. Returns: what each rank scores."""
+    samples, dealt = score_rows(groups, settings)
     return tuple(
         RankShard(
             step=step,
@@ -33,17 +34,20 @@ def plan_scores(
                 # Values are of every token: each sample has its own, nothing is shared.
                 Minibatch(
                     micro_batches=tuple(
-                        pack_row([unrouted(s) for s in row], share_prefixes=False) for row in rows
+                        pack_row([unrouted(samples[i]) for i in row], share_prefixes=False)
+                        for row in rows
                     )
                 ),
             ),
         )
-        for rows in score_rows(groups, settings)
+        for rows in dealt
     )
 
 
-def score_rows(groups: Sequence[Group], settings: StepSettings) -> list[list[list[Sample]]]:
-    """[ranks][rows], the samples of each row in order; empty for a padding row."""
+def score_rows(
+    groups: Sequence[Group], settings: StepSettings
+) -> tuple[list[Sample], list[list[list[int]]]]:
+    """All samples to be scored, and [ranks][rows] which of them; none in a padding row."""
     samples = [
         sample
         for group in groups
@@ -56,7 +60,7 @@ def score_rows(groups: Sequence[Group], settings: StepSettings) -> list[list[lis
         num_ranks=settings.num_ranks,
         budget=settings.tokens_per_micro_batch,
     )
-    return [[[samples[i] for i in row] for row in rows] for rows in dealt]
+    return samples, dealt
 
 
 def read_scores(
@@ -69,51 +73,54 @@ def read_scores(
     Raises: ValueError, naming a trajectory of the row, when an answer does not fit its row or is
     not finite.
     """
-    # A sample's first turn tells the samples of a trajectory apart.
-    found: dict[tuple[str, int], RowScores] = {}
-    for rows, of_rank in zip(score_rows(groups, settings), answers, strict=True):
-        for samples, answer in zip(rows, of_rank, strict=True):
-            if not samples:
-                continue
-            tokens = [sample.num_tokens for sample in samples]
-            trained = [sample.num_trained for sample in samples]
-            parts = zip(
-                samples,
-                _parts(answer.reference_logprobs, trained, samples, what="reference_logprobs"),
-                _parts(answer.values, tokens, samples, what="values"),
-                strict=True,
-            )
-            for sample, logprobs, values in parts:
-                key = (sample.trajectory_id, sample.turns[0])
-                found[key] = RowScores(reference_logprobs=logprobs, values=values)
+    samples, dealt = score_rows(groups, settings)
+    scores = [RowScores()] * len(samples)
+    for rows, of_rank in zip(dealt, answers, strict=True):
+        for row, answer in zip(rows, of_rank, strict=True):
+            for index, own in zip(row, _split(answer, [samples[i] for i in row]), strict=True):
+                scores[index] = own
+    rest = iter(scores)
     return tuple(
         tuple(
-            replace(
-                member,
-                scores=tuple(found[s.trajectory_id, s.turns[0]] for s in member.samples),
-            )
-            if member.baseline_return is not None
-            else member
+            member
+            if member.baseline_return is None
+            else replace(member, scores=tuple(next(rest) for _ in member.samples))
             for member in group
         )
         for group in groups
     )
 
 
-def _parts(
-    scores: Float32s | None, lengths: Sequence[int], samples: Sequence[Sample], *, what: str
-) -> Sequence[Float32s | None]:
+def _split(answer: RowScores, samples: Sequence[Sample]) -> list[RowScores]:
     """A row's scores, cut into those of its samples."""
+    if not samples:
+        return []
+    name = samples[0].trajectory_id
+    trained = [sample.num_trained for sample in samples]
+    tokens = [sample.num_tokens for sample in samples]
+    logprobs = _parts(
+        answer.reference_logprobs, trained, f"trajectory {name} has log-probabilities"
+    )
+    values = _parts(answer.values, tokens, f"trajectory {name} has values")
+    return [
+        RowScores(reference_logprobs=own_logprobs, values=own_values)
+        for own_logprobs, own_values in zip(logprobs, values, strict=True)
+    ]
+
+
+def _parts(
+    scores: Float32s | None, lengths: Sequence[int], subject: str
+) -> Sequence[Float32s | None]:
     if scores is None:
-        return [None] * len(samples)
-    subject = f"scoring: the row of trajectory {samples[0].trajectory_id} has {what}"
+        return [None] * len(lengths)
     if scores.shape != (sum(lengths),):
         raise ValueError(
-            f"{subject} of shape {scores.shape}, expected ({sum(lengths)},); score the rows in the "
-            "order of their shard"
+            f"scoring: the row of {subject} of shape {scores.shape}, expected ({sum(lengths)},); "
+            "score the rows in the order of their shard"
         )
     if not np.isfinite(scores).all():
         raise ValueError(
-            f"{subject} that are not finite; look at the last updates of the model that gave them"
+            f"scoring: the row of {subject} that are not finite; look at the last updates of the "
+            "model that gave them"
         )
     return np.split(scores, np.cumsum(lengths)[:-1])

@@ -84,8 +84,8 @@ def test_only_what_is_in_a_baseline_is_scored() -> None:
     outcomes = {1: Outcome.WALL_TIMEOUT, 2: Outcome.TRUNCATED_TOKENS}
     group = make_group([1.0, 1.0, 0.5], outcomes)
     wanted = StepSettings(num_ranks=2)
-    rows = score_rows(merge_groups([group], wanted), wanted)
-    names = Counter(s.trajectory_id for rank in rows for row in rank for s in row)
+    samples, dealt = score_rows(merge_groups([group], wanted), wanted)
+    names = Counter(samples[i].trajectory_id for rows in dealt for row in rows for i in row)
     # Masked and graded: its return stands in the baseline.
     assert names == {"g000000.0-0.a0": 1, "g000000.0-2.a0": 1}
 
@@ -103,7 +103,7 @@ def test_a_step_of_a_critic_is_built_with_the_scores_that_come_back() -> None:
         (RowScores(values=np.zeros(3, np.float32)), r"a0 has values of shape \(3,\), expected \("),
         (
             RowScores(reference_logprobs=np.full(24, np.nan, np.float32)),
-            "a0 has reference_logprobs that are not finite; look at the last updates",
+            "a0 has log-probabilities that are not finite; look at the last updates",
         ),
     ],
 )
