@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from actors.limits import STRICT, Fraction, ModelName, Natural, Positive
-from actors.merge.advantages import Baseline, Scale
-from actors.merge.gae import CriticSettings
+from actors.merge.advantages import Baseline, CriticSettings, Scale
 from actors.merge.shaping import RewardSettings
 from actors.trainer.loss.settings import LossSettings
 

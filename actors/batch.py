@@ -1,7 +1,7 @@
-"""What the merge actor hands to the trainer: packed rows, ready for one forward each.
+"""What the merge actor and the trainer exchange: packed rows, the scores of rows, a critic's rows.
 
 Letters: [T] packed tokens of a row, [S] segments of the row, [M] trained tokens of the row. A row
-is a forest: a segment attends to itself and to its ancestors, backwards; one without shared
+is a forest: a segment attends to itself and to its ancestors, backwards; a row without shared
 prefixes is all roots. Invariants: segment_lengths sums to T; segments stand in preorder, a parent
 before its children and a subtree without a gap; position_ids count along each path from a root;
 the target of loss position p is the token behind p in its segment, or the first token of a child
@@ -25,35 +25,39 @@ Float32s = NDArray[np.float32]
 class MicroBatch:
     """One packed row.
 
-    token_ids, position_ids: [T] int32. segment_lengths: [S] int32, at least 1.
-    segment_parents: [S] int32, -1 for a root.
-    loss_positions: [M] int32, where in the row the logits predict a trained token. A position that
-    several samples share may appear several times, with different targets.
-    targets: [M] int32, the trained tokens. behaviour_logprobs: [M] float32, nats, of the sampler.
-    advantages: [M] float32. sampled_versions: [M] int32, the policy version of each token.
-    loss_weights: [M] float32, >= 0, each token's share of the update; they make the aggregation.
-    trajectory_index: [M] int32, numbers the row's trajectories 0, 1, 2, ..., equal for the tokens
-    of all samples of a trajectory.
-    experts: the recorded routing of the row's tokens, each record at the place of the token whose
-    forward pass it is of; None when there is none. A place that several samples share stands in it
-    once, with the record of the first sample in order that has one. num_overruled_records: the
-    samples' records that differ from the one that counts.
-    A row with M = 0 is a filler: it keeps the ranks' collectives aligned and trains nothing.
+    A row with M = 0 is padding: it keeps the ranks' collectives aligned and trains nothing.
     """
 
     token_ids: Int32s
+    """[T] int32."""
     position_ids: Int32s
+    """[T] int32, from the start of the path."""
     segment_lengths: Int32s
+    """[S] int32, at least 1."""
     segment_parents: Int32s
+    """[S] int32, -1 for a root."""
     loss_positions: Int32s
+    """[M] int32, where in the row the logits predict a trained token. A position that several
+    samples share may appear several times, with different targets."""
     targets: Int32s
+    """[M] int32, the trained tokens."""
     behaviour_logprobs: Float32s
+    """[M] float32, nats, of the policy that sampled the tokens."""
     advantages: Float32s
+    """[M] float32."""
     sampled_versions: Int32s
+    """[M] int32, the policy version of each token."""
     loss_weights: Float32s
+    """[M] float32, >= 0, each token's share of the update; they carry the aggregation."""
     trajectory_index: Int32s
+    """[M] int32, numbers the row's trajectories 0, 1, 2, ...; equal for the tokens of all samples
+    of a trajectory."""
     experts: ExpertRecords | None = None
+    """The recorded routing, each record at the position of the token whose forward pass it is of;
+    None: there is none. A position that several samples share has one record, that of the first
+    sample in order that has one."""
     num_overruled_records: int = 0
+    """The samples' records that differ from the one that counts at their position."""
 
     @property
     def num_tokens(self) -> int:
@@ -77,11 +81,43 @@ class Minibatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShard:
-    """One rank's share of a training step: its optimiser updates in order.
-
-    trainer_version: the policy version that the trainer holds when the step starts.
-    """
+    """One rank's share of a training step: its optimiser updates in order."""
 
     step: int
     trainer_version: int
+    """The policy version that the trainer holds when the step starts."""
     minibatches: tuple[Minibatch, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowScores:
+    """What models say of one row, or of one sample; asked before rewards are shaped."""
+
+    reference_logprobs: Float32s | None = None
+    """[M] float32, nats, of the targets; None: no reference was asked."""
+    values: Float32s | None = None
+    """[T] float32, of the state that ends with each token; None: no critic was asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueRow:
+    """A row for the critic; the state in which token m was sampled ends at loss_positions[m]."""
+
+    row: MicroBatch
+    """Its loss weights sum to 1 over all rows of all ranks."""
+    old_values: Float32s
+    """[M] float32, as the critic scored them."""
+    value_targets: Float32s
+    """[M] float32, GAE's A + V."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueShard:
+    """One rank's rows for one update of the critic; every rank has equally many.
+
+    Apart from the policy's shard, because the critic takes one update a step, however many the
+    policy takes.
+    """
+
+    step: int
+    rows: tuple[ValueRow, ...]

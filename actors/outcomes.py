@@ -1,18 +1,21 @@
-"""Which disposition each outcome gets, and when an attempt is repeated.
+"""Which disposition each outcome gets, when an attempt is repeated, and which returns are equal.
 
-The table is data: an environment may replace any row of it. Called by the queue (retries, groups
-without a signal) and by the merge actor (train, clamp, penalise, mask, drop). Source of the
+The table is data: an environment may replace any row of it. The queue (retries, groups to replace)
+and the merge actor (train, clamp, penalise, mask, drop) decide by the same functions. Source of the
 defaults: docs/semantics.md, Outcomes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from actors.limits import STRICT, NotNegative, Retries
 from actors.types import Outcome
+
+# Returns closer than this, relative to the largest, are equal: sums of rewards carry rounding.
+EQUAL_TOLERANCE = 1e-9
 
 
 class Disposition(StrEnum):
@@ -92,3 +95,16 @@ class OutcomePolicy:
 
     def disposition(self, outcome: Outcome) -> Disposition:
         return self.rule(outcome).disposition
+
+
+def are_equal(returns: Sequence[float]) -> bool:
+    """Whether returns differ by rounding at most; true of none, and of one.
+
+    max - min <= 1e-9 max(1, |r_1|, ..., |r_G|).
+
+    Example: are_equal([0.1 + 0.2, 0.3]) -> True; are_equal([0.3, 0.4]) -> False
+    """
+    if len(returns) < 2:
+        return True
+    largest = max(1.0, *(abs(value) for value in returns))
+    return max(returns) - min(returns) <= EQUAL_TOLERANCE * largest

@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from actors.algorithm import AlgorithmSettings
-from actors.merge.candidates import SampleScores
+from actors.batch import RowScores
 from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.prefix import merge_turns
 from actors.merge.settings import StepSettings
@@ -74,20 +74,24 @@ def branched(num_turns: int) -> dict[str, float]:
     reward = RewardSettings(kl=KlRewardSettings(coefficient=0.1))
     charged = replace(plain, algorithm=AlgorithmSettings(reward=reward))
     merged = merge_groups([group], plain)
-    scores = {
-        member.trajectory.trajectory_id: tuple(
-            SampleScores(reference_logprobs=np.full(sample.num_tokens, -1, np.float32))
-            for sample in member.merged.samples
+    scored = [
+        tuple(
+            replace(
+                member,
+                scores=tuple(
+                    RowScores(reference_logprobs=np.full(sample.num_trained, -1, np.float32))
+                    for sample in member.samples
+                ),
+            )
+            for member in merged[0]
         )
-        for member in merged[0].members
-        if member.merged is not None
-    }
+    ]
     return {
         "turns": num_turns,
         "merge_s": quietest_s(lambda: merge_groups([group], plain)),
         "step_s": quietest_s(lambda: build_step(merged, plain, step=1, trainer_version=0)),
         "step_with_kl_s": quietest_s(
-            lambda: build_step(merged, charged, step=1, trainer_version=0, scores=scores)
+            lambda: build_step(scored, charged, step=1, trainer_version=0)
         ),
     }
 

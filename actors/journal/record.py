@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from actors.batch import Float32s, Int32s
 from actors.merge.advantages import Baseline, Scale
-from actors.merge.judged import JudgedTrajectory
+from actors.merge.member import Float64s, Member
 from actors.merge.mismatch import Mismatch
 from actors.merge.prefix import Sample
 from actors.merge.step import StepResult
@@ -50,7 +50,7 @@ class SampleEntry:
 class TrajectoryEntry:
     """reason: why it is not in the loss; None: trained. baseline_return: what it brought to its
     group's baseline; None: it was not in it. samples: none where the turns do not fit together.
-    problem: what is wrong with it, as the verdict says; mostly empty.
+    problem: what is wrong with the trajectory itself; mostly empty.
     """
 
     trajectory: Trajectory
@@ -108,32 +108,30 @@ def journal_step(
         max_policy_age=max_policy_age,
         group_rule=group_rule,
         num_packed_trained=report.num_trained_tokens,
-        entries=tuple(_entry(judged) for judged in result.judged),
+        entries=tuple(_entry(member) for member in result.members),
     )
 
 
-def _entry(judged: JudgedTrajectory) -> TrajectoryEntry:
-    samples = judged.merged.samples if judged.merged is not None else ()
-    is_trained = judged.verdict.reason is None
+def _entry(member: Member) -> TrajectoryEntry:
     return TrajectoryEntry(
-        trajectory=judged.trajectory,
-        reason=judged.verdict.reason,
-        baseline_return=judged.verdict.baseline_return,
+        trajectory=member.trajectory,
+        reason=member.reason,
+        baseline_return=member.baseline_return,
         samples=tuple(
-            _trained_sample(*each) for each in zip(samples, judged.advantages, strict=True)
+            _trained_sample(*each) for each in zip(member.samples, member.advantages, strict=True)
         )
-        if is_trained
-        else _idle_samples(samples),
-        mismatches=judged.merged.mismatches if judged.merged is not None else (),
-        problem=judged.verdict.problem,
+        if member.is_trained
+        else _untrained_samples(member.samples),
+        mismatches=member.merged.mismatches if member.merged is not None else (),
+        problem=member.problem,
     )
 
 
-def _trained_sample(sample: Sample, advantages: Float32s) -> SampleEntry:
-    return _sample(sample, np.flatnonzero(sample.mask), advantages)
+def _trained_sample(sample: Sample, advantages: Float64s) -> SampleEntry:
+    return _sample(sample, np.flatnonzero(sample.mask), advantages.astype(np.float32))
 
 
-def _idle_samples(samples: Sequence[Sample]) -> tuple[SampleEntry, ...]:
+def _untrained_samples(samples: Sequence[Sample]) -> tuple[SampleEntry, ...]:
     nothing, no_advantages = np.empty(0, np.int64), np.empty(0, np.float32)
     return tuple(_sample(sample, nothing, no_advantages) for sample in samples)
 

@@ -14,16 +14,15 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from actors.journal.files import Journal, JournalSettings
-from actors.merge.candidates import NO_SCORES
-from actors.merge.groups import MergedGroup, merge_groups
-from actors.merge.judged import problem_notices
+from actors.merge.disposition import problem_notices
+from actors.merge.groups import Group, merge_groups
 from actors.merge.payloads import read_groups
 from actors.merge.report import StepReport
-from actors.merge.scoring import ScorePlan, plan_scores, read_scores
+from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.step import StepResult, build_step
 from actors.trajectory_queue.columns import TrajectoryColumns
-from actors.trajectory_queue.ledger import Settlement
+from actors.trajectory_queue.ledger import EvictionReason, Settlement
 from actors.trajectory_queue.messages import StepInput
 
 FETCH_DEADLINE_S = 60.0
@@ -32,76 +31,72 @@ PROBE_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MergeReply:
-    """shards: a reference to each rank's RankShard, in the order of ranks. value_shards: likewise
-    to its ValueShard; empty without a critic.
-
-    notices: what a person should know; mostly none.
-    """
+class BuiltStep:
+    """A step whose batch lies in the object store."""
 
     step: int
+    """The queue's number: 0, 1, 2, ..."""
     shards: tuple[Any, ...]
+    """A reference to each rank's RankShard, in the order of ranks."""
     settlements: tuple[Settlement, ...]
     report: StepReport
     value_shards: tuple[Any, ...] = ()
+    """Likewise to its ValueShard; empty without a critic."""
     notices: tuple[str, ...] = ()
+    """What a person should know; mostly none."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    """A step whose samples are being scored: it is merged already."""
-
-    step: int
-    groups: tuple[MergedGroup, ...]
-    plan: ScorePlan
+    def settlements_after(self, *, is_all_skipped: bool) -> tuple[Settlement, ...]:
+        """Nothing was trained by a step whose every update was refused as not finite."""
+        if not is_all_skipped:
+            return self.settlements
+        reason = EvictionReason.NONFINITE_STEP
+        return tuple(
+            Settlement(rollout_id=item.rollout_id, reason=item.reason or reason)
+            for item in self.settlements
+        )
 
 
 @ray.remote
 class MergeActor:
-    """Keeps nothing from one step to the next: a replacement goes on where this one died."""
+    """Keeps nothing from one call to the next: a replacement goes on where this one died."""
 
     def __init__(self, settings: StepSettings, journal: JournalSettings | None = None) -> None:
         """journal: where each step is written down; None: nowhere."""
         self._settings = settings
         self._journal = Journal(journal) if journal is not None else None
-        self._planned: _Planned | None = None
 
     def plan(self, step_input: StepInput, trainer_version: int) -> tuple[Any, ...]:
-        """Merge a taken step; return a reference to what each rank must score before `build`.
+        """Lay out what models must score; return a reference to each rank's part.
 
-        Asked for only where rewards or advantages need a reference or a critic.
+        Asked for only where rewards or advantages need a reference or a critic. `build` lays the
+        same step out again to read the scores, so that nothing has to be kept for it.
         Raises: PayloadsLost, naming the rollouts.
         """
-        groups = self._merge(step_input)
-        plan = plan_scores(
-            groups, self._settings, step=step_input.step, trainer_version=trainer_version
+        shards = plan_scores(
+            self._merge(step_input),
+            self._settings,
+            step=step_input.step,
+            trainer_version=trainer_version,
         )
-        self._planned = _Planned(step=step_input.step, groups=groups, plan=plan)
-        return tuple(ray.put(shard) for shard in plan.shards)
+        return tuple(ray.put(shard) for shard in shards)
 
     def build(
         self, step_input: StepInput, trainer_version: int, scores: Sequence[Any] = ()
-    ) -> MergeReply:
+    ) -> BuiltStep:
         """Build the batch of a taken step. trainer_version: what the trainer holds.
 
         Args: scores: of each rank, a reference to its answers to the plan; empty where none was
         asked for.
         Raises: PayloadsLost, naming the rollouts; ValueError, as build_step and read_scores.
         """
-        planned, self._planned = self._planned, None
-        if scores and planned is not None and planned.step == step_input.step:
-            groups = planned.groups
-            found = read_scores(planned.plan, ray.get(list(scores), timeout=FETCH_DEADLINE_S))
-        else:
-            groups, found = self._merge(step_input), NO_SCORES
+        groups = self._merge(step_input)
+        if scores:
+            answers = ray.get(list(scores), timeout=FETCH_DEADLINE_S)
+            groups = read_scores(groups, self._settings, answers)
         result = build_step(
-            groups,
-            self._settings,
-            step=step_input.step,
-            trainer_version=trainer_version,
-            scores=found,
+            groups, self._settings, step=step_input.step, trainer_version=trainer_version
         )
-        return MergeReply(
+        return BuiltStep(
             step=step_input.step,
             shards=tuple(ray.put(shard) for shard in result.shards),
             settlements=result.settlements,
@@ -113,10 +108,10 @@ class MergeActor:
     def _notices(self, result: StepResult) -> tuple[str, ...]:
         unwritten = self._journal.write(result) if self._journal is not None else ""
         # Counted as the run and its journal do: the trainer holds version n - 1 at step n.
-        problems = problem_notices(result.judged, step=result.report.trainer_version + 1)
+        problems = problem_notices(result.members, step=result.report.trainer_version + 1)
         return (*problems, unwritten) if unwritten else problems
 
-    def _merge(self, step_input: StepInput) -> tuple[MergedGroup, ...]:
+    def _merge(self, step_input: StepInput) -> tuple[Group, ...]:
         return merge_groups(read_groups(step_input, _fetch(step_input.blocks)), self._settings)
 
 

@@ -1,20 +1,33 @@
-"""Group advantages: one number a trajectory, from the returns of its group.
+"""How each trained token gets its advantage: from its trajectory's return, its turn, or a critic.
 
-baseline and scale are separate choices. Statistics are over trajectories, never over rows: how
-turns were cut or merged changes nothing. With the baseline `critic` the group gives only the
-divisor (`group_divisor`); the advantages come from `gae`. Called by `credit`.
+baseline and scale are separate choices. Statistics are over trajectories, never over rows, so that
+how turns were cut into samples changes no advantage. With a group baseline a return is compared
+with those of its group, once a trajectory or (turn_discount) once a turn; with the baseline critic
+GAE runs over the action tokens of one trajectory, as they were played: values and the decay by
+lambda step from one action token to the next and skip observations, so that an environment's long
+answer does not wash credit out. Where a trajectory branched (a sub-agent, a compacted history),
+each token's state is the one that it was sampled in, in its own sample. Called by `step`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
-from actors.returns import are_equal
+from actors.limits import STRICT, Fraction, ModelName, Natural, NotNegative, Rate
+from actors.merge.member import (
+    Float64s,
+    Int64s,
+    Member,
+    sampled_span,
+    token_numbers,
+    turn_bounds,
+)
+from actors.outcomes import Disposition, OutcomeRule, are_equal
+from actors.trajectory_queue.ledger import EvictionReason
 
 STD_EPSILON = 1e-6
 
@@ -36,105 +49,362 @@ class Scale(StrEnum):
     MEAN = "mean"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAdvantages:
-    """values: [G] float64. has_signal: False when a group of one or equal returns (or a mean of
-    0 that would divide) left all of them 0; such a group is counted and not trained.
+class Truncation(StrEnum):
+    """What a critic makes of a trajectory that was cut off.
+
+    bootstrap: trained, the end is worth V(s_T). terminal: trained, the end is worth 0. mask: not in
+    the loss. penalty: as terminal, with an amount off the return. drop: neither.
     """
 
-    values: NDArray[np.float64]
-    has_signal: bool
+    BOOTSTRAP = "bootstrap"
+    TERMINAL = "terminal"
+    MASK = "mask"
+    PENALTY = "penalty"
+    DROP = "drop"
+
+    def rule(self, *, penalty: float = 0.0) -> OutcomeRule:
+        """The outcome rule that goes with it. Raises: ValueError, as OutcomeRule."""
+        match self:
+            case Truncation.BOOTSTRAP | Truncation.TERMINAL:
+                return OutcomeRule(disposition=Disposition.TRAIN)
+            case Truncation.MASK:
+                return OutcomeRule(disposition=Disposition.MASK)
+            case Truncation.PENALTY:
+                return OutcomeRule(disposition=Disposition.TRAIN_PENALISED, penalty=penalty)
+            case Truncation.DROP:
+                return OutcomeRule(disposition=Disposition.DROP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings:
+    """A value model and what is made of its values (PPO); of use with the baseline critic alone.
+
+    What its optimiser needs beyond this it has in common with the policy's (`trainer`).
+    """
+
+    __pydantic_config__ = STRICT
+
+    model: ModelName | None = None
+    """What it begins as, directory or hub name; null: the model that training starts from."""
+    discount: Fraction = 1.0
+    """Gamma, from one sampled token to the next."""
+    decay: Fraction = 1.0
+    """Lambda of GAE, likewise."""
+    truncation: Truncation = Truncation.BOOTSTRAP
+    """What a trajectory that was cut off is: worth V(s_T) at its end, worth 0, out of the loss,
+    worth 0 less truncation_penalty, or dropped."""
+    truncation_penalty: NotNegative = 0.0
+    """Off the return, with truncation penalty."""
+    learning_rate: Rate = 1e-4
+    """AdamW, after the warm-up."""
+    warmup_updates: Natural = 5
+    """Updates of linear warm-up, one a step."""
+    value_clip: Rate | None = 0.2
+    """How far a value may move in one step; null: no clip."""
+
+    @property
+    def truncation_rule(self) -> OutcomeRule:
+        """What becomes of a trajectory that was cut off."""
+        match self.truncation:
+            case Truncation.BOOTSTRAP | Truncation.TERMINAL:
+                return OutcomeRule(disposition=Disposition.TRAIN)
+            case Truncation.MASK:
+                return OutcomeRule(disposition=Disposition.MASK)
+            case Truncation.PENALTY:
+                penalised = Disposition.TRAIN_PENALISED
+                return OutcomeRule(disposition=penalised, penalty=self.truncation_penalty)
+            case Truncation.DROP:
+                return OutcomeRule(disposition=Disposition.DROP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdvantages:
+    """The advantages of one group's returns."""
+
+    values: Float64s
+    """[G]."""
+    zeroed: EvictionReason | None = None
+    """Why all of them are 0 (zero_variance, negative_return); None: they are not. Such a group is
+    counted, and not trained where the loss asks nothing else of its tokens."""
+
+
+def credit_group(
+    members: Sequence[Member],
+    *,
+    baseline: Baseline,
+    scale: Scale,
+    turn_discount: float | None,
+    critic: CriticSettings,
+) -> tuple[list[Member], EvictionReason | None]:
+    """Give the trained tokens of one group's baseline their advantages.
+
+    Args: members: of the baseline, at least one; with a critic, with its values.
+    Returns: the members with advantages, and why all of these are 0, as `GroupAdvantages`.
+    """
+    if baseline is Baseline.CRITIC:
+        return [_credit_tokens(member, critic) for member in members], None
+    if turn_discount is not None:
+        of_turns, zeroed = turn_advantages(
+            [_turn_rewards(member) for member in members],
+            discount=turn_discount,
+            baseline=baseline,
+            scale=scale,
+        )
+        pairs = zip(members, of_turns, strict=True)
+        return [_credit_turns(member, values) for member, values in pairs], zeroed
+    returns = [member.baseline_return for member in members if member.baseline_return is not None]
+    group = group_advantages(returns, baseline=baseline, scale=scale)
+    credited = [
+        replace(
+            member,
+            advantages=tuple(np.full(sample.num_trained, value) for sample in member.samples),
+        )
+        for member, value in zip(members, group.values, strict=True)
+    ]
+    return credited, group.zeroed
 
 
 def group_advantages(
-    returns: Sequence[float],
-    *,
-    baseline: Baseline = Baseline.MEAN,
-    scale: Scale = Scale.STD,
-    names: Sequence[str] = (),
+    returns: Sequence[float], *, baseline: Baseline = Baseline.MEAN, scale: Scale = Scale.STD
 ) -> GroupAdvantages:
     """Turn the returns of one group into advantages.
 
     A_i = (r_i - b_i) / s, b: mean of the group (mean), mean of the others (leave_one_out), 0
-    (none); s: `group_divisor`.
+    (none); s: 1 (none), sqrt(sum (r_i - mean)^2 / (G - 1)) + 1e-6 (std), mean of the group (mean).
+    All 0: for returns that are all equal, as those of a group of one are; under scale mean also
+    where one is negative.
     Source: mean, std: GRPO, arXiv 2402.03300, 4.1.2; leave_one_out: RLOO, arXiv 2402.14740, 3;
-    scale mean: MaxRL; scale none: Dr.GRPO, arXiv 2503.20783, 3.2 (deviations: n - 1 in std;
-    without a group baseline, scale std leaves a group without a deviation as it is, where 1e-6
-    alone would blow it up).
+    scale mean: MaxRL; scale none: Dr.GRPO, arXiv 2503.20783, 3.2 (deviation: n - 1 in std).
 
-    Args: returns: [G] float, of the members of the baseline, G >= 1. names: [G] of their
-    trajectories, for what an error says.
-    Raises: ValueError when there is no return, one is not finite, scale mean meets a negative one,
-    or the baseline is a critic, whose advantages are per token.
+    Args: returns: [G] float, finite, of the members of the baseline, G >= 1. scale: none with the
+    baseline none, which has no group to divide by.
     Example: group_advantages([1, 0, 0, 0]).values -> [1.499997, -.499999, -.499999, -.499999]
     """
-    if baseline is Baseline.CRITIC:
-        raise ValueError(
-            "advantages: got baseline critic for returns, expected mean, leave_one_out or none; a "
-            "critic's advantages are per token: use gae.token_advantages"
-        )
-    divisor = group_divisor(returns, scale=scale, names=names)
     values = np.asarray(returns, np.float64)
-    is_equal = are_equal(values.tolist())
-    if divisor == 0 or (is_equal and baseline is not Baseline.NONE):
-        return GroupAdvantages(values=np.zeros_like(values), has_signal=False)
-    return GroupAdvantages(values=(values - _baseline(values, baseline)) / divisor, has_signal=True)
-
-
-def group_divisor(returns: Sequence[float], *, scale: Scale, names: Sequence[str] = ()) -> float:
-    """What a group's advantages are divided by; 0: it has no signal (scale mean, a mean of 0).
-
-    none: 1; std: sqrt(sum (r_i - mean)^2 / (G - 1)) + 1e-6, and 1 for equal returns, which have no
-    deviation; mean: mean of the group.
-
-    Args, Raises: as `group_advantages`.
-    Example: group_divisor([1, 0, 0, 0], scale=Scale.STD) -> .500001
-    """
-    values = np.asarray(returns, np.float64)
-    _check(values, scale=scale, names=names)
-    match scale:
-        case Scale.NONE:
-            return 1.0
-        case Scale.STD:
-            is_equal = are_equal(values.tolist())
-            return 1.0 if is_equal else float(values.std(ddof=1)) + STD_EPSILON
-        case Scale.MEAN:
-            return float(values.mean())
-
-
-def _check(values: NDArray[np.float64], *, scale: Scale, names: Sequence[str]) -> None:
-    if values.ndim != 1 or values.size == 0:
-        raise ValueError(f"advantages: got returns of shape {values.shape}, expected [G], G >= 1")
-    if names and len(names) != values.size:
-        raise ValueError(f"advantages: got {len(names)} names for {values.size} returns")
-    finite = np.isfinite(values)
-    if not finite.all():
-        raise ValueError(
-            f"advantages: {_named(np.flatnonzero(~finite), names)} of {values.size} have a return "
-            "that is not finite; give such trajectories the outcome reward_error"
-        )
+    if baseline is Baseline.NONE:
+        assert scale is Scale.NONE, f"advantages: scale {scale} without a group baseline"
+        return GroupAdvantages(values=values)
+    if are_equal(values.tolist()):
+        return GroupAdvantages(values=np.zeros_like(values), zeroed=EvictionReason.ZERO_VARIANCE)
     if scale is Scale.MEAN and values.min() < 0:
-        worst = np.flatnonzero(values == values.min())[:1]
-        raise ValueError(
-            f"advantages: scale mean needs non-negative returns, got {values.min()} of "
-            f"{_named(worst, names)}; shift the rewards or choose another scale"
-        )
-
-
-def _named(members: NDArray[np.intp], names: Sequence[str]) -> str:
-    """Such as 'trajectory g000000.0-1.a0', or 'member 1' where no names were given."""
-    first = members[:4].tolist()
-    if names:
-        return "trajectory " + ", ".join(names[i] for i in first)
-    return "member " + ", ".join(map(str, first))
-
-
-def _baseline(values: NDArray[np.float64], baseline: Baseline) -> NDArray[np.float64] | float:
+        return GroupAdvantages(values=np.zeros_like(values), zeroed=EvictionReason.NEGATIVE_RETURN)
+    mean = float(values.mean())
     match baseline:
         case Baseline.MEAN:
-            return float(values.mean())
+            differences = values - mean
         case Baseline.LEAVE_ONE_OUT:
             # Returns that are not all equal are at least two.
-            return (values.sum() - values) / (values.size - 1)
-        case Baseline.NONE | Baseline.CRITIC:
-            return 0.0
+            differences = values - (values.sum() - values) / (values.size - 1)
+        case Baseline.CRITIC:
+            raise AssertionError("advantages: a critic's are per token")
+    match scale:
+        case Scale.NONE:
+            return GroupAdvantages(values=differences)
+        case Scale.STD:
+            return GroupAdvantages(values=differences / (float(values.std(ddof=1)) + STD_EPSILON))
+        case Scale.MEAN:
+            return GroupAdvantages(values=differences / mean)
+
+
+def discounted_suffix_sums(values: Float64s, factor: float) -> Float64s:
+    """Sum what comes from each index on: S_t = sum_k factor^k x_{t+k}.
+
+    By doubling: after a pass with shift s each entry holds the first 2s terms, so that N values
+    take log2(N) passes.
+
+    Args: values: [N] float. factor: in [0, 1].    Returns: [N] float64.
+    Example: discounted_suffix_sums([1, 2, 4], .5) -> [3, 4, 4]
+    """
+    sums = np.array(values, np.float64)
+    shift = 1
+    while shift < sums.shape[0] and factor:
+        sums[:-shift] = sums[:-shift] + factor**shift * sums[shift:]
+        shift *= 2
+    return sums
+
+
+def turn_advantages(
+    turn_rewards: Sequence[Float64s],
+    *,
+    discount: float,
+    baseline: Baseline = Baseline.MEAN,
+    scale: Scale = Scale.STD,
+) -> tuple[list[Float64s], EvictionReason | None]:
+    """Turn the rewards of a group's turns into an advantage for each turn.
+
+    R_{i,t} = sum_k discount^k r_{i,t+k}. At turn t every member of the group stands with
+    R_{i, min(t, last turn of i)}: one that has ended stands with its last turn's. On these the
+    group statistics of `group_advantages` are made, for each t of its own.
+    Source: discounted return-to-go of turns within a group: Kevin, arXiv 2507.11948, 3 (deviation,
+    ours: the comparison is with the same turn, where Kevin's is with all turns of the group, which
+    would blame the first turns of a won game for being far from the reward, and lets long
+    trajectories count more often). With discount 1 and rewards at the end alone, every turn gets
+    the advantage of its trajectory, whatever the numbers of turns.
+
+    Args: turn_rewards: for each member [K_i] float, K_i >= 1. discount: in [0, 1].
+    Returns: for each member [K_i] float64; and why all of them are 0, None where some are not.
+    Example: rewards [[0, 1], [0, 0]], discount .5, mean, none: R = [[.5, 1], [0, 0]] ->
+        [[.25, .5], [-.25, -.5]]
+    """
+    to_go = [discounted_suffix_sums(rewards, discount) for rewards in turn_rewards]
+    num_turns = [values.shape[0] for values in to_go]
+    columns = [
+        group_advantages(
+            [float(values[min(t, values.shape[0] - 1)]) for values in to_go],
+            baseline=baseline,
+            scale=scale,
+        )
+        for t in range(max(num_turns))
+    ]
+    # Beyond its own last turn a member only stands in; signal there is others', not its own.
+    table = np.stack([column.values for column in columns])
+    advantages = [table[:length, i] for i, length in enumerate(num_turns)]
+    reasons = {column.zeroed for column in columns}
+    for reason in (None, EvictionReason.NEGATIVE_RETURN):
+        if reason in reasons:
+            return advantages, reason
+    return advantages, EvictionReason.ZERO_VARIANCE
+
+
+def _turn_rewards(member: Member) -> Float64s:
+    """[K] rewards of the turns, with what falls on their tokens; [1] for one without turns."""
+    if not member.trajectory.turns:
+        # Trajectories without turns count in the baseline but contribute no tokens.
+        return np.array([member.baseline_return], np.float64)
+    if member.token_rewards is None:
+        return member.rewards
+    sums = np.append(0.0, np.cumsum(member.token_rewards))
+    return member.rewards + np.diff(sums[turn_bounds(member)])
+
+
+def _credit_turns(member: Member, of_turns: Float64s) -> Member:
+    counts = np.diff(turn_bounds(member))
+    chains = [list(sample.turns) for sample in member.samples]
+    return replace(
+        member, advantages=tuple(np.repeat(of_turns[turns], counts[turns]) for turns in chains)
+    )
+
+
+def end_value(final_value: float, *, is_truncated: bool, truncation: Truncation) -> float:
+    """What the state behind the last action token is worth.
+
+    V(s_T) for a trajectory that was cut off, under bootstrap; 0 otherwise: truncated is not
+    terminated.
+
+    Args: final_value: V(s_T), s_T ending with the last observation, or else the last action.
+    is_truncated: the recorded outcome, never guessed from token ids.
+    """
+    is_open = is_truncated and truncation is Truncation.BOOTSTRAP
+    return final_value if is_open else 0.0
+
+
+def token_advantages(
+    rewards: Float64s,
+    values: Float64s,
+    *,
+    discount: float,
+    decay: float,
+    end_value: float = 0.0,
+) -> Float64s:
+    """Estimate the advantage of each action token of a trajectory.
+
+    d_t = r_t + discount V_{t+1} - V_t, V_{N} = end_value; A_t = sum_k (discount decay)^k d_{t+k}.
+    The critic learns A_t + V_t.   Source: Schulman et al. 2016 (GAE), arXiv 1506.02438, equations
+    11 and 16 (deviation: t counts action tokens alone, and the end of what was cut off is worth
+    V(s_T)).
+
+    Args: rewards, values: [N] float, N >= 1; values[t]: of the state in which action token t was
+    sampled. discount, decay: in [0, 1].
+    Returns: [N] float64.
+    Example: rewards 0, values [.5, .6, .7], discount = decay = 1: end_value .8 -> [.3, .2, .1];
+        0 -> [-.5, -.6, -.7]
+    """
+    next_values = np.append(values[1:], end_value)
+    return discounted_suffix_sums(rewards + discount * next_values - values, discount * decay)
+
+
+def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
+    """Credit by token, from a critic's values of the states that the tokens were sampled in."""
+    bounds = turn_bounds(member)
+    numbers = [token_numbers(sample, bounds) for sample in member.samples]
+    old_values = np.empty(int(bounds[-1]), np.float32)
+    if not old_values.shape[0]:
+        return replace(member, advantages=tuple(np.empty(0) for _ in numbers))
+    last_turn, final_value = len(member.trajectory.turns) - 1, 0.0
+    for sample, scores, own in zip(member.samples, member.scores, numbers, strict=True):
+        assert scores.values is not None
+        # The state in which a token was sampled ends with the token before it.
+        old_values[own] = scores.values[np.flatnonzero(sample.mask) - 1]
+        if sample.turns[-1] == last_turn:
+            # s_T ends with the sample: with an observation behind the last action, or with that.
+            final_value = float(scores.values[-1])
+    values = old_values.astype(np.float64)
+    advantages = token_advantages(
+        _token_rewards(member, bounds),
+        values,
+        discount=critic.discount,
+        decay=critic.decay,
+        end_value=end_value(
+            final_value,
+            is_truncated=member.trajectory.is_truncated,
+            truncation=critic.truncation,
+        ),
+    )
+    targets = (advantages + values).astype(np.float32)
+    return replace(
+        member,
+        advantages=tuple(advantages[own] for own in numbers),
+        old_values=tuple(old_values[own] for own in numbers),
+        value_targets=tuple(targets[own] for own in numbers),
+    )
+
+
+def _token_rewards(member: Member, bounds: Int64s) -> Float64s:
+    """[N] rewards of the trained tokens.
+
+    A turn's comes with its last one, but for what it recorded by token, which counts where it was
+    earned. What falls on no trained token comes with the last one before it, or else the first.
+    """
+    charged, of_turns = member.token_rewards, member.rewards.copy()
+    rewards = np.zeros(int(bounds[-1])) if charged is None else charged.copy()
+    for sample in member.samples:
+        if sample.token_rewards is None:
+            continue
+        for turn in sample.turns:
+            span = sampled_span(member, turn)
+            earned = sample.token_rewards[span].astype(np.float64)
+            behind = bounds[turn] + np.cumsum(sample.mask[span] == 1) - 1
+            np.add.at(rewards, np.maximum(behind, 0), earned)
+            of_turns[turn] -= earned.sum()
+    np.add.at(rewards, np.maximum(bounds[1:] - 1, 0), of_turns)
+    return rewards
+
+
+def normalise_members(members: Sequence[Member]) -> list[Member]:
+    """REINFORCE++: normalise the advantages of a whole step, as `normalise_over_tokens`."""
+    arrays = [advantages for member in members for advantages in member.advantages]
+    new = iter(normalise_over_tokens(arrays))
+    return [
+        replace(member, advantages=tuple(next(new) for _ in member.advantages))
+        for member in members
+    ]
+
+
+def normalise_over_tokens(advantages: Sequence[Float64s]) -> list[Float64s]:
+    """Centre and scale a step's advantages by the mean and deviation over its trained tokens.
+
+    A' = (A - m) / (s + 1e-6), m and s the mean and the (population) deviation over all tokens.
+    Source: REINFORCE++, arXiv 2501.03262, global advantage normalisation (deviations: 1e-6 added
+    to s, as in the group statistics; groups without a signal keep advantage 0 and are not counted
+    in m and s, so that solved groups do not enlarge the advantages of the others). There is no
+    padding among them, so that the numbers do not depend on packing, ranks or micro-batches.
+
+    Args: advantages: [M_i] float each, one for each trained token.
+    Returns: the same shapes, float64; all 0 where the step's advantages are all equal.
+    Example: [[1], [-1, -1, -1]]: m = -.5, s = .866025 -> [[1.732049], [-.577350, ...]]
+    """
+    flat = np.concatenate([np.empty(0), *advantages])
+    if not flat.size or np.ptp(flat) == 0:
+        return [np.zeros_like(values) for values in advantages]
+    mean, deviation = flat.mean(), flat.std()
+    return [(values - mean) / (deviation + STD_EPSILON) for values in advantages]

@@ -2,8 +2,8 @@
 
 The trainer's loss is sum_t w_t loss_t and divides by nothing, so it does not change when turns are
 merged, rows packed, or tokens dealt to micro-batches and ranks. Each aggregation gives the tokens
-of a trajectory one weight. *Idle*: trajectories of groups without a signal; they are not computed,
-but they count, so that solved groups weaken the update instead of leaving it to the few others.
+of a trajectory one weight. Trajectories of groups without a signal are not computed, but they
+count, so that solved groups weaken the update instead of leaving it to the few others.
 Called by `step`. Letters: [N] trajectories of one update.
 """
 
@@ -28,17 +28,8 @@ class Aggregation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectorySize:
-    """num_tokens: trained tokens of the trajectory over all its samples, at least 1."""
-
-    trajectory_id: str
-    group_id: str
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IdleCounts:
-    """What counts in an update beside its own trajectories; a share of it need not be whole."""
+class UpdateSize:
+    """How much an update trains; a share of it need not be whole."""
 
     num_tokens: float = 0.0
     num_trajectories: float = 0.0
@@ -46,10 +37,11 @@ class IdleCounts:
 
 
 def trajectory_weights(
-    sizes: Sequence[TrajectorySize],
+    num_tokens: Sequence[int],
+    group_ids: Sequence[str],
     *,
     aggregation: Aggregation,
-    idle: IdleCounts,
+    without_signal: UpdateSize,
     constant_tokens: int,
 ) -> NDArray[np.float64]:
     """Weigh each trained token of each trajectory of one update.
@@ -58,52 +50,40 @@ def trajectory_weights(
     trajectory_mean: 1 / (N n_i), n_i tokens of trajectory i (Shao et al. 2024, GRPO, equation 3).
     prompt_mean: 1 / (G n_g), n_g tokens of group g, G groups (DAPO's token mean within each
     prompt). constant: 1 / (N C), C constant_tokens (Liu et al. 2025, Dr. GRPO, arXiv 2503.20783,
-    appendix A: the generation budget). D, N and G include what is idle, on every rank.
+    appendix A: the generation budget). D, N and G include what has no signal, on every rank.
 
+    Args: num_tokens: [N], of each trajectory over all its samples, at least 1. group_ids: [N].
+    without_signal: what counts beside them.
     Returns: [N] float64.
-    Raises: ValueError for a trajectory without a trained token.
-    Example: tokens [1, 3] of one group, nothing idle, C 8: token_mean [1/4, 1/4], trajectory_mean
-        [1/2, 1/6], prompt_mean [1/4, 1/4], constant [1/16, 1/16]
+    Example: tokens [1, 3] of one group, all with a signal, C 8: token_mean [1/4, 1/4],
+        trajectory_mean [1/2, 1/6], prompt_mean [1/4, 1/4], constant [1/16, 1/16]
     """
-    for size in sizes:
-        if size.num_tokens < 1:
-            raise ValueError(
-                f"merge: trajectory {size.trajectory_id} has {size.num_tokens} trained tokens in "
-                "an update, expected at least 1; evict it as empty"
-            )
-    counts = np.array([size.num_tokens for size in sizes], np.float64)
-    num_trajectories = len(sizes) + idle.num_trajectories
+    counts = np.array(num_tokens, np.float64)
+    num_trajectories = len(counts) + without_signal.num_trajectories
     match aggregation:
         case Aggregation.TOKEN_MEAN:
-            return np.full(len(sizes), 1.0 / max(1.0, counts.sum() + idle.num_tokens))
+            return np.full(len(counts), 1.0 / max(1.0, counts.sum() + without_signal.num_tokens))
         case Aggregation.TRAJECTORY_MEAN:
             return 1.0 / (num_trajectories * counts)
         case Aggregation.PROMPT_MEAN:
-            in_group = _tokens_by_group(sizes)
-            of_group = np.array([in_group[size.group_id] for size in sizes], np.float64)
-            return 1.0 / ((len(in_group) + idle.num_groups) * of_group)
+            in_group: Counter[str] = Counter()
+            for group_id, count in zip(group_ids, num_tokens, strict=True):
+                in_group[group_id] += count
+            of_group = np.array([in_group[group_id] for group_id in group_ids], np.float64)
+            return 1.0 / ((len(in_group) + without_signal.num_groups) * of_group)
         case Aggregation.CONSTANT:
-            return np.full(len(sizes), 1.0 / (max(1.0, num_trajectories) * constant_tokens))
+            return np.full(len(counts), 1.0 / (max(1.0, num_trajectories) * constant_tokens))
 
 
-def share_of_idle(
-    idle: IdleCounts, part: Sequence[TrajectorySize], whole: Sequence[TrajectorySize]
-) -> IdleCounts:
-    """Give one update of a step its share of what is idle, in proportion to what it trains.
+def share_of(size: UpdateSize, *, part: UpdateSize, whole: UpdateSize) -> UpdateSize:
+    """Give one update of a step its share, in proportion to what it trains of the whole.
 
-    Example: 10 idle tokens, an update of 3 of the step's 12 trained tokens -> 2.5 idle tokens
+    Example: 10 tokens without a signal, an update of 3 of the step's 12 trained tokens -> 2.5
     """
-    num_part, num_whole = (sum(size.num_tokens for size in sizes) for sizes in (part, whole))
-    num_groups = max(1, len(_tokens_by_group(whole)))
-    return IdleCounts(
-        num_tokens=idle.num_tokens * num_part / max(1, num_whole),
-        num_trajectories=idle.num_trajectories * len(part) / max(1, len(whole)),
-        num_groups=idle.num_groups * len(_tokens_by_group(part)) / num_groups,
+    return UpdateSize(
+        num_tokens=size.num_tokens * part.num_tokens / max(1, whole.num_tokens),
+        num_trajectories=(
+            size.num_trajectories * part.num_trajectories / max(1, whole.num_trajectories)
+        ),
+        num_groups=size.num_groups * part.num_groups / max(1, whole.num_groups),
     )
-
-
-def _tokens_by_group(sizes: Sequence[TrajectorySize]) -> Counter[str]:
-    tokens: Counter[str] = Counter()
-    for size in sizes:
-        tokens[size.group_id] += size.num_tokens
-    return tokens

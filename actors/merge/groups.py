@@ -1,7 +1,7 @@
-"""Closed groups as they come into a step, and each trajectory's merged samples and verdict; pure.
+"""Closed groups as they come into a step, and their members merged and classified; pure.
 
 The first stage of a step, done once: what a model is asked to score and what is trained are both
-read from its result. Called by the merge actor, `scoring` and `step`.
+read from its result. Called by the merge actor.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.merge.dispositions import Verdict, judge
+from actors.merge.disposition import classify
+from actors.merge.member import Member
 from actors.merge.misalignment import find_misalignment
-from actors.merge.prefix import Merged, merge_turns
+from actors.merge.prefix import merge_turns
 from actors.merge.settings import StepSettings
 from actors.types import Trajectory
+
+Group = tuple[Member, ...]
+"""The members of one group, in the order of the queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,26 +29,7 @@ class TrajectoryGroup:
     trajectories: tuple[Trajectory, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergedTrajectory:
-    """merged: None for turns that do not fit together."""
-
-    trajectory: Trajectory
-    merged: Merged | None
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergedGroup:
-    """The same members in the same order."""
-
-    group_id: str
-    members: tuple[MergedTrajectory, ...]
-
-
-def merge_groups(
-    groups: Sequence[TrajectoryGroup], settings: StepSettings
-) -> tuple[MergedGroup, ...]:
+def merge_groups(groups: Sequence[TrajectoryGroup], settings: StepSettings) -> tuple[Group, ...]:
     """Merge the turns of every trajectory, shape its rewards and apply the outcome's rule.
 
     Raises: ValueError for two trajectories of one rollout, which no ledger could tell apart.
@@ -57,25 +42,16 @@ def merge_groups(
             "expected one; give each rollout an id of its own"
         )
     return tuple(
-        MergedGroup(
-            group_id=group.group_id,
-            members=tuple(_merge(trajectory, settings) for trajectory in group.trajectories),
-        )
-        for group in groups
+        tuple(_merge(trajectory, settings) for trajectory in group.trajectories) for group in groups
     )
 
 
-def _merge(trajectory: Trajectory, settings: StepSettings) -> MergedTrajectory:
+def _merge(trajectory: Trajectory, settings: StepSettings) -> Member:
     misalignment = find_misalignment(trajectory, shape=settings.shape)
-    merged = merge_turns(trajectory) if misalignment is None else None
-    return MergedTrajectory(
-        trajectory=trajectory,
-        merged=merged,
-        verdict=judge(
-            trajectory,
-            merged,
-            misalignment=misalignment,
-            policies=settings.policies,
-            reward=settings.algorithm.reward,
-        ),
+    return classify(
+        trajectory,
+        merge_turns(trajectory) if misalignment is None else None,
+        misalignment=misalignment,
+        policies=settings.policies,
+        reward=settings.algorithm.reward,
     )

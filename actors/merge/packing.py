@@ -1,58 +1,65 @@
-"""From samples to packed rows: the same number of micro-batches for every rank, balanced in cost.
+"""From samples to packed rows: the same number of micro-batches for every rank, equal in cost.
 
 Invariants: every trained token is in exactly one row; all samples of a trajectory are in one row,
-because some losses look at whole trajectories; a row is at most `budget` tokens long, unless one
-trajectory alone is longer. What a rank has less is filled with rows that train nothing, so that
-collectives stay aligned. Called by `step`.
+because some losses look at whole trajectories; a row is at most `budget` tokens long, counted after
+sharing, unless one trajectory alone is longer. Trajectories that share a prefix are packed together
+as long as the ranks' costs stay equal: balance is worth more than sharing, because the slowest rank
+is waited for. A rank that has fewer rows gets rows that train nothing, so that collectives stay
+aligned. Rows to be scored, and a critic's rows, are dealt more simply (`deal_rows`). Called by
+`step` and `scoring`.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.batch import Float32s, MicroBatch, Minibatch
-from actors.merge.placing import place
-from actors.merge.prefix import Sample
-from actors.merge.prefix_tree import build_flat, build_forest
-from actors.merge.row_experts import row_experts
+from actors.batch import Float32s, MicroBatch, Minibatch, ValueRow, ValueShard
+from actors.merge.prefix_sharing import (
+    Int64s,
+    PrefixRun,
+    Size,
+    build_flat,
+    build_forest,
+    bundle_run,
+    cut_run,
+    row_experts,
+    sort_trajectories,
+)
+from actors.merge.sample import Sample
+from actors.types import TokenIds
 
+BALANCED = 1.05
+"""Largest cost of a rank over the mean that is good enough."""
+_MAX_MOVES = 64
+_CANDIDATES = 16
 _Number = TypeVar("_Number", bound=np.generic)
-# A filler is one token: nothing is predicted from it.
-_FILLER_TOKENS = np.zeros(1, np.int32)
+
+
+def _no_floats() -> Float32s:
+    return np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSample:
-    """A sample, what its trained tokens are credited with, and the loss weight of each.
-
-    advantage: one number for all of them, or [T] float32, of which mask 0 is not read.
-    loss_weight: of `aggregation`; 0 in rows that are not trained.
-    Raises: ValueError when there are neither one nor T advantages.
-    """
+    """A sample with what its M trained tokens get, in their order."""
 
     sample: Sample
-    advantage: float | Float32s
+    advantage: float | NDArray[np.float64] | Float32s
+    """[M] float, or one number for all of them."""
     loss_weight: float
-
-    def __post_init__(self) -> None:
-        shape = np.shape(self.advantage)
-        if shape not in ((), (self.sample.num_tokens,)):
-            raise ValueError(
-                f"packing: trajectory {self.sample.trajectory_id} has advantages of shape {shape} "
-                f"for a sample of {self.sample.num_tokens} tokens, expected one for each, or one "
-                "number for all"
-            )
-
-    @property
-    def token_advantages(self) -> Float32s:
-        """[T] float32."""
-        values = np.asarray(self.advantage, np.float32)
-        return np.broadcast_to(values, (self.sample.num_tokens,))
+    """Of each token, from `aggregation`; 0 in rows that are not trained."""
+    old_values: Float32s = field(default_factory=_no_floats)
+    """[M] float32, as the critic scored the states; [0] without a critic."""
+    value_targets: Float32s = field(default_factory=_no_floats)
+    """[M] float32, likewise."""
 
 
 def split_trajectories(
@@ -86,14 +93,12 @@ def pack_minibatch(
 
     share_prefixes: whether a row computes what its samples have in common once.
     Returns: the minibatch of each rank.
-    Raises: ValueError, naming the trajectory, for an advantage or a weight that is not finite.
     """
     members: dict[str, list[WeightedSample]] = {}
     for each in weighted:
-        _check_finite(each)
         members.setdefault(each.sample.trajectory_id, []).append(each)
     trajectories = list(members.values())
-    placed = place(
+    assigned = assign_rows(
         [[each.sample.token_ids for each in samples] for samples in trajectories],
         num_ranks=num_ranks,
         budget=budget,
@@ -104,34 +109,69 @@ def pack_minibatch(
         Minibatch(
             micro_batches=tuple(
                 pack_row([w for i in row for w in trajectories[i]], share_prefixes=share_prefixes)
-                if row
-                else filler()
                 for row in rows
             )
         )
-        for rows in placed
+        for rows in assigned
     ]
+
+
+def pack_values(
+    weighted: Sequence[WeightedSample], *, step: int, num_ranks: int, budget: int
+) -> tuple[ValueShard, ...]:
+    """Pack one update of the critic; each trained token weighs 1 over the tokens of all ranks.
+
+    Args: weighted: with values. Returns: a shard for each rank.
+    """
+    weight = 1 / max(1, sum(each.sample.num_trained for each in weighted))
+    dealt = deal_rows(
+        [each.sample.num_tokens for each in weighted], num_ranks=num_ranks, budget=budget
+    )
+    return tuple(
+        ValueShard(
+            step=step,
+            rows=tuple(_value_row([weighted[i] for i in row], weight=weight) for row in rows),
+        )
+        for rows in dealt
+    )
+
+
+def _value_row(weighted: Sequence[WeightedSample], *, weight: float) -> ValueRow:
+    # Padding has no samples.
+    none = _no_floats()
+    return ValueRow(
+        row=pack_row([unrouted(each.sample, loss_weight=weight) for each in weighted]),
+        old_values=np.concatenate([none, *(each.old_values for each in weighted)]),
+        value_targets=np.concatenate([none, *(each.value_targets for each in weighted)]),
+    )
+
+
+def unrouted(sample: Sample, *, loss_weight: float = 0.0) -> WeightedSample:
+    """A sample for a reference or a critic, whose router decides by itself."""
+    return WeightedSample(sample=sample.without_experts(), advantage=0.0, loss_weight=loss_weight)
 
 
 def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True) -> MicroBatch:
     """Lay samples out in one row; the logits at a token predict the next one on its path.
 
+    No samples give `padding_row`.
     Example: prompt [1,2], response [3,4,5], mask [1,0,1], alone in its row: loss_positions [1,3],
     targets [3,5].
-    Raises: ValueError, naming a trajectory, for an empty sample, or expert records of different
-    shapes.
     """
-    empty = [each.sample.trajectory_id for each in weighted if not each.sample.num_tokens]
-    if empty or not weighted:
-        whose = f"a sample without tokens, of trajectory {empty[0]}" if empty else "no sample"
-        raise ValueError(f"merge: got {whose} for a row, expected a token or more; evict it")
+    if not weighted:
+        return padding_row()
     samples = [each.sample for each in weighted]
     build = build_forest if share_prefixes else build_flat
     forest = build([sample.token_ids for sample in samples])
     trained = [np.flatnonzero(sample.mask) for sample in samples]
-    sample_of_trained = np.repeat(np.arange(len(samples)), [each.shape[0] for each in trained])
+    counts = [positions.shape[0] for positions in trained]
+    sample_of_trained = np.repeat(np.arange(len(samples)), counts)
+    advantages = [
+        np.broadcast_to(np.asarray(each.advantage, np.float32), (count,))
+        for each, count in zip(weighted, counts, strict=True)
+    ]
     loss_weights = np.array([each.loss_weight for each in weighted], np.float32)
-    experts = row_experts(samples, forest)
+    experts, num_overruled = row_experts(samples, forest)
 
     def of_trained(columns: Iterable[NDArray[_Number]], *, ahead: int = 0) -> NDArray[_Number]:
         pairs = zip(columns, trained, strict=True)
@@ -145,21 +185,21 @@ def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True)
         loss_positions=of_trained(forest.paths, ahead=1),
         targets=of_trained(sample.token_ids for sample in samples),
         behaviour_logprobs=of_trained(sample.logprobs for sample in samples),
-        advantages=of_trained(each.token_advantages for each in weighted),
+        advantages=np.concatenate(advantages),
         sampled_versions=of_trained(sample.versions for sample in samples),
         loss_weights=loss_weights[sample_of_trained],
         trajectory_index=_number_trajectories(samples, sample_of_trained),
-        experts=experts.records,
-        num_overruled_records=experts.num_overruled,
+        experts=experts,
+        num_overruled_records=num_overruled,
     )
 
 
-def filler() -> MicroBatch:
-    """A row that trains nothing."""
-    no_ids, no_floats = np.empty(0, np.int32), np.empty(0, np.float32)
+def padding_row() -> MicroBatch:
+    """A row of one token that predicts nothing."""
+    one, no_ids, no_floats = np.zeros(1, np.int32), np.empty(0, np.int32), _no_floats()
     return MicroBatch(
-        token_ids=_FILLER_TOKENS,
-        position_ids=_FILLER_TOKENS,
+        token_ids=one,
+        position_ids=one,
         segment_lengths=np.ones(1, np.int32),
         segment_parents=np.full(1, -1, np.int32),
         loss_positions=no_ids,
@@ -169,21 +209,6 @@ def filler() -> MicroBatch:
         sampled_versions=no_ids,
         loss_weights=no_floats,
         trajectory_index=no_ids,
-    )
-
-
-def _check_finite(weighted: WeightedSample) -> None:
-    # As the trainer gets them: what float32 cannot hold is infinite there.
-    with np.errstate(over="ignore"):
-        advantages = np.atleast_1d(weighted.advantage).astype(np.float32)
-        weight = np.float32(weighted.loss_weight)
-    wrong = advantages[~np.isfinite(advantages)]
-    if not wrong.size and np.isfinite(weight) and weight >= 0:
-        return
-    shown = wrong[0] if wrong.size else advantages[0]
-    raise ValueError(
-        f"merge: trajectory {weighted.sample.trajectory_id} has advantage {shown} and loss weight "
-        f"{weight}, expected finite float32 and a weight of 0 or more; look at its rewards"
     )
 
 
@@ -197,3 +222,202 @@ def _number_trajectories(
     )
     _, numbers = np.unique(of_sample[sample_of_trained], return_inverse=True)
     return numbers.astype(np.int32)
+
+
+def deal_rows(lengths: Sequence[int], *, num_ranks: int, budget: int) -> list[list[list[int]]]:
+    """Put samples into rows of at most `budget` tokens, longest first, and deal these to ranks.
+
+    For rows without a policy loss: nothing is split into updates, and no trajectory has to stay
+    together. A sample longer than the budget gets a row of its own.
+
+    Args: lengths: tokens of each sample.
+    Returns: [num_ranks][rows][samples of the row]; as many rows for each rank, some empty.
+    Example: lengths [4, 9, 5], 2 ranks, budget 10 -> [[[1]], [[2, 0]]]
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        row = next((r for r, left in enumerate(room) if lengths[index] <= left), None)
+        if row is None:
+            rows.append([index])
+            room.append(budget - lengths[index])
+        else:
+            rows[row].append(index)
+            room[row] -= lengths[index]
+    num_rows = max(1, -(-len(rows) // num_ranks))
+    rows += [[] for _ in range(num_rows * num_ranks - len(rows))]
+    return [rows[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def assign_rows(
+    trajectories: Sequence[Sequence[TokenIds]],
+    *,
+    num_ranks: int,
+    budget: int,
+    attention_tokens: int,
+    share_prefixes: bool,
+) -> list[list[list[int]]]:
+    """Choose rank and row for each trajectory.
+
+    Trajectories are sorted by their first sample and cut into bundles where the least is shared,
+    until each fits a row and a rank's part of the cost. Bundles are assigned by longest processing
+    time first: the costliest one left goes to the row with room after which its rank costs least,
+    what it shares with that row counted. Where the ranks then differ by more than BALANCED, single
+    trajectories are moved from the costliest rank to the cheapest; where that does not do, smaller
+    bundles are tried, and the assignment whose costliest rank costs least is kept. Rows a rank: the
+    fewest with which all bundles fit.
+
+    Args: trajectories: the samples of each, as token ids.
+    Returns: [num_ranks][rows][trajectories of the row], rows possibly empty.
+    """
+    if not trajectories:
+        return [[[]] for _ in range(num_ranks)]
+    run = sort_trajectories(
+        trajectories, attention_tokens=attention_tokens, share_prefixes=share_prefixes
+    )
+    best: _Assignment | None = None
+    num_bundles = 0
+    limit = bundle_run(run, [0, len(run.order)]).cost[0] / num_ranks
+    while num_bundles < len(trajectories):
+        bounds = cut_run(run, max_tokens=budget, max_cost=limit)
+        limit /= 2
+        if len(bounds) - 1 == num_bundles:
+            continue
+        num_bundles = len(bounds) - 1
+        assignment = _assign_bundles(run, bounds, num_ranks=num_ranks, budget=budget)
+        _even_out(run, assignment, budget=budget)
+        if best is None or max(assignment.costs) < max(best.costs):
+            best = assignment
+        if assignment.is_balanced:
+            break
+    assert best is not None
+    return [[[run.order[i] for i in row] for row in rank] for rank in best.members]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Assignment:
+    """Which trajectories are in which row; changed in place by `_even_out`."""
+
+    members: list[list[list[int]]]
+    """[ranks][rows], ascending numbers in the run."""
+    tokens: list[list[int]]
+    """[ranks][rows]."""
+    costs: list[float]
+    """[ranks]."""
+
+    @property
+    def is_balanced(self) -> bool:
+        return max(self.costs) <= BALANCED * sum(self.costs) / len(self.costs)
+
+
+def _assign_bundles(
+    run: PrefixRun, bounds: Sequence[int], *, num_ranks: int, budget: int
+) -> _Assignment:
+    bundles = bundle_run(run, bounds)
+    num_tokens = int((bundles.num_tokens - bundles.shared).sum())
+    rows_each = max(1, -(-num_tokens // (budget * num_ranks)))
+    while True:
+        assigned = _try_assign(bundles, num_ranks=num_ranks, rows_each=rows_each, budget=budget)
+        if assigned is not None:
+            break
+        rows_each += 1
+    parts = list(pairwise(bounds))
+    members = [
+        [sorted(i for bundle in row for i in range(*parts[bundle])) for row in rank]
+        for rank in assigned.members
+    ]
+    return _Assignment(members=members, tokens=assigned.tokens, costs=assigned.costs)
+
+
+def _try_assign(
+    bundles: PrefixRun, *, num_ranks: int, rows_each: int, budget: int
+) -> _Assignment | None:
+    """Assign bundles to rows; None where they do not all fit."""
+    num_rows = num_ranks * rows_each
+    members: list[list[int]] = [[] for _ in range(num_rows)]
+    tokens, rank_of = np.zeros(num_rows, np.int64), np.arange(num_rows) // rows_each
+    costs = np.zeros(num_ranks)
+    # What each bundle has in common with each row.
+    shared: Int64s = np.zeros((num_rows, len(bundles.order)), np.int64)
+    for bundle in np.argsort(-bundles.cost, kind="stable").tolist():
+        known = shared[:, bundle]
+        new_tokens = tokens + bundles.num_tokens[bundle] - known
+        new_costs = costs[rank_of] + bundles.cost[bundle] - bundles.cost_of(known)
+        new_costs[(tokens > 0) & (new_tokens > budget)] = np.inf
+        row = int(new_costs.argmin())
+        if math.isinf(new_costs[row]):
+            return None
+        members[row].append(bundle)
+        tokens[row], costs[rank_of[row]] = new_tokens[row], new_costs[row]
+        np.maximum(shared[row], bundles.shared_with(bundle), out=shared[row])
+    return _Assignment(
+        members=[members[rank * rows_each :][:rows_each] for rank in range(num_ranks)],
+        tokens=tokens.reshape(num_ranks, rows_each).tolist(),
+        costs=costs.tolist(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Move:
+    """One trajectory's way from a row of the costliest rank to a row of the cheapest."""
+
+    member: int
+    source: int
+    target: int
+    left: Size
+    """What the one row loses."""
+    added: Size
+    """What the other gains."""
+
+
+def _even_out(run: PrefixRun, assignment: _Assignment, *, budget: int) -> None:
+    """Move trajectories from the costliest rank to the cheapest that gains by it, in place."""
+    for _ in range(_MAX_MOVES):
+        if assignment.is_balanced:
+            return
+        *others, high = sorted(range(len(assignment.costs)), key=assignment.costs.__getitem__)
+        is_moved = any(_improve(run, assignment, high, low, budget=budget) for low in others)
+        if not is_moved:
+            return
+
+
+def _improve(run: PrefixRun, assignment: _Assignment, high: int, low: int, *, budget: int) -> bool:
+    """Make the best move from one rank to another; False where none lowers the higher cost."""
+    costs = assignment.costs
+
+    def cost_after(move: _Move) -> float:
+        return max(costs[high] - move.left.cost, costs[low] + move.added.cost)
+
+    moves = _moves(run, assignment, high, low, budget=budget)
+    best = min(moves, key=cost_after, default=None)
+    if best is None or cost_after(best) >= costs[high]:
+        return False
+    assignment.members[high][best.source].remove(best.member)
+    insort(assignment.members[low][best.target], best.member)
+    assignment.tokens[high][best.source] -= best.left.num_tokens
+    assignment.tokens[low][best.target] += best.added.num_tokens
+    costs[high] -= best.left.cost
+    costs[low] += best.added.cost
+    return True
+
+
+def _moves(
+    run: PrefixRun, assignment: _Assignment, high: int, low: int, *, budget: int
+) -> list[_Move]:
+    """The moves with room that would come nearest to halving the difference."""
+    half = (assignment.costs[high] - assignment.costs[low]) / 2
+    leaving = [
+        (run.added([other for other in row if other != member], member), member, source)
+        for source, row in enumerate(assignment.members[high])
+        for member in row
+    ]
+    leaving.sort(key=lambda each: (abs(each[0].cost - half), each[1]))
+    moves = []
+    for left, member, source in leaving[:_CANDIDATES]:
+        for target, row in enumerate(assignment.members[low]):
+            added = run.added(row, member)
+            if not row or assignment.tokens[low][target] + added.num_tokens <= budget:
+                moves.append(
+                    _Move(member=member, source=source, target=target, left=left, added=added)
+                )
+    return moves

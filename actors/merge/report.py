@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from actors.batch import MicroBatch, RankShard
 from actors.limits import MAX_REWARD
+from actors.merge.member import Member
 from actors.merge.mismatch import MismatchKind
 from actors.merge.prefix import Merged
 from actors.statistics import STATISTICS, Reduction, Source
 from actors.trajectory_queue.ledger import EvictionReason
-from actors.types import Outcome, Trajectory
+from actors.types import Outcome
 
 _REDUCE: Mapping[Reduction, Callable[[NDArray[np.float64]], np.floating]] = {
     Reduction.MEAN: np.mean,
@@ -54,6 +55,7 @@ class StepReport:
     trainer_version: int
     num_groups: int
     num_zero_variance_groups: int
+    num_negative_return_groups: int = 0
     num_trajectories: int
     outcomes: Mapping[Outcome, int]
     evictions: Mapping[EvictionReason, int]
@@ -74,51 +76,39 @@ class StepReport:
     """Of expert choices, in shared prefixes (`row_experts`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTallies:
-    """What `step` knows when the batch is made. merged: None for misaligned trajectories.
-
-    returns: of each trajectory, with all shaping, before the outcome's rule.
-    """
-
-    trajectories: Sequence[Trajectory]
-    merged: Sequence[Merged | None]
-    returns: Sequence[float]
-    advantages: Sequence[float]
-    evictions: Sequence[EvictionReason]
-    num_groups: int
-    num_zero_variance_groups: int
-    num_malformed_rewarded: int
-
-
-def report_step(tallies: StepTallies, shards: Sequence[RankShard]) -> StepReport:
-    """Describe a step by its trajectories and its packed rows."""
-    trajectories = tallies.trajectories
+def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard]) -> StepReport:
+    """Describe a step by its members and its packed rows."""
+    members = [member for group in groups for member in group]
+    trajectories = [member.trajectory for member in members]
     rows = [r for shard in shards for part in shard.minibatches for r in part.micro_batches]
     ages = shards[0].trainer_version - _versions(rows)
     graded = [t for t in trajectories if t.is_graded and abs(t.episode_return) <= MAX_REWARD]
     shaped = [
-        value
-        for trajectory, value in zip(trajectories, tallies.returns, strict=True)
-        if trajectory.is_graded and abs(value) <= MAX_REWARD
+        member.shaped_return
+        for member in members
+        if member.trajectory.is_graded and abs(member.shaped_return) <= MAX_REWARD
     ]
     scaled = [t.episode_return / t.best_return for t in graded if t.best_return]
+    advantages = [np.concatenate(member.advantages) for member in members if member.is_trained]
+    # Of each group: members that are, or would be, in the loss agree.
+    zeroed = [{member.zeroed for member in group} for group in groups]
     return StepReport(
         step=shards[0].step,
         trainer_version=shards[0].trainer_version,
-        num_groups=tallies.num_groups,
-        num_zero_variance_groups=tallies.num_zero_variance_groups,
-        num_trajectories=len(trajectories),
+        num_groups=len(groups),
+        num_zero_variance_groups=sum(EvictionReason.ZERO_VARIANCE in found for found in zeroed),
+        num_negative_return_groups=sum(EvictionReason.NEGATIVE_RETURN in found for found in zeroed),
+        num_trajectories=len(members),
         outcomes=dict(Counter(t.outcome for t in trajectories)),
-        evictions=dict(Counter(tallies.evictions)),
-        num_malformed_rewarded=tallies.num_malformed_rewarded,
-        merge=report_merge([merged for merged in tallies.merged if merged is not None]),
+        evictions=dict(Counter(member.reason for member in members if member.reason is not None)),
+        num_malformed_rewarded=sum(member.is_malformed_rewarded for member in members),
+        merge=report_merge([member.merged for member in members if member.merged is not None]),
         statistics=_statistics(
             {
                 # Before the outcome's rule: what was played, not what training makes of it.
                 "reward": shaped,
                 "scaled_reward": scaled,
-                "trajectory_advantage": tallies.advantages,
+                "trajectory_advantage": [float(values.mean()) for values in advantages],
                 "policy_age": ages,
             }
         ),

@@ -1,20 +1,21 @@
 """Reward shaping: pure functions over the turn rewards of one trajectory.
 
 What is added or taken comes with the last turn, but for the KL penalty, which falls on the tokens.
-The adjusted rewards are what the group statistics and the logs see; the environment's own stay in
-the trajectory. Order: clip the return, overlong and missing-end penalties, then the outcome's rule
-(`dispositions`), then KL. Called by `dispositions` and `credit`.
+The adjusted rewards are what the group statistics see; the environment's own stay in the
+trajectory. Order: clip the return, overlong and missing-end penalties, then the outcome's rule
+(`disposition`), then KL. Called by `disposition` and `step`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actors.limits import MAX_LOG_RATIO, STRICT, NotNegative, Positive, Rate
+from actors.merge.member import Member, token_numbers, turn_bounds
 from actors.trainer.loss.settings import KlEstimator
 from actors.types import FinishReason, Trajectory
 
@@ -145,12 +146,31 @@ def is_end_missing(trajectory: Trajectory) -> bool:
     return bool(trajectory.turns) and trajectory.turns[-1].finish_reason is FinishReason.LENGTH
 
 
+def charge_kl(member: Member, kl: KlRewardSettings) -> Member:
+    """Charge a member's trained tokens for leaving the reference, and its returns with them.
+
+    Args: member: in its group's baseline, with a reference's scores.
+    """
+    assert member.baseline_return is not None
+    bounds = turn_bounds(member)
+    charged = np.zeros(int(bounds[-1]), np.float64)
+    for sample, scores in zip(member.samples, member.scores, strict=True):
+        assert scores.reference_logprobs is not None
+        logprobs = sample.logprobs[sample.mask == 1]
+        charged[token_numbers(sample, bounds)] = kl_penalties(
+            logprobs, scores.reference_logprobs, kl=kl
+        )
+    taken = float(charged.sum())
+    return replace(
+        member,
+        token_rewards=charged,
+        baseline_return=member.baseline_return + taken,
+        shaped_return=member.shaped_return + taken,
+    )
+
+
 def kl_penalties(
-    logprobs: NDArray[np.float32],
-    reference_logprobs: NDArray[np.float32],
-    *,
-    kl: KlRewardSettings,
-    name: str = "",
+    logprobs: NDArray[np.float32], reference_logprobs: NDArray[np.float32], *, kl: KlRewardSettings
 ) -> NDArray[np.float64]:
     """Charge each sampled token for leaving the reference.
 
@@ -159,24 +179,12 @@ def kl_penalties(
     deviation: the bound). Added to the rewards, their gradient is not the KL's own: k1 in the
     reward gives the gradient of the KL, k3 does not.
 
-    Args: logprobs: [T] float32, nats, of the policy that is charged (behaviour or current).
-    reference_logprobs: [T] float32, nats, of the same tokens. name: of the trajectory.
-    Returns: [T] float64, to be added to the rewards.
-    Raises: ValueError when lengths differ or a number is not finite.
+    Args: logprobs: [M] float32, nats, of the policy that is charged (behaviour or current).
+    reference_logprobs: [M] float32, nats, of the same tokens.
+    Returns: [M] float64, to be added to the rewards.
     Example: log p = 0, log p_ref = -ln 2, beta 1: k1 -> -.693147; k3 -> -.193147
     """
-    subject = f"trajectory {name}" if name else "the trajectory"
-    if logprobs.shape != reference_logprobs.shape:
-        raise ValueError(
-            f"shaping: {subject} has {reference_logprobs.shape} reference log-probabilities for "
-            f"{logprobs.shape} tokens, expected one each; score the samples as they were merged"
-        )
     delta = reference_logprobs.astype(np.float64) - logprobs.astype(np.float64)
-    if not np.isfinite(delta).all():
-        raise ValueError(
-            f"shaping: {subject} has a log-probability that is not finite, of the policy or of "
-            "the reference; mask such tokens before they are charged"
-        )
     match kl.estimator:
         case KlEstimator.K1:
             estimate = -delta

@@ -1,12 +1,14 @@
 """One training step's data, from merged groups to what each rank trains on; pure.
 
-Order: `groups` has merged the turns, shaped the rewards and applied the outcome policy; then group
-statistics (by group, over trajectories) or GAE, and packing. Invariant: every trajectory that comes
-in leaves with exactly one settlement, and it is `trained` exactly when its tokens are in the batch.
-A group without a signal (equal returns, or one member) has advantage 0. Where nothing else in the
-loss asks anything of its tokens it is settled as zero_variance and not in the rows, but it counts
-in the loss weights, so that solved groups weaken the update instead of leaving it to the few
-others. Where an entropy bonus or a KL term does, it is trained. Called by the merge actor.
+Order: `groups` has merged the turns, shaped the rewards and applied the outcome policy, and
+`scoring` has added what models say, where that is needed; then the KL charge, group statistics (by
+group, over trajectories) or GAE, and packing. Invariant: every trajectory that comes in leaves with
+exactly one settlement, and it is `trained` exactly when its tokens are in the batch. A group
+without a signal (equal returns, one member, or a negative return under scale mean) has advantage 0.
+Where nothing else in the loss asks anything of its tokens it is settled under that reason and not
+in the rows, but it counts in the loss weights, so that solved groups weaken the update instead of
+leaving it to the few others. Where an entropy bonus or a KL term does, it is trained. Called by the
+merge actor.
 """
 
 from __future__ import annotations
@@ -14,120 +16,81 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from actors.batch import Float32s, Minibatch, RankShard
-from actors.merge.aggregation import (
-    IdleCounts,
-    TrajectorySize,
-    share_of_idle,
-    trajectory_weights,
-)
-from actors.merge.candidates import NO_SCORES, Candidate, Scores, candidate, places_of
-from actors.merge.credit import (
-    Credit,
-    credit_group,
-    normalised,
-    sample_advantage,
-    trained_advantages,
-)
-from actors.merge.dispositions import Verdict
-from actors.merge.groups import MergedGroup, MergedTrajectory
-from actors.merge.judged import JudgedTrajectory
-from actors.merge.packing import WeightedSample, pack_minibatch, split_trajectories
-from actors.merge.prefix import Merged
-from actors.merge.report import StepReport, StepTallies, report_step
+from actors.batch import Minibatch, RankShard, ValueShard
+from actors.merge.advantages import credit_group, normalise_members
+from actors.merge.aggregation import UpdateSize, share_of, trajectory_weights
+from actors.merge.groups import Group
+from actors.merge.member import Member
+from actors.merge.packing import WeightedSample, pack_minibatch, pack_values, split_trajectories
+from actors.merge.report import StepReport, report_step
 from actors.merge.settings import StepSettings
-from actors.merge.value_rows import ValuedSample, pack_values
+from actors.merge.shaping import charge_kl
 from actors.trajectory_queue.ledger import EvictionReason, Settlement
-from actors.types import Trajectory
-from actors.value_batch import ValueShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """shards: one for each rank. settlements, judged: one for each trajectory, in their order.
-    value_shards: one for each rank where there is a critic.
-    """
+    """A built step."""
 
     shards: tuple[RankShard, ...]
+    """One for each rank."""
+    value_shards: tuple[ValueShard, ...]
+    """Likewise with a critic; none without one."""
+    members: tuple[Member, ...]
+    """Every trajectory of the step, with what was decided on it; for the journal."""
     settlements: tuple[Settlement, ...]
+    """One for each member, in their order."""
     report: StepReport
-    judged: tuple[JudgedTrajectory, ...]
-    value_shards: tuple[ValueShard, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Member:
-    """A trajectory on its way: it has no credit until its group has been looked at.
-
-    shaped_return: with all shaping, before the outcome's rule. has_signal: False when its group was
-    found to have none.
-    """
-
-    trajectory: Trajectory
-    merged: Merged | None
-    verdict: Verdict
-    shaped_return: float
-    credit: Credit | None = None
-    has_signal: bool = True
-
-    @property
-    def is_trained(self) -> bool:
-        return self.verdict.reason is None
 
 
 def build_step(
-    groups: Sequence[MergedGroup],
-    settings: StepSettings,
-    *,
-    step: int,
-    trainer_version: int,
-    scores: Scores = NO_SCORES,
+    groups: Sequence[Group], settings: StepSettings, *, step: int, trainer_version: int
 ) -> StepResult:
     """Make the batch of one step.
 
-    Args: groups: as `merge_groups` made them with these settings. step: its number.
-    trainer_version: the policy version that the trainer holds. scores: of the samples, where the
-    settings need a critic's values or a reference's log-probabilities.
-    Raises: ValueError when the advantages refuse a group's returns (scale mean, negative ones),
-    scores are missing, or a trajectory was sampled by a version that the trainer does not hold yet.
+    Args: groups: as `merge_groups` made them with these settings, scored (`read_scores`) where the
+    settings need a critic or a reference. step: its number. trainer_version: the policy version
+    that the trainer holds.
+    Raises: ValueError when scores are missing, or a trajectory was sampled by a version that the
+    trainer does not hold yet.
     """
-    _check_versions(groups, trainer_version)
-    judged = [_credit_members(group, settings, scores) for group in groups]
+    _check_members(groups, settings, trainer_version)
+    credited = [_credit(group, settings) for group in groups]
     if settings.algorithm.normalise_advantages:
-        judged = _normalise(judged)
-    members = [member for group in judged for member in group]
+        credited = _normalise(credited)
+    members = tuple(member for group in credited for member in group)
     trained = [member for member in members if member.is_trained]
     shards = _pack(
         trained,
         settings,
-        idle=_count_idle(members),
+        without_signal=_size_of([m for m in members if m.zeroed and not m.is_trained]),
         step=step,
         trainer_version=trainer_version,
     )
-    verdicts = [member.verdict for member in members]
-    tallies = StepTallies(
-        trajectories=[member.trajectory for member in members],
-        merged=[member.merged for member in members],
-        returns=[member.shaped_return for member in members],
-        advantages=[member.credit.mean for member in trained if member.credit is not None],
-        evictions=[verdict.reason for verdict in verdicts if verdict.reason is not None],
-        num_groups=len(groups),
-        num_zero_variance_groups=sum(any(not m.has_signal for m in g) for g in judged),
-        num_malformed_rewarded=sum(verdict.is_malformed_rewarded for verdict in verdicts),
-    )
+    value_shards: tuple[ValueShard, ...] = ()
+    if settings.algorithm.has_critic:
+        value_shards = pack_values(
+            [weighted for member in trained for weighted in _weighted(member)],
+            step=step,
+            num_ranks=settings.trainer.num_ranks,
+            budget=settings.trainer.tokens_per_micro_batch,
+        )
     return StepResult(
         shards=shards,
-        settlements=tuple(Settlement(rollout_id=v.rollout_id, reason=v.reason) for v in verdicts),
-        report=report_step(tallies, shards),
-        judged=tuple(_handed_out(member) for member in members),
-        value_shards=_value_shards(trained, settings, step=step)
-        if settings.algorithm.has_critic
-        else (),
+        value_shards=value_shards,
+        members=members,
+        settlements=tuple(
+            Settlement(rollout_id=member.trajectory.rollout_id, reason=member.reason)
+            for member in members
+        ),
+        report=report_step(credited, shards),
     )
 
 
-def _check_versions(groups: Sequence[MergedGroup], trainer_version: int) -> None:
-    for trajectory in (member.trajectory for group in groups for member in group.members):
+def _check_members(groups: Sequence[Group], settings: StepSettings, trainer_version: int) -> None:
+    needs_scores = settings.algorithm.scores_first
+    for member in (member for group in groups for member in group):
+        trajectory = member.trajectory
         versions = trajectory.versions
         if versions is not None and versions[1] > trainer_version:
             raise ValueError(
@@ -135,135 +98,92 @@ def _check_versions(groups: Sequence[MergedGroup], trainer_version: int) -> None
                 f"{versions[1]}, expected at most {trainer_version}, which the trainer holds; take "
                 "it with a step of a later version"
             )
+        is_counted = member.baseline_return is not None
+        if needs_scores and is_counted and len(member.scores) != len(member.samples):
+            raise ValueError(
+                f"merge: trajectory {trajectory.trajectory_id} has scores of {len(member.scores)} "
+                f"of its {len(member.samples)} samples; ask the trainer to score the samples of "
+                "this step first"
+            )
 
 
-def _handed_out(member: _Member) -> JudgedTrajectory:
-    merged, credit = member.merged, member.credit
-    advantages: tuple[Float32s, ...] = ()
-    if merged is not None and credit is not None and member.is_trained:
-        advantages = tuple(
-            trained_advantages(credit, member.trajectory, sample) for sample in merged.samples
-        )
-    return JudgedTrajectory(
-        trajectory=member.trajectory, merged=merged, verdict=member.verdict, advantages=advantages
+def _credit(group: Group, settings: StepSettings) -> Group:
+    """Give the members of a group's baseline their advantages."""
+    counted = [member for member in group if member.baseline_return is not None]
+    if len(counted) < settings.algorithm.min_group_size:
+        return tuple(_leave(member, EvictionReason.GROUP_TOO_SMALL) for member in group)
+    kl = settings.algorithm.reward.kl
+    credited, zeroed = credit_group(
+        counted if kl is None else [charge_kl(member, kl) for member in counted],
+        baseline=settings.algorithm.baseline,
+        scale=settings.algorithm.scale,
+        turn_discount=settings.algorithm.turn_discount,
+        critic=settings.algorithm.critic,
     )
-
-
-def _credit_members(group: MergedGroup, settings: StepSettings, scores: Scores) -> list[_Member]:
-    members = [_member(merged) for merged in group.members]
-    try:
-        in_baseline = {
-            index: found
-            for index, member in enumerate(members)
-            if (found := _candidate(member, settings, scores)) is not None
-        }
-        if len(in_baseline) < settings.algorithm.min_group_size:
-            return [_leave(member, EvictionReason.GROUP_TOO_SMALL) for member in members]
-        result = credit_group(list(in_baseline.values()), settings.algorithm, scores=scores)
-    except ValueError as error:
-        raise ValueError(f"group {group.group_id}: {error}") from error
-    for (index, found), credit in zip(in_baseline.items(), result.credits, strict=True):
-        charged = float(found.token_rewards.sum())
-        shaped = members[index].shaped_return + charged
-        members[index] = replace(members[index], credit=credit, shaped_return=shaped)
-    if result.has_signal:
+    rest = iter(credited)
+    members = tuple(m if m.baseline_return is None else next(rest) for m in group)
+    if zeroed is None:
         return members
-    return [_without_signal(member, settings) for member in members]
-
-
-def _member(merged: MergedTrajectory) -> _Member:
-    trajectory, verdict = merged.trajectory, merged.verdict
-    shaped = verdict.shaped_return
-    return _Member(
-        trajectory=trajectory,
-        merged=merged.merged,
-        verdict=verdict,
-        shaped_return=trajectory.episode_return if shaped is None else shaped,
-    )
-
-
-def _candidate(member: _Member, settings: StepSettings, scores: Scores) -> Candidate | None:
-    baseline_return = member.verdict.baseline_return
-    if baseline_return is None or member.merged is None:
-        return None
-    return candidate(
-        member.trajectory,
-        member.merged,
-        rewards=member.verdict.rewards,
-        baseline_return=baseline_return,
-        kl=settings.algorithm.reward.kl,
-        scores=scores,
-    )
-
-
-def _leave(member: _Member, reason: EvictionReason) -> _Member:
-    """Take a member out of the loss, unless it is not in it for a reason of its own."""
-    if not member.is_trained:
-        return member
-    return replace(member, verdict=replace(member.verdict, reason=reason))
-
-
-def _normalise(judged: Sequence[list[_Member]]) -> list[list[_Member]]:
-    """The credits over all groups of the step at once; without a signal they stay 0."""
-    credits = [m.credit for group in judged for m in group if m.credit is not None and _counts(m)]
-    new = iter(normalised(credits))
-    return [
-        [replace(m, credit=next(new)) if m.credit is not None and _counts(m) else m for m in group]
-        for group in judged
-    ]
-
-
-def _counts(member: _Member) -> bool:
-    return member.is_trained and member.has_signal
-
-
-def _without_signal(member: _Member, settings: StepSettings) -> _Member:
-    """A member of a group whose advantages are all 0: idle, unless the loss has other terms."""
-    if not member.is_trained:
-        return member
+    members = tuple(replace(m, zeroed=zeroed) if m.is_trained else m for m in members)
     if settings.algorithm.trains_without_signal:
-        return replace(member, has_signal=False)
-    verdict = replace(member.verdict, reason=EvictionReason.ZERO_VARIANCE)
-    return replace(member, verdict=verdict, has_signal=False)
+        return members
+    return tuple(_leave(member, zeroed) for member in members)
 
 
-def _count_idle(members: Sequence[_Member]) -> IdleCounts:
-    """What would be trained, had the group's returns differed."""
-    idle = [m for m in members if m.verdict.reason is EvictionReason.ZERO_VARIANCE]
-    return IdleCounts(
-        num_tokens=sum(m.merged.num_trained_tokens for m in idle if m.merged is not None),
-        num_trajectories=len(idle),
-        num_groups=len({m.trajectory.group_id for m in idle}),
+def _leave(member: Member, reason: EvictionReason) -> Member:
+    """Take a member out of the loss, unless it is not in it for a reason of its own."""
+    return replace(member, reason=reason) if member.is_trained else member
+
+
+def _normalise(groups: Sequence[Group]) -> list[Group]:
+    """The advantages over all groups of the step at once; those without a signal stay 0."""
+
+    def takes_part(member: Member) -> bool:
+        return member.is_trained and member.zeroed is None
+
+    new = iter(normalise_members([m for group in groups for m in group if takes_part(m)]))
+    return [tuple(next(new) if takes_part(m) else m for m in group) for group in groups]
+
+
+def _size_of(members: Sequence[Member]) -> UpdateSize:
+    return UpdateSize(
+        num_tokens=sum(member.num_trained_tokens for member in members),
+        num_trajectories=len(members),
+        num_groups=len({member.trajectory.group_id for member in members}),
     )
 
 
 def _pack(
-    trained: Sequence[_Member],
+    trained: Sequence[Member],
     settings: StepSettings,
     *,
-    idle: IdleCounts,
+    without_signal: UpdateSize,
     step: int,
     trainer_version: int,
 ) -> tuple[RankShard, ...]:
-    """What is idle is shared out over the updates in proportion to what they train."""
-    parts = split_trajectories(
+    """What has no signal is shared out over the updates in proportion to what they train."""
+    whole = _size_of(trained)
+    minibatches: list[list[Minibatch]] = []
+    for part in split_trajectories(
         [member.trajectory.group_id for member in trained],
         num_minibatches=settings.algorithm.minibatches,
         seed=settings.seed,
         step=step,
-    )
-    sizes = [_size(member) for member in trained]
-    minibatches: list[list[Minibatch]] = []
-    for part in parts:
-        of_part = [sizes[index] for index in part]
+    ):
+        members = [trained[index] for index in part]
         weights = trajectory_weights(
-            of_part,
+            [member.num_trained_tokens for member in members],
+            [member.trajectory.group_id for member in members],
             aggregation=settings.algorithm.loss.aggregation,
-            idle=share_of_idle(idle, of_part, sizes),
+            without_signal=share_of(without_signal, part=_size_of(members), whole=whole),
             constant_tokens=settings.constant_tokens,
         )
         packed = pack_minibatch(
-            _weighted([trained[index] for index in part], weights.tolist()),
+            [
+                weighted
+                for member, weight in zip(members, weights.tolist(), strict=True)
+                for weighted in _weighted(member, loss_weight=weight)
+            ],
             num_ranks=settings.trainer.num_ranks,
             budget=settings.trainer.tokens_per_micro_batch,
             attention_tokens=settings.attention_tokens,
@@ -276,51 +196,17 @@ def _pack(
     )
 
 
-def _size(member: _Member) -> TrajectorySize:
-    return TrajectorySize(
-        trajectory_id=member.trajectory.trajectory_id,
-        group_id=member.trajectory.group_id,
-        num_tokens=member.merged.num_trained_tokens if member.merged is not None else 0,
-    )
-
-
-def _value_shards(
-    trained: Sequence[_Member], settings: StepSettings, *, step: int
-) -> tuple[ValueShard, ...]:
-    return pack_values(
-        [valued for member in trained for valued in _valued(member)],
-        step=step,
-        num_ranks=settings.trainer.num_ranks,
-        budget=settings.trainer.tokens_per_micro_batch,
-    )
-
-
-def _valued(member: _Member) -> Iterator[ValuedSample]:
-    """The samples that hold a trained token, with the targets of their values."""
-    merged, credit = member.merged, member.credit
-    if merged is None or credit is None or credit.bounds is None:
-        return
-    assert credit.old_values is not None and credit.value_targets is not None
-    for sample in merged.samples:
-        if sample.num_trained:
-            places = places_of(sample, credit.bounds)
-            yield ValuedSample(
-                sample=sample,
-                old_values=credit.old_values[places],
-                value_targets=credit.value_targets[places],
-            )
-
-
-def _weighted(members: Sequence[_Member], weights: Sequence[float]) -> list[WeightedSample]:
+def _weighted(member: Member, *, loss_weight: float = 0.0) -> Iterator[WeightedSample]:
     """The samples that hold a trained token, with what each of its tokens gets."""
-    return [
-        WeightedSample(
-            sample=sample,
-            advantage=sample_advantage(member.credit, member.trajectory, sample),
-            loss_weight=weight,
-        )
-        for member, weight in zip(members, weights, strict=True)
-        if member.merged is not None and member.credit is not None
-        for sample in member.merged.samples
-        if sample.num_trained
-    ]
+    for index, sample in enumerate(member.samples):
+        if sample.num_trained:
+            weighted = WeightedSample(
+                sample=sample, advantage=member.advantages[index], loss_weight=loss_weight
+            )
+            if member.value_targets:
+                weighted = replace(
+                    weighted,
+                    old_values=member.old_values[index],
+                    value_targets=member.value_targets[index],
+                )
+            yield weighted

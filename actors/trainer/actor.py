@@ -17,14 +17,13 @@ import torch.distributed as dist
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from actors.batch import Float32s, RankShard
+from actors.batch import Float32s, RankShard, ValueShard
 from actors.expert_records import ModelShape
 from actors.trainer.manifest import Progress
 from actors.trainer.memory import keep_freed_memory
 from actors.trainer.process_group import Rendezvous, connect_store, free_port, open_store
 from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
-from actors.value_batch import ValueShard
 from actors.weights.board import BoardStatus, PublishedGroup
 
 if TYPE_CHECKING:

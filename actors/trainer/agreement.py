@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from actors.batch import RankShard
+from actors.batch import RankShard, ValueShard
 from actors.expert_records import ModelShape
 from actors.trainer.process_group import gather_rows, gather_texts
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused, check_shard, shard_outline
-from actors.value_batch import ValueShard
 
 _REFUSALS = (ShardRefused, PolicyTooOld)
 

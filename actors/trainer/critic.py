@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from actors.batch import Float32s, MicroBatch
-from actors.merge.gae import CriticSettings
+from actors.batch import Float32s, MicroBatch, ValueRow, ValueShard
+from actors.merge.advantages import CriticSettings
 from actors.statistics import only_known
 from actors.trainer.optimizer import (
     build_optimizer,
@@ -32,7 +32,6 @@ from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import CriticStats
 from actors.trainer.value_loss import clipped_value_loss, explained_variance
 from actors.trainer.value_model import load_value_model, shard_value_model
-from actors.value_batch import ValueRow, ValueShard
 
 _LOG = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.batch import Float32s, Minibatch, RankShard
+from actors.batch import Float32s, Minibatch, RankShard, RowScores, ValueShard
 from actors.expert_records import ModelShape
-from actors.row_scores import RowScores
 from actors.trainer import checkpoint
 from actors.trainer.agreement import agree_on
 from actors.trainer.clock import PhaseClock
@@ -44,7 +43,6 @@ from actors.trainer.scoring import Scores, free_weights, score_minibatches, scor
 from actors.trainer.settings import Dtype, RankSettings
 from actors.trainer.skipped import SkippedUpdate, report_skip
 from actors.trainer.statistics import StepStats, UpdateTotals, summarize_step
-from actors.value_batch import ValueShard
 from actors.weights.buffers import WeightGroup
 from actors.weights.parity import parity_tokens
 

@@ -9,10 +9,9 @@ import zlib
 
 import numpy as np
 
-from actors.batch import MicroBatch, RankShard
+from actors.batch import MicroBatch, RankShard, ValueShard
 from actors.expert_records import MixtureShape, ModelShape
 from actors.trainer.attention.forest_layout import Segments, trace_segments
-from actors.value_batch import ValueShard
 
 
 class ShardRefused(ValueError):

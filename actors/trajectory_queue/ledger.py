@@ -23,6 +23,7 @@ class EvictionReason(StrEnum):
 
     MASKED = "masked"
     ZERO_VARIANCE = "zero_variance"
+    NEGATIVE_RETURN = "negative_return"
     GROUP_TOO_SMALL = "group_too_small"
     NONFINITE_STEP = "nonfinite_step"
     TRUNCATED_TOKENS = "truncated_tokens"

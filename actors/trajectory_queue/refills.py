@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from actors.returns import are_equal
+from actors.outcomes import are_equal
 
 
 class Refills:

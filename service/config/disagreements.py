@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actors.merge.advantages import Scale
+from actors.merge.advantages import CriticSettings, Scale, Truncation
 from actors.merge.aggregation import Aggregation
-from actors.merge.gae import CriticSettings, Truncation
 from actors.outcomes import Disposition
 from actors.trainer.loss.settings import (
     Correction,
@@ -195,30 +194,14 @@ def _of_refills(config: Config) -> list[str]:
 
 
 def _of_scale(config: Config) -> Iterator[str]:
-    """What divides advantages: statistics of a group, of returns that may have to be positive."""
-    algorithm, reward = config.algorithm, config.algorithm.reward
+    """What divides advantages: statistics of a group."""
+    algorithm = config.algorithm
     if algorithm.scale is not Scale.NONE and not algorithm.has_group_baseline:
         yield (
             f"algorithm.scale is {algorithm.scale} with algorithm.baseline {algorithm.baseline}: "
             "it divides by the returns of a group, which needs a group baseline (mean or "
             "leave_one_out); expected none; set algorithm.scale to none, or choose a group baseline"
         )
-    if algorithm.scale is not Scale.MEAN:
-        return
-    rules = config.outcome_policy.overrides.values()
-    takers = {
-        "algorithm.reward.kl": reward.kl is not None,
-        "algorithm.reward.overlong": reward.overlong is not None,
-        "algorithm.reward.missing_end_penalty": reward.missing_end_penalty > 0,
-        "algorithm.reward.clip": reward.clip is not None and reward.clip[1] < 0,
-        "train_penalised": any(r.disposition is Disposition.TRAIN_PENALISED for r in rules),
-    }
-    for key, is_set in takers.items():
-        if is_set:
-            yield (
-                f"algorithm.scale is mean, which needs returns of 0 or more, with {key}, which can "
-                "make one negative; set scale to std or none, or leave the other out"
-            )
 
 
 def _of_critic(config: Config) -> Iterator[str]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from actors.algorithm import AlgorithmSettings
+from actors.merge.actor import BuiltStep
 from actors.merge.payloads import PayloadsLost
 from actors.merge.report import StepReport
 from actors.trainer.statistics import StepStats
@@ -26,7 +27,6 @@ from actors.types import Task
 from service.config.tree import RunSettings
 from service.run.failing import FailureLimits, FailureWatch, GivenUp
 from service.run.ports import (
-    BuiltStep,
     EnginesPort,
     EnvironmentsPort,
     MergePort,
@@ -216,7 +216,8 @@ class Loop:
         stages = replace(stages, train=watch.lap())
         await self._concluded()
         await parts.engines.offer(step)
-        await parts.queue.settle(built.step, built.settlements_after(stats))
+        settlements = built.settlements_after(is_all_skipped=stats.is_all_skipped)
+        await parts.queue.settle(built.step, settlements)
         stages = replace(stages, publish=watch.lap())
         trained = Trained(step=step, report=built.report, stats=stats, stages=stages)
         # In step nothing can be sampled while the engines load.

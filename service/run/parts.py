@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.batch import Float32s
 from actors.deadline import within
-from actors.merge.actor import MergeReply
+from actors.merge.actor import BuiltStep
 from actors.trainer.group import TrainerGroup, TrainerRankLost
 from actors.trainer.manifest import list_checkpoints
 from actors.trainer.statistics import StepStats
@@ -25,7 +25,7 @@ from actors.trajectory_queue.messages import Drained, QueueCut, QueueStats, Step
 from actors.weights.board import BoardStatus, PublishReport
 from actors.weights.errors import WeightError
 from actors.weights.parity import parity_difference
-from service.run.ports import BuiltStep, PartLost, PublishedVersion
+from service.run.ports import PartLost, PublishedVersion
 from service.store.run_store import Commit, RunStore
 
 RPC_DEADLINE_S = 60.0
@@ -120,18 +120,10 @@ class MergeParts:
     async def build(
         self, step_input: StepInput, *, version: int, scores: Sequence[Any] = ()
     ) -> BuiltStep:
-        reply: MergeReply = await answer(
+        return await answer(
             self._actor.build.remote(step_input, version, list(scores)),
             part="merge actor",
             deadline_s=MERGE_DEADLINE_S,
-        )
-        return BuiltStep(
-            step=reply.step,
-            shards=reply.shards,
-            settlements=reply.settlements,
-            report=reply.report,
-            value_shards=reply.value_shards,
-            notices=reply.notices,
         )
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from actors.merge.report import StepReport
+from actors.merge.actor import BuiltStep
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, Settlement
+from actors.trajectory_queue.ledger import LedgerEvent, Settlement
 from actors.trajectory_queue.messages import Drained, QueueCut, StepInput, Vacancy
 from actors.types import Task, TrajectorySummary
 from service.telemetry.records import EvaluationRecord, StepRecord
@@ -21,32 +21,6 @@ from service.telemetry.records import EvaluationRecord, StepRecord
 
 class PartLost(Exception):
     """A part of the run died or hangs; the text names it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltStep:
-    """What the merge actor made of the queue's step number `step` (0, 1, 2, …).
-
-    shards: a reference to each rank's share. value_shards: likewise of the critic's rows; empty
-    without a critic. notices: for the run's log; mostly none.
-    """
-
-    step: int
-    shards: tuple[Any, ...]
-    settlements: tuple[Settlement, ...]
-    report: StepReport
-    value_shards: tuple[Any, ...] = ()
-    notices: tuple[str, ...] = ()
-
-    def settlements_after(self, stats: StepStats) -> tuple[Settlement, ...]:
-        """Nothing was trained by a step whose every update was refused as not finite."""
-        if not stats.is_all_skipped:
-            return self.settlements
-        reason = EvictionReason.NONFINITE_STEP
-        return tuple(
-            Settlement(rollout_id=item.rollout_id, reason=item.reason or reason)
-            for item in self.settlements
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

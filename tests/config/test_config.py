@@ -141,21 +141,12 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
             ["min_usable_samples is 1, less than min_group_size 2", "raise the first"],
         ),
         (
-            {"algorithm": {"scale": "mean", "reward": {"kl": {"coefficient": 0.1}}}},
-            ["algorithm.scale is mean", "with algorithm.reward.kl", "leave the other out"],
+            {"algorithm": {"baseline": "none", "scale": "std"}},
+            ["algorithm.scale is std with algorithm.baseline none", "set algorithm.scale to none"],
         ),
         (
-            {"algorithm": {"scale": "mean", "reward": {"clip": [-2, -1]}}},
-            ["algorithm.scale is mean", "with algorithm.reward.clip"],
-        ),
-        (
-            {
-                "algorithm": {"scale": "mean"},
-                "rollouts": {
-                    "outcomes": {"max_turns": {"disposition": "train_penalised", "penalty": 1}}
-                },
-            },
-            ["algorithm.scale is mean", "with train_penalised"],
+            {"algorithm": {"baseline": "critic", "scale": "mean"}},
+            ["algorithm.scale is mean with algorithm.baseline critic", "needs a group baseline"],
         ),
         ({"algorithm": {"turn_discount": 1.1}}, ["algorithm.turn_discount", "got 1.1"]),
         ({"inference": {"gpus_per_replica": 1.5}}, ["gpus_per_replica is 1.5", "whole number"]),
@@ -282,6 +273,16 @@ def test_the_age_bound_is_the_worked_example(
         source="test",
     )
     assert config.algorithm.max_policy_age == age
+
+
+def test_scale_mean_goes_with_what_may_make_a_return_negative() -> None:
+    reward = {"kl": {"coefficient": 0.1}, "clip": [-2, -1], "missing_end_penalty": 1}
+    outcomes = {
+        "max_turns": {"disposition": "train_penalised", "penalty": 1},
+        "truncated_tokens": {"disposition": "train"},
+    }
+    sections = tree(algorithm={"scale": "mean", "reward": reward}, rollouts={"outcomes": outcomes})
+    assert parse_config(sections, source="test").algorithm.scale == "mean"
 
 
 def test_every_setting_has_a_description() -> None:

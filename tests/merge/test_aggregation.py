@@ -7,25 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.merge.aggregation import (
-    Aggregation,
-    IdleCounts,
-    TrajectorySize,
-    share_of_idle,
-    trajectory_weights,
-)
+from actors.merge.aggregation import Aggregation, UpdateSize, share_of, trajectory_weights
+
+NOTHING = UpdateSize()
 
 
-def sizes_of(tokens: list[int], groups: str) -> list[TrajectorySize]:
-    return [
-        TrajectorySize(trajectory_id=f"t{number}", group_id=group, num_tokens=count)
-        for number, (count, group) in enumerate(zip(tokens, groups, strict=True))
-    ]
-
-
-# Three trajectories of 1, 3 and 4 tokens, the first two of group a; idle: 2 of 8 tokens, 1 group.
+# Three trajectories of 1, 3 and 4 tokens, the first two of group a; without a signal: 2 of 8
+# tokens, 1 group.
 @pytest.mark.parametrize(
-    ("aggregation", "alone", "with_idle"),
+    ("aggregation", "alone", "among"),
     [
         (Aggregation.TOKEN_MEAN, [1 / 8] * 3, [1 / 16] * 3),
         (Aggregation.TRAJECTORY_MEAN, [1 / 3, 1 / 9, 1 / 12], [1 / 5, 1 / 15, 1 / 20]),
@@ -33,23 +23,25 @@ def sizes_of(tokens: list[int], groups: str) -> list[TrajectorySize]:
         (Aggregation.CONSTANT, [1 / 30] * 3, [1 / 50] * 3),
     ],
 )
-def test_weights_by_hand(
-    aggregation: Aggregation, alone: list[float], with_idle: list[float]
-) -> None:
-    sizes = sizes_of([1, 3, 4], "aab")
-    idle = IdleCounts(num_tokens=8, num_trajectories=2, num_groups=1)
-    for counts, expected in ((IdleCounts(), alone), (idle, with_idle)):
+def test_weights_by_hand(aggregation: Aggregation, alone: list[float], among: list[float]) -> None:
+    solved = UpdateSize(num_tokens=8, num_trajectories=2, num_groups=1)
+    for without_signal, expected in ((NOTHING, alone), (solved, among)):
         weights = trajectory_weights(
-            sizes, aggregation=aggregation, idle=counts, constant_tokens=10
+            [1, 3, 4],
+            "aab",
+            aggregation=aggregation,
+            without_signal=without_signal,
+            constant_tokens=10,
         )
         assert weights.tolist() == pytest.approx(expected)
 
 
 def test_prompts_have_equal_say_whatever_their_length() -> None:
     weights = trajectory_weights(
-        sizes_of([1, 3, 8], "aab"),
+        [1, 3, 8],
+        "aab",
         aggregation=Aggregation.PROMPT_MEAN,
-        idle=IdleCounts(),
+        without_signal=NOTHING,
         constant_tokens=1,
     )
     assert weights.tolist() == [1 / 8, 1 / 8, 1 / 16]
@@ -60,47 +52,43 @@ def test_prompts_have_equal_say_whatever_their_length() -> None:
     st.sampled_from([a for a in Aggregation if a is not Aggregation.CONSTANT]),
 )
 def test_a_mean_of_ones_is_one(drawn: list[tuple[int, str]], aggregation: Aggregation) -> None:
-    sizes = sizes_of([count for count, _ in drawn], "".join(group for _, group in drawn))
+    num_tokens, group_ids = [count for count, _ in drawn], [group for _, group in drawn]
     weights = trajectory_weights(
-        sizes, aggregation=aggregation, idle=IdleCounts(), constant_tokens=1
+        num_tokens,
+        group_ids,
+        aggregation=aggregation,
+        without_signal=NOTHING,
+        constant_tokens=1,
     )
-    assert weights @ [size.num_tokens for size in sizes] == pytest.approx(1.0)
+    assert weights @ num_tokens == pytest.approx(1.0)
 
 
 def test_an_update_without_trajectories_has_no_weights() -> None:
     for aggregation in Aggregation:
         weights = trajectory_weights(
-            [], aggregation=aggregation, idle=IdleCounts(), constant_tokens=1
+            [], [], aggregation=aggregation, without_signal=NOTHING, constant_tokens=1
         )
         assert weights.shape == (0,)
 
 
-def test_what_is_idle_is_shared_out_in_proportion() -> None:
-    whole = sizes_of([3, 3, 6], "aab")
-    idle = IdleCounts(num_tokens=10, num_trajectories=3, num_groups=2)
-    assert share_of_idle(idle, whole[:1], whole) == IdleCounts(
+def test_what_has_no_signal_is_shared_out_in_proportion() -> None:
+    whole = UpdateSize(num_tokens=12, num_trajectories=3, num_groups=2)
+    part = UpdateSize(num_tokens=3, num_trajectories=1, num_groups=1)
+    solved = UpdateSize(num_tokens=10, num_trajectories=3, num_groups=2)
+    assert share_of(solved, part=part, whole=whole) == UpdateSize(
         num_tokens=2.5, num_trajectories=1.0, num_groups=1.0
     )
-    assert share_of_idle(idle, whole, whole) == idle
-    assert share_of_idle(idle, [], []) == IdleCounts()
-
-
-def test_a_trajectory_without_a_trained_token_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="trajectory t1 has 0 trained tokens"):
-        trajectory_weights(
-            sizes_of([1, 0], "ab"),
-            aggregation=Aggregation.TRAJECTORY_MEAN,
-            idle=IdleCounts(),
-            constant_tokens=1,
-        )
+    assert share_of(solved, part=whole, whole=whole) == solved
+    assert share_of(solved, part=NOTHING, whole=NOTHING) == NOTHING
 
 
 def test_doubling_the_tokens_of_all_halves_the_token_mean() -> None:
     once, twice = (
         trajectory_weights(
-            sizes_of([2 * scale, 5 * scale], "ab"),
+            [2 * scale, 5 * scale],
+            "ab",
             aggregation=Aggregation.TOKEN_MEAN,
-            idle=IdleCounts(num_tokens=3 * scale),
+            without_signal=UpdateSize(num_tokens=3 * scale),
             constant_tokens=1,
         )
         for scale in (1, 2)

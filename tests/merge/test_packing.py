@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,15 +12,16 @@ from worlds.trajectory_builders import ids, make_trajectory, make_turn
 
 from actors.batch import MicroBatch
 from actors.merge.packing import (
+    BALANCED,
     WeightedSample,
-    filler,
+    assign_rows,
     pack_minibatch,
     pack_row,
+    padding_row,
     split_trajectories,
 )
-from actors.merge.placing import BALANCED, place
 from actors.merge.prefix import Sample, merge_turns
-from actors.merge.prefix_runs import measure
+from actors.merge.prefix_sharing import measure
 from actors.trainer.attention.forest_layout import trace_segments
 
 
@@ -130,26 +129,15 @@ def test_all_samples_of_a_trajectory_share_one_row_and_one_number() -> None:
     assert [share.micro_batches[0].num_trained for share in shares] == [4, 2]
 
 
-@pytest.mark.parametrize(
-    ("advantage", "weight"),
-    [(math.nan, 1.0), (1.0, math.inf), (1e39, 1.0), (1.0, -1.0)],
-)
-def test_a_number_that_is_not_finite_is_refused_with_the_trajectory_named(
-    advantage: float, weight: float
-) -> None:
-    bad = weigh(make_sample([1], [2], member=7), advantage, weight)
-    with pytest.raises(
-        ValueError, match=r"trajectory g000000\.0-7\.a0 has advantage .* expected finite"
-    ):
-        pack_minibatch([bad], num_ranks=1, budget=8, attention_tokens=64)
+def test_a_row_of_nothing_is_padding() -> None:
+    row = pack_row([])
+    assert (row.num_tokens, row.num_trained) == (1, 0) and row.experts is None
 
 
-def test_a_row_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="got no sample for a row"):
-        pack_row([])
-    bare = replace(make_sample([1], [2]), token_ids=np.empty(0, np.int32))
-    with pytest.raises(ValueError, match=r"without tokens, of trajectory g000000\.0-0\.a0"):
-        pack_row([weigh(bare)])
+def test_the_tokens_of_a_sample_may_have_advantages_of_their_own() -> None:
+    sample = make_sample([1], [2, 3])
+    weighted = WeightedSample(sample=sample, advantage=np.array([0.5, -1.0]), loss_weight=1.0)
+    assert pack_row([weighted]).advantages.tolist() == [0.5, -1.0]
 
 
 def test_a_shared_prompt_is_laid_out_once_and_its_last_token_predicts_every_answer() -> None:
@@ -163,23 +151,23 @@ def test_a_shared_prompt_is_laid_out_once_and_its_last_token_predicts_every_answ
     assert row.advantages.tolist() == [1, 1, -2]
 
 
-def place_lengths(lengths: list[int], *, num_ranks: int, budget: int) -> list[list[list[int]]]:
-    """Place trajectories of one sample each that share nothing."""
+def assign_lengths(lengths: list[int], *, num_ranks: int, budget: int) -> list[list[list[int]]]:
+    """Assign trajectories of one sample each that share nothing."""
     samples = [[np.full(length, number, np.int32)] for number, length in enumerate(lengths)]
-    return place(
+    return assign_rows(
         samples, num_ranks=num_ranks, budget=budget, attention_tokens=10**9, share_prefixes=True
     )
 
 
 def test_a_sample_longer_than_the_budget_gets_a_row_of_its_own() -> None:
-    placed = place_lengths([50, 3, 4], num_ranks=1, budget=10)
-    assert sorted(map(sorted, placed[0])) == [[], [], [], [], [0], [1, 2]]
+    assigned = assign_lengths([50, 3, 4], num_ranks=1, budget=10)
+    assert sorted(map(sorted, assigned[0])) == [[], [], [], [], [0], [1, 2]]
 
 
 def test_ranks_are_balanced_in_cost() -> None:
     lengths = [8, 7, 6, 5, 4, 3, 2, 1]
-    placed = place_lengths(lengths, num_ranks=2, budget=20)
-    loads = [sum(lengths[i] for row in rank for i in row) for rank in placed]
+    assigned = assign_lengths(lengths, num_ranks=2, budget=20)
+    loads = [sum(lengths[i] for row in rank for i in row) for rank in assigned]
     assert loads == [18, 18]
 
 
@@ -216,14 +204,14 @@ def test_eight_ranks_cost_the_same_to_five_hundredths(
     trajectories = random_groups(
         seed, num_groups=num_groups, members=members, prompt=prompt, system=system
     )
-    placed = place(
+    assigned = assign_rows(
         trajectories, num_ranks=8, budget=4096, attention_tokens=8192, share_prefixes=True
     )
-    found = [index for rank in placed for row in rank for index in row]
+    found = [index for rank in assigned for row in rank for index in row]
     assert sorted(found) == list(range(len(trajectories)))
-    assert len({len(rank) for rank in placed}) == 1
+    assert len({len(rank) for rank in assigned}) == 1
     costs = []
-    for rank in placed:
+    for rank in assigned:
         sizes = [
             measure(
                 [ids for index in row for ids in trajectories[index]],
@@ -242,7 +230,7 @@ def test_groups_stay_together_where_the_budget_and_the_balance_allow() -> None:
     samples = [ids for trajectory in trajectories for ids in trajectory]
 
     def num_packed(num_ranks: int) -> int:
-        placed = place(
+        assigned = assign_rows(
             trajectories,
             num_ranks=num_ranks,
             budget=8192,
@@ -251,7 +239,7 @@ def test_groups_stay_together_where_the_budget_and_the_balance_allow() -> None:
         )
         return sum(
             measure([samples[i] for i in row], attention_tokens=1, share_prefixes=True).num_tokens
-            for rank in placed
+            for rank in assigned
             for row in rank
         )
 
@@ -263,11 +251,11 @@ def test_groups_stay_together_where_the_budget_and_the_balance_allow() -> None:
     assert num_packed(4) < 1.2 * fewest
 
 
-def test_a_rank_with_nothing_to_do_gets_fillers() -> None:
+def test_a_rank_with_nothing_to_do_gets_padding() -> None:
     weighted = [weigh(make_sample([1], [2]))]
     busy, idle = pack_minibatch(weighted, num_ranks=2, budget=8, attention_tokens=64)
     assert busy.micro_batches[0].num_trained == 1 and idle.micro_batches[0].num_trained == 0
-    check_row(filler())
+    check_row(padding_row())
     for share in pack_minibatch([], num_ranks=2, budget=8, attention_tokens=64):
         assert [row.num_trained for row in share.micro_batches] == [0]
 

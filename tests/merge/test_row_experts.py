@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from worlds.settings import step_settings
@@ -14,11 +13,16 @@ from worlds.trajectory_builders import make_trajectory, make_turn
 from actors.batch import MicroBatch
 from actors.expert_records import ExpertRecords
 from actors.merge.groups import TrajectoryGroup, merge_groups
-from actors.merge.packing import WeightedSample, filler, pack_minibatch, pack_row
+from actors.merge.packing import (
+    WeightedSample,
+    pack_minibatch,
+    pack_row,
+    pack_values,
+    padding_row,
+)
 from actors.merge.prefix import Sample, merge_turns
 from actors.merge.scoring import plan_scores
 from actors.merge.step import build_step
-from actors.merge.value_rows import ValuedSample, pack_values
 from actors.trajectory_queue.columns import decode, encode
 
 Prefix = tuple[int, ...]
@@ -172,17 +176,7 @@ def test_where_two_samples_records_of_a_shared_place_differ_the_first_counts() -
 def test_rows_without_records_say_so() -> None:
     sample = merge_turns(make_trajectory([make_turn([1], [2])])).samples[0]
     assert pack_row([weigh(sample)]).experts is None
-    assert filler().experts is None
-
-
-def test_records_of_two_models_in_one_row_are_refused_with_a_trajectory_named() -> None:
-    weighted = []
-    for member, layers in enumerate((1, 2)):
-        turn = make_turn([1], [2], expert_indices=np.zeros((1, layers, 2), np.uint8))
-        trajectory = make_trajectory([turn], rollout_id=f"g000000.0-{member}")
-        weighted.append(weigh(merge_turns(trajectory).samples[0]))
-    with pytest.raises(ValueError, match=r"g000000\.0-1\.a0 has expert records for \(2, 2\)"):
-        pack_row(weighted)
+    assert padding_row().experts is None
 
 
 def make_group() -> TrajectoryGroup:
@@ -210,10 +204,10 @@ def test_what_a_reference_or_a_critic_is_given_has_no_records() -> None:
     settings = step_settings()
     merged = merge_groups([make_group()], settings)
     plan = plan_scores(merged, settings, step=0, trainer_version=0)
-    rows = [row for shard in plan.shards for row in shard.minibatches[0].micro_batches]
+    rows = [row for shard in plan for row in shard.minibatches[0].micro_batches]
     sample = merge_turns(make_group().trajectories[0]).samples[0]
     two = np.zeros(2, np.float32)
-    valued = ValuedSample(sample=sample, old_values=two, value_targets=two)
+    valued = replace(weigh(sample), old_values=two, value_targets=two)
     shards = pack_values([valued], step=0, num_ranks=1, budget=64)
     rows += [each.row for shard in shards for each in shard.rows]
     assert sum(row.num_trained for row in rows) == 6

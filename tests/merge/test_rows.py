@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.merge.rows import deal_rows
+from actors.merge.packing import deal_rows
 
 
 def test_the_example() -> None:

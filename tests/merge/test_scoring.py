@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from worlds.settings import step_settings
 from worlds.trajectory_builders import linear_turns, make_trajectory, random_turns
 
-from actors.batch import MicroBatch
+from actors.batch import MicroBatch, RankShard, RowScores
 from actors.merge.advantages import Baseline, Scale
-from actors.merge.credit import Scores
-from actors.merge.groups import TrajectoryGroup, merge_groups
-from actors.merge.prefix import merge_turns
-from actors.merge.scoring import ScorePlan, plan_scores, read_scores
+from actors.merge.groups import Group, TrajectoryGroup, merge_groups
+from actors.merge.scoring import plan_scores, read_scores, score_rows
+from actors.merge.settings import StepSettings
 from actors.merge.step import build_step
-from actors.row_scores import RowScores
 from actors.types import Outcome
 
 
@@ -44,25 +42,21 @@ def random_group(number: int, seed: int) -> TrajectoryGroup:
 
 
 def answer(row: MicroBatch) -> RowScores:
-    """A model that can be told from its answers: its scores are of ids, places and targets."""
+    """A model that can be told from its answers: its scores are of ids, positions and targets."""
     return RowScores(
         reference_logprobs=(row.behaviour_logprobs * 2).astype(np.float32),
         values=(row.token_ids + row.position_ids / 64).astype(np.float32),
     )
 
 
-def answers(plan: ScorePlan) -> list[list[RowScores]]:
-    return [[answer(row) for row in shard.minibatches[0].micro_batches] for shard in plan.shards]
+def answers(shards: tuple[RankShard, ...]) -> list[list[RowScores]]:
+    return [[answer(row) for row in shard.minibatches[0].micro_batches] for shard in shards]
 
 
-def plan_for(groups: list[TrajectoryGroup], **fields: int) -> ScorePlan:
-    settings = step_settings(**fields)  # type: ignore[arg-type]
-    return plan_scores(merge_groups(groups, settings), settings, step=0, trainer_version=0)
-
-
-def score(groups: list[TrajectoryGroup], **fields: int) -> Scores:
-    plan = plan_for(groups, **fields)
-    return read_scores(plan, answers(plan))
+def score(groups: list[TrajectoryGroup], settings: StepSettings) -> tuple[Group, ...]:
+    merged = merge_groups(groups, settings)
+    shards = plan_scores(merged, settings, step=0, trainer_version=0)
+    return read_scores(merged, settings, answers(shards))
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,25 +65,28 @@ def test_every_sample_gets_its_own_scores_back_however_rows_are_packed(
     seed: int, num_ranks: int, budget: int
 ) -> None:
     groups = [random_group(number, seed) for number in range(2)]
-    plan = plan_for(groups, num_ranks=num_ranks, tokens_per_micro_batch=budget)
-    rows = [shard.minibatches[0].micro_batches for shard in plan.shards]
-    assert len({len(of_rank) for of_rank in rows}) == 1
-    scores = read_scores(plan, answers(plan))
-    for trajectory in (t for group in groups for t in group.trajectories):
-        merged = merge_turns(trajectory)
-        found = scores.get(trajectory.trajectory_id, ())
-        assert len(found) == len(merged.samples)
-        for sample, scored in zip(merged.samples, found, strict=True):
-            places = np.arange(sample.num_tokens) / 64
-            np.testing.assert_allclose(scored.values, sample.token_ids + places, rtol=1e-6)
-            np.testing.assert_array_equal(scored.reference_logprobs, sample.logprobs * 2)
+    wanted = StepSettings(num_ranks=num_ranks, tokens_per_micro_batch=budget)
+    merged = merge_groups(groups, wanted)
+    shards = plan_scores(merged, wanted, step=0, trainer_version=0)
+    assert len({len(shard.minibatches[0].micro_batches) for shard in shards}) == 1
+    scored = read_scores(merged, wanted, answers(shards))
+    assert [len(group) for group in scored] == [4, 4]
+    for member in (member for group in scored for member in group):
+        assert len(member.scores) == len(member.samples)
+        for sample, scores in zip(member.samples, member.scores, strict=True):
+            positions = np.arange(sample.num_tokens) / 64
+            np.testing.assert_allclose(scores.values, sample.token_ids + positions, rtol=1e-6)
+            np.testing.assert_array_equal(
+                scores.reference_logprobs, sample.logprobs[sample.mask == 1] * 2
+            )
 
 
 def test_only_what_is_in_a_baseline_is_scored() -> None:
     outcomes = {1: Outcome.WALL_TIMEOUT, 2: Outcome.TRUNCATED_TOKENS}
     group = make_group([1.0, 1.0, 0.5], outcomes)
-    plan = plan_for([group], num_ranks=2)
-    names = Counter(s.trajectory_id for rank in plan.samples for row in rank for s in row)
+    wanted = StepSettings(num_ranks=2)
+    samples, dealt = score_rows(merge_groups([group], wanted), wanted)
+    names = Counter(samples[i].trajectory_id for rows in dealt for row in rows for i in row)
     # Masked and graded: its return stands in the baseline.
     assert names == {"g000000.0-0.a0": 1, "g000000.0-2.a0": 1}
 
@@ -97,13 +94,24 @@ def test_only_what_is_in_a_baseline_is_scored() -> None:
 def test_a_step_of_a_critic_is_built_with_the_scores_that_come_back() -> None:
     group = make_group([1.0, 0.0])
     wanted = step_settings(baseline=Baseline.CRITIC, scale=Scale.NONE)
-    merged = merge_groups([group], wanted)
-    result = build_step(merged, wanted, step=0, trainer_version=0, scores=score([group]))
+    result = build_step(score([group], wanted), wanted, step=0, trainer_version=0)
     assert result.report.num_trained_tokens == 24
 
 
-def test_an_answer_that_does_not_fit_its_row_is_refused_with_a_trajectory_named() -> None:
-    plan = plan_for([make_group([1.0, 0.0])])
-    short = RowScores(values=np.zeros(3, np.float32))
-    with pytest.raises(ValueError, match=r"trajectory g000000\.0-0\.a0 has values of shape \(3,\)"):
-        read_scores(plan, [[short]])
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        (RowScores(values=np.zeros(3, np.float32)), r"a0 has values of shape \(3,\), expected \("),
+        (
+            RowScores(reference_logprobs=np.full(24, np.nan, np.float32)),
+            "a0 has log-probabilities that are not finite; look at the last updates",
+        ),
+    ],
+)
+def test_an_answer_that_does_not_fit_its_row_is_refused_with_a_trajectory_named(
+    scores: RowScores, words: str
+) -> None:
+    wanted = StepSettings()
+    merged = merge_groups([make_group([1.0, 0.0])], wanted)
+    with pytest.raises(ValueError, match=r"trajectory g000000\.0-0\." + words):
+        read_scores(merged, wanted, [[scores]])

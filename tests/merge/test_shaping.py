@@ -144,12 +144,3 @@ def test_the_order_is_clip_then_overlong_then_the_missing_end() -> None:
     )
     # 5 -> 1, less 1, less 1/2: penalties are not clipped away.
     assert shaped_rewards(make_trajectory([cut_off]), settings).tolist() == [-0.5]
-
-
-def test_bad_input_is_refused_with_the_trajectory_named() -> None:
-    kl = KlRewardSettings(estimator=KlEstimator.K1, coefficient=1.0)
-    one, two = np.zeros(1, np.float32), np.zeros(2, np.float32)
-    with pytest.raises(ValueError, match=r"trajectory g1-0\.a0 has \(1,\) reference"):
-        kl_penalties(two, one, kl=kl, name="g1-0.a0")
-    with pytest.raises(ValueError, match=r"trajectory g1-0\.a0 has a log-probability that is not"):
-        kl_penalties(one, np.array([-np.inf], np.float32), kl=kl, name="g1-0.a0")

@@ -16,8 +16,8 @@ from actors.batch import MicroBatch
 from actors.expert_records import ModelShape
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.aggregation import Aggregation
+from actors.merge.disposition import problem_notices
 from actors.merge.groups import TrajectoryGroup, merge_groups
-from actors.merge.judged import problem_notices
 from actors.merge.payloads import PayloadsLost, read_groups
 from actors.merge.shaping import RewardSettings
 from actors.merge.step import StepResult, build_step
@@ -173,7 +173,7 @@ def test_groups_without_a_signal_are_trained_where_the_loss_has_a_term_for_them(
 def test_every_aggregation_counts_groups_without_a_signal(
     aggregation: Aggregation, weight: float, num_minibatches: int
 ) -> None:
-    # Two trajectories of 12 tokens are trained, two are idle; half of each in each of two updates.
+    # Two trajectories of 12 tokens are trained, two have no signal; half of each in each update.
     groups = [make_group(0, [1, 0]), make_group(1, [1, 1])]
     result = build(
         groups,
@@ -188,7 +188,7 @@ def test_every_aggregation_counts_groups_without_a_signal(
         assert weights == pytest.approx([expected] * len(weights), rel=1e-6)
 
 
-def test_a_step_with_nothing_to_train_is_fillers_and_knows_no_age() -> None:
+def test_a_step_with_nothing_to_train_is_padding_and_knows_no_age() -> None:
     result = build([make_group(0, [1, 1])], num_ranks=2)
     for shard in result.shards:
         (minibatch,) = shard.minibatches
@@ -248,7 +248,7 @@ def test_a_reward_that_is_no_number_costs_its_trajectory_alone_and_is_told(rewar
     assert {"reward_mean", "scaled_reward_mean"} <= known.keys()
     if reward != reward:
         assert (known["reward_mean"], known["scaled_reward_mean"]) == (0.5, 0.25)
-    (notice,) = problem_notices(result.judged, step=8)
+    (notice,) = problem_notices(result.members, step=8)
     assert notice.startswith("step 8: trajectory g000000.0-0.a0 left out as reward_error: ")
     assert notice.endswith("look at what the environment gave, or set algorithm.reward.clip")
 
@@ -256,8 +256,8 @@ def test_a_reward_that_is_no_number_costs_its_trajectory_alone_and_is_told(rewar
 def test_a_return_that_is_clipped_may_be_of_any_size() -> None:
     reward = RewardSettings(clip=(-1.0, 1.0))
     result = build(with_rewards([1e30, 0, 1]), scale=Scale.NONE, reward=reward)
-    assert [judged.verdict.baseline_return for judged in result.judged] == [1.0, 0.0, 1.0]
-    assert problem_notices(result.judged, step=1) == ()
+    assert [member.baseline_return for member in result.members] == [1.0, 0.0, 1.0]
+    assert problem_notices(result.members, step=1) == ()
 
 
 def test_what_does_not_fit_is_told_for_three_trajectories_and_counted_beyond() -> None:
@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_told_for_three_trajectories_and_counted_beyond() -
     broken = make_turn([1], [2, 3], logprobs=[-1])
     members = tuple(replace(each, turns=(broken,)) for each in group.trajectories[:5])
     result = build([replace(group, trajectories=(*members, group.trajectories[5]))])
-    notices = problem_notices(result.judged, step=2)
+    notices = problem_notices(result.members, step=2)
     assert [notice.split(":")[0] for notice in notices] == ["step 2"] * 4
     assert "g000000.0-2.a0 left out as token_misaligned: turn 0: 1 log-prob" in notices[2]
     assert "have the engine give one for each" in notices[2]
@@ -292,9 +292,24 @@ def test_without_a_baseline_equal_returns_are_a_signal() -> None:
     assert result.report.num_zero_variance_groups == 0
 
 
-def test_negative_returns_under_scale_mean_are_refused_with_the_group_named() -> None:
-    with pytest.raises(ValueError, match=r"group g000000\.0: .*non-negative"):
-        build([make_group(0, [1, -1])], scale=Scale.MEAN)
+def test_under_scale_mean_a_group_with_a_negative_return_is_counted_and_the_run_goes_on() -> None:
+    groups = [make_group(0, [1, -1]), make_group(1, [1, 0]), make_group(2, [0, 0])]
+    result = build(groups, scale=Scale.MEAN)
+    negative, equal = EvictionReason.NEGATIVE_RETURN, EvictionReason.ZERO_VARIANCE
+    assert [s.reason for s in result.settlements] == [negative, negative, None, None, equal, equal]
+    report = result.report
+    assert (report.num_negative_return_groups, report.num_zero_variance_groups) == (1, 1)
+    assert report.evictions == {negative: 2, equal: 2}
+    # (1 - 1/2) / (1/2); the others count in the weights.
+    assert {a for *_, a, _ in trained_tokens(result)} == {1.0, -1.0}
+    assert update_weights(result) == [np.float32(1 / 72)] * 24
+
+
+def test_a_group_with_a_negative_return_is_trained_where_the_loss_has_a_term_for_it() -> None:
+    result = build([make_group(0, [1, -1])], scale=Scale.MEAN, trains_without_signal=True)
+    assert [s.reason for s in result.settlements] == [None, None]
+    assert result.report.num_negative_return_groups == 1
+    assert {a for *_, a, _ in trained_tokens(result)} == {0.0}
 
 
 def random_group(number: int, seed: int) -> TrajectoryGroup:

@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.merge.advantages import Baseline, Scale, group_advantages
-from actors.merge.turn_credit import discounted_suffix_sums, turn_advantages
+from actors.merge.advantages import (
+    Baseline,
+    Scale,
+    discounted_suffix_sums,
+    group_advantages,
+    turn_advantages,
+)
+from actors.trajectory_queue.ledger import EvictionReason
 
 quarters = st.integers(-8, 8).map(lambda x: x / 4)
 rewards_strategy = st.lists(st.lists(quarters, min_size=1, max_size=6), min_size=1, max_size=5)
@@ -44,26 +50,33 @@ def test_suffix_sums_are_those_of_the_obvious_loop(values: list[float], factor: 
 def test_vectors(
     rewards: list[list[float]], discount: float, baseline: Baseline, expected: list[list[float]]
 ) -> None:
-    found, has_signal = turn_advantages(
+    found, zeroed = turn_advantages(
         arrays(rewards), discount=discount, baseline=baseline, scale=Scale.NONE
     )
-    assert has_signal
+    assert zeroed is None
     for values, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(values, wanted, atol=1e-12)
 
 
 @given(
     st.lists(st.tuples(st.integers(1, 6), quarters), min_size=1, max_size=6),
-    st.sampled_from([Baseline.MEAN, Baseline.LEAVE_ONE_OUT, Baseline.NONE]),
-    st.sampled_from([Scale.NONE, Scale.STD]),
+    st.sampled_from(
+        [
+            (Baseline.MEAN, Scale.NONE),
+            (Baseline.MEAN, Scale.STD),
+            (Baseline.LEAVE_ONE_OUT, Scale.STD),
+            (Baseline.NONE, Scale.NONE),
+        ]
+    ),
 )
 def test_with_discount_one_and_rewards_at_the_end_every_turn_gets_its_trajectorys_advantage(
-    members: list[tuple[int, float]], baseline: Baseline, scale: Scale
+    members: list[tuple[int, float]], choice: tuple[Baseline, Scale]
 ) -> None:
+    baseline, scale = choice
     rewards = arrays([[0.0] * (turns - 1) + [reward] for turns, reward in members])
-    found, has_signal = turn_advantages(rewards, discount=1.0, baseline=baseline, scale=scale)
+    found, zeroed = turn_advantages(rewards, discount=1.0, baseline=baseline, scale=scale)
     whole = group_advantages([r for _, r in members], baseline=baseline, scale=scale)
-    assert has_signal == whole.has_signal
+    assert zeroed == whole.zeroed
     for values, expected in zip(found, whole.values, strict=True):
         np.testing.assert_allclose(values, expected, atol=1e-12)
 
@@ -83,25 +96,15 @@ def test_advantages_follow_their_members(
 def test_a_group_of_one_and_a_group_of_equal_turns_have_no_signal(
     rewards: list[list[float]],
 ) -> None:
-    found, has_signal = turn_advantages(arrays(rewards), discount=0.9)
-    assert not has_signal and all((values == 0).all() for values in found)
+    found, zeroed = turn_advantages(arrays(rewards), discount=0.9)
+    assert zeroed is EvictionReason.ZERO_VARIANCE and all((values == 0).all() for values in found)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "discount", "words"),
-    [
-        ([[1.0], []], 0.5, r"trajectory b has no turn"),
-        ([[float("nan")], [1.0]], 0.5, r"trajectory a has a reward that is not finite"),
-        ([[1.0], [0.0]], 1.5, r"discount 1\.5"),
-    ],
-)
-def test_bad_input_is_refused_with_the_trajectory_named(
-    rewards: list[list[float]], discount: float, words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        turn_advantages(arrays(rewards), discount=discount, names=["a", "b"])
-
-
-def test_names_of_other_members_are_refused() -> None:
-    with pytest.raises(ValueError, match="got 1 names for 2 members"):
-        turn_advantages([np.zeros(1), np.zeros(1)], discount=1.0, names=["a"])
+def test_under_scale_mean_a_turn_with_a_negative_return_to_go_has_no_signal() -> None:
+    # Discount 0: the first turn has [-1, 1], the second [2, 0] with mean 1.
+    rewards = arrays([[-1, 2], [1, 0]])
+    found, zeroed = turn_advantages(rewards, discount=0.0, scale=Scale.MEAN)
+    assert zeroed is None and [values.tolist() for values in found] == [[0, 1], [0, -1]]
+    found, zeroed = turn_advantages(arrays([[-1], [1]]), discount=0.0, scale=Scale.MEAN)
+    assert zeroed is EvictionReason.NEGATIVE_RETURN
+    assert all((values == 0).all() for values in found)

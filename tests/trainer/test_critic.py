@@ -13,15 +13,13 @@ from worlds.critic_world import update_twice
 from worlds.settings import changed, step_settings
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
-from actors.merge.advantages import Baseline, Scale
-from actors.merge.gae import CriticSettings
+from actors.batch import RowScores, ValueShard
+from actors.merge.advantages import Baseline, CriticSettings, Scale
 from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.step import StepResult, build_step
-from actors.row_scores import RowScores
 from actors.trainer.critic import Critic
 from actors.trainer.settings import TrainerSettings
-from actors.value_batch import ValueShard
 
 STEP = step_settings(baseline=Baseline.CRITIC, scale=Scale.NONE, tokens_per_micro_batch=64)
 GROUP = TrajectoryGroup(
@@ -50,27 +48,25 @@ def make_critic(model: str, mesh: DeviceMesh, **fields: float | None) -> Critic:
 
 def build_with_values_of_zero(num_ranks: int) -> StepResult:
     settings = changed(STEP, num_ranks=num_ranks)
-    plan = plan_scores(merge_groups([GROUP], settings), settings, step=0, trainer_version=0)
+    merged = merge_groups([GROUP], settings)
+    plan = plan_scores(merged, settings, step=0, trainer_version=0)
     answers = [
         [
             RowScores(values=np.zeros(row.num_tokens, np.float32))
             for row in shard.minibatches[0].micro_batches
         ]
-        for shard in plan.shards
+        for shard in plan
     ]
-    scores = read_scores(plan, answers)
-    return build_step(
-        merge_groups([GROUP], settings), settings, step=0, trainer_version=0, scores=scores
-    )
+    return build_step(read_scores(merged, settings, answers), settings, step=0, trainer_version=0)
 
 
 def build(critic: Critic) -> StepResult:
     """A whole step: rows out, values back, advantages and the critic's own batch."""
-    plan = plan_scores(merge_groups([GROUP], STEP), STEP, step=0, trainer_version=0)
-    values = [critic.score(shard.minibatches[0].micro_batches) for shard in plan.shards]
+    merged = merge_groups([GROUP], STEP)
+    plan = plan_scores(merged, STEP, step=0, trainer_version=0)
+    values = [critic.score(shard.minibatches[0].micro_batches) for shard in plan]
     answers = [[RowScores(values=row) for row in of_rank] for of_rank in values]
-    scores = read_scores(plan, answers)
-    return build_step(merge_groups([GROUP], STEP), STEP, step=0, trainer_version=0, scores=scores)
+    return build_step(read_scores(merged, STEP, answers), STEP, step=0, trainer_version=0)
 
 
 def test_a_new_critic_makes_the_advantages_the_returns_to_go(model: str, mesh: DeviceMesh) -> None:
@@ -98,16 +94,13 @@ def test_rows_are_only_a_way_of_cutting(model: str, mesh: DeviceMesh) -> None:
     apart, together = make_critic(model, mesh), make_critic(model, mesh)
     shard = build(apart).value_shards[0]
     wide = changed(STEP, tokens_per_micro_batch=4096)
-    scores = read_scores(
-        plan := plan_scores(merge_groups([GROUP], wide), wide, step=0, trainer_version=0),
-        [
-            [RowScores(values=v) for v in together.score(shard.minibatches[0].micro_batches)]
-            for shard in plan.shards
-        ],
-    )
-    whole = build_step(
-        merge_groups([GROUP], wide), wide, step=0, trainer_version=0, scores=scores
-    ).value_shards[0]
+    merged = merge_groups([GROUP], wide)
+    answers = [
+        [RowScores(values=v) for v in together.score(shard.minibatches[0].micro_batches)]
+        for shard in plan_scores(merged, wide, step=0, trainer_version=0)
+    ]
+    scored = read_scores(merged, wide, answers)
+    whole = build_step(scored, wide, step=0, trainer_version=0).value_shards[0]
     assert (len(shard.rows), len(whole.rows)) == (3, 1)
     left, right = apart.update(shard), together.update(whole)
     assert left.statistics["critic_loss"] == pytest.approx(

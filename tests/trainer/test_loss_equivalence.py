@@ -18,7 +18,7 @@ from worlds.loss_terms import EVERY_LOSS
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
 from actors.batch import MicroBatch
-from actors.merge.aggregation import Aggregation, IdleCounts, TrajectorySize, trajectory_weights
+from actors.merge.aggregation import Aggregation, UpdateSize, trajectory_weights
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
 from actors.merge.prefix import Sample, merge_turns
 from actors.trainer.logprobs import token_logprobs_and_entropies
@@ -58,21 +58,14 @@ def unmerged_samples(trajectory: Trajectory) -> list[Sample]:
 
 
 def weigh(trajectory_samples: Sequence[list[Sample]], aggregation: Aggregation) -> list:
-    sizes = [
-        TrajectorySize(
-            trajectory_id=samples[0].trajectory_id,
-            group_id=samples[0].trajectory_id.rpartition("-")[0],
-            num_tokens=sum(sample.num_trained for sample in samples),
-        )
-        for samples in trajectory_samples
-    ]
     weights = trajectory_weights(
-        sizes,
+        [sum(sample.num_trained for sample in samples) for samples in trajectory_samples],
+        [samples[0].trajectory_id.rpartition("-")[0] for samples in trajectory_samples],
         aggregation=aggregation,
-        idle=IdleCounts(num_tokens=30, num_trajectories=2, num_groups=1),
+        without_signal=UpdateSize(num_tokens=30, num_trajectories=2, num_groups=1),
         constant_tokens=50,
     )
-    advantages = np.random.default_rng(1).normal(size=len(sizes))
+    advantages = np.random.default_rng(1).normal(size=len(weights))
     return [
         WeightedSample(sample=sample, advantage=float(advantage), loss_weight=float(weight))
         for samples, advantage, weight in zip(trajectory_samples, advantages, weights, strict=True)

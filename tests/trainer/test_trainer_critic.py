@@ -13,9 +13,7 @@ from worlds.settings import changed, rank_settings, step_settings
 from worlds.trainer_world import World, largest_difference, obvious_logprobs, random_samples, shards
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
-from actors.merge.advantages import Baseline, Scale
-from actors.merge.credit import Scores
-from actors.merge.gae import CriticSettings
+from actors.merge.advantages import Baseline, CriticSettings, Scale
 from actors.merge.groups import TrajectoryGroup, merge_groups
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.shaping import KlRewardSettings, RewardSettings
@@ -51,7 +49,6 @@ def settings(tiny_models: dict[bool, str], tmp_path: Path) -> RankSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    scores: Scores
     built: StepResult
     stats: StepStats
 
@@ -67,21 +64,21 @@ def play(world: World, *, version: int) -> Step:
     )
     merged = merge_groups([GROUP], merging)
     plan = plan_scores(merged, merging, step=version, trainer_version=version)
-    answers = world.call_each("score_rows", [{"shard": shard} for shard in plan.shards])
-    scores = read_scores(plan, answers)
-    built = build_step(merged, merging, step=version, trainer_version=version, scores=scores)
+    answers = world.call_each("score_rows", [{"shard": shard} for shard in plan])
+    scored = read_scores(merged, merging, answers)
+    built = build_step(scored, merging, step=version, trainer_version=version)
     pairs = zip(built.shards, built.value_shards, strict=True)
     stats = world.call_each("train_step", [{"shard": s, "value_shard": v} for s, v in pairs])
-    return Step(scores=scores, built=built, stats=stats[0])
+    return Step(built=built, stats=stats[0])
 
 
 def values_of(step: Step) -> np.ndarray:
-    parts = [s.values for name in sorted(step.scores) for s in step.scores[name]]
+    parts = [scores.values for member in step.built.members for scores in member.scores]
     return np.concatenate([part for part in parts if part is not None])
 
 
 def reference_of(step: Step) -> np.ndarray:
-    parts = [s.reference_logprobs for name in sorted(step.scores) for s in step.scores[name]]
+    parts = [s.reference_logprobs for member in step.built.members for s in member.scores]
     return np.concatenate([part for part in parts if part is not None])
 
 
@@ -96,12 +93,12 @@ def test_a_new_critic_knows_nothing_and_the_reference_is_the_model_as_it_began(
     first, second = (play(one_rank, version=version) for version in range(2))
     assert not values_of(first).any() and values_of(second).any()
     np.testing.assert_array_equal(reference_of(first), reference_of(second))
-    (sample,) = merge_groups([GROUP], step_settings())[0].members[0].merged.samples  # type: ignore[union-attr]
+    member = first.built.members[0]
+    (sample,), (scores,) = member.samples, member.scores
     causal_lm = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
     expected = obvious_logprobs(causal_lm, sample.token_ids).detach().numpy()
     trained = sample.mask[1:] == 1
-    found = first.scores[sample.trajectory_id][0].reference_logprobs
-    np.testing.assert_allclose(found[1:][trained], expected[trained], atol=1e-5)  # type: ignore[index]
+    np.testing.assert_allclose(scores.reference_logprobs, expected[trained], atol=1e-5)
     values = [step.stats.statistics["critic_value_mean"] for step in (first, second)]
     assert values[0] == 0.0 != values[1]
     assert first.stats.trained_tokens > 0
@@ -112,11 +109,10 @@ def test_what_kl_takes_is_in_the_returns_that_the_critic_learns(
 ) -> None:
     step = play(one_rank.start(settings), version=0)
     charged = 0.0
-    for member in merge_groups([GROUP], step_settings())[0].members:
-        (sample,) = member.merged.samples  # type: ignore[union-attr]
-        (scored,) = step.scores[sample.trajectory_id]
-        delta = sample.logprobs - scored.reference_logprobs
-        charged += 0.1 * float(delta[sample.mask == 1].astype(np.float64).sum())
+    for member in step.built.members:
+        (sample,), (scores,) = member.samples, member.scores
+        delta = sample.logprobs[sample.mask == 1] - scores.reference_logprobs
+        charged += 0.1 * float(delta.astype(np.float64).sum())
     # The mean of returns 1, 0, 1, .5, less the mean penalty.
     assert step.built.report.statistics["reward_mean"] == pytest.approx(
         0.625 - charged / 4, abs=1e-5

@@ -15,10 +15,10 @@ from ray.exceptions import ObjectLostError, RayActorError
 from worlds.settings import queue_settings, step_settings
 from worlds.trajectory_builders import linear_turns, make_task, make_trajectory
 
+from actors.batch import RowScores
 from actors.merge.actor import MergeActor
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.payloads import PayloadsLost
-from actors.row_scores import RowScores
 from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.trajectory_queue.columns import decode, encode
 from actors.trajectory_queue.groups import GroupRequest

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from actors.merge.gae import CriticSettings
+from actors.batch import ValueShard
+from actors.merge.advantages import CriticSettings
 from actors.trainer.critic import Critic
 from actors.trainer.process_group import join_group
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import CriticStats
-from actors.value_batch import ValueShard
 
 TIMEOUT_S = 300.0
 

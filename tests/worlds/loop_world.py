@@ -10,6 +10,7 @@ from typing import Any
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import GeneratedTasks
+from actors.merge.actor import BuiltStep
 from actors.merge.advantages import Baseline
 from actors.merge.payloads import PayloadsLost
 from actors.merge.report import MergeReport, StepReport
@@ -25,7 +26,7 @@ from service.config.tree import RunSettings
 from service.inference.settings import InferenceSettings
 from service.run.failing import FailureLimits
 from service.run.loop import Loop, LoopSettings, Parts
-from service.run.ports import BuiltStep, PartLost, PublishedVersion
+from service.run.ports import PartLost, PublishedVersion
 from service.run.task_feed import ConfiguredTasks
 from service.telemetry.records import EvaluationRecord, StepRecord
 from worlds.settings import queue_settings

@@ -21,6 +21,7 @@ from service.inspect.audit.offence import Check, Offence
 _TOLERANCE = 1e-5
 _EPSILON = 1e-6
 _EQUAL = 1e-9
+_WITHOUT_SIGNAL = (EvictionReason.ZERO_VARIANCE, EvictionReason.NEGATIVE_RETURN)
 
 
 def check_groups(
@@ -47,6 +48,8 @@ def expected_advantages(returns: Sequence[float], rule: GroupRule) -> list[float
     largest = max(abs(value) for value in returns)
     is_equal = max(returns) - min(returns) <= _EQUAL * max(1.0, largest)
     if is_equal and rule.baseline is not Baseline.NONE:
+        return None
+    if rule.scale is Scale.MEAN and min(returns) < 0:
         return None
     scale = 1.0
     if rule.scale is Scale.MEAN:
@@ -93,9 +96,10 @@ def _check_member(
 ) -> Iterator[tuple[Check, str]]:
     name = entry.trajectory.trajectory_id
     if entry.reason is None and not has_signal and not rule.trains_without_signal:
-        yield Check.ADVANTAGES, f"{name} is trained, its group's returns are equal"
-    if entry.reason is EvictionReason.ZERO_VARIANCE and has_signal:
-        yield Check.ADVANTAGES, f"{name} is evicted as zero_variance, its group's returns differ"
+        yield Check.ADVANTAGES, f"{name} is trained, its group has no signal"
+    if entry.reason in _WITHOUT_SIGNAL and has_signal:
+        text = f"{name} is evicted as {entry.reason}, its group's returns give it an advantage"
+        yield Check.ADVANTAGES, text
     if entry.reason is not None:
         return
     values = [value for sample in entry.samples for value in sample.advantages.tolist()]

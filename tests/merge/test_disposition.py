@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import pytest
 from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn
 
-from actors.merge.dispositions import Verdict, judge
+from actors.merge.disposition import classify
+from actors.merge.member import Member
 from actors.merge.prefix import find_misalignment, merge_turns
 from actors.merge.shaping import RewardSettings
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
@@ -15,9 +16,9 @@ from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Trajectory
 
 
-def decide(trajectory: Trajectory, policies: Mapping[str, OutcomePolicy] | None = None) -> Verdict:
+def decide(trajectory: Trajectory, policies: Mapping[str, OutcomePolicy] | None = None) -> Member:
     merged = merge_turns(trajectory) if find_misalignment(trajectory) is None else None
-    return judge(trajectory, merged, policies=policies or {})
+    return classify(trajectory, merged, policies=policies or {})
 
 
 def ended(outcome: Outcome, *, reward: float = 1.0) -> Trajectory:
@@ -38,8 +39,8 @@ def ended(outcome: Outcome, *, reward: float = 1.0) -> Trajectory:
 def test_the_default_dispositions(
     outcome: Outcome, baseline_return: float | None, reason: EvictionReason | None
 ) -> None:
-    verdict = decide(ended(outcome))
-    assert (verdict.baseline_return, verdict.reason) == (baseline_return, reason)
+    member = decide(ended(outcome))
+    assert (member.baseline_return, member.reason) == (baseline_return, reason)
 
 
 def test_clamping_leaves_a_negative_return_alone() -> None:
@@ -48,8 +49,8 @@ def test_clamping_leaves_a_negative_return_alone() -> None:
 
 def test_a_masked_trajectory_that_was_not_graded_is_not_in_the_baseline() -> None:
     cut_off = make_trajectory([make_turn([1], [2, 3])], outcome=Outcome.TRUNCATED_TOKENS)
-    verdict = decide(cut_off)
-    assert verdict.baseline_return is None and verdict.reason is EvictionReason.MASKED
+    member = decide(cut_off)
+    assert member.baseline_return is None and member.reason is EvictionReason.MASKED
 
 
 @pytest.mark.parametrize(
@@ -69,8 +70,8 @@ def test_what_was_not_scored_is_in_no_baseline(
     unscored = make_trajectory([make_turn([1], [2, 3])], outcome=outcome)
     trajectory = unscored if reward is None else ended(outcome, reward=reward)
     rule = OutcomeRule(disposition=Disposition.MASK)
-    verdict = decide(trajectory, {"game": OutcomePolicy(overrides={outcome: rule})})
-    assert (verdict.baseline_return, verdict.reason) == (baseline_return, EvictionReason.MASKED)
+    member = decide(trajectory, {"game": OutcomePolicy(overrides={outcome: rule})})
+    assert (member.baseline_return, member.reason) == (baseline_return, EvictionReason.MASKED)
 
 
 def test_an_environment_may_replace_a_row_of_the_table() -> None:
@@ -83,20 +84,20 @@ def test_an_environment_may_replace_a_row_of_the_table() -> None:
 @pytest.mark.parametrize("outcome", [Outcome.TRUNCATED_TOKENS, Outcome.AGENT_ERROR])
 def test_a_penalty_lowers_the_return_and_comes_with_the_last_turn(outcome: Outcome) -> None:
     rule = OutcomeRule(disposition=Disposition.TRAIN_PENALISED, penalty=1.5)
-    verdict = decide(ended(outcome), {"game": OutcomePolicy(overrides={outcome: rule})})
-    assert (verdict.baseline_return, verdict.reason) == (-0.5, None)
-    assert verdict.rewards.tolist() == [0.0, -0.5] and verdict.shaped_return == 1.0
+    member = decide(ended(outcome), {"game": OutcomePolicy(overrides={outcome: rule})})
+    assert (member.baseline_return, member.reason) == (-0.5, None)
+    assert member.rewards.tolist() == [0.0, -0.5] and member.shaped_return == 1.0
 
 
 def test_shaping_comes_before_the_outcomes_rule() -> None:
     reward = RewardSettings(clip=(-1.0, 0.5))
     trajectory = ended(Outcome.MAX_TURNS, reward=-3.0)
-    verdict = judge(trajectory, merge_turns(trajectory), policies={}, reward=reward)
-    assert (verdict.baseline_return, verdict.shaped_return) == (-1.0, -1.0)
+    member = classify(trajectory, merge_turns(trajectory), policies={}, reward=reward)
+    assert (member.baseline_return, member.shaped_return) == (-1.0, -1.0)
     malformed = ended(Outcome.MALFORMED_TOOL_CALL)
-    verdict = judge(malformed, merge_turns(malformed), policies={}, reward=reward)
-    assert (verdict.baseline_return, verdict.shaped_return) == (0.0, 0.5)
-    assert verdict.is_malformed_rewarded and verdict.rewards.tolist() == [0.0, 0.0]
+    member = classify(malformed, merge_turns(malformed), policies={}, reward=reward)
+    assert (member.baseline_return, member.shaped_return) == (0.0, 0.5)
+    assert member.is_malformed_rewarded and member.rewards.tolist() == [0.0, 0.0]
 
 
 def test_a_malformed_trajectory_with_a_positive_reward_is_an_alarm() -> None:

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds.trajectory_builders import ids
 
-from actors.merge.prefix_runs import Size, measure
-from actors.merge.prefix_tree import (
+from actors.merge.prefix_sharing import (
     PrefixForest,
+    Size,
     build_flat,
     build_forest,
     common_length,
+    measure,
     prefix_order,
 )
 
@@ -139,11 +140,3 @@ def test_the_sizes_of_the_docstring() -> None:
     assert shared == Size(num_tokens=5, cost=pytest.approx(7.1))
     flat = measure(samples, attention_tokens=10, share_prefixes=False)
     assert flat == Size(num_tokens=7, cost=pytest.approx(9.5))
-
-
-def test_no_samples_and_an_empty_sample_are_refused() -> None:
-    for build in (build_forest, build_flat):
-        with pytest.raises(ValueError, match="got no samples"):
-            build([])
-        with pytest.raises(ValueError, match="an empty sample at 1"):
-            build([ids([1]), ids([])])

@@ -1,0 +1,111 @@
+"""What becomes of each trajectory of a group: in the baseline, in the loss, or why not.
+
+Invariant: a member that is not in the loss has a reason. The rules are data (`actors.outcomes`), by
+environment. Called by `groups`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from actors.limits import MAX_REWARD
+from actors.merge.member import Member
+from actors.merge.prefix import Merged
+from actors.merge.shaping import RewardSettings, add_at_end, shaped_rewards, total
+from actors.outcomes import Disposition, OutcomePolicy
+from actors.trajectory_queue.ledger import EvictionReason
+from actors.types import Trajectory
+
+# Of one step; what is wrong with one trajectory is mostly wrong with many.
+MAX_NOTICES = 3
+_DEFAULT_POLICY = OutcomePolicy()
+_NO_SHAPING = RewardSettings()
+_REWARD_REMEDY = "look at what the environment gave, or set algorithm.reward.clip"
+
+
+def classify(
+    trajectory: Trajectory,
+    merged: Merged | None,
+    *,
+    misalignment: str | None = None,
+    policies: Mapping[str, OutcomePolicy],
+    reward: RewardSettings = _NO_SHAPING,
+) -> Member:
+    """Shape a trajectory's rewards and apply the environment's outcome policy to it.
+
+    train: as it is; train_clamped: with return min(r, 0); train_penalised: r - penalty; mask: in
+    the baseline if it was graded, not in the loss; drop: neither. A trajectory whose turns do not
+    fit together, or whose rewards are not finite or, once shaped, beyond MAX_REWARD, is in neither;
+    one with nothing to train is not in the loss; each has its reason.
+
+    Args: merged: None when the turns do not fit together. misalignment: why they do not.
+    """
+    left_out = Member(
+        trajectory=trajectory,
+        merged=merged,
+        reason=EvictionReason.TOKEN_MISALIGNED,
+        problem=misalignment or "",
+        shaped_return=trajectory.episode_return,
+    )
+    if merged is None:
+        return left_out
+    if not math.isfinite(trajectory.episode_return):
+        return _bad_reward(
+            left_out, f"return {trajectory.episode_return}, expected a finite number"
+        )
+    rule = policies.get(trajectory.environment, _DEFAULT_POLICY).rule(trajectory.outcome)
+    rewards = shaped_rewards(trajectory, reward)
+    shaped_return = total(rewards)
+    largest = max(abs(shaped_return), float(np.abs(rewards).max(initial=0.0)))
+    if largest > MAX_REWARD:
+        return _bad_reward(
+            left_out, f"a shaped reward of {largest:g}, expected at most {MAX_REWARD:g} in size"
+        )
+    match rule.disposition:
+        case Disposition.MASK:
+            reason: EvictionReason | None = EvictionReason.MASKED
+        case Disposition.DROP:
+            reason = EvictionReason.of(trajectory.outcome)
+        case _:
+            reason = _nothing_to_train(merged)
+    baseline_return = rule.baseline_return(shaped_return, is_graded=trajectory.is_graded)
+    if baseline_return is not None:
+        rewards = add_at_end(rewards, baseline_return - shaped_return)
+    return Member(
+        trajectory=trajectory,
+        merged=merged,
+        reason=reason,
+        rewards=rewards,
+        baseline_return=baseline_return,
+        shaped_return=shaped_return,
+    )
+
+
+def _bad_reward(member: Member, problem: str) -> Member:
+    return replace(
+        member, reason=EvictionReason.REWARD_ERROR, problem=f"{problem}; {_REWARD_REMEDY}"
+    )
+
+
+def _nothing_to_train(merged: Merged) -> EvictionReason | None:
+    if merged.num_trained_tokens:
+        return None
+    is_empty = merged.num_masked_tokens == 0
+    return EvictionReason.EMPTY if is_empty else EvictionReason.TOKEN_MISALIGNED
+
+
+def problem_notices(members: Sequence[Member], *, step: int) -> tuple[str, ...]:
+    """A sentence for each trajectory that was left out for what is wrong with it, three at most."""
+    found = [member for member in members if member.problem]
+    notices = [
+        f"step {step}: trajectory {member.trajectory.trajectory_id} left out as "
+        f"{member.reason}: {member.problem}"
+        for member in found[:MAX_NOTICES]
+    ]
+    if len(found) > MAX_NOTICES:
+        notices.append(f"step {step}: {len(found) - MAX_NOTICES} more like it; `rayloom inspect`")
+    return tuple(notices)

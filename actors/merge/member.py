@@ -1,0 +1,92 @@
+"""A trajectory of a step's group on its way to the batch, and its trained tokens as played; pure.
+
+One record from the queue to the journal: each stage takes members and returns new ones with more
+fields set (`disposition`: reason, rewards, returns; `scoring`: scores; `advantages`: token rewards,
+advantages, values). The trained tokens of a trajectory, N in all, are numbered in the order in
+which they were played, whatever sample they lie in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.batch import Float32s, RowScores
+from actors.merge.prefix import Merged, Sample
+from actors.trajectory_queue.ledger import EvictionReason
+from actors.types import Outcome, Trajectory
+
+Float64s = NDArray[np.float64]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One member of a group. K turns, N trained tokens, M of them in a sample."""
+
+    trajectory: Trajectory
+    merged: Merged | None
+    """None: its turns do not fit together."""
+    reason: EvictionReason | None
+    """Why it is not in the loss; None: it is."""
+    problem: str = ""
+    """What is wrong with the trajectory itself, with a remedy; mostly empty."""
+    rewards: Float64s = field(default_factory=lambda: np.empty(0))
+    """[K], one a turn, after shaping and the outcome's rule, which comes with the last turn."""
+    baseline_return: float | None = None
+    """What it brings to its group's baseline; None: it is not in it."""
+    shaped_return: float
+    """With all shaping, before the outcome's rule."""
+    scores: tuple[RowScores, ...] = ()
+    """Of each sample, where a reference or a critic was asked."""
+    token_rewards: Float64s | None = None
+    """[N], the KL charge of each trained token; None: nothing is charged."""
+    advantages: tuple[Float64s, ...] = ()
+    """Of each sample [M]; none for a member that is not in the baseline."""
+    zeroed: EvictionReason | None = None
+    """Why all advantages of its group are 0; None: they are not."""
+    old_values: tuple[Float32s, ...] = ()
+    """Of each sample [M], as the critic scored the states that the tokens were sampled in."""
+    value_targets: tuple[Float32s, ...] = ()
+    """Of each sample [M], what the critic learns."""
+
+    @property
+    def is_trained(self) -> bool:
+        return self.reason is None
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        return self.merged.samples if self.merged is not None else ()
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(sample.num_trained for sample in self.samples)
+
+    @property
+    def is_malformed_rewarded(self) -> bool:
+        """An alarm: the outcome says malformed, and the environment rewarded it."""
+        is_malformed = self.trajectory.outcome is Outcome.MALFORMED_TOOL_CALL
+        return is_malformed and not self.problem and self.trajectory.episode_return > 0
+
+
+def sampled_span(member: Member, turn: int) -> slice:
+    """Where a turn's sampled tokens lie in the sample that holds it."""
+    played = member.trajectory.turns[turn]
+    start = played.prompt_token_ids.shape[0]
+    return slice(start, start + played.num_sampled)
+
+
+def turn_bounds(member: Member) -> Int64s:
+    """[K + 1]: turn k's trained tokens are number bounds[k] to bounds[k + 1], as played."""
+    counts = np.zeros(len(member.trajectory.turns), np.int64)
+    for sample in member.samples:
+        for turn in sample.turns:
+            counts[turn] = np.count_nonzero(sample.mask[sampled_span(member, turn)])
+    return np.append(0, np.cumsum(counts))
+
+
+def token_numbers(sample: Sample, bounds: Int64s) -> Int64s:
+    """[M], the numbers of a sample's trained tokens. Args: bounds: as `turn_bounds`."""
+    return np.concatenate([np.arange(bounds[turn], bounds[turn + 1]) for turn in sample.turns])

@@ -1,0 +1,316 @@
+"""Prefixes that samples have in common: the forest of a row, its expert records, and what it saves.
+
+Letters: [B] samples, [L_b] tokens of sample b, [T] tokens of the forest, [S] segments, [N]
+trajectories. A segment is a run of tokens without a branch; a sample is a path from a root.
+Invariants: a token of the forest stands for one distinct prefix, so T is their number; children of
+one segment (and the roots) begin with different tokens; segments stand in preorder, so that a
+segment's descendants follow it without a gap. Cost: one sort of the samples, then each token is
+looked at once. Called by `packing`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.batch import Int32s
+from actors.expert_records import ExpertIndices, ExpertRecords
+from actors.merge.sample import Sample
+from actors.types import TokenIds
+
+Int64s = NDArray[np.int64]
+Float64s = NDArray[np.float64]
+
+# Token ids are not negative, so no id's bytes are greater: a sample sorts behind its extensions.
+_BEHIND_ALL_IDS = b"\xff\xff\xff\xff"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixForest:
+    """The layout of one row."""
+
+    token_ids: Int32s
+    """[T] int32."""
+    position_ids: Int32s
+    """[T] int32, from the start of the path."""
+    segment_lengths: Int32s
+    """[S] int32, at least 1, sums to T."""
+    segment_parents: Int32s
+    """[S] int32, -1 for a root."""
+    paths: tuple[Int32s, ...]
+    """For each sample, in the order given, [L_b] int32: where in the forest its tokens stand."""
+
+
+def prefix_order(samples: Sequence[TokenIds]) -> list[int]:
+    """Sort samples by their ids, a sample behind all that extend it: what is shared is adjacent.
+
+    Example: [[1, 2], [0], [1, 2, 3]] -> [1, 2, 0]
+    """
+    keys = [ids.astype(">u4").tobytes() + _BEHIND_ALL_IDS for ids in samples]
+    return sorted(range(len(samples)), key=keys.__getitem__)
+
+
+def common_length(left: TokenIds, right: TokenIds) -> int:
+    """Count the leading tokens that two samples share."""
+    length = min(left.shape[0], right.shape[0])
+    differs = left[:length] != right[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def build_forest(samples: Sequence[TokenIds]) -> PrefixForest:
+    """Share every common prefix of the samples.
+
+    In prefix order a sample adds to the forest what lies behind its common length with the one
+    before, and branches off that one's path there.
+
+    Args: samples: [L_b] int32 each, B >= 1, not empty, ids at least 0.
+    Example: [1, 2, 3], [1, 2, 4, 5] and [1, 2] -> token_ids [1, 2, 3, 4, 5], position_ids
+    [0, 1, 2, 2, 3], segment_lengths [2, 1, 2], segment_parents [-1, 0, 0], paths [0, 1, 2],
+    [0, 1, 3, 4] and [0, 1].
+    """
+    paths: list[Int32s] = [np.empty(0, np.int32)] * len(samples)
+    starts: list[int] = []
+    token_parts, position_parts = [], []
+    # before[start]: where the token before a segment's first stands, -1 before a root.
+    before: dict[int, int] = {}
+    previous, path, num_tokens = np.empty(0, np.int32), np.empty(0, np.int32), 0
+    for index in prefix_order(samples):
+        ids = samples[index]
+        shared, length = common_length(previous, ids), ids.shape[0]
+        if shared < length:
+            if shared:
+                cut = int(path[shared])
+                starts.append(cut)
+                before.setdefault(cut, int(path[shared - 1]))
+            starts.append(num_tokens)
+            before[num_tokens] = int(path[shared - 1]) if shared else -1
+            token_parts.append(ids[shared:])
+            position_parts.append(np.arange(shared, length, dtype=np.int32))
+        added = np.arange(num_tokens, num_tokens + length - shared, dtype=np.int32)
+        path, previous = np.concatenate([path[:shared], added]), ids
+        paths[index] = path
+        num_tokens += length - shared
+    bounds = np.array(sorted(set(starts)), np.int32)
+    last_of_parent = np.array([before[int(start)] for start in bounds], np.int32)
+    return PrefixForest(
+        token_ids=np.concatenate(token_parts, dtype=np.int32),
+        position_ids=np.concatenate(position_parts),
+        segment_lengths=np.diff(bounds, append=np.int32(num_tokens)),
+        segment_parents=(np.searchsorted(bounds, last_of_parent, "right") - 1).astype(np.int32),
+        paths=tuple(paths),
+    )
+
+
+def build_flat(samples: Sequence[TokenIds]) -> PrefixForest:
+    """Share nothing: every sample is a root of its own, in the order given. Args: as above."""
+    lengths = np.array([ids.shape[0] for ids in samples], np.int32)
+    starts = np.cumsum(lengths, dtype=np.int32) - lengths
+    positions = np.arange(lengths.sum(), dtype=np.int32)
+    return PrefixForest(
+        token_ids=np.concatenate(list(samples), dtype=np.int32),
+        position_ids=positions - np.repeat(starts, lengths),
+        segment_lengths=lengths,
+        segment_parents=np.full(len(samples), -1, np.int32),
+        paths=tuple(np.split(positions, starts[1:])),
+    )
+
+
+def row_experts(
+    samples: Sequence[Sample], forest: PrefixForest
+) -> tuple[ExpertRecords | None, int]:
+    """Put the samples' routing records where their tokens stand in the row.
+
+    A record is of a token that was processed (`actors.expert_records`), so it holds wherever that
+    token stands behind the same ones. Rule: of all records of one position of the row's prefix
+    forest the first in the order of the samples counts, for every sample that passes there. Flat
+    rows follow the same rule, so that sharing prefixes changes no number, and a token that is
+    context in one sample is replayed there as in the sample that it was sampled in.
+
+    Args: forest: from `build_forest` or `build_flat` of the same samples.
+    Returns: the row's records, None when no sample has any; and the number of records that differ,
+    in whatever order their experts stand, from the one that counts at their position.
+    Example: ids [1, 2, 3] with a record a of 2, and [1, 2, 4] with records b of 2 and c of 4, in
+    the forest [1, 2, 3, 4] -> positions [1, 3], indices [a, c], one overruled if b is not a.
+    """
+    recorded = [(index, s.experts) for index, s in enumerate(samples) if s.experts is not None]
+    if not recorded:
+        return None, 0
+    # For each sample [L_b]: a number for each token that is the same behind the same tokens.
+    is_flat = forest.token_ids.shape[0] == sum(sample.num_tokens for sample in samples)
+    nodes = (build_forest([s.token_ids for s in samples]) if is_flat else forest).paths
+    indices = np.concatenate([experts.indices for _, experts in recorded])
+    known, first, of_known = np.unique(
+        np.concatenate([nodes[index][experts.positions] for index, experts in recorded]),
+        return_index=True,
+        return_inverse=True,
+    )
+    all_nodes, all_positions = np.concatenate(nodes), np.concatenate(forest.paths)
+    found = np.minimum(np.searchsorted(known, all_nodes), known.shape[0] - 1)
+    has_record = known[found] == all_nodes
+    positions, at = np.unique(all_positions[has_record], return_index=True)
+    records = ExpertRecords(
+        positions=positions.astype(np.int32), indices=indices[first[found[has_record][at]]]
+    )
+    return records, _num_different(indices, first[of_known])
+
+
+def _num_different(indices: ExpertIndices, counting: Int64s) -> int:
+    """counting: [R], for each record the number of the one that counts at its position."""
+    others = np.flatnonzero(counting != np.arange(counting.shape[0]))
+    left, right = np.sort(indices[others], -1), np.sort(indices[counting[others]], -1)
+    return int(np.count_nonzero((left != right).any(axis=(1, 2))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What samples take in a row."""
+
+    num_tokens: int
+    """After sharing."""
+    cost: float
+    """In tokens that attend to nothing."""
+
+
+def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixes: bool) -> Size:
+    """Count what samples take in one row.
+
+    Cost of a sample of L tokens of which the first K are shared: (L - K) + (L^2 - K^2) /
+    attention_tokens, that is the linear layers, and attention to every token before.
+
+    Example: [1, 2, 3] and [1, 2, 4, 5] with attention_tokens 10: 5 tokens, cost
+    3 + .9 + 2 + 1.2 = 7.1; without sharing 7 tokens, cost 3 + .9 + 4 + 1.6 = 9.5.
+    """
+    num_tokens, squares = 0, 0
+    previous: TokenIds = np.empty(0, np.int32)
+    for index in prefix_order(samples) if share_prefixes else range(len(samples)):
+        ids = samples[index]
+        shared = common_length(previous, ids) if share_prefixes else 0
+        num_tokens += ids.shape[0] - shared
+        squares += ids.shape[0] ** 2 - shared**2
+        previous = ids
+    return Size(num_tokens=num_tokens, cost=num_tokens + squares / attention_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixRun:
+    """Neighbours in prefix order: trajectories, or bundles of them. [N] arrays.
+
+    In that order what two trajectories share is the least that any two neighbours between them
+    share; so one number between neighbours tells what any selection of them takes in a row.
+    """
+
+    order: list[int]
+    """[N], the trajectories' (or bundles') numbers."""
+    num_tokens: Int64s
+    """Of each alone."""
+    cost: Float64s
+    """Likewise."""
+    shared: Int64s
+    """Tokens in common with the one before, 0 for the first."""
+    inner: Int64s
+    """The least that two neighbours inside a bundle share."""
+    attention_tokens: int
+
+    def cost_of(self, shared: Int64s) -> Float64s:
+        """What sharing that many leading tokens saves."""
+        return shared + shared.astype(np.float64) ** 2 / self.attention_tokens
+
+    def shared_with(self, number: int) -> Int64s:
+        """[N], the tokens that each has in common with one of them: the least on the way to it."""
+        shared = np.empty_like(self.shared)
+        ahead = self.shared[number + 1 :].copy()
+        np.minimum(ahead[1:], self.inner[number + 1 : -1], out=ahead[1:])
+        shared[number + 1 :] = np.minimum.accumulate(ahead)
+        behind = self.shared[1 : number + 1][::-1].copy()
+        np.minimum(behind[1:], self.inner[1:number][::-1], out=behind[1:])
+        shared[:number] = np.minimum.accumulate(behind)[::-1]
+        shared[number] = self.num_tokens[number]
+        return shared
+
+    def between(self, left: int, right: int) -> int:
+        """Tokens in common, left < right."""
+        shared = int(self.shared[left + 1 : right + 1].min())
+        return min(shared, int(self.inner[left + 1 : right].min(initial=shared)))
+
+    def added(self, others: Sequence[int], one: int) -> Size:
+        """What one of them adds to a row of others, which ascend: itself less what it shares."""
+        index = bisect_left(others, one)
+        before, after = others[index - 1 : index], others[index : index + 1]
+        shared = [self.between(other, one) for other in before]
+        shared += [self.between(one, other) for other in after]
+        bridged = [self.between(before[0], after[0])] if before and after else []
+        saved = self.cost_of(np.array(shared, np.int64)).sum()
+        unsaved = self.cost_of(np.array(bridged, np.int64)).sum()
+        return Size(
+            num_tokens=int(self.num_tokens[one]) - sum(shared) + sum(bridged),
+            cost=float(self.cost[one] - saved + unsaved),
+        )
+
+
+def sort_trajectories(
+    trajectories: Sequence[Sequence[TokenIds]], *, attention_tokens: int, share_prefixes: bool
+) -> PrefixRun:
+    """Of trajectories only what their first samples share is counted: more may be, never less."""
+    order = prefix_order([samples[0] for samples in trajectories])
+    firsts = [trajectories[index][0] for index in order]
+    shared = [common_length(*pair) if share_prefixes else 0 for pair in pairwise(firsts)]
+    sizes = [
+        measure(
+            trajectories[index], attention_tokens=attention_tokens, share_prefixes=share_prefixes
+        )
+        for index in order
+    ]
+    return PrefixRun(
+        order=order,
+        num_tokens=np.array([size.num_tokens for size in sizes], np.int64),
+        cost=np.array([size.cost for size in sizes], np.float64),
+        shared=np.array([0, *shared], np.int64),
+        inner=np.full(len(order), np.iinfo(np.int64).max),
+        attention_tokens=attention_tokens,
+    )
+
+
+def cut_run(run: PrefixRun, *, max_tokens: int, max_cost: float) -> list[int]:
+    """Cut where nothing is shared; then, while a part is too large, where the least is shared.
+
+    Among equally good cuts the one nearest to the middle is taken.
+    Returns: the bounds of the parts, from 0 to N.
+    """
+    bounds = [*np.flatnonzero(run.shared == 0).tolist(), len(run.order)]
+    pending = list(pairwise(bounds))
+    saved = run.cost_of(run.shared)
+    while pending:
+        start, stop = pending.pop()
+        inner = run.shared[start + 1 : stop]
+        num_tokens = run.num_tokens[start:stop].sum() - inner.sum()
+        cost = run.cost[start:stop].sum() - saved[start + 1 : stop].sum()
+        if stop - start == 1 or (num_tokens <= max_tokens and cost <= max_cost):
+            continue
+        cuts = np.flatnonzero(inner == inner.min()) + start + 1
+        middle = int(cuts[np.abs(2 * cuts - start - stop).argmin()])
+        bounds.append(middle)
+        pending += [(start, middle), (middle, stop)]
+    return sorted(bounds)
+
+
+def bundle_run(run: PrefixRun, bounds: Sequence[int]) -> PrefixRun:
+    """Put the trajectories between two bounds together; `order` then numbers the bundles."""
+    starts = np.array(bounds[:-1])
+    inside = run.shared.copy()
+    inside[starts] = 0
+    least = inside.copy()
+    least[starts] = np.iinfo(np.int64).max
+    return PrefixRun(
+        order=list(range(len(starts))),
+        num_tokens=np.add.reduceat(run.num_tokens - inside, starts),
+        cost=np.add.reduceat(run.cost - run.cost_of(inside), starts),
+        shared=run.shared[starts],
+        inner=np.minimum.reduceat(least, starts),
+        attention_tokens=run.attention_tokens,
+    )
