@@ -89,9 +89,9 @@ def branched(num_turns: int) -> dict[str, float]:
     return {
         "turns": num_turns,
         "merge_s": quietest_s(lambda: merge_groups([group], plain)),
-        "step_s": quietest_s(lambda: build_step(merged, plain, step=1, trainer_version=0)),
+        "step_s": quietest_s(lambda: build_step(merged, plain, step=1, trainer_version=1)),
         "step_with_kl_s": quietest_s(
-            lambda: build_step(scored, charged, step=1, trainer_version=0)
+            lambda: build_step(scored, charged, step=1, trainer_version=1)
         ),
     }
 

@@ -232,8 +232,8 @@ def turn_advantages(
 ) -> tuple[list[Float64s], EvictionReason | None]:
     """Turn the rewards of a group's turns into an advantage for each turn.
 
-    R_{i,t} = sum_k discount^k r_{i,t+k}. At turn t every member of the group stands with
-    R_{i, min(t, last turn of i)}: one that has ended stands with its last turn's. On these the
+    R_{i,t} = sum_k discount^k r_{i,t+k}. At turn t every member of the group counts with
+    R_{i, min(t, last turn of i)}: one that has ended counts with its last turn's. On these the
     group statistics of `group_advantages` are made, for each t of its own.
     Source: discounted return-to-go of turns within a group: Kevin, arXiv 2507.11948, 3 (deviation,
     ours: the comparison is with the same turn, where Kevin's is with all turns of the group, which
@@ -256,7 +256,7 @@ def turn_advantages(
         )
         for t in range(max(num_turns))
     ]
-    # Beyond its own last turn a member only stands in; signal there is others', not its own.
+    # Beyond its own last turn a member counts for the others alone.
     table = np.stack([column.values for column in columns])
     advantages = [table[:length, i] for i, length in enumerate(num_turns)]
     reasons = {column.zeroed for column in columns}

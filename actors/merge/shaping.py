@@ -74,7 +74,7 @@ def total(rewards: NDArray[np.float64]) -> float:
 
 
 def add_at_end(rewards: NDArray[np.float64], amount: float) -> NDArray[np.float64]:
-    """Let an amount come with the last turn. Without turns there is nothing that could bear it."""
+    """Add an amount to the last turn's reward. Without turns nothing is added."""
     if amount == 0.0 or rewards.shape[0] == 0:
         return rewards
     return np.append(rewards[:-1], rewards[-1] + amount)
@@ -116,7 +116,6 @@ def clip_return(rewards: NDArray[np.float64], *, low: float, high: float) -> NDA
     clipped = add_at_end(rewards, wanted - whole)
     if abs(total(clipped) - wanted) <= _ROUNDING * max(1.0, abs(wanted)):
         return clipped
-    # Rewards so large that the difference is lost in their rounding: all of it at the end.
     return add_at_end(np.zeros_like(rewards), wanted)
 
 

@@ -253,8 +253,8 @@ def test_groups_stay_together_where_the_budget_and_the_balance_allow() -> None:
 
 def test_a_rank_with_nothing_to_do_gets_padding() -> None:
     weighted = [weigh(make_sample([1], [2]))]
-    busy, idle = pack_minibatch(weighted, num_ranks=2, budget=8, attention_tokens=64)
-    assert busy.micro_batches[0].num_trained == 1 and idle.micro_batches[0].num_trained == 0
+    busy, padded = pack_minibatch(weighted, num_ranks=2, budget=8, attention_tokens=64)
+    assert busy.micro_batches[0].num_trained == 1 and padded.micro_batches[0].num_trained == 0
     check_row(padding_row())
     for share in pack_minibatch([], num_ranks=2, budget=8, attention_tokens=64):
         assert [row.num_trained for row in share.micro_batches] == [0]

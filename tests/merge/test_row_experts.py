@@ -1,4 +1,4 @@
-"""Routing records in packed rows: each at the place of its token, once, whatever the layout."""
+"""Routing records in packed rows: each at the position of its token, once, whatever the layout."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def obvious_records(samples: list[Sample]) -> tuple[dict[Prefix, list[list[int]]
 
 
 def paths_of(row: MicroBatch) -> list[Prefix]:
-    """For each place of a row the ids from the root to it."""
+    """For each position of a row the ids from the root to it."""
     paths: list[Prefix] = []
     ends = np.cumsum(row.segment_lengths)
     for end, length, parent in zip(ends, row.segment_lengths, row.segment_parents, strict=True):
@@ -97,14 +97,14 @@ def paths_of(row: MicroBatch) -> list[Prefix]:
 
 
 @given(st.integers(0, 2**32 - 1), st.booleans())
-def test_every_place_has_the_first_record_of_its_path_and_no_other_place_has_one(
+def test_every_position_has_the_first_record_of_its_path_and_no_other_has_one(
     seed: int, share_prefixes: bool
 ) -> None:
     samples = random_samples(seed)
     row = pack_row([weigh(sample) for sample in samples], share_prefixes=share_prefixes)
     known, num_overruled = obvious_records(samples)
     assert row.num_overruled_records == num_overruled
-    expected = {place: known[path] for place, path in enumerate(paths_of(row)) if path in known}
+    expected = {at: known[path] for at, path in enumerate(paths_of(row)) if path in known}
     assert (records_of(row) if row.experts is not None else {}) == expected
     assert row.experts is None or row.experts.positions.tolist() == sorted(expected)
 
@@ -121,16 +121,16 @@ def test_no_record_of_a_trained_token_is_lost_on_the_way_to_the_ranks(
         attention_tokens=64,
     )
     found = {
-        paths_of(row)[place]
+        paths_of(row)[position]
         for share in shares
         for row in share.micro_batches
         if row.experts is not None
-        for place in row.experts.positions
+        for position in row.experts.positions
     }
     assert found == obvious_records(samples)[0].keys()
 
 
-def test_a_record_is_of_the_token_that_was_processed_at_its_own_place() -> None:
+def test_a_record_is_of_the_token_that_was_processed_at_its_own_position() -> None:
     a, b, c = [[0, 1]], [[2, 3]], [[4, 5]]
     # Two tokens were sampled a turn; the engine processed the first of them only.
     turns = [
@@ -161,7 +161,7 @@ def test_what_was_sampled_in_one_sample_is_replayed_where_it_is_context_in_anoth
     assert flat.num_overruled_records == 0
 
 
-def test_where_two_samples_records_of_a_shared_place_differ_the_first_counts() -> None:
+def test_where_two_samples_records_of_a_shared_position_differ_the_first_counts() -> None:
     weighted = []
     for member, experts in enumerate([[[0, 1]], [[1, 0]], [[0, 2]]]):
         turn = make_turn([1], [2, 3 + member], expert_indices=recorded([experts]))

@@ -87,7 +87,7 @@ def test_only_what_is_in_a_baseline_is_scored() -> None:
     wanted = StepSettings(num_ranks=2)
     samples, dealt = score_rows(merge_groups([group], wanted), wanted)
     names = Counter(samples[i].trajectory_id for rows in dealt for row in rows for i in row)
-    # Masked and graded: its return stands in the baseline.
+    # Masked and graded: its return is in the baseline.
     assert names == {"g000000.0-0.a0": 1, "g000000.0-2.a0": 1}
 
 

@@ -41,7 +41,7 @@ def test_suffix_sums_are_those_of_the_obvious_loop(values: list[float], factor: 
         ([[0, 1], [0, 0]], 0.5, Baseline.MEAN, [[0.25, 0.5], [-0.25, -0.5]]),
         ([[0, 1], [0, 0]], 0.5, Baseline.LEAVE_ONE_OUT, [[0.5, 1], [-0.5, -1]]),
         ([[0, 1], [0, 0]], 0.5, Baseline.NONE, [[0.5, 1], [0, 0]]),
-        # R = [[1], [.5, 1]]: the one that won at once stands with its last turn.
+        # R = [[1], [.5, 1]]: the one that won at once counts with its last turn.
         ([[1], [0, 1]], 0.5, Baseline.MEAN, [[0.25], [-0.25, 0]]),
         # Discount 0: only the turn's own reward counts.
         ([[1, 0], [0, 1]], 0.0, Baseline.MEAN, [[0.5, -0.5], [-0.5, 0.5]]),
@@ -88,8 +88,8 @@ def test_advantages_follow_their_members(
     order = random.sample(range(len(rewards)), len(rewards))  # type: ignore[attr-defined]
     plain, _ = turn_advantages(arrays(rewards), discount=discount)
     shuffled, _ = turn_advantages(arrays([rewards[i] for i in order]), discount=discount)
-    for place, index in enumerate(order):
-        np.testing.assert_allclose(shuffled[place], plain[index], atol=1e-9)
+    for position, index in enumerate(order):
+        np.testing.assert_allclose(shuffled[position], plain[index], atol=1e-9)
 
 
 @pytest.mark.parametrize("rewards", [[[3.0]], [[1.0, 2.0], [1.0, 2.0]]])
