@@ -33,13 +33,13 @@ class AlgorithmSettings:
     window_groups: Positive | None = None
     """W: groups among which a step chooses the closed ones; null: P, or 1 in step."""
     baseline: Baseline = Baseline.MEAN
-    """Of a group; critic: a value model, with GAE over tokens (PPO)."""
+    """What returns are compared with; critic: a value model, with GAE over tokens (PPO)."""
     scale: Scale = Scale.STD
     """What advantages divide by; std and mean need a group baseline."""
     turn_discount: Fraction | None = None
     """Credit by turn, later rewards discounted by this; null: by trajectory."""
     normalise_advantages: bool = False
-    """Over all tokens of a step, after the group statistics (REINFORCE++)."""
+    """Normalise them over all tokens of a step, after the group statistics (REINFORCE++)."""
     reward: RewardSettings = field(default_factory=RewardSettings)
     max_variance_refills: Natural = 0
     """Dynamic sampling: new tasks in the place of a group of equal returns."""

@@ -32,7 +32,6 @@ STRICT = {
     "extra": "forbid",
     "use_attribute_docstrings": True,
     "allow_inf_nan": False,
-    "protected_namespaces": (),
 }
 
 # Counts that the run's database, and the libraries' own 32-bit counters, can hold.

@@ -35,11 +35,11 @@ class OutcomeRule:
     __pydantic_config__ = STRICT
 
     disposition: Disposition
-    """Train, train_clamped, train_penalised, mask or drop."""
+    """What becomes of a trajectory that ended so."""
     max_retries: Retries = 0
     """Further attempts of the same rollout before the disposition holds."""
     penalty: NotNegative = 0.0
-    """Off the return, with train_penalised; 0 with every other disposition."""
+    """Taken off the return, with train_penalised; 0 with every other disposition."""
 
     def baseline_return(self, episode_return: float, *, is_graded: bool) -> float | None:
         """What a trajectory brings to its group's baseline; None: it is not in it.

@@ -64,6 +64,8 @@ def test_ray_and_vllm_stay_in_the_shells_of_the_actors() -> None:
         for module in imported(tree)
         if (module.partition(".")[0] == "ray" and not is_shell(file))
         or (module.partition(".")[0] == "vllm" and file not in VLLM_FILES)
+        # Settings are plain dataclasses; the configuration alone reads them from YAML.
+        or module.partition(".")[0] == "pydantic"
     ]
     assert not offenders
 

@@ -13,7 +13,7 @@ from actors.types import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
-    """How episodes are played: `rollouts` of the configuration."""
+    """How episodes are played, and what becomes of those that fail."""
 
     __pydantic_config__ = STRICT
 

@@ -94,9 +94,9 @@ class CriticSettings:
     """What a trajectory that was cut off is: worth V(s_T) at its end, worth 0, out of the loss,
     worth 0 less truncation_penalty, or dropped."""
     truncation_penalty: NotNegative = 0.0
-    """Off the return, with truncation penalty."""
+    """Taken off the return, with truncation penalty."""
     learning_rate: Rate = 1e-4
-    """AdamW, after the warm-up."""
+    """AdamW's learning rate after the warm-up."""
     warmup_updates: Natural = 5
     """Updates of linear warm-up, one a step."""
     value_clip: Rate | None = 0.2

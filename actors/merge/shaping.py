@@ -30,9 +30,9 @@ class OverlongSettings:
     __pydantic_config__ = STRICT
 
     max_tokens: Positive
-    """Sampled in a trajectory, punished in full; L_max."""
+    """Sampled tokens of a trajectory that are punished in full; L_max."""
     cache_tokens: Positive
-    """Over which the punishment grows; L_cache, at most max_tokens."""
+    """Tokens over which the punishment grows; L_cache, at most max_tokens."""
     factor: Rate = 1.0
     """The whole punishment."""
 
@@ -44,9 +44,9 @@ class KlRewardSettings:
     __pydantic_config__ = STRICT
 
     coefficient: Rate
-    """Off the return, for each nat; beta."""
+    """Taken off the return for each nat; beta."""
     estimator: Literal[KlEstimator.K1, KlEstimator.K3] = KlEstimator.K1
-    """Of the KL at each token."""
+    """Estimator of the KL at each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class RewardSettings:
     """Lowest and highest return."""
     overlong: OverlongSettings | None = None
     missing_end_penalty: NotNegative = 0.0
-    """Off the return when the last answer was cut off."""
+    """Taken off the return when the last answer was cut off."""
     kl: KlRewardSettings | None = None
 
 

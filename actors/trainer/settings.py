@@ -40,26 +40,26 @@ class WeightBackend(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """Ranks, optimiser and packing: `trainer` of the configuration."""
+    """Ranks, optimiser and packing."""
 
     __pydantic_config__ = STRICT
 
     num_ranks: Positive = 2
     """FSDP ranks, one process each."""
     device: Device = Device.CPU
-    """Of the trainer."""
+    """Where the ranks run."""
     dtype: Dtype = Dtype.FLOAT32
-    """Of forward and backward; weights and optimiser stay float32."""
+    """What forward and backward compute in; weights and optimiser stay float32."""
     learning_rate: Rate = 1e-3
-    """AdamW, after the warm-up."""
+    """AdamW's learning rate after the warm-up."""
     warmup_updates: Natural = 5
     """Optimiser updates of linear warm-up."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """AdamW."""
+    """Decay of AdamW's two moments."""
     adam_epsilon: Rate = 1e-8
-    """AdamW; raise it where gradients fade away."""
+    """AdamW's epsilon; raise it where gradients fade away."""
     weight_decay: NotNegative = 0.0
-    """AdamW."""
+    """AdamW's weight decay."""
     max_grad_norm: Rate = 1.0
     """Gradients are clipped to this norm."""
     tokens_per_micro_batch: Positive = 4096
@@ -70,14 +70,14 @@ class TrainerSettings:
     gradient_checkpointing: bool = False
     """Less memory, a third more compute."""
     threads: Positive = 1
-    """Of a rank on CPU."""
+    """CPU threads of one rank."""
     gpus_per_rank: NotNegative = 0.0
-    """A fraction where engines share the GPU."""
+    """GPUs that Ray reserves for one rank; a fraction where engines share the GPU; 0 on CPU."""
     max_skipped_steps: Positive = 10
     """Steps in a row without a finite update, or without any trajectory that could be merged, that
     end the run."""
     step_deadline_s: Seconds = 600
-    """One training step, or the ranks are lost."""
+    """Seconds of one training step, after which the ranks count as lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

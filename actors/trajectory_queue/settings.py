@@ -12,8 +12,10 @@ from actors.outcomes import OutcomePolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
-    """Bounds of what is buffered; above either, only the step that is being collected gets further
-    rollouts."""
+    """Bounds of what is buffered.
+
+    Above either, only the step that is being collected gets further rollouts.
+    """
 
     __pydantic_config__ = STRICT
 

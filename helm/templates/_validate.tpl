@@ -1,5 +1,6 @@
-{{/* What no single value can be seen to be wrong by. Every sentence names its key: what was got, what
-     was expected, what to do. All of them are told at once. */}}
+{{/* What the chart alone can know: its values against each other, and the configuration against the
+     pods. What is wrong with the configuration by itself, Rayloom says (`rayloom check`). Every
+     sentence names its key: what was got, what was expected, what to do. All are told at once. */}}
 {{- define "rayloom.validate" -}}
 {{- $problems := concat
       (include "rayloom.nameProblems" . | fromYamlArray)
@@ -69,19 +70,12 @@
 {{- else if gt (float64 $config.inference.gpus_per_replica) (float64 $mostGpus) }}
 - {{ printf "config.inference.gpus_per_replica: got %v, expected at most the %v GPUs of one pod; an engine does not span pods: raise gpus of a group" $config.inference.gpus_per_replica $mostGpus | quote }}
 {{- end }}
-{{- $isCuda := eq $config.trainer.device "cuda" -}}
-{{- if ne $isCuda (gt (float64 $config.trainer.gpus_per_rank) 0.0) }}
-- {{ printf "config.trainer.gpus_per_rank: got %v with config.trainer.device %s, expected more than 0 with cuda and 0 with cpu; change one of the two" $config.trainer.gpus_per_rank $config.trainer.device | quote }}
-{{- end }}
 {{- end -}}
 
 {{- define "rayloom.configProblems" -}}
 {{- $config := .Values.config -}}
-{{- $isTiny := kindIs "map" $config.model.tiny -}}
-{{- if and $isTiny $config.model.path }}
+{{- if and (kindIs "map" $config.model.tiny) $config.model.path }}
 - "config.model: both tiny and path are set, expected one; the chart's own values have tiny: take it back with tiny: null"
-{{- else if not (or $isTiny $config.model.path) }}
-- "config.model: neither tiny nor path is set, expected one; set path to a directory or hub name"
 {{- end }}
 {{- $taken := list 6379 8080 8265 10001 44217 44227 52365 -}}
 {{- range $section := list "service" "metrics" }}
@@ -93,9 +87,6 @@
 {{- if or (has $port $taken) (and (ge $port 10002) (le $port 19999)) (lt $port 1024) }}
 - {{ printf "config.%s.port: got %d, expected 1024 or more and none of Ray's own (10002 to 19999, %s); choose another" $section $port (join ", " $taken) | quote }}
 {{- end }}
-{{- end }}
-{{- if eq (int $config.service.port) (int $config.metrics.port) }}
-- {{ printf "config.metrics.port: got %d, which is config.service.port as well; choose another" (int $config.metrics.port) | quote }}
 {{- end }}
 {{- end -}}
 

@@ -17,13 +17,7 @@ MIN_KEY_CHARACTERS = 16
 def checked_service(config: Config, *, is_local: bool) -> tuple[Config, HttpSettings]:
     """What can be refused before anything is started or imported. Raises: ConfigError."""
     api = http_settings(config)
-    config = with_free_port(config, is_local=is_local)
-    if config.service.port == config.metrics.port:
-        raise ConfigError(
-            f"service.port and metrics.port are both {config.service.port}; expected two ports; "
-            "set another metrics.port, or 0 for any free one"
-        )
-    return config, api
+    return with_free_port(config, is_local=is_local), api
 
 
 def with_free_port(config: Config, *, is_local: bool) -> Config:
@@ -57,9 +51,15 @@ def with_free_port(config: Config, *, is_local: bool) -> Config:
 def http_settings(config: Config) -> HttpSettings:
     """What the API checks. The key is taken out of the environment: call it once, and first.
 
-    Raises: ConfigError for an API that anybody in the network could use.
+    Raises: ConfigError for an API that anybody in the network could use, or without a port of its
+        own.
     """
     service = config.service
+    if service.port == config.metrics.port != 0:
+        raise ConfigError(
+            f"service.port and metrics.port are both {service.port}; expected two ports; set "
+            "another metrics.port, or 0 for any free one"
+        )
     key = take_key()
     if key is not None and len(key) < MIN_KEY_CHARACTERS:
         raise ConfigError(

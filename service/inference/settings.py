@@ -14,12 +14,12 @@ from actors.trainer.settings import Dtype, WeightBackend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceSettings:
-    """Engines and their resources: `inference` of the configuration."""
+    """Engines and their resources."""
 
     __pydantic_config__ = STRICT
 
     num_replicas: Positive = 1
-    """Engines."""
+    """Number of engines, each a replica of one deployment."""
     weight_backend: WeightBackend = WeightBackend.OBJECT_STORE
     """How weights reach the engines; nccl and ipc need CUDA."""
     max_num_seqs: Positive = 128
@@ -27,23 +27,23 @@ class InferenceSettings:
     kv_cache_gib: Rate = 1.0
     """Key-value cache of an engine on CPU, GiB."""
     block_tokens: Positive | None = None
-    """Of a cache block, the unit of sharing; null: the engine's own."""
+    """Tokens of a cache block, the unit in which prefixes are shared; null: the engine's own."""
     gpu_memory_fraction: Share = 0.9
-    """Of a GPU, for one engine."""
+    """Share of a GPU's memory that one engine takes."""
     tensor_parallel_size: Positive = 1
     """GPUs of one engine."""
     enforce_eager: bool = False
     """No compilation: starts sooner, runs slower."""
     gpus_per_replica: NotNegative = 0.0
-    """0: CPU."""
+    """GPUs that Ray reserves for one engine; a fraction shares a GPU; 0: engines run on CPU."""
     cpus_per_replica: NotNegative = 1.0
-    """What Ray reserves."""
+    """CPUs that Ray reserves for one engine."""
     threads: Positive = 1
-    """Of an engine on CPU."""
+    """CPU threads of one engine."""
     publish_deadline_s: Seconds = 120
-    """Until every engine holds a version."""
+    """Seconds until every engine holds a published version."""
     start_deadline_s: Seconds = 600
-    """Until every engine is ready."""
+    """Seconds until every engine is ready."""
 
     @property
     def is_on_cpu(self) -> bool:

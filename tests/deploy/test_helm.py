@@ -328,9 +328,7 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             },
             ["config.inference.gpus_per_replica: got 2", "the 1 GPUs of one pod"],
         ),
-        ({"config": {"trainer": {"device": "cuda"}}}, ["gpus_per_rank: got 0", "device cuda"]),
         ({"config": {"model": {"path": "x"}}}, ["config.model: both", "tiny: null"]),
-        ({"config": {"model": {"tiny": None}}}, ["config.model: neither", "path"]),
         (
             {"config": {"service": {"host": "127.0.0.1"}}},
             ["config.service.host: got 127.0.0.1", "expected 0.0.0.0"],
@@ -338,7 +336,6 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
         ({"config": {"metrics": {"host": "localhost"}}}, ["config.metrics.host: got localhost"]),
         ({"config": {"service": {"port": 8265}}}, ["config.service.port: got 8265", "Ray's own"]),
         ({"config": {"metrics": {"port": 0}}}, ["config.metrics.port: got 0", "1024 or more"]),
-        ({"config": {"metrics": {"port": 8000}}}, ["config.metrics.port: got 8000", "choose"]),
         ({"auth": {"api": {"create": False}}}, ["auth.api.existingSecret", "beyond loopback"]),
         ({"auth": {"ray": {"create": False}}}, ["auth.ray.existingSecret", "auth_token"]),
         ({"rayVersion": "2.51.0"}, ["rayVersion: got 2.51.0", "2.52.0 or newer"]),

@@ -66,16 +66,16 @@ class KlSettings:
     __pydantic_config__ = STRICT
 
     coefficient: NotNegative = 0.0
-    """Of the term; 0: no reference model is loaded for it."""
+    """Weight of the term; 0: no reference model is loaded for it."""
     estimator: KlEstimator = KlEstimator.K3
-    """Of the KL at each token."""
+    """Estimator of the KL at each token."""
     corrected: bool = False
     """Weigh it by policy / sampler, as k1 needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """What the loss is made of; the defaults are PPO's clip against the behaviour policy.
+    """What an update minimises; the defaults are PPO's clip against the behaviour policy.
 
     A band is [low, high] of a ratio trainer / sampler, the trainer being old where that is the
     denominator, else current.
@@ -84,15 +84,15 @@ class LossSettings:
     __pydantic_config__ = STRICT
 
     objective: Objective = Objective.PPO_CLIP
-    """What stops the push of a token."""
+    """The policy objective: what bounds how far a token's probability moves."""
     ratio: Ratio = Ratio.TOKEN
-    """Of a token, or the geometric mean of its trajectory (GSPO)."""
+    """Of each token by itself, or the geometric mean of its trajectory (GSPO)."""
     denominator: Denominator = Denominator.BEHAVIOUR
-    """Of the ratio: the sampler, or the trainer at the step's start."""
+    """What the ratio divides by: the sampler, or the trainer at the step's start."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     """What has equal say in the update."""
     constant_tokens: Positive | None = None
-    """Of a trajectory, for aggregation constant; null: model.max_context_tokens."""
+    """What aggregation constant divides a trajectory by; null: model.max_context_tokens."""
     clip_low: Share = 0.2
     """The ratio is clipped below 1 - clip_low (ppo_clip, dual_clip, cispo)."""
     clip_high: Rate = 0.28
@@ -120,7 +120,7 @@ class LossSettings:
     outlier_below: Annotated[float, Gt(0), Lt(1)] | None = None
     """A trajectory with a token of a lower ratio is not trained."""
     entropy_coefficient: NotNegative = 0.0
-    """Of the entropy bonus, over all trained tokens, masked ones too."""
+    """Weight of the entropy bonus, over all trained tokens, masked ones too."""
     kl: KlSettings = field(default_factory=KlSettings)
 
     @property
