@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worlds.trainer_world import World, largest_difference, obvious_logprobs, random_samples
 
+from actors.trainer import checkpoint
 from actors.trainer.export import export_checkpoint
 from actors.trainer.manifest import (
     MANIFEST,
@@ -22,6 +24,7 @@ from actors.trainer.manifest import (
     newest_checkpoint,
     read_manifest,
 )
+from actors.trainer.optimizer import build_optimizer
 from actors.trainer.settings import TrainerSettings
 from actors.weights.parity import parity_tokens
 
@@ -127,6 +130,23 @@ def test_a_run_that_was_replaced_can_no_longer_save(
     with pytest.raises(CheckpointError, match="this run was replaced"):
         claim(settings.checkpoint_dir, 3)
     assert save(two_ranks, 2, 4).name == "step-000002-e4"
+
+
+def test_a_run_that_is_replaced_while_it_saves_finishes_no_checkpoint(
+    mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = build_optimizer(
+        model.parameters(), learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
+    # Weights are read behind the first look at who holds the directory.
+    model.register_state_dict_pre_hook(lambda *_: claim(tmp_path, 4))
+    progress = Progress(step=1, version=1, epoch=3, num_updates=1, num_ranks=1, model="m")
+    with pytest.raises(CheckpointError, match="got epoch 3, expected at least 4"):
+        checkpoint.save(
+            tmp_path, progress, policy=checkpoint.Trained(model=model, optimizer=optimizer), keep=2
+        )
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_who_claims_the_place_removes_what_a_cut_short_save_left(tmp_path: Path) -> None:
