@@ -41,7 +41,7 @@ def train(world: World, steps: range) -> list[float]:
             [random_samples(2 * step, 5), random_samples(2 * step + 1, 4)],
             step=step,
             version=step,
-        ).loss
+        ).statistics["loss"]
         for step in steps
     ]
 

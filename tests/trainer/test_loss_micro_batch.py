@@ -304,6 +304,72 @@ def test_statistics_of_four_tokens() -> None:
     assert later[1]["mismatch_k3"] == 0 and later[2]["mismatch"] == -math.inf
 
 
+def test_each_statistic_of_three_tokens_has_the_name_that_says_what_it_is() -> None:
+    # Ratios 1/2, 1/2 and 2: two clipped low, one high, no two numbers the same.
+    tokens = tokens_of(
+        current=[0.2, 0.1, 0.6], behaviour=[0.4, 0.2, 0.3], old=[0.4, 0.2, 0.3],
+        reference=[0.3, 0.1, 0.5], advantage=[-1.0, -2.0, 4.0], entropy=[0.5, 0.25, 0.0],
+    )  # fmt: skip
+    settings = LossSettings(
+        kl_coefficient=1.0, denominator=Denominator.OLD, outlier_below=0.01, token_band=(0.1, 10.0)
+    )
+    row = statistics_of(terms_of(tokens), settings)
+    update = UpdateTotals(row=tuple(row.tolist()), grad_norm=7.0, learning_rate=1.0)
+    found = summarize_step([update], step=1, trainer_version=3, seconds=NO_SECONDS).statistics
+    ln = math.log
+    kl = [0.5 - ln(1.5), 0.0, ln(1.2) - 1 / 6]
+    k3 = [ln(2) - 0.5, ln(2) - 0.5, 1 - ln(2)]
+    assert found == pytest.approx(
+        {
+            "policy_logprob_mean": ln(0.2 * 0.1 * 0.6) / 3,
+            "policy_logprob_max": ln(0.6),
+            "policy_logprob_positive_mean": ln(0.6),
+            "policy_logprob_positive_max": ln(0.6),
+            "policy_logprob_negative_mean": ln(0.2 * 0.1) / 2,
+            "policy_logprob_negative_max": ln(0.2),
+            "old_logprob_mean": ln(0.4 * 0.2 * 0.3) / 3,
+            "old_logprob_max": ln(0.4),
+            "old_logprob_positive_mean": ln(0.3),
+            "old_logprob_positive_max": ln(0.3),
+            "old_logprob_negative_mean": ln(0.4 * 0.2) / 2,
+            "old_logprob_negative_max": ln(0.4),
+            "reference_logprob_mean": ln(0.3 * 0.1 * 0.5) / 3,
+            "reference_logprob_max": ln(0.5),
+            "reference_logprob_positive_mean": ln(0.5),
+            "reference_logprob_positive_max": ln(0.5),
+            "reference_logprob_negative_mean": ln(0.3 * 0.1) / 2,
+            "reference_logprob_negative_max": ln(0.3),
+            # Clipped at 0.8 and 1.28; the KL beside it.
+            "loss": 0.8 + 1.6 - 5.12 + sum(kl),
+            "surrogate_mean": (-0.8 - 1.6 + 5.12) / 3,
+            "unclipped_surrogate_mean": (-0.5 - 1.0 + 8.0) / 3,
+            "kl_mean": sum(kl) / 3,
+            "kl_min": 0.0,
+            "kl_max": kl[0],
+            "entropy_mean": 0.25,
+            "grad_norm": 7.0,
+            "ratio_mean": 1.0,
+            "ratio_max": 2.0,
+            "effective_sample_size": 9 / (3 * 4.5),
+            "clip_fraction_low": 2 / 3,
+            "clip_fraction_high": 1 / 3,
+            "masked_fraction": 0.0,
+            "masked_token_fraction": 0.0,
+            "masked_sequence_fraction": 0.0,
+            "masked_outlier_fraction": 0.0,
+            "importance_weight_mean": 1.0,
+            "importance_weight_max": 1.0,
+            "mismatch_k1_mean": ln(2) / 3,
+            "mismatch_k3_mean": sum(k3) / 3,
+            "mismatch_max": ln(2),
+            "advantage_mean": 1 / 3,
+            "advantage_min": -2.0,
+            "advantage_max": 4.0,
+        },
+        abs=1e-12,
+    )
+
+
 @pytest.mark.parametrize("name", EVERY_LOSS)
 def test_statistics_of_a_row_that_trains_nothing_are_neutral(name: str) -> None:
     row = statistics_of(terms_of(random_tokens(0), []), EVERY_LOSS[name])

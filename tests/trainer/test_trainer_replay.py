@@ -132,21 +132,16 @@ def test_the_old_policy_replays_and_the_reference_routes_by_itself(
     )
     samples = recorded_batch(models["qwen3"])
     plain = [sample.without_experts() for sample in samples]
-    replayed, _ = train_once(two_ranks, changed(settings, epochs=1), weigh(samples))
-    twice, _ = train_once(two_ranks, settings, weigh(samples))
-    own, _ = train_once(two_ranks, settings, weigh(plain))
-    assert replayed.tokens is not None and twice.tokens is not None and own.tokens is not None
-    assert twice.tokens.old_logprobs is not None and own.tokens.old_logprobs is not None
+    replayed = train_once(two_ranks, changed(settings, epochs=1), weigh(samples))[0].statistics
+    twice = train_once(two_ranks, settings, weigh(samples))[0].statistics
+    own = train_once(two_ranks, settings, weigh(plain))[0].statistics
     # A step of one update does not score its old policy: this one is the current, replayed.
-    start = replayed.tokens.policy_logprobs.mean
-    assert twice.tokens.old_logprobs.mean == pytest.approx(start, rel=1e-6)
-    assert abs(own.tokens.old_logprobs.mean - start) > 1e-4
+    start = replayed["policy_logprob_mean"]
+    assert twice["old_logprob_mean"] == pytest.approx(start, rel=1e-6)
+    assert abs(own["old_logprob_mean"] - start) > 1e-4
     # Reference and policy are the same weights here; only their routing differs.
-    assert twice.tokens.reference_logprobs is not None and own.tokens.reference_logprobs is not None
-    assert twice.tokens.reference_logprobs.mean == pytest.approx(
-        own.tokens.reference_logprobs.mean, rel=1e-6
-    )
-    assert replayed.tokens.kl is not None and replayed.tokens.kl.max > 1e-4
+    assert twice["reference_logprob_mean"] == pytest.approx(own["reference_logprob_mean"], rel=1e-6)
+    assert replayed["kl_max"] > 1e-4
 
 
 def test_records_that_do_not_fit_are_refused_on_every_rank_and_the_group_goes_on(
