@@ -140,7 +140,7 @@ def test_a_run_that_is_replaced_while_it_saves_finishes_no_checkpoint(
     progress = Progress(step=1, version=1, epoch=3, num_updates=1, num_ranks=1, model="m")
     with pytest.raises(CheckpointError, match="got epoch 3, expected at least 4"):
         checkpoint.save(
-            tmp_path, progress, policy=checkpoint.Trained(model=model, optimizer=optimizer), keep=2
+            tmp_path, progress, policy=checkpoint.Trained(model=model, optimizer=optimizer)
         )
     assert list_checkpoints(tmp_path) == []
 
