@@ -30,13 +30,14 @@ from actors.environment.protocol import (
     is_finite_reward,
 )
 from actors.environment.rendering import ChatRenderer, RenderError
-from actors.environment.replies import UnusableReply, check_reply
 from actors.environment.tool_calls import parse_tool_calls
 from actors.policy import (
     GenerateReply,
     GenerateRequest,
     PolicyClient,
     PolicyDeadlineExceeded,
+    UnusableReply,
+    check_reply,
 )
 from actors.types import (
     FinishReason,
@@ -140,6 +141,7 @@ class _Episode:
         self._played = PlayedTurns()
         self._best_return: float | None = None
         self._cache_salt: str | None = None
+        self._replica = ""
         self._num_inserted = 0
         self._breaks: Counter[str] = Counter()
         self._generate_s = 0.0
@@ -267,6 +269,7 @@ class _Episode:
         limit = min(self._settings.max_tokens_per_turn, room)
         reply = await self._call_policy(prompt, max_tokens=limit)
         self._cache_salt = reply.cache_salt if self._cache_salt is None else self._cache_salt
+        self._replica = self._replica or reply.replica
         self._played.record(prompt, reply)
         if reply.finish_reason is FinishReason.ABORT:
             raise _Ended(Outcome.INFRASTRUCTURE_ERROR, "the engine aborted the turn")
@@ -281,12 +284,12 @@ class _Episode:
     async def _call_policy(self, prompt: TokenIds, *, max_tokens: int) -> GenerateReply:
         left = self._time_left()
         request = GenerateRequest(
-            trajectory_id=self._assignment.trajectory_id,
             prompt_token_ids=prompt,
             max_tokens=max_tokens,
             temperature=self._settings.temperature,
             deadline_s=left,
             cache_salt=self._cache_salt,
+            replica=self._replica,
         )
 
         async def generate() -> GenerateReply:

@@ -116,7 +116,7 @@ class TrainerRankActor:
     ) -> None:
         """Send the weights through vLLM's own transfer; CUDA only."""
         from actors.trainer.publish_cuda import CudaPublisher
-        from actors.weights.client import BoardClient
+        from actors.weights.actor import BoardClient
 
         def read_status() -> BoardStatus:
             return ray.get(board.status.remote(), timeout=BOARD_TIMEOUT_S)

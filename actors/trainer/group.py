@@ -184,7 +184,7 @@ class TrainerGroup:
         Returns: what the board was given, once it holds copies of its own; empty when the weights
             travel through vLLM's own transfer.
         Raises: ValueError for a version that the ranks do not hold; TrainerRankLost; the board's
-            own errors (`actors.weights.errors`); TimeoutError when the board does not answer.
+            own errors (`actors.weights.board`); TimeoutError when the board does not answer.
         """
         if version != self.version:
             raise ValueError(f"trainer: got version {version}, expected {self.version} to publish")
@@ -199,7 +199,7 @@ class TrainerGroup:
         return groups
 
     async def parity_logprobs(self) -> Float32s:
-        """Score `weights.parity.parity_tokens` with the weights as they are: [16] float32, nats.
+        """Score `weights.board.check_tokens` with the weights as they are: [16] float32, nats.
 
         Raises: TrainerRankLost.
         """

@@ -49,8 +49,8 @@ from actors.trainer.settings import ParamDtype, TrainerSettings
 from actors.trainer.skipped import SkippedUpdate, report_skip
 from actors.trainer.statistics import StepStats, UpdateSums, summarize_step
 from actors.value_batch import ValueShard
+from actors.weights.board import check_tokens
 from actors.weights.buffers import WeightGroup
-from actors.weights.parity import parity_tokens
 
 _DTYPES = {ParamDtype.FLOAT32: torch.float32, ParamDtype.BFLOAT16: torch.bfloat16}
 
@@ -198,8 +198,8 @@ class TrainerRank:
         )
 
     def parity_logprobs(self) -> Float32s:
-        """Score `weights.parity.parity_tokens` at temperature 1: [16] float32, nats."""
-        row = row_tensors(scoring_row(parity_tokens(self.shape.vocab_size)), device=self.device)
+        """Score `weights.board.check_tokens` at temperature 1: [16] float32, nats."""
+        row = row_tensors(scoring_row(check_tokens(self.shape.vocab_size)), device=self.device)
         logprobs = score_row(self.policy, row, temperature=1.0)
         free_weights(self._sharded)
         return logprobs.cpu().numpy()

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actors.weights.manifest import ALIGNMENT_BYTES, WeightManifest
+from actors.weights.board import WeightManifest
+
+ALIGNMENT_BYTES = 64
 
 Bytes = NDArray[np.uint8]
 

@@ -30,8 +30,8 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from actors.weights.board import WeightManifest
 from actors.weights.buffers import Bytes, buffer_checksum, unpack_group
-from actors.weights.manifest import WeightManifest
 
 
 class StagedBuffer:
