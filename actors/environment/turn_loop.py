@@ -16,8 +16,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from actors.environment.bounded import CallFailed, CallTimedOut, bounded, describe
-from actors.environment.fault_log import FaultLog
 from actors.environment.played import PlayedTurns
 from actors.environment.protocol import (
     Action,
@@ -31,6 +29,7 @@ from actors.environment.protocol import (
 )
 from actors.environment.rendering import ChatRenderer, RenderError
 from actors.environment.tool_calls import parse_tool_calls
+from actors.environment.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe
 from actors.policy import (
     GenerateReply,
     GenerateRequest,
@@ -114,7 +113,7 @@ async def play_episode(
     except _Ended as ended:
         end = ended
         if isinstance(ended.__cause__, CallFailed | RenderError):
-            _faults.tell(f"{assignment.trajectory_id}: {ended.outcome}: {ended}", ended.__cause__)
+            _faults.log(f"{assignment.trajectory_id}: {ended.outcome}: {ended}", ended.__cause__)
     except asyncio.CancelledError:
         end = _Ended(Outcome.CANCELLED, "the episode's task was cancelled")
     trajectory = episode.trajectory(end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from actors.environment.tokenizer import load_tokenizer
+from actors.environment.rendering import load_tokenizer
 
 
 def stop_token_ids(model: str) -> tuple[int, ...]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from actors.environment.task_files import BadTaskFile, read_tasks
-from actors.environment.tasks import FileTasks, GeneratedTasks, TaskSource
+from actors.environment.tasks import (
+    BadTaskFile,
+    FileTasks,
+    GeneratedTasks,
+    TaskSource,
+    read_tasks,
+)
 from service.config.file import ConfigError
 from service.config.tree import Config
 
