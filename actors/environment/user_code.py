@@ -1,8 +1,8 @@
 """Calling third-party code, which may hang, raise anything, or refuse to be cancelled.
 
 Invariant: `bounded` ends within its limit (and a second of grace), raises only what its docstring
-says, and an abandoned call's late error is taken, never left unretrieved. A user's environment that
-fails may do so a thousand times a minute: every trajectory carries the error's one line, and
+names, and an abandoned call's late error is taken, never left unretrieved. A user's environment
+that fails may do so a thousand times a minute: every trajectory carries the error's one line, and
 `FaultLog` writes the traceback once for each location. Called by the turn loop and by the
 configuration's checks.
 """

@@ -26,11 +26,13 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightGroup:
-    """One packed group. buffer: [num_bytes] uint8. checksum: of the buffer's bytes."""
+    """One packed group of tensors."""
 
     manifest: WeightManifest
     buffer: Bytes
+    """[num_bytes] uint8."""
     checksum: str
+    """Of the buffer's bytes."""
 
 
 def pack_group(named: Sequence[tuple[str, torch.Tensor]]) -> WeightGroup:

@@ -87,8 +87,8 @@ def make_engine_directory(parent: Path, name: str) -> Path:
     """Make the directory of one engine's sockets and temporary files in `parent`.
 
     vLLM leaves such files in the system's temporary directory, more with each kill; in a directory
-    of the session they are told apart from those of other runs and go with it. Where the path would
-    be too long for a socket it lies in the system's temporary directory.
+    of the session they do not mix with those of other runs, and are removed with it. Where the path
+    would be too long for a socket it lies in the system's temporary directory.
     """
     directory = parent / f"engine-{name}"
     if len(str(directory).encode()) > MAX_DIRECTORY_BYTES:
@@ -135,7 +135,7 @@ class InferenceReplica:
     """Serve's view of one engine."""
 
     async def __init__(self, settings: EngineSettings, board: ActorHandle) -> None:  # type: ignore[misc]
-        # vLLM takes ten seconds to import: its user pays, not whoever deploys.
+        # vLLM takes ten seconds to import, which the process that deploys should not wait for.
         from service.inference.engine import PolicyEngine
 
         self._settings = settings

@@ -72,15 +72,24 @@ class CalculatorEnvironment:
         malformed_penalty: float = 0.1,
         tool_bonus: float = 0.0,
     ) -> None:
-        _check_options(
-            low=low,
-            high=high,
-            num_operands=num_operands,
-            operators=operators,
-            max_malformed=max_malformed,
-            malformed_penalty=malformed_penalty,
-            tool_bonus=tool_bonus,
-        )
+        if not 0 <= low <= high <= 999:
+            raise ValueError(
+                f"calculator: got low={low}, high={high}; expected 0 <= low <= high <= 999"
+            )
+        if not 2 <= num_operands <= 4:
+            raise ValueError(f"calculator: got num_operands={num_operands}; expected 2 to 4")
+        if not operators or not set(operators) <= set("+-*"):
+            raise ValueError(
+                f"calculator: got operators={operators!r}; expected one or more of + - *, such as "
+                "'+-'"
+            )
+        if max_malformed < 0:
+            raise ValueError(f"calculator: got max_malformed={max_malformed}; expected 0 or more")
+        if not (0 <= malformed_penalty < 10 and 0 <= tool_bonus < 10):
+            raise ValueError(
+                f"calculator: got malformed_penalty={malformed_penalty}, tool_bonus={tool_bonus}; "
+                "expected both from 0 to 10"
+            )
         self._operands = range(low, high + 1)
         self._num_operands = num_operands
         self._operators = operators
@@ -160,35 +169,6 @@ class CalculatorEnvironment:
 
     def _is_truth(self, value: float) -> bool:
         return abs(value - self._truth) < 1e-6
-
-
-def _check_options(
-    *,
-    low: int,
-    high: int,
-    num_operands: int,
-    operators: str,
-    max_malformed: int,
-    malformed_penalty: float,
-    tool_bonus: float,
-) -> None:
-    if not 0 <= low <= high <= 999:
-        raise ValueError(
-            f"calculator: got low={low}, high={high}; expected 0 <= low <= high <= 999"
-        )
-    if not 2 <= num_operands <= 4:
-        raise ValueError(f"calculator: got num_operands={num_operands}; expected 2 to 4")
-    if not operators or not set(operators) <= set("+-*"):
-        raise ValueError(
-            f"calculator: got operators={operators!r}; expected one or more of + - *, such as '+-'"
-        )
-    if max_malformed < 0:
-        raise ValueError(f"calculator: got max_malformed={max_malformed}; expected 0 or more")
-    if not (0 <= malformed_penalty < 10 and 0 <= tool_bonus < 10):
-        raise ValueError(
-            f"calculator: got malformed_penalty={malformed_penalty}, tool_bonus={tool_bonus}; "
-            "expected both from 0 to 10"
-        )
 
 
 class BadExpression(Exception):
