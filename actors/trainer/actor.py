@@ -8,7 +8,7 @@ lost its process group is of no use to the others.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from actors.trainer.process_group import Rendezvous, connect_store, free_port, o
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import StepStats
 from actors.value_batch import ValueShard
-from actors.weights.board import BoardStatus, PublishedGroup
+from actors.weights.board import BoardStatus, WeightGroup
 
 if TYPE_CHECKING:
     from actors.trainer.rank import TrainerRank
@@ -98,13 +98,10 @@ class TrainerRankActor:
     def parity_logprobs(self) -> Float32s:
         return self._joined.parity_logprobs()
 
-    def put_weights(self) -> tuple[PublishedGroup, ...]:
+    def put_weights(self) -> tuple[WeightGroup, ...]:
         """Put the packed weights into the object store; rank 0 returns them, the others nothing."""
         return tuple(
-            PublishedGroup(
-                manifest=group.manifest, checksum=group.checksum, buffer=ray.put(group.buffer)
-            )
-            for group in self._joined.pack_weights()
+            replace(group, buffer=ray.put(group.buffer)) for group in self._joined.pack_weights()
         )
 
     def transfer_port(self, address: str) -> Rendezvous:

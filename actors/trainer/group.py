@@ -32,7 +32,7 @@ from actors.trainer.process_group import LOOPBACK, Rendezvous
 from actors.trainer.settings import Device, TrainerSettings, WeightTransport
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused
 from actors.trainer.statistics import StepStats
-from actors.weights.board import PublishedGroup
+from actors.weights.board import WeightGroup
 
 _AGREED = (ShardRefused, PolicyTooOld, CheckpointError)
 # What a rank raises of its own on the way there, a next one would raise again.
@@ -178,7 +178,7 @@ class TrainerGroup:
 
     async def publish(
         self, board: ActorHandle, epoch: int, version: int
-    ) -> tuple[PublishedGroup, ...]:
+    ) -> tuple[WeightGroup, ...]:
         """Make the ranks' weights the board's current publication.
 
         Returns: what the board was given, once it holds copies of its own; empty when the weights
@@ -193,7 +193,7 @@ class TrainerGroup:
             meeting = await self._transfer_meeting(timeout_s)
             await self._on_all("send_weights", board, epoch, version, meeting, timeout_s=timeout_s)
             return ()
-        groups: tuple[PublishedGroup, ...]
+        groups: tuple[WeightGroup, ...]
         groups = (await self._on_all("put_weights", timeout_s=timeout_s))[0]
         await _answer(board.publish.remote(epoch, version, groups), timeout_s)
         return groups

@@ -49,8 +49,7 @@ from actors.trainer.settings import ParamDtype, TrainerSettings
 from actors.trainer.skipped import SkippedUpdate, report_skip
 from actors.trainer.statistics import StepStats, UpdateSums, summarize_step
 from actors.value_batch import ValueShard
-from actors.weights.board import check_tokens
-from actors.weights.buffers import WeightGroup
+from actors.weights.board import WeightGroup, check_tokens
 
 _DTYPES = {ParamDtype.FLOAT32: torch.float32, ParamDtype.BFLOAT16: torch.bfloat16}
 

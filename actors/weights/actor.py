@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -32,9 +33,9 @@ from actors.weights.board import (
     CommandKind,
     NotPublished,
     Publication,
-    PublishedGroup,
     ReplicasLagging,
     WeightCommandFailed,
+    WeightGroup,
 )
 
 MAX_POLL_S = 30.0
@@ -61,7 +62,7 @@ class WeightBoard:
         """
         self._board.check_epoch(epoch)
 
-    async def publish(self, epoch: int, version: int, groups: Sequence[PublishedGroup]) -> None:
+    async def publish(self, epoch: int, version: int, groups: Sequence[WeightGroup]) -> None:
         """Make (epoch, version) current and wake the replicas; returns before they have loaded it.
 
         Args: groups: each `buffer` an object reference to [num_bytes] uint8, put by the caller.
@@ -214,11 +215,11 @@ class WeightBoard:
                 # Busy, or out of reach for now: its lease decides.
                 continue
 
-    async def _adopt(self, group: PublishedGroup) -> PublishedGroup:
+    async def _adopt(self, group: WeightGroup) -> WeightGroup:
         buffer = await within(ADOPT_TIMEOUT_S, group.buffer)
         # In a thread: copying gigabytes would hold up every heartbeat.
         own = await asyncio.to_thread(ray.put, buffer)
-        return PublishedGroup(manifest=group.manifest, checksum=group.checksum, buffer=own)
+        return replace(group, buffer=own)
 
     def _wake(self) -> None:
         self._changed.set()
@@ -248,26 +249,25 @@ class BoardClient:
         board: ActorHandle,
         epoch: int,
         *,
-        command_timeout_s: float = 300.0,
-        init_timeout_s: float = 300.0,
+        timeout_s: float = 300.0,
     ) -> None:
+        """timeout_s: of each command."""
         self._board = board
         self._epoch = epoch
-        self._command_timeout_s = command_timeout_s
-        self._init_timeout_s = init_timeout_s
+        self._timeout_s = timeout_s
         self.version: int | None = None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Open the transfer on every live replica; rank offsets are dealt out by the board."""
-        self._run(CommandKind.INIT, init_info, timeout_s=self._init_timeout_s)
+        self._run(CommandKind.INIT, init_info)
 
     def start_weight_update(self) -> None:
         """Pause every replica, keeping its requests, and open the update."""
-        self._run(CommandKind.START, None, timeout_s=self._command_timeout_s)
+        self._run(CommandKind.START, None)
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Have every replica receive one chunk; runs beside the trainer's own broadcast."""
-        self._run(CommandKind.UPDATE, update_info, timeout_s=self._command_timeout_s)
+        self._run(CommandKind.UPDATE, update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Close the update, set the version and resume; the version is then the current one.
@@ -279,10 +279,8 @@ class BoardClient:
             raise ValueError(
                 "weights: no version to finish with; set client.version before sending"
             )
-        self._run(CommandKind.FINISH, None, version=version, timeout_s=self._command_timeout_s)
+        self._run(CommandKind.FINISH, None, version=version)
 
-    def _run(
-        self, kind: CommandKind, payload: Any, *, timeout_s: float, version: int | None = None
-    ) -> None:
-        reference = self._board.command.remote(self._epoch, kind, payload, version, timeout_s)
-        ray.get(reference, timeout=timeout_s + RPC_MARGIN_S)
+    def _run(self, kind: CommandKind, payload: Any, *, version: int | None = None) -> None:
+        reference = self._board.command.remote(self._epoch, kind, payload, version, self._timeout_s)
+        ray.get(reference, timeout=self._timeout_s + RPC_MARGIN_S)

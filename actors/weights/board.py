@@ -73,13 +73,14 @@ class WeightManifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedGroup:
-    """A weight group on its way to the replicas."""
+class WeightGroup:
+    """Named tensors, packed into one buffer."""
 
     manifest: WeightManifest
     checksum: str
+    """Of the buffer's bytes."""
     buffer: Any
-    """An object reference to [num_bytes] uint8; opaque here, because this module knows no Ray."""
+    """[num_bytes] uint8; in a publication an object reference to it, which is opaque here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class Publication:
 
     epoch: int
     version: int
-    groups: tuple[PublishedGroup, ...] = ()
+    groups: tuple[WeightGroup, ...] = ()
     """Empty when the weights travelled by commands."""
 
 

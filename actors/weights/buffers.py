@@ -11,28 +11,16 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actors.weights.board import WeightManifest
+from actors.weights.board import WeightGroup, WeightManifest
 
 ALIGNMENT_BYTES = 64
 
 Bytes = NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightGroup:
-    """One packed group of tensors."""
-
-    manifest: WeightManifest
-    buffer: Bytes
-    """[num_bytes] uint8."""
-    checksum: str
-    """Of the buffer's bytes."""
 
 
 def pack_group(named: Sequence[tuple[str, torch.Tensor]]) -> WeightGroup:

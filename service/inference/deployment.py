@@ -181,11 +181,7 @@ class InferenceReplica:
             for task in tasks:
                 task.cancel()
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Sample one turn.
-
-        Raises: as `actors.policy.PolicyClient.generate`.
-        """
+    async def _generate(self, request: GenerateRequest) -> GenerateReply:
         silent_s = time.monotonic() - self._heard_at
         if silent_s > POLL_S + POLL_GRACE_S and not self._is_applying:
             # The board may count this replica as gone and have published without it.
@@ -196,7 +192,7 @@ class InferenceReplica:
 
     async def _answer(self, request: GenerateRequest) -> Answer:
         try:
-            return await self.generate(request)
+            return await self._generate(request)
         except (PolicyDeadlineExceeded, ValueError) as error:
             return as_answer(error)
         except PolicyUnavailable as error:

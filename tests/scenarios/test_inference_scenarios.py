@@ -9,7 +9,7 @@ import signal
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded
 from actors.trainer.publish import gather_groups
 from actors.trainer.tiny.model import build_tiny_model
 from actors.weights.actor import start_board
-from actors.weights.board import BoardStatus, PublishedGroup, StaleEpoch, check_tokens
+from actors.weights.board import BoardStatus, StaleEpoch, check_tokens
 from actors.weights.buffers import pack_group
 from service.inference.client import ServePolicyClient
 from service.inference.deployment import (
@@ -61,12 +61,7 @@ class Deployed:
 
     def publish(self) -> BoardStatus:
         packed = [pack_group(named) for named in gather_groups(self.model, dtype=torch.float32)]
-        groups = [
-            PublishedGroup(
-                manifest=group.manifest, checksum=group.checksum, buffer=ray.put(group.buffer)
-            )
-            for group in packed
-        ]
+        groups = [replace(group, buffer=ray.put(group.buffer)) for group in packed]
         ray.get(self.board.publish.remote(self.epoch, self.version, groups), timeout=30)
         if not self.version:
             wait_ready(self.app, timeout_s=420)

@@ -18,17 +18,17 @@ from actors.weights.board import (
     CommandKind,
     NotPublished,
     Publication,
-    PublishedGroup,
     RendezvousNeeded,
     ReplicasLagging,
     StaleEpoch,
     StaleVersion,
     WeightCommandFailed,
+    WeightGroup,
     WeightManifest,
 )
 
 MANIFEST = WeightManifest(names=(), dtypes=(), shapes=(), offsets=(), num_bytes=0)
-GROUP = PublishedGroup(manifest=MANIFEST, checksum="", buffer=None)
+GROUP = WeightGroup(manifest=MANIFEST, checksum="", buffer=None)
 
 
 def publication(epoch: int, version: int) -> Publication:
@@ -239,7 +239,7 @@ async def test_board_client_drives_every_replica_through_vllms_handshake(cluster
     running = [asyncio.create_task(replica.run()) for replica in replicas]
     while len((await board.status.remote()).replicas) < 2:
         await asyncio.sleep(0.01)
-    client = BoardClient(board, 1, command_timeout_s=20.0, init_timeout_s=20.0)
+    client = BoardClient(board, 1, timeout_s=20.0)
     with pytest.raises(ValueError, match=r"set client\.version"):
         await asyncio.to_thread(send_like_vllm, client)
     client.version = 5
