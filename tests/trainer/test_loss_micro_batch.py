@@ -311,7 +311,10 @@ def test_each_statistic_of_three_tokens_has_the_name_that_says_what_it_is() -> N
         reference=[0.3, 0.1, 0.5], advantage=[-1.0, -2.0, 4.0], entropy=[0.5, 0.25, 0.0],
     )  # fmt: skip
     settings = LossSettings(
-        kl_coefficient=1.0, denominator=Denominator.OLD, outlier_below=0.01, token_band=(0.1, 10.0)
+        kl=KlSettings(coefficient=1.0),
+        denominator=Denominator.OLD,
+        outlier_below=0.01,
+        token_band=(0.1, 10.0),
     )
     row = statistics_of(terms_of(tokens), settings)
     update = UpdateTotals(row=tuple(row.tolist()), grad_norm=7.0, learning_rate=1.0)
