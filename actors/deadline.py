@@ -1,4 +1,4 @@
-"""Awaiting something for so long and no longer, without ever losing a cancellation.
+"""Awaiting something for so long and no longer, without losing a cancellation; asking again.
 
 Not `asyncio.wait_for`: in Python 3.11 it swallows a cancellation that meets the result, and a loop
 around it then never stops. Called wherever an actor awaits another one, or an event.
@@ -7,7 +7,10 @@ around it then never stops. Called wherever an actor awaits another one, or an e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import itertools
+import math
+import random
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 _Result = TypeVar("_Result")
@@ -26,3 +29,36 @@ async def is_set_within(limit_s: float, event: asyncio.Event) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+async def retry(
+    attempt: Callable[[], Awaitable[_Result]],
+    *,
+    on: type[Exception] | tuple[type[Exception], ...],
+    limit_s: float = math.inf,
+    max_attempts: float = math.inf,
+    first_pause_s: float = 0.1,
+    longest_pause_s: float = 2.0,
+) -> _Result:
+    """Attempt again after each error of the kinds `on`.
+
+    The pauses double, up to the longest; each is cut by up to a half at random, so that callers
+    that failed together do not come back together. An attempt that hangs is the caller's to bound.
+    Raises: the last error after max_attempts, or at the end of limit_s seconds; others at once.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + limit_s
+    longest_now_s = first_pause_s
+    for number in itertools.count(1):
+        try:
+            return await attempt()
+        except on:
+            pause_s = random.uniform(0.5, 1.0) * longest_now_s
+            if number >= max_attempts:
+                raise
+            if loop.time() + pause_s >= end:
+                await asyncio.sleep(max(end - loop.time(), 0.0))
+                raise
+        await asyncio.sleep(pause_s)
+        longest_now_s = min(2 * longest_now_s, longest_pause_s)
+    raise AssertionError("unreachable: attempts are counted without end")

@@ -8,7 +8,9 @@ of it in that turn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,3 +78,34 @@ class ExpertRecords:
 
     positions: NDArray[np.int32]
     indices: ExpertIndices
+
+
+def routed_layers(config: Any) -> tuple[int, ...]:
+    """The decoder layers with a router that the trainer can replay, ascending.
+
+    Args: config: Hugging Face's configuration of a language model.
+    Returns: () for a model without routers, or with others than `trainer.routing_replay` knows.
+    Example: a Qwen3-MoE of four layers with decoder_sparse_step 2 -> (1, 3)
+    """
+    layers = range(config.num_hidden_layers)
+    if config.model_type == "mixtral":
+        return tuple(layers)
+    if config.model_type in ("qwen2_moe", "qwen3_moe") and config.num_experts > 0:
+        dense, step = config.mlp_only_layers, config.decoder_sparse_step
+        return tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
+    return ()
+
+
+def sampled_experts(
+    records: NDArray[np.uint8] | NDArray[np.uint16], *, routed: Sequence[int]
+) -> ExpertIndices:
+    """An engine's records of a turn, as the turn keeps them.
+
+    Args: records: [R, layers, K] of the first R sampled tokens, with an entry for every decoder
+        layer; uint8, or uint16 above 256 experts. routed: the layers with a router.
+    Returns: [R, L, K] of the routed layers; uint8 or int16.
+    """
+    indices = records[:, list(routed)]
+    if indices.dtype == np.uint8:
+        return indices.astype(np.uint8, copy=False)
+    return indices.astype(np.int16)

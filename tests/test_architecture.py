@@ -11,8 +11,8 @@ REPOSITORY = Path(__file__).parents[1]
 
 # What a package may import of the others.
 ALLOWED = {"actors": {"actors"}, "service": {"actors", "service"}}
-# Beside every actor.py of `actors`: what starts a group of actors, and what talks to one.
-RAY_FILES = {"actors/trainer/group.py", "actors/weights/client.py"}
+# Beside every actor.py of `actors`: what starts a group of actors.
+RAY_FILES = {"actors/trainer/group.py"}
 VLLM_FILES = {"actors/trainer/publish_cuda.py"}
 # Packages whose mathematics and state machines never await, outside of the files above.
 PURE_PACKAGES = ("actors/merge/", "actors/trajectory_queue/", "actors/trainer/")

@@ -1,7 +1,7 @@
 """The Ray actor that holds many episodes: assignments in, finished trajectories out.
 
 Invariant: every assignment that was taken becomes exactly one trajectory handed to the queue, or
-`run` raises, and the supervisor then gives what this actor held to another one. A slot is free
+`run` raises, and the supervisor then gives this actor's rollouts to another one. A slot is free
 again only when its trajectory has been handed over, so a full queue slows the actor down.
 Started by the supervisor: `ray.remote(EnvironmentActor).options(...).remote(...)`.
 """
@@ -9,9 +9,7 @@ Started by the supervisor: `ray.remote(EnvironmentActor).options(...).remote(...
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,14 +18,13 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from actors.deadline import is_set_within, within
-from actors.environment.bounded import describe, num_abandoned
+from actors.deadline import is_set_within, retry, within
 from actors.environment.protocol import Environment
 from actors.environment.registry import UnknownEnvironment, resolve
-from actors.environment.rendering import ChatRenderer
+from actors.environment.rendering import ChatRenderer, load_tokenizer
 from actors.environment.settings import EnvironmentActorSettings, EnvironmentActorStatus
-from actors.environment.tokenizer import load_tokenizer
 from actors.environment.turn_loop import play_episode
+from actors.environment.user_code import describe, num_abandoned
 from actors.policy import PolicyClient
 from actors.trajectory_queue.columns import encode
 from actors.types import (
@@ -45,7 +42,7 @@ PolicyFactory = Callable[[], PolicyClient]
 
 
 class QueueUnreachable(Exception):
-    """The trajectory queue did not answer; what this actor held must be given to another one."""
+    """The trajectory queue did not answer; this actor's rollouts must be given to another one."""
 
 
 class EnvironmentActor:
@@ -108,7 +105,7 @@ class EnvironmentActor:
             self._is_running = False
 
     async def ping(self) -> None:
-        """Answer; an actor whose event loop stands still does not."""
+        """Answer; an actor whose event loop is blocked does not."""
 
     async def stop(self, *, drain_s: float = 0.0, limit_s: float = 30.0) -> None:
         """Take nothing more; give episodes drain_s to end, cancel the rest, hand all of it over.
@@ -300,18 +297,26 @@ class EnvironmentActor:
             for row, trajectory in enumerate(block)
         ]
         settings = self._settings
-        for attempt in itertools.count(1):
+
+        async def put() -> list[bool]:
+            # By value: the queue stores it as its own, so that it outlives this actor.
+            call = self._queue.put.remote(self._actor_id, columns, summaries)
             try:
-                # By value: the queue stores it as its own, so that it outlives this actor.
-                call = self._queue.put.remote(self._actor_id, columns, summaries)
                 taken: list[bool] = await within(settings.queue_deadline_s, call)
-                return taken
             except (RayError, TimeoutError) as error:
-                logger.warning("put, attempt %d: %s", attempt, describe(error))
-                if attempt >= settings.put_attempts:
-                    raise QueueUnreachable(f"put: {describe(error)}") from error
-            await asyncio.sleep(random.uniform(0.5, 1.5) * 0.2 * 2**attempt)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                logger.warning("put: %s", describe(error))
+                raise
+            return taken
+
+        try:
+            return await retry(
+                put,
+                on=(RayError, TimeoutError),
+                max_attempts=settings.put_attempts,
+                first_pause_s=0.5,
+            )
+        except (RayError, TimeoutError) as error:
+            raise QueueUnreachable(f"put: {describe(error)}") from error
 
     async def _wait_for(self, event: asyncio.Event) -> None:
         event.clear()

@@ -87,6 +87,7 @@ class PlayedTurns:
                 reward=score.reward,
                 reward_components=score.components,
                 is_malformed=score.is_malformed,
+                expert_indices=reply.expert_indices,
             )
             for (prompt, sampled), reply, score in zip(
                 tokens, self._replies, self._scores, strict=True

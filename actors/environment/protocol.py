@@ -28,11 +28,12 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of a chat. name: the tool that answers, where a chat template wants it."""
+    """One message of a chat."""
 
     role: Role
     content: str
     name: str | None = None
+    """The tool that answers, where a chat template wants it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.content, str):
@@ -55,11 +56,12 @@ def _check_text(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSchema:
-    """A tool that the policy may call. parameters: the JSON schema of its arguments object."""
+    """A tool that the policy may call."""
 
     name: str
     description: str
     parameters: Mapping[str, Any] = field(hash=False)
+    """The JSON schema of its arguments object."""
 
     def __post_init__(self) -> None:
         properties = self.parameters.get("properties", {})
@@ -102,27 +104,30 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MalformedCall:
-    """A call that could not be read. message: one short sentence that the policy may be shown."""
+    """A call that could not be read."""
 
     reason: MalformedReason
     message: str
+    """One short sentence that the policy may be shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One assistant turn. calls: in the order of the text; empty where no tools are declared."""
+    """One assistant turn."""
 
     text: str
     calls: tuple[ToolCall | MalformedCall, ...] = ()
+    """In the order of the text; empty where no tools are declared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """How an episode begins. best_return: of best possible play, where it is known."""
+    """How an episode begins."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
     best_return: float | None = None
+    """Of best possible play; None where it is not known."""
 
     def __post_init__(self) -> None:
         _check_messages(self.messages)
@@ -133,21 +138,22 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The environment's answer to one action.
-
-    messages: new ones only, of role user or tool. reward: of this turn; reward_components: its
-    named parts. terminated: the task has ended. truncated: the environment's own limit cut it off
-    (recorded as `max_turns`). is_malformed: the action could not be understood. ended_by_malformed:
-    that is why the episode ends (recorded as `malformed_tool_call`).
-    """
+    """The environment's answer to one action."""
 
     messages: tuple[Message, ...] = ()
+    """New ones only, of role user or tool."""
     reward: float = 0.0
+    """Of this turn."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward."""
     terminated: bool = False
+    """The task has ended."""
     truncated: bool = False
+    """The environment's own limit cut the task off (recorded as `max_turns`)."""
     is_malformed: bool = False
+    """The action could not be understood."""
     ended_by_malformed: bool = False
+    """That is why the episode ends (recorded as `malformed_tool_call`)."""
 
     def __post_init__(self) -> None:
         _check_messages(self.messages)

@@ -80,11 +80,6 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     return make
 
 
-def create(name: str, options: Mapping[str, Any]) -> Environment:
-    """Make one environment. Raises: as `resolve`."""
-    return resolve(name, options)()
-
-
 def _find(name: str) -> EnvironmentFactory:
     if name in _factories:
         return _factories[name]

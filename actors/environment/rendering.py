@@ -2,15 +2,19 @@
 
 A prompt is the previous prompt + the sampled ids + the delta, the rendering of only the new
 messages. A delta is rendered behind two different dummy chats and used only if both give the same
-ids; otherwise the whole chat is rendered, and the reason is told. Called by the turn loop.
+ids; otherwise the whole chat is rendered, and the reason is counted. Called by the turn loop. The
+model's tokenizer, and the tokens that end a turn, are read here too.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import jinja2
@@ -60,6 +64,54 @@ class ChatTokenizer(Protocol):
     def pad_token_id(self) -> int | None: ...
 
 
+def load_tokenizer(path: str) -> ChatTokenizer:
+    """Load a model's tokenizer.
+
+    Args: path: a directory or hub name. Raises: OSError, ValueError.
+    """
+    import transformers  # a second of imports, which rendering does without
+
+    # AutoTokenizer imports torch: seconds and 200 MB that a plain fast tokenizer does without.
+    config = Path(path) / "tokenizer_config.json"
+    is_plain = config.is_file() and json.loads(config.read_text()).get("tokenizer_class") in (
+        "PreTrainedTokenizerFast",
+        "TokenizersBackend",
+    )
+    loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
+    tokenizer: ChatTokenizer = loader.from_pretrained(path)
+    return tokenizer
+
+
+def stop_token_ids(model: str) -> tuple[int, ...]:
+    """The end-of-sequence ids of a model directory or hub name, ascending.
+
+    Raises: ValueError for a model that names none: no answer of it would ever end.
+    """
+    found = {load_tokenizer(model).eos_token_id}
+    added = _added_by_settings(model)
+    found.update(added if isinstance(added, list) else [added])
+    ids = tuple(sorted(token for token in found if token is not None))
+    if not ids:
+        raise ValueError(
+            f"model {model}: neither its tokenizer nor its generation settings name an "
+            "end-of-sequence token; set eos_token in tokenizer_config.json"
+        )
+    return ids
+
+
+def _added_by_settings(model: str) -> list[int] | int | None:
+    if Path(model).is_dir():
+        # As transformers reads it, without the two seconds of importing torch and its models.
+        file = Path(model) / "generation_config.json"
+        return json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        return None
+
+
 class BreakReason(StrEnum):
     """Why a delta could not be used."""
 
@@ -74,23 +126,22 @@ class RenderError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """The next turn's prompt.
-
-    num_inserted: closing tokens behind the sampled ids that the policy did not sample.
-    break_reason: why the whole chat was rendered anew; None when the prompt was appended to.
-    """
+    """The next turn's prompt."""
 
     prompt_token_ids: TokenIds
     num_inserted: int = 0
+    """Closing tokens behind the sampled ids that the policy did not sample."""
     break_reason: BreakReason | None = None
+    """Why the whole chat was rendered anew; None when the prompt was appended to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delta:
-    """token_ids: all that follows a reply's content; its first num_closing end the reply."""
+    """What follows the content of a reply, up to the next one."""
 
     token_ids: TokenIds
     num_closing: int
+    """The first of the tokens, which end the reply."""
 
 
 class ChatRenderer:
@@ -210,7 +261,8 @@ class ChatRenderer:
         reply open; then it is the end token, where the tail begins with it.
         """
         if closing_ids:
-            return _common_length(tail_ids, closing_ids)
+            pairs = zip(tail_ids, closing_ids, strict=False)
+            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return int(bool(tail_ids) and tail_ids[0] in self._end_ids)
 
     def _text(self, messages: _Messages, tools: _Tools, *, add_generation_prompt: bool) -> str:
@@ -237,9 +289,9 @@ class ChatRenderer:
 
 
 def template_variables(template: object) -> frozenset[str] | None:
-    """The variables that a chat template is given from outside; None where they cannot be told.
+    """The variables that a chat template is given from outside; None where they cannot be found.
 
-    Args: template: Jinja's text. Several templates by name, or none, cannot be told.
+    Args: template: Jinja's text. None for several templates by name, or none.
     Example: template_variables("{% if enable_thinking %}…{% endif %}") -> {"enable_thinking"}
     """
     if not isinstance(template, str):
@@ -269,15 +321,6 @@ def _overlap(sampled: TokenIds, closing: TokenIds) -> int:
         if end[-length:] == start[:length]:
             return length
     return 0
-
-
-def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length
 
 
 def _frozen(token_ids: Sequence[int]) -> TokenIds:

@@ -1,20 +1,33 @@
-"""Task sources: which task has which index, the same in every process and after every restart.
+"""Which task has which index, the same in every process and after every restart; and task files.
 
 Training tasks and held-out tasks never overlap: generated ones draw their seeds from disjoint
-ranges, a file's are split by a hash of their ids. Called by the loop, which numbers the groups.
+ranges, a file's are split by a hash of their ids. A file is JSON lines or Parquet; a row holds
+`task_id` and `environment` (text), `seed` (a whole number, 0 or more) and `data` (an object; JSON
+text in a Parquet column). Called by the loop, which numbers the groups, by the configuration's
+checks and by `rayloom tasks`.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from actors.types import Task
 
 # Below 2^31, so that a seed suits every generator there is (some take 32 bits, some signed).
 _SEEDS_PER_RANGE = 2**30
+_FIELDS = ("task_id", "environment", "seed", "data")
+_TEXT = pa.string()
+_SCHEMA = pa.schema({"task_id": _TEXT, "environment": _TEXT, "seed": pa.int64(), "data": _TEXT})
 
 
 class TaskSource(Protocol):
@@ -109,3 +122,144 @@ class FileTasks:
 def _check_index(index: int) -> None:
     if index < 0:
         raise ValueError(f"task index: got {index}, expected 0 or more")
+
+
+class BadTaskFile(ValueError):
+    """A task file cannot be used; the message names the row and the remedy."""
+
+
+def read_tasks(path: str | Path) -> list[Task]:
+    """Read a task file, by its suffix: .jsonl or .parquet.
+
+    Raises: BadTaskFile for an unknown suffix, an unreadable or empty file, a row that is not a
+    task, or a task id that comes twice.
+    """
+    path = Path(path)
+    _check_suffix(path)
+    try:
+        rows = list(_parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path))
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise BadTaskFile(f"task file {path}: cannot be read: {error}") from error
+    first_found: dict[str, str] = {}
+    tasks = []
+    for where, row in rows:
+        task = _task(row, where=where)
+        if task.task_id in first_found:
+            raise BadTaskFile(
+                f"{where}: task_id {task.task_id!r} stands already in {first_found[task.task_id]}; "
+                "expected unique ids; rename or remove one"
+            )
+        first_found[task.task_id] = where
+        tasks.append(task)
+    if not tasks:
+        raise BadTaskFile(f"task file {path}: got no tasks, expected one or more")
+    return tasks
+
+
+def write_tasks(path: str | Path, tasks: Sequence[Task]) -> None:
+    """Write a task file, by its suffix; a reader sees the old file or the whole new one.
+
+    Raises: BadTaskFile for an unknown suffix, duplicate ids or no tasks; TypeError or
+    ValueError for data that are not JSON.
+    """
+    path = Path(path)
+    _check_suffix(path)
+    if len({task.task_id for task in tasks}) != len(tasks):
+        raise BadTaskFile(f"task file {path}: got duplicate task ids, expected unique ones")
+    if not tasks:
+        raise BadTaskFile(f"task file {path}: got no tasks to write, expected one or more")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            if path.suffix == ".parquet":
+                rows = [_row(task) for task in tasks]
+                cells = [row | {"data": _json(row["data"])} for row in rows]
+                pq.write_table(pa.Table.from_pylist(cells, schema=_SCHEMA), file)
+            else:
+                file.writelines((_json(_row(task)) + "\n").encode() for task in tasks)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, 0o644)
+        os.replace(aside, path)
+    finally:
+        # Still there only where the writing failed.
+        Path(aside).unlink(missing_ok=True)
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise BadTaskFile(
+            f"task file {path}: got suffix {path.suffix!r}, expected .jsonl or .parquet; rename it"
+        )
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}, line {number}"
+            if not line.strip():
+                continue
+            yield where, _parse_json(line, where=where)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, row in enumerate(pq.read_table(path).to_pylist(), start=1):
+        where = f"{path}, row {number}"
+        if isinstance(row.get("data"), str):
+            row["data"] = _parse_json(row["data"], where=where)
+        yield where, row
+
+
+def _parse_json(text: str, *, where: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadTaskFile(f"{where}: not JSON: {error}; expected one JSON object") from None
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _task(row: Any, *, where: str) -> Task:
+    if not isinstance(row, dict):
+        raise BadTaskFile(f"{where}: got a {type(row).__name__}, expected an object with {_FIELDS}")
+    unknown = sorted(set(row) - set(_FIELDS))
+    missing = [name for name in _FIELDS[:3] if name not in row]
+    if unknown or missing:
+        raise BadTaskFile(
+            f"{where}: unknown fields {unknown}, missing fields {missing}; expected {_FIELDS} "
+            "(data may be left out); put what belongs to the environment under data"
+        )
+    for name in ("task_id", "environment"):
+        if not isinstance(row[name], str) or not row[name]:
+            _refuse(where, name, row[name], "a text that is not empty")
+    # A bool is an int in Python, and True is no seed.
+    if not isinstance(row["seed"], int) or isinstance(row["seed"], bool):
+        _refuse(where, "seed", row["seed"], "a whole number")
+    if not 0 <= row["seed"] < 2**63:
+        raise BadTaskFile(f"{where}: seed: got {row['seed']}, expected 0 to 2^63 - 1")
+    data = row.get("data", {})
+    if not isinstance(data, dict):
+        _refuse(where, "data", data, "an object")
+    return Task(task_id=row["task_id"], environment=row["environment"], seed=row["seed"], data=data)
+
+
+def _refuse(where: str, name: str, value: Any, expected: str) -> NoReturn:
+    raise BadTaskFile(
+        f"{where}: {name}: got a {type(value).__name__}, expected {expected}; correct the row"
+    )
+
+
+def _row(task: Task) -> dict[str, Any]:
+    return {
+        "task_id": task.task_id,
+        "environment": task.environment,
+        "seed": task.seed,
+        "data": dict(task.data),
+    }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from actors.environment.bounded import CallFailed, CallTimedOut, bounded, describe
-from actors.environment.fault_log import FaultLog
 from actors.environment.played import PlayedTurns
 from actors.environment.protocol import (
     Action,
@@ -28,14 +26,16 @@ from actors.environment.protocol import (
     is_finite_reward,
 )
 from actors.environment.rendering import ChatRenderer, RenderError
-from actors.environment.replies import UnusableReply, check_reply
 from actors.environment.settings import RolloutSettings
 from actors.environment.tool_calls import parse_tool_calls
+from actors.environment.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe
 from actors.policy import (
     GenerateReply,
     GenerateRequest,
     PolicyClient,
     PolicyDeadlineExceeded,
+    UnusableReply,
+    check_reply,
 )
 from actors.types import (
     FinishReason,
@@ -91,7 +91,7 @@ async def play_episode(
     except _Ended as ended:
         end = ended
         if isinstance(ended.__cause__, CallFailed | RenderError):
-            _faults.tell(f"{assignment.trajectory_id}: {ended.outcome}: {ended}", ended.__cause__)
+            _faults.log(f"{assignment.trajectory_id}: {ended.outcome}: {ended}", ended.__cause__)
     except asyncio.CancelledError:
         end = _Ended(Outcome.CANCELLED, "the episode's task was cancelled")
     trajectory = episode.trajectory(end)
@@ -120,6 +120,7 @@ class _Episode:
         self._played = PlayedTurns()
         self._best_return: float | None = None
         self._cache_salt: str | None = None
+        self._replica = ""
         self._num_inserted = 0
         self._breaks: Counter[str] = Counter()
         self._generate_s = 0.0
@@ -247,6 +248,7 @@ class _Episode:
         limit = min(self._settings.max_tokens_per_turn, room)
         reply = await self._call_policy(prompt, max_tokens=limit)
         self._cache_salt = reply.cache_salt if self._cache_salt is None else self._cache_salt
+        self._replica = self._replica or reply.replica
         self._played.record(prompt, reply)
         if reply.finish_reason is FinishReason.ABORT:
             raise _Ended(Outcome.INFRASTRUCTURE_ERROR, "the engine aborted the turn")
@@ -261,12 +263,12 @@ class _Episode:
     async def _call_policy(self, prompt: TokenIds, *, max_tokens: int) -> GenerateReply:
         left = self._time_left()
         request = GenerateRequest(
-            trajectory_id=self._assignment.trajectory_id,
             prompt_token_ids=prompt,
             max_tokens=max_tokens,
             temperature=self._settings.temperature,
             deadline_s=left,
             cache_salt=self._cache_salt,
+            replica=self._replica,
         )
 
         async def generate() -> GenerateReply:

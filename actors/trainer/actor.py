@@ -8,7 +8,7 @@ lost its process group is of no use to the others.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from actors.trainer.memory import keep_freed_memory
 from actors.trainer.process_group import Rendezvous, connect_store, free_port, open_store
 from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
-from actors.weights.board import BoardStatus, PublishedGroup
+from actors.weights.board import BoardStatus, WeightGroup
 
 if TYPE_CHECKING:
     from actors.trainer.rank import TrainerRank
@@ -97,13 +97,10 @@ class TrainerRankActor:
     def parity_logprobs(self) -> Float32s:
         return self._joined.parity_logprobs()
 
-    def put_weights(self) -> tuple[PublishedGroup, ...]:
+    def put_weights(self) -> tuple[WeightGroup, ...]:
         """Put the packed weights into the object store; rank 0 returns them, the others nothing."""
         return tuple(
-            PublishedGroup(
-                manifest=group.manifest, checksum=group.checksum, buffer=ray.put(group.buffer)
-            )
-            for group in self._joined.pack_weights()
+            replace(group, buffer=ray.put(group.buffer)) for group in self._joined.pack_weights()
         )
 
     def transfer_port(self, address: str) -> Rendezvous:
@@ -115,7 +112,7 @@ class TrainerRankActor:
     ) -> None:
         """Send the weights through vLLM's own transfer; CUDA only."""
         from actors.trainer.publish_cuda import CudaPublisher
-        from actors.weights.client import BoardClient
+        from actors.weights.actor import BoardClient
 
         def read_status() -> BoardStatus:
             return ray.get(board.status.remote(), timeout=BOARD_TIMEOUT_S)

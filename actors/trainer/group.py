@@ -32,7 +32,7 @@ from actors.trainer.process_group import LOOPBACK, Rendezvous
 from actors.trainer.settings import Device, RankSettings, WeightBackend
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused
 from actors.trainer.statistics import StepStats
-from actors.weights.board import PublishedGroup
+from actors.weights.board import WeightGroup
 
 _AGREED = (ShardRefused, PolicyTooOld, CheckpointError)
 # What a rank raises of its own on the way there, a next one would raise again.
@@ -174,13 +174,13 @@ class TrainerGroup:
 
     async def publish(
         self, board: ActorHandle, epoch: int, version: int
-    ) -> tuple[PublishedGroup, ...]:
+    ) -> tuple[WeightGroup, ...]:
         """Make the ranks' weights the board's current publication.
 
         Returns: what the board was given, once it holds copies of its own; empty when the weights
             travel through vLLM's own transfer.
         Raises: ValueError for a version that the ranks do not hold; TrainerRankLost; the board's
-            own errors (`actors.weights.errors`); TimeoutError when the board does not answer.
+            own errors (`actors.weights.board`); TimeoutError when the board does not answer.
         """
         if version != self.version:
             raise ValueError(f"trainer: got version {version}, expected {self.version} to publish")
@@ -189,13 +189,13 @@ class TrainerGroup:
             meeting = await self._transfer_meeting(timeout_s)
             await self._on_all("send_weights", board, epoch, version, meeting, timeout_s=timeout_s)
             return ()
-        groups: tuple[PublishedGroup, ...]
+        groups: tuple[WeightGroup, ...]
         groups = (await self._on_all("put_weights", timeout_s=timeout_s))[0]
         await _answer(board.publish.remote(epoch, version, groups), timeout_s)
         return groups
 
     async def parity_logprobs(self) -> Float32s:
-        """Score `weights.parity.parity_tokens` with the weights as they are: [16] float32, nats.
+        """Score `weights.board.check_tokens` with the weights as they are: [16] float32, nats.
 
         Raises: TrainerRankLost.
         """

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from actors.weights.buffers import WeightGroup, layer_groups, pack_group
+from actors.weights.board import WeightGroup
+from actors.weights.buffers import layer_groups, pack_group
 
 NamedTensors = list[tuple[str, Tensor]]
 

@@ -26,8 +26,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from actors.trainer.process_group import Rendezvous, broadcast_integers
 from actors.trainer.publish import gather_groups, published_shapes
 from actors.trainer.settings import WeightBackend
+from actors.weights.actor import BoardClient
 from actors.weights.board import BoardStatus
-from actors.weights.client import BoardClient
 
 
 class ShardedWeightSource(WeightSource):
@@ -77,7 +77,7 @@ class CudaPublisher:
         """Send the current weights and set `version` in every live replica.
 
         Args: rendezvous: a free port on rank 0's host, for NCCL when the group must meet.
-        Raises: actors.weights.errors.WeightCommandFailed when a replica fails; the transfer group
+        Raises: actors.weights.board.WeightCommandFailed when a replica fails; the transfer group
             is then dropped and the next call builds it again.
         """
         must_meet = self._engine is None

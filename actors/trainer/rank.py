@@ -43,8 +43,7 @@ from actors.trainer.scoring import Scores, free_weights, score_minibatches, scor
 from actors.trainer.settings import Dtype, RankSettings
 from actors.trainer.skipped import SkippedUpdate, report_skip
 from actors.trainer.statistics import StepStats, UpdateTotals, summarize_step
-from actors.weights.buffers import WeightGroup
-from actors.weights.parity import parity_tokens
+from actors.weights.board import WeightGroup, check_tokens
 
 _DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
@@ -188,8 +187,8 @@ class TrainerRank:
         )
 
     def parity_logprobs(self) -> Float32s:
-        """Score `weights.parity.parity_tokens` at temperature 1: [16] float32, nats."""
-        row = row_tensors(scoring_row(parity_tokens(self.shape.vocab_size)), device=self.device)
+        """Score `weights.board.check_tokens` at temperature 1: [16] float32, nats."""
+        row = row_tensors(scoring_row(check_tokens(self.shape.vocab_size)), device=self.device)
         logprobs = score_row(self.policy, row, temperature=1.0)
         free_weights(self._sharded)
         return logprobs.cpu().numpy()

@@ -1,9 +1,15 @@
 """The weight board as a Ray actor: replicas pull from it, the trainer publishes to it.
 
-A long poll is a replica's heartbeat. The board copies each published buffer into an object that
-the board itself owns, so that the weights outlive the trainer rank that put them, and a replica
-that starts later can still load the current version. Its owner is the run's supervisor; it is not
-restarted, because a board without its objects would be a lie.
+    board = start_board()                                               # the run's supervisor
+    await board.publish.remote(epoch, version, groups)                  # the trainer's rank 0
+    work = await board.poll.remote(replica, epoch, version, 5.0)        # each replica, for ever
+    await board.report.remote(replica, epoch, version, check_logprobs)  # after it has loaded
+    status = await board.wait_published.remote(version, 1, 60.0)        # the training loop
+
+A poll that waits is a replica's heartbeat. The board copies each published buffer into an object
+of its own, so that the weights outlive the trainer rank that put them, and a replica that starts
+later can still load the current version. Not restarted: its state refers to objects that die with
+it.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -24,16 +31,18 @@ from actors.weights.board import (
     BoardStatus,
     Command,
     CommandKind,
+    NotPublished,
     Publication,
-    PublishedGroup,
-    PublishReport,
+    ReplicasLagging,
+    WeightCommandFailed,
+    WeightGroup,
 )
-from actors.weights.errors import NotPublished, ReplicasLagging, WeightCommandFailed
 
 MAX_POLL_S = 30.0
 ADOPT_TIMEOUT_S = 300.0
 PROBE_PERIOD_S = 1.0
 PROBE_TIMEOUT_S = 1.0
+RPC_MARGIN_S = 10.0
 
 
 class WeightBoard:
@@ -53,7 +62,7 @@ class WeightBoard:
         """
         self._board.check_epoch(epoch)
 
-    async def publish(self, epoch: int, version: int, groups: Sequence[PublishedGroup]) -> None:
+    async def publish(self, epoch: int, version: int, groups: Sequence[WeightGroup]) -> None:
         """Make (epoch, version) current and wake the replicas; returns before they have loaded it.
 
         Args: groups: each `buffer` an object reference to [num_bytes] uint8, put by the caller.
@@ -66,37 +75,36 @@ class WeightBoard:
 
     async def wait_published(
         self, version: int, min_replicas: int, timeout_s: float
-    ) -> PublishReport:
+    ) -> BoardStatus:
         """Wait until every live replica, and at least min_replicas, hold the current publication.
 
         Raises: NotPublished when `version` is not the current one; ReplicasLagging at the end of
             timeout_s, with the names of the laggards.
         """
-        started = time.monotonic()
+        deadline = time.monotonic() + timeout_s
         while True:
-            self._board.forget_silent(now=time.monotonic())
-            current = self._board.current
-            if current is None or current.version != version:
-                raise NotPublished(version, None if current is None else current.version)
-            laggards = self._board.laggards()
-            reports = self._board.reports(now=time.monotonic())
-            if not laggards and len(reports) >= min_replicas:
-                return PublishReport(
-                    epoch=current.epoch,
-                    version=version,
-                    replicas=reports,
-                    wall_s=time.monotonic() - started,
+            status = await self.status()
+            if status.version != version:
+                raise NotPublished(
+                    f"board: waiting for version {version}, but the current one is {status.version}"
                 )
-            remaining_s = started + timeout_s - time.monotonic()
+            laggards = self._board.laggards()
+            if not laggards and len(status.replicas) >= min_replicas:
+                return status
+            remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                raise ReplicasLagging(version, laggards, len(reports), min_replicas)
+                raise ReplicasLagging(
+                    f"board: version {version} is not held by {list(laggards)}; "
+                    f"{len(status.replicas)} replicas are live, expected at least {min_replicas}; "
+                    "look at the replicas' logs"
+                )
             # Leases run out, and actors die, without an event.
             await self._wait_for_change(min(remaining_s, PROBE_PERIOD_S))
             await self._drop_dead(laggards)
 
     async def status(self) -> BoardStatus:
         self._board.forget_silent(now=time.monotonic())
-        return self._board.status(now=time.monotonic())
+        return self._board.status()
 
     async def command(
         self,
@@ -122,7 +130,10 @@ class WeightBoard:
             self._board.forget_silent(now=time.monotonic())
         failures = self._board.close_command(sequence)
         if failures or silent:
-            raise WeightCommandFailed(kind.value, failures, silent)
+            raise WeightCommandFailed(
+                f"board: command {kind.value} failed on {dict(failures)} and was not answered by "
+                f"{list(silent)}; initialise the transfer again"
+            )
         if kind is CommandKind.FINISH and version is not None:
             self._board.publish(Publication(epoch=epoch, version=version))
             self._wake()
@@ -169,16 +180,14 @@ class WeightBoard:
         replica_id: str,
         epoch: int,
         version: int,
-        load_s: float,
-        parity: Float32s | None,
+        check_logprobs: Float32s | None,
     ) -> None:
-        """A replica has loaded (epoch, version)."""
+        """A replica has loaded (epoch, version), and scores `board.check_tokens` so."""
         self._board.report(
             replica_id,
             epoch,
             version=version,
-            load_s=load_s,
-            parity=parity,
+            check_logprobs=check_logprobs,
             now=time.monotonic(),
         )
         self._wake()
@@ -206,11 +215,11 @@ class WeightBoard:
                 # Busy, or out of reach for now: its lease decides.
                 continue
 
-    async def _adopt(self, group: PublishedGroup) -> PublishedGroup:
+    async def _adopt(self, group: WeightGroup) -> WeightGroup:
         buffer = await within(ADOPT_TIMEOUT_S, group.buffer)
         # In a thread: copying gigabytes would hold up every heartbeat.
         own = await asyncio.to_thread(ray.put, buffer)
-        return PublishedGroup(manifest=group.manifest, checksum=group.checksum, buffer=own)
+        return replace(group, buffer=own)
 
     def _wake(self) -> None:
         self._changed.set()
@@ -220,8 +229,58 @@ class WeightBoard:
         await is_set_within(timeout_s, self._changed)
 
 
-def start_board(*, name: str | None = None, apply_limit_s: float = 120.0) -> ActorHandle:
-    """Start the board; under a name it can be found by `ray.get_actor` in the same namespace."""
-    options: dict[str, Any] = {} if name is None else {"name": name}
-    remote_class = ray.remote(num_cpus=0, max_restarts=0, **options)(WeightBoard)
-    return remote_class.remote(apply_limit_s)
+def start_board(*, apply_limit_s: float = 120.0) -> ActorHandle:
+    return ray.remote(num_cpus=0, max_restarts=0)(WeightBoard).remote(apply_limit_s)
+
+
+class BoardClient:
+    """The trainer's end of vLLM's own weight-transfer backends (NCCL, CUDA IPC), over the board.
+
+    Implements vLLM's `VLLMWeightSyncClient` protocol: each of its four calls becomes a command that
+    the board hands to every replica, and returns when all have executed it. So the trainer needs no
+    addresses of engines, and every call has a deadline.
+
+    Before each `send_weights()` set `version` to what is being sent: vLLM's trainer engines do not
+    pass one when they finish.
+    """
+
+    def __init__(
+        self,
+        board: ActorHandle,
+        epoch: int,
+        *,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """timeout_s: of each command."""
+        self._board = board
+        self._epoch = epoch
+        self._timeout_s = timeout_s
+        self.version: int | None = None
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Open the transfer on every live replica; rank offsets are dealt out by the board."""
+        self._run(CommandKind.INIT, init_info)
+
+    def start_weight_update(self) -> None:
+        """Pause every replica, keeping its requests, and open the update."""
+        self._run(CommandKind.START, None)
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Have every replica receive one chunk; runs beside the trainer's own broadcast."""
+        self._run(CommandKind.UPDATE, update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Close the update, set the version and resume; the version is then the current one.
+
+        Raises: ValueError when neither the argument nor `self.version` says what was sent.
+        """
+        version = self.version if weight_version is None else int(weight_version)
+        if version is None:
+            raise ValueError(
+                "weights: no version to finish with; set client.version before sending"
+            )
+        self._run(CommandKind.FINISH, None, version=version)
+
+    def _run(self, kind: CommandKind, payload: Any, *, version: int | None = None) -> None:
+        reference = self._board.command.remote(self._epoch, kind, payload, version, self._timeout_s)
+        ray.get(reference, timeout=self._timeout_s + RPC_MARGIN_S)

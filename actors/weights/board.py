@@ -1,46 +1,96 @@
 """The weight board's state machine: what is published, who holds it, who is asked to do what.
 
-Pure: times come in as arguments, nothing waits. `actor.WeightBoard` wraps it.
-Invariants: a publication's (epoch, version) never goes back, and once an epoch was seen nothing
-older is accepted; a replica is live while its lease lasts, and only live replicas are waited for;
-a command goes, in order, to the members it was addressed to and to nobody else.
+    board.publish(Publication(epoch=1, version=7, groups=groups))    # by the trainer
+    board.heartbeat("a", None, version=None, num_workers=1, lease_s=5.0, now=0.0)
+    board.next_for("a", now=0.0)                # -> that publication; the replica loads it
+    board.report("a", 1, version=7, check_logprobs=scores, now=2.0)
+    board.laggards()                            # -> (), so every live replica samples from it
+
+Pure: times come in as arguments, nothing waits; `actor.WeightBoard` adds the waiting. Invariants: a
+publication's (epoch, version) never goes back, and nothing older than the newest known epoch is
+accepted; a replica is live while its lease lasts, and only live replicas are waited for; a command
+goes, in order, to the members that it was addressed to and to no other replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from actors.batch import Float32s
-from actors.weights.errors import RendezvousNeeded, StaleEpoch, StaleVersion
-from actors.weights.manifest import WeightManifest
+import numpy as np
 
-# How long a replica is believed after the poll that it promised to end; more than one poll, since
-# a replica counts its lease from the last poll that was answered.
+from actors.batch import Float32s, Int32s
+
+# How long after the promised end of its poll a replica still counts as live. More than one poll,
+# because a replica counts its lease from the last poll that was answered.
 POLL_GRACE_S = 10.0
+NUM_CHECK_TOKENS = 17
+
+
+class WeightError(Exception):
+    """Base of this package's errors; the message is the only argument, so that Ray can carry it."""
+
+
+class StaleEpoch(WeightError):
+    """An older run (lease) tried to publish or to command; it has been replaced and must stop."""
+
+
+class StaleVersion(WeightError):
+    """A version older than the current one of the same epoch."""
+
+
+class NotPublished(WeightError):
+    """A version was waited for that is not the current publication."""
+
+
+class ReplicasLagging(WeightError):
+    """Not every live replica held the version in time."""
+
+
+class RendezvousNeeded(WeightError):
+    """The replicas are not those that met at the last init; the trainer must initialise again."""
+
+
+class WeightCommandFailed(WeightError):
+    """Replicas failed a command of the transfer handshake, or did not answer in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedGroup:
-    """A weight group on its way: its manifest, its checksum, and a reference to its buffer.
+class WeightManifest:
+    """Where each tensor lies in a flat weight buffer; the four tuples run in parallel."""
 
-    buffer: an object reference to [num_bytes] uint8, opaque here, since this module knows no Ray.
-    """
+    names: tuple[str, ...]
+    """Hugging Face parameter names."""
+    dtypes: tuple[str, ...]
+    """torch names without the prefix, such as "bfloat16"."""
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    """Bytes from the buffer's start."""
+    num_bytes: int
+    """Length of the buffer, bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGroup:
+    """Named tensors, packed into one buffer."""
 
     manifest: WeightManifest
     checksum: str
+    """Of the buffer's bytes."""
     buffer: Any
+    """[num_bytes] uint8; in a publication an object reference to it, which is opaque here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """One published policy version; `groups` is empty when the weights travelled another way."""
+    """One published policy version."""
 
     epoch: int
     version: int
-    groups: tuple[PublishedGroup, ...] = ()
+    groups: tuple[WeightGroup, ...] = ()
+    """Empty when the weights travelled by commands."""
 
 
 class CommandKind(StrEnum):
@@ -54,52 +104,38 @@ class CommandKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One step of the handshake for one replica.
-
-    payload: vLLM's own plain dict (or list of dicts) for INIT and UPDATE.
-    version: what the engines hold once FINISH is done.
-    """
+    """One step of the handshake for one replica."""
 
     sequence: int
     epoch: int
     kind: CommandKind
     payload: Any = None
+    """vLLM's own plain dict (or list of dicts) for INIT and UPDATE."""
     version: int | None = None
+    """What the engines hold once FINISH is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """A replica as the board sees it. load_s: seconds that its last load took.
-
-    parity: how it scores `parity.parity_tokens` since then. silent_s: seconds since it was heard.
-    """
+    """A live replica as the board knows it."""
 
     replica_id: str
-    epoch: int | None
-    version: int | None
     num_workers: int
-    load_s: float
-    parity: Float32s | None
-    silent_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishReport:
-    """Every live replica holds (epoch, version)."""
-
-    epoch: int
-    version: int
-    replicas: tuple[ReplicaReport, ...]
-    wall_s: float = 0.0
+    """Processes of its engine that take part in a transfer group."""
+    epoch: int | None = None
+    version: int | None = None
+    check_logprobs: Float32s | None = None
+    """Its scores of `check_tokens` after its last load; None before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardStatus:
-    """epoch, version: the current publication's; None before the first."""
+    """The current publication, and the live replicas."""
 
     epoch: int | None
+    """Of the current publication; None before the first."""
     version: int | None
-    newest_epoch: int | None
+    """Of the current publication; None before the first."""
     replicas: tuple[ReplicaReport, ...]
     needs_rendezvous: bool
 
@@ -109,16 +145,29 @@ class BoardStatus:
         return sum(replica.num_workers for replica in self.replicas)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Replica:
-    replica_id: str
-    num_workers: int
-    heard_at: float
-    lease_until: float
-    epoch: int | None = None
-    version: int | None = None
-    load_s: float = 0.0
-    parity: Float32s | None = None
+def check_tokens(vocab_size: int) -> Int32s:
+    """The text that trainer and engines score after each publish, [17] int32.
+
+    Fixed, and spread over the first tokens of any vocabulary. The scores are log-probabilities of
+    the plain softmax (temperature 1), in nats.
+    """
+    return (7 * np.arange(NUM_CHECK_TOKENS, dtype=np.int32) + 3) % vocab_size
+
+
+def largest_difference(own: Float32s, engines: Sequence[Float32s]) -> float | None:
+    """Largest |trainer - engine| over the scores of `check_tokens`, nats.
+
+    Args: own, engines: [16] float32 each, one for each token but the first.
+    Returns: None where no engine has answered.
+    Raises: ValueError when an engine scored another number of tokens.
+    """
+    for logprobs in engines:
+        if logprobs.shape != own.shape:
+            raise ValueError(
+                f"log-probability check: got {logprobs.shape[0]} log-probabilities of an engine, "
+                f"expected {own.shape[0]}; trainer and engine run different versions of Rayloom"
+            )
+    return max((float(np.abs(own - logprobs).max()) for logprobs in engines), default=None)
 
 
 class Board:
@@ -129,7 +178,8 @@ class Board:
         self._apply_limit_s = apply_limit_s
         self._newest_epoch: int | None = None
         self._current: Publication | None = None
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, ReplicaReport] = {}
+        self._lease_ends: dict[str, float] = {}
         self._members: frozenset[str] = frozenset()
         self._uses_commands = False
         self._sequence = 0
@@ -142,7 +192,10 @@ class Board:
     def check_epoch(self, epoch: int) -> None:
         """Take note of an epoch. Raises: StaleEpoch when a newer one was seen."""
         if self._newest_epoch is not None and epoch < self._newest_epoch:
-            raise StaleEpoch(got=epoch, newest=self._newest_epoch)
+            raise StaleEpoch(
+                f"board: got epoch {epoch}, expected at least {self._newest_epoch}; this run was "
+                "replaced by a newer one and must stop"
+            )
         self._newest_epoch = epoch
 
     def publish(self, publication: Publication) -> None:
@@ -157,7 +210,10 @@ class Board:
             and current.epoch == publication.epoch
             and publication.version < current.version
         ):
-            raise StaleVersion(got=publication.version, current=current.version)
+            raise StaleVersion(
+                f"board: got policy version {publication.version}, expected at least "
+                f"{current.version}; going back takes a new epoch"
+            )
         self._current = publication
 
     @property
@@ -176,24 +232,16 @@ class Board:
         lease_s: float,
         now: float,
     ) -> None:
-        """A replica was heard; one not known joins. It is live for lease_s plus some grace."""
-        lease_until = now + lease_s + POLL_GRACE_S
-        replica = self._replicas.get(replica_id)
-        if replica is None:
-            replica = _Replica(
-                replica_id=replica_id,
-                num_workers=num_workers,
-                heard_at=now,
-                lease_until=lease_until,
-            )
-            self._replicas[replica_id] = replica
-        replica.heard_at, replica.lease_until = now, lease_until
-        replica.epoch, replica.version = epoch, version
+        """A replica polls; a new one joins. It is live for lease_s and POLL_GRACE_S."""
+        known = self._replicas.get(replica_id) or ReplicaReport(
+            replica_id=replica_id, num_workers=num_workers
+        )
+        self._replicas[replica_id] = replace(known, epoch=epoch, version=version)
+        self._lease_ends[replica_id] = now + lease_s + POLL_GRACE_S
 
     def next_for(self, replica_id: str, *, now: float) -> Publication | Command | None:
         """What a replica has to do now: its oldest command, else a publication it lacks."""
-        replica = self._replicas.get(replica_id)
-        if replica is None:
+        if (replica := self._replicas.get(replica_id)) is None:
             return None
         work: Publication | Command | None = None
         if queue := self._queues.get(replica_id):
@@ -201,7 +249,7 @@ class Board:
         elif self._current is not None and self._current.groups and not self._holds(replica):
             work = self._current
         if work is not None:
-            replica.lease_until = now + self._apply_limit_s
+            self._lease_ends[replica_id] = now + self._apply_limit_s
         return work
 
     def report(
@@ -210,20 +258,21 @@ class Board:
         epoch: int,
         *,
         version: int,
-        load_s: float,
-        parity: Float32s | None,
+        check_logprobs: Float32s | None,
         now: float,
     ) -> None:
-        """A replica holds (epoch, version). Of a replica that was forgotten: ignored."""
+        """A replica holds (epoch, version). Ignored for one that was forgotten."""
         if (replica := self._replicas.get(replica_id)) is None:
             return
-        replica.epoch, replica.version = epoch, version
-        replica.load_s, replica.parity = load_s, parity
-        replica.heard_at, replica.lease_until = now, now + POLL_GRACE_S
+        self._replicas[replica_id] = replace(
+            replica, epoch=epoch, version=version, check_logprobs=check_logprobs
+        )
+        self._lease_ends[replica_id] = now + POLL_GRACE_S
 
     def leave(self, replica_id: str) -> None:
-        """A replica is gone: nothing waits for it any more, and its open commands have failed."""
+        """A replica is gone: it is no longer waited for, and its open commands have failed."""
         self._replicas.pop(replica_id, None)
+        self._lease_ends.pop(replica_id, None)
         self._queues.pop(replica_id, None)
         for sequence, waiting in self._pending.items():
             if replica_id in waiting:
@@ -231,8 +280,8 @@ class Board:
                 self._failures[sequence][replica_id] = "the replica left or fell silent"
 
     def forget_silent(self, *, now: float) -> tuple[str, ...]:
-        """Drop the replicas whose lease has run out, and name them."""
-        silent = tuple(r.replica_id for r in self._replicas.values() if r.lease_until < now)
+        """Drop the replicas whose lease has run out; return their names."""
+        silent = tuple(name for name, lease_end in self._lease_ends.items() if lease_end < now)
         for replica_id in silent:
             self.leave(replica_id)
         return silent
@@ -241,19 +290,15 @@ class Board:
         """Live replicas that do not hold the current publication."""
         return tuple(r.replica_id for r in self._replicas.values() if not self._holds(r))
 
-    def reports(self, *, now: float) -> tuple[ReplicaReport, ...]:
-        return tuple(_report(replica, now=now) for replica in self._replicas.values())
-
-    def status(self, *, now: float) -> BoardStatus:
+    def status(self) -> BoardStatus:
         return BoardStatus(
             epoch=None if self._current is None else self._current.epoch,
             version=None if self._current is None else self._current.version,
-            newest_epoch=self._newest_epoch,
-            replicas=self.reports(now=now),
+            replicas=tuple(self._replicas.values()),
             needs_rendezvous=self.needs_rendezvous,
         )
 
-    def _holds(self, replica: _Replica) -> bool:
+    def _holds(self, replica: ReplicaReport) -> bool:
         current = self._current
         return current is not None and (replica.epoch, replica.version) == (
             current.epoch,
@@ -284,9 +329,11 @@ class Board:
             self._uses_commands = True
             self._queues.clear()
         elif self.needs_rendezvous or not self._members:
-            joined = sorted(set(self._replicas) - self._members)
-            left = sorted(self._members - set(self._replicas))
-            raise RendezvousNeeded(joined=joined, left=left)
+            raise RendezvousNeeded(
+                f"board: replicas joined {sorted(set(self._replicas) - self._members)} and left "
+                f"{sorted(self._members - set(self._replicas))} since the transfer was "
+                "initialised; initialise it again"
+            )
         else:
             payloads = dict.fromkeys(self._members, payload)
         self._sequence += 1
@@ -329,15 +376,3 @@ class Board:
                 f"({len(members)} live replicas); read the board's status and initialise again"
             )
         return payloads
-
-
-def _report(replica: _Replica, *, now: float) -> ReplicaReport:
-    return ReplicaReport(
-        replica_id=replica.replica_id,
-        epoch=replica.epoch,
-        version=replica.version,
-        num_workers=replica.num_workers,
-        load_s=replica.load_s,
-        parity=replica.parity,
-        silent_s=now - replica.heard_at,
-    )

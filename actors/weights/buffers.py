@@ -11,24 +11,16 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actors.weights.manifest import ALIGNMENT_BYTES, WeightManifest
+from actors.weights.board import WeightGroup, WeightManifest
+
+ALIGNMENT_BYTES = 64
 
 Bytes = NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightGroup:
-    """One packed group. buffer: [num_bytes] uint8. checksum: of the buffer's bytes."""
-
-    manifest: WeightManifest
-    buffer: Bytes
-    checksum: str
 
 
 def pack_group(named: Sequence[tuple[str, torch.Tensor]]) -> WeightGroup:

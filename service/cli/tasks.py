@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
+from actors.environment.builtin.reasoning_gym_env import generate_tasks
 from actors.environment.registry import UnknownEnvironment, resolve
-from actors.environment.task_files import BadTaskFile, generate_reasoning_gym_tasks, write_tasks
-from actors.environment.tasks import GeneratedTasks
+from actors.environment.tasks import BadTaskFile, GeneratedTasks, write_tasks
 from service.config.file import ConfigError
 
 
@@ -21,9 +21,7 @@ def write_reasoning_gym(
     Raises: ConfigError.
     """
     try:
-        tasks = generate_reasoning_gym_tasks(
-            family, count, seed=seed, options=_parse_options(options)
-        )
+        tasks = generate_tasks(family, count, seed=seed, options=_parse_options(options))
         write_tasks(out, tasks)
     except (BadTaskFile, ImportError, ValueError, TypeError) as error:
         raise ConfigError(f"tasks reasoning-gym: {error}") from error

@@ -17,7 +17,7 @@ from service.cli.display.outlet import say
 from service.cli.display.progress import Display, open_display
 from service.cli.serve import api_address
 from service.config.tree import Config
-from service.inference.places import session_directory
+from service.inference.deployment import session_directory
 from service.launch.cluster import joined
 from service.launch.preparing import prepared_run, run_id_of
 from service.launch.resuming import finished_step

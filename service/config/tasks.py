@@ -13,12 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 from actors.deadline import within
-from actors.environment.bounded import describe
-from actors.environment.fault_log import origin, place
 from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
-from actors.environment.task_files import BadTaskFile, read_tasks
-from actors.environment.tasks import FileTasks, GeneratedTasks, TaskSource
+from actors.environment.tasks import (
+    BadTaskFile,
+    FileTasks,
+    GeneratedTasks,
+    TaskSource,
+    read_tasks,
+)
+from actors.environment.user_code import describe, location, root_cause
 from actors.types import Task
 from service.config.file import ConfigError
 from service.config.tree import Config
@@ -108,8 +112,8 @@ def _maker(config: Config) -> Callable[[], Environment]:
 
 
 def _told(error: BaseException) -> str:
-    root = origin(error)
-    at = place(root)
+    root = root_cause(error)
+    at = location(root)
     return f"{describe(root)}{f' ({at})' if at else ''}"
 
 

@@ -1,15 +1,23 @@
 """The policy as environments see it: one awaitable a turn, many turns a Serve call.
 
-The requests of about one millisecond that go to the same replica travel together (see `wire`), over
-gRPC. First turns have no replica yet: they are split into small calls, so that Serve's queue
-lengths can spread them. One client serves one event loop; it is picklable, by application name.
+    client = ServePolicyClient(app_name)
+    first = await client.generate(request)
+    # The trajectory's later turns meet the replica that has its prefix cached.
+    await client.generate(replace(later, cache_salt=first.cache_salt, replica=first.replica))
+
+A Serve call costs about a millisecond on either side, more than a turn of a small model. So the
+requests of about one millisecond that go to the same replica travel together, and the replica
+streams the answers back as they come. First turns have no replica yet: they are split into small
+calls, so that Serve's queue lengths can spread them. One client serves one event loop; it is
+picklable, by application name.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import grpc
 from ray import serve
@@ -17,13 +25,13 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from actors.deadline import retry
 from actors.policy import (
     GenerateReply,
     GenerateRequest,
+    PolicyDeadlineExceeded,
     PolicyUnavailable,
 )
-from service.inference.patience import until_available
-from service.inference.wire import Answer, GenerateFailure, split_salt
 
 # Beyond the request's own deadline, for the replica's answer that it has passed.
 DEADLINE_MARGIN_S = 1.0
@@ -35,14 +43,31 @@ LINGER_S = 0.001
 
 TRANSPORT_ERRORS = (RayError, RayServeException, grpc.RpcError)
 
+Failure = PolicyUnavailable | PolicyDeadlineExceeded | ValueError
+Answer = GenerateReply | Failure
+# (position in the batch, answer) of those that finished in one tick of the replica.
+AnswerChunk = list[tuple[int, Answer]]
+
+_Answered = TypeVar("_Answered")
+
+
+def as_answer(error: Failure) -> Failure:
+    """The error as one of our own three classes: vLLM's need not survive the way to the client."""
+    for kind in (PolicyUnavailable, PolicyDeadlineExceeded):
+        if isinstance(error, kind):
+            return kind(str(error))
+    return ValueError(str(error))
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
-    """A request on its way; `answer` is cancelled when nobody waits for it any more."""
+    """A request on its way."""
 
     request: GenerateRequest
     answer: asyncio.Future[Answer]
-    deadline_at: float = field(default=0.0)
+    """Cancelled when it is no longer waited for."""
+    deadline_at: float
+    """In the event loop's time; it counts from the caller's call, wherever the request waits."""
 
 
 class ServePolicyClient:
@@ -81,8 +106,8 @@ class ServePolicyClient:
             answer = await call.answer
         finally:
             call.answer.cancel()
-        if isinstance(answer, GenerateFailure):
-            raise answer.exception()
+        if isinstance(answer, Exception):
+            raise answer
         return answer
 
     async def _connect(self) -> None:
@@ -102,10 +127,9 @@ class ServePolicyClient:
             )
 
     def _enqueue(self, call: _Call, loop: asyncio.AbstractEventLoop) -> None:
-        _, replica = split_salt(call.request.cache_salt)
         if not self._waiting:
             loop.call_later(LINGER_S, self._flush)
-        self._waiting.setdefault(replica, []).append(call)
+        self._waiting.setdefault(call.request.replica, []).append(call)
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, {}
@@ -122,7 +146,6 @@ class ServePolicyClient:
         assert self._handle is not None
         handle = self._handle.options(session_id=replica) if replica else self._handle
         now = asyncio.get_running_loop().time()
-        # The deadline counts from the caller's call, wherever the request waited since.
         requests = [
             replace(call.request, deadline_s=max(call.deadline_at - now, 0.0)) for call in batch
         ]
@@ -130,29 +153,25 @@ class ServePolicyClient:
         try:
             async for chunk in response:
                 for position, answer in chunk:
-                    _settle(batch[position], answer)
+                    _resolve(batch[position], answer)
         except TRANSPORT_ERRORS as error:
-            failure = GenerateFailure.of(
-                PolicyUnavailable(f"inference: the replica is gone ({type(error).__name__})")
-            )
+            problem = f"the replica is gone ({type(error).__name__})"
         except asyncio.CancelledError:
             response.cancel()
             raise
         else:
-            failure = GenerateFailure.of(
-                PolicyUnavailable("inference: the replica ended a batch without an answer")
-            )
+            problem = "the replica ended a batch without an answer"
         for call in batch:
-            _settle(call, failure)
+            _resolve(call, PolicyUnavailable(f"inference: {problem}"))
 
 
-def _settle(call: _Call, answer: Answer) -> None:
+def _resolve(call: _Call, answer: Answer) -> None:
     if not call.answer.done():
         call.answer.set_result(answer)
 
 
 def _cancel_when_abandoned(task: asyncio.Task[None], batch: list[_Call]) -> None:
-    """Cancel the exchange once nobody waits for any of its answers; the engine then aborts them."""
+    """Cancel the exchange once none of its answers is waited for; the engine then aborts them."""
     num_open = len(batch)
 
     def count(future: asyncio.Future[Answer]) -> None:
@@ -163,3 +182,39 @@ def _cancel_when_abandoned(task: asyncio.Task[None], batch: list[_Call]) -> None
 
     for call in batch:
         call.answer.add_done_callback(count)
+
+
+async def until_available(
+    attempt: Callable[[], Awaitable[_Answered]], *, deadline_s: float, margin_s: float = 0.0
+) -> _Answered:
+    """Attempt until an engine answers, for deadline_s and no longer.
+
+    Asking again is safe: nothing was returned of what an engine sampled before it died, and the
+    request is the same token ids. Without the pauses an engine's absence would end attempts as fast
+    as they can be made.
+    margin_s: how much longer an attempt may take to say that the deadline has passed.
+    Raises: PolicyUnavailable when no engine was there until the deadline, or when one was lost on
+        the way and the rest of the time was not enough; PolicyDeadlineExceeded when an engine was
+        there all the time; what else an attempt raises, at once.
+    """
+    lost: PolicyUnavailable | None = None
+
+    async def ask() -> _Answered:
+        nonlocal lost
+        try:
+            return await attempt()
+        except PolicyUnavailable as error:
+            lost = error
+            raise
+
+    try:
+        async with asyncio.timeout(deadline_s + margin_s):
+            return await retry(ask, on=PolicyUnavailable, limit_s=deadline_s)
+    except (TimeoutError, PolicyDeadlineExceeded, PolicyUnavailable) as error:
+        if lost is not None:
+            raise PolicyUnavailable(
+                f"inference: no engine answered within {deadline_s:.3g} s; at last: {lost}"
+            ) from error
+        if isinstance(error, PolicyDeadlineExceeded):
+            raise
+        raise PolicyDeadlineExceeded(f"inference: no answer within {deadline_s:.3g} s") from error

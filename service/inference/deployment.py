@@ -1,5 +1,10 @@
 """The inference deployment: one vLLM engine in each Serve replica, fed by the weight board.
 
+    deploy_inference(settings, name="run-e1", board=board)
+    ...                                    # the trainer publishes; the replicas load
+    wait_ready("run-e1", timeout_s=420)
+    client = ServePolicyClient("run-e1")
+
 A replica is ready only with the current policy version: its constructor waits for it. From then on
 a background task pulls new versions. A replica whose engine or whose pulling has died ends its own
 process, which Serve sees sooner than failed health checks; one that lacks the current version for
@@ -11,11 +16,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import re
+import tempfile
 import time
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 import ray
@@ -24,6 +32,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError
 from ray.serve.config import ProxyLocation, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import ApplicationStatus
 
 from actors.deadline import within
@@ -34,10 +43,8 @@ from actors.policy import (
     PolicyUnavailable,
 )
 from actors.weights.board import POLL_GRACE_S, Command, CommandKind, Publication
-from service.inference.places import make_engine_directory, session_directory
-from service.inference.router import ReplicaAffinityRouter
+from service.inference.client import Answer, AnswerChunk, as_answer
 from service.inference.settings import EngineSettings
-from service.inference.wire import Answer, AnswerChunk, GenerateFailure, mark_salt, split_salt
 
 POLL_S = 5.0
 RPC_TIMEOUT_S = 10.0
@@ -48,30 +55,88 @@ STATUS_POLL_S = 0.2
 MAX_FAILURE_CHARACTERS = 600
 # A traceback's last line, "package.module.Name: what happened", which may go on below.
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:\(\w+\))?: ", re.MULTILINE)
-# For the answers, and the word to the board, that are on their way out of a replica that ends.
-LAST_WORDS_S = 0.2
+# For the answers, and the message to the board, that are on their way out of a replica that ends.
+EXIT_DELAY_S = 0.2
 # vLLM takes no greater seed.
 _SEEDS = 1 << 31
+# An AF_UNIX path has at most 107 bytes; vLLM names its sockets by a UUID.
+MAX_DIRECTORY_BYTES = 107 - len("/") - 36
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDescription:
-    """name: Serve's unique id of the replica. engine_pids: the processes that it started."""
+    """One replica, for an operator, or a test that kills it."""
 
     name: str
+    """Serve's unique id of the replica."""
     pid: int
     engine_pids: tuple[int, ...]
+    """The processes that it started."""
     epoch: int | None
     version: int | None
+
+
+def session_directory() -> Path:
+    """The directory of the Ray session that this process has joined, on this machine."""
+    context = ray.get_runtime_context()
+    return Path(context.get_temp_dir()) / context.get_session_name()
+
+
+def make_engine_directory(parent: Path, name: str) -> Path:
+    """Make the directory of one engine's sockets and temporary files in `parent`.
+
+    vLLM leaves such files in the system's temporary directory, more with each kill; in a directory
+    of the session they do not mix with those of other runs, and are removed with it. Where the path
+    would be too long for a socket it lies in the system's temporary directory.
+    """
+    directory = parent / f"engine-{name}"
+    if len(str(directory).encode()) > MAX_DIRECTORY_BYTES:
+        return Path(tempfile.mkdtemp(prefix="rayloom-"))
+    directory.mkdir(parents=True)
+    return directory
+
+
+class ReplicaAffinityRouter(RequestRouter):
+    """Sends a call to the replica that its session id names, else to the less busy of two.
+
+    Serve's public extension point, imported by name wherever a handle is used; requests are matched
+    one by one, not first in first out.
+    """
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return ranks of candidates; within a rank Serve takes the shortest queue."""
+        if not candidate_replicas:
+            return []
+        wanted = "" if pending_request is None else pending_request.metadata.session_id
+        if not wanted:
+            count = min(2, len(candidate_replicas))
+            return [random.sample(candidate_replicas, count)]
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        return [[by_name[home(wanted, by_name)]]]
+
+
+def home(wanted: str, names: Iterable[str]) -> str:
+    """The replica called `wanted`, else the one that inherits its trajectories.
+
+    A rendezvous hash: all trajectories of a replica that is gone meet again at one survivor.
+    """
+    candidates = list(names)
+    if wanted in candidates:
+        return wanted
+    return max(candidates, key=lambda name: (zlib.crc32(f"{wanted}/{name}".encode()), name))
 
 
 class InferenceReplica:
     """Serve's view of one engine."""
 
     async def __init__(self, settings: EngineSettings, board: ActorHandle) -> None:  # type: ignore[misc]
-        # vLLM takes ten seconds to import: its user pays, not whoever deploys.
+        # vLLM takes ten seconds to import, which the process that deploys should not wait for.
         from service.inference.engine import PolicyEngine
 
         self._settings = settings
@@ -117,32 +182,25 @@ class InferenceReplica:
             for task in tasks:
                 task.cancel()
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Sample one turn.
-
-        Raises: as `actors.policy.PolicyClient.generate`.
-        """
+    async def _generate(self, request: GenerateRequest) -> GenerateReply:
         silent_s = time.monotonic() - self._heard_at
         if silent_s > POLL_S + POLL_GRACE_S and not self._is_applying:
             # The board may count this replica as gone and have published without it.
             raise PolicyUnavailable(
-                f"inference: no word from the weight board for {silent_s:.0f} s"
+                f"inference: no answer of the weight board for {silent_s:.0f} s"
             )
-        salt, _ = split_salt(request.cache_salt)
-        reply = await self._engine.generate(replace(request, cache_salt=salt))
-        return replace(reply, cache_salt=mark_salt(reply.cache_salt, self._name))
+        return replace(await self._engine.generate(request), replica=self._name)
 
     async def _answer(self, request: GenerateRequest) -> Answer:
         try:
-            return await self.generate(request)
+            return await self._generate(request)
         except (PolicyDeadlineExceeded, ValueError) as error:
-            return GenerateFailure.of(error)
+            return as_answer(error)
         except PolicyUnavailable as error:
             await self._end_if_dead()
-            return GenerateFailure.of(error)
+            return as_answer(error)
 
     async def describe(self) -> ReplicaDescription:
-        """Say who answers; what an operator, or a test that kills it, needs to know."""
         children = psutil.Process().children(recursive=True)
         return ReplicaDescription(
             name=self._name,
@@ -185,7 +243,7 @@ class InferenceReplica:
         self._is_ending = True
         logger.error("inference: this replica ends: %s", why)
         self._board.leave.remote(self._name)
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, self._exit)
+        asyncio.get_running_loop().call_later(EXIT_DELAY_S, self._exit)
 
     def _exit(self) -> None:
         self._engine.remove_files()
@@ -204,7 +262,7 @@ class InferenceReplica:
     async def _pull_forever(self) -> None:
         while True:
             await self._pull()
-            # Also where nobody samples.
+            # Also while no request comes in.
             await self._engine.check_health()
 
     async def _pull(self) -> None:
@@ -224,7 +282,7 @@ class InferenceReplica:
                 await self._execute(work)
         self._is_applying = False
         # After a command of an unfinished update the replica is on its way, not current.
-        if self._engine.update_age_s == 0:
+        if not self._engine.is_updating:
             self._current_at = time.monotonic()
 
     async def _poll(self) -> Publication | Command | None:
@@ -238,31 +296,28 @@ class InferenceReplica:
         return work
 
     async def _load(self, publication: Publication) -> None:
-        started = time.monotonic()
         fetching = asyncio.gather(*(group.buffer for group in publication.groups))
         buffers = await within(FETCH_TIMEOUT_S, fetching)
         await self._engine.apply(publication, buffers)
-        await self._report(publication.epoch, publication.version, started=started)
+        await self._report(publication.epoch, publication.version)
 
     async def _execute(self, command: Command) -> None:
-        started = time.monotonic()
         error: str | None = None
         try:
             await self._engine.execute(command)
             if command.kind is CommandKind.FINISH and command.version is not None:
-                await self._report(command.epoch, command.version, started=started)
+                await self._report(command.epoch, command.version)
         except PolicyUnavailable as failure:
-            # The board gets the sentence, the replica's log the traceback.
+            # The board gets the message, the replica's log the traceback.
             logger.exception("inference: command %s failed", command.kind.value)
             error = str(failure)
         reference = self._board.acknowledge.remote(self._name, command.sequence, error)
         await within(RPC_TIMEOUT_S, reference)
 
-    async def _report(self, epoch: int, version: int, *, started: float) -> None:
-        load_s = time.monotonic() - started
-        parity = await self._engine.parity_logprobs()
+    async def _report(self, epoch: int, version: int) -> None:
+        check_logprobs = await self._engine.check_logprobs()
         self._heard_at = time.monotonic()
-        reference = self._board.report.remote(self._name, epoch, version, load_s, parity)
+        reference = self._board.report.remote(self._name, epoch, version, check_logprobs)
         await within(RPC_TIMEOUT_S, reference)
 
 
@@ -324,20 +379,20 @@ def wait_ready(name: str, *, timeout_s: float) -> None:
 
 
 def last_failure(messages: Sequence[str]) -> str:
-    """What Serve knows of replicas that failed: the last exception, from its name on, in one line.
+    """What Serve reports of failed replicas: the last exception, from its name on, in one line.
 
     Args: messages: of the application and its deployments; a failed one's ends with the traceback.
     """
-    told = [message.strip() for message in messages if message.strip()]
-    if not told:
+    texts = [message.strip() for message in messages if message.strip()]
+    if not texts:
         return "nothing is known of its replicas"
-    named = [*_EXCEPTION.finditer(told[-1])]
-    text = told[-1][named[-1].start() :] if named else told[-1]
+    named = [*_EXCEPTION.finditer(texts[-1])]
+    text = texts[-1][named[-1].start() :] if named else texts[-1]
     return " ".join(text.split())[:MAX_FAILURE_CHARACTERS]
 
 
 def delete_leftovers(run_id: str) -> None:
-    """End the deployments that an earlier holder of a run left on the cluster, if any."""
+    """End the deployments that an earlier supervisor of a run left on the cluster, if any."""
     serve.start(proxy_location=ProxyLocation.Disabled)
     for name in serve.status().applications:
         if name.rpartition("-e")[0] == run_id:

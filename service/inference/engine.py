@@ -12,13 +12,13 @@ import gc
 import itertools
 import os
 import shutil
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoConfig
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -32,16 +32,16 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.batch import Float32s
+from actors.expert_records import routed_layers, sampled_experts
 from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded, PolicyUnavailable
 from actors.types import FinishReason, VersionSpan
-from actors.weights.board import Command, CommandKind, Publication
+from actors.weights.board import Command, CommandKind, Publication, check_tokens
 from actors.weights.buffers import Bytes
-from actors.weights.parity import parity_tokens
 from service.inference.plugin import OWNER_PID_VARIABLE, check_installed, register
 from service.inference.settings import EngineSettings
 from service.inference.weight_transfer import StagedBuffer, update_payload
 
-PARITY_DEADLINE_S = 60.0
+CHECK_DEADLINE_S = 60.0
 DIRECTORY_VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 
 
@@ -58,7 +58,7 @@ class PolicyEngine:
         self._vocabulary_size = 0
         self._admission = asyncio.Event()
         self._update_lock = asyncio.Lock()
-        self._update_started_at: float | None = None
+        self._routed_layers: tuple[int, ...] = ()
         self._broken: str | None = None
         self._request_ids = itertools.count()
 
@@ -70,18 +70,17 @@ class PolicyEngine:
         os.environ[OWNER_PID_VARIABLE] = str(os.getpid())
         # Without these vLLM's processes leave their files in the machine's temporary directory.
         os.environ.update(dict.fromkeys(DIRECTORY_VARIABLES, str(self._directory)))
-        self._llm = AsyncLLM.from_engine_args(_engine_args(self.settings))
+        self._routed_layers = _recorded_layers(self.settings)
+        self._llm = AsyncLLM.from_engine_args(
+            _engine_args(self.settings, records_experts=bool(self._routed_layers))
+        )
         self._vocabulary_size = self._llm.model_config.get_vocab_size()
         # A million objects of the imported libraries never die; collections need not visit them.
         gc.collect()
         gc.freeze()
 
-    async def stop(self) -> None:
-        """End the engine process; requests in flight fail."""
-        await asyncio.to_thread(self.shutdown)
-
     def shutdown(self) -> None:
-        """As `stop`, for where nothing can be awaited."""
+        """End the engine process; requests in flight fail."""
         if self._llm is not None:
             llm, self._llm = self._llm, None
             llm.shutdown()
@@ -99,10 +98,9 @@ class PolicyEngine:
             raise PolicyUnavailable("inference: the engine process is dead") from error
 
     @property
-    def update_age_s(self) -> float:
-        """Seconds for which the running weight update has held up sampling; 0 without one."""
-        started = self._update_started_at
-        return 0.0 if started is None else time.monotonic() - started
+    def is_updating(self) -> bool:
+        """Whether new requests wait: for the first version, or for the end of an update."""
+        return not self._admission.is_set()
 
     @property
     def num_workers(self) -> int:
@@ -130,20 +128,22 @@ class PolicyEngine:
             raise PolicyDeadlineExceeded(
                 f"inference: no answer within {request.deadline_s:.3g} s; the request was aborted"
             ) from error
-        return _reply(output, salt=salt)
+        return _reply(output, salt=salt, routed=self._routed_layers)
 
-    async def parity_logprobs(self) -> Float32s:
-        """Score `weights.parity.parity_tokens`: [16] float32, nats, at temperature 1.
+    async def check_logprobs(self) -> Float32s:
+        """Score `weights.board.check_tokens`: [16] float32, nats, at temperature 1.
 
         Raises: PolicyUnavailable.
         """
-        prompt = parity_tokens(self._vocabulary_size).tolist()
-        salt = f"parity:{self.epoch}:{self.version}:{next(self._request_ids)}"
+        prompt = check_tokens(self._vocabulary_size).tolist()
+        salt = f"check:{self.epoch}:{self.version}:{next(self._request_ids)}"
         try:
-            async with asyncio.timeout(PARITY_DEADLINE_S):
+            async with asyncio.timeout(CHECK_DEADLINE_S):
                 output = await self._sample(prompt, _scoring_params(), salt=salt)
         except TimeoutError as error:
-            raise PolicyUnavailable("inference: no answer to the parity check in time") from error
+            raise PolicyUnavailable(
+                f"inference: the log-probability check had no answer within {CHECK_DEADLINE_S} s"
+            ) from error
         scores = output.prompt_logprobs
         assert isinstance(scores, FlatLogprobs)
         # The first token has nothing before it, and no score.
@@ -162,7 +162,7 @@ class PolicyEngine:
                 output = part
         except (EngineDeadError, EngineGenerateError) as error:
             raise PolicyUnavailable("inference: the engine died while sampling") from error
-        # Nobody else aborts: the engine is going down.
+        # Our own deadline raises instead; an aborted output means that the engine is going down.
         if output is None or output.outputs[0].finish_reason == FinishReason.ABORT:
             raise PolicyUnavailable("inference: the engine gave the request up; it is going down")
         return output
@@ -188,20 +188,20 @@ class PolicyEngine:
 
     # Weights
 
-    async def apply(self, publication: Publication, buffers: Sequence[Bytes]) -> float:
-        """Load a version between two steps of the scheduler; return how long sampling stood, s.
+    async def apply(self, publication: Publication, buffers: Sequence[Bytes]) -> None:
+        """Load a version between two steps of the scheduler.
 
         Args: buffers: those of the publication's groups, in the same order, on this machine.
         Raises: PolicyUnavailable when it fails: the engine is then half loaded and must go.
         """
-        staged = await asyncio.to_thread(_stage, buffers)
+        staged = await asyncio.to_thread(lambda: [StagedBuffer(buffer) for buffer in buffers])
         try:
             async with self._update_lock, self._failure_ends_engine():
                 await self._pause()
                 await self._engine.start_weight_update()
                 for buffer, group in zip(staged, publication.groups, strict=True):
                     await self._update(update_payload(buffer, group.manifest, group.checksum))
-                return await self._finish(publication.epoch, publication.version)
+                await self._finish(publication.epoch, publication.version)
         finally:
             for buffer in staged:
                 buffer.close()
@@ -226,23 +226,19 @@ class PolicyEngine:
                     await self._finish(command.epoch, command.version)
 
     async def _pause(self) -> None:
-        self._update_started_at = time.monotonic()
         self._admission.clear()
         await self._engine.pause_generation(mode="keep", clear_cache=False)
 
     async def _update(self, payload: Any) -> None:
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info=payload))
 
-    async def _finish(self, epoch: int, version: int) -> float:
+    async def _finish(self, epoch: int, version: int) -> None:
         await self._engine.finish_weight_update(str(version))
         if self.settings.resets_prefix_cache:
             await self._engine.reset_prefix_cache()
         self.epoch, self.version = epoch, version
         await self._engine.resume_generation()
-        stood_s = self.update_age_s
-        self._update_started_at = None
         self._admission.set()
-        return stood_s
 
     @asynccontextmanager
     async def _failure_ends_engine(self) -> AsyncIterator[None]:
@@ -252,10 +248,10 @@ class PolicyEngine:
             # vLLM's own boundary: its client raises a bare Exception with the worker's text,
             # whatever went wrong there, and any of it leaves the engine half loaded.
             self._broken = f"a weight update failed: {type(error).__name__}: {error}"
-            # Those that wait for admission learn it at once, those in flight when it is gone.
+            # Requests that wait for admission fail now, those in flight when the engine is gone.
             self._admission.set()
             with suppress(EngineDeadError):
-                await self.stop()
+                await asyncio.to_thread(self.shutdown)
             raise PolicyUnavailable(f"inference: {self._broken}") from error
 
     @property
@@ -267,7 +263,17 @@ class PolicyEngine:
         return self._llm
 
 
-def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
+def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
+    """The layers whose experts are recorded: none on CPU, where vLLM cannot.
+
+    vLLM returns routed experts from its model runner V2 alone, which needs Triton.
+    """
+    if settings.inference.is_on_cpu:
+        return ()
+    return routed_layers(AutoConfig.from_pretrained(settings.model).get_text_config())
+
+
+def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEngineArgs:
     inference = settings.inference
     return AsyncEngineArgs(
         model=settings.model,
@@ -283,6 +289,7 @@ def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         enforce_eager=inference.enforce_eager,
         block_size=inference.block_tokens,
         enable_prefix_caching=True,
+        enable_return_routed_experts=records_experts,
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=inference.weight_backend.value),
         seed=settings.seed,
@@ -300,13 +307,15 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
         stop_token_ids=list(settings.stop_token_ids),
         logprobs=0,
         flat_logprobs=True,
+        # Of the prompt's tokens a turn keeps no experts; without effect where none are recorded.
+        routed_experts_prompt_start=int(request.prompt_token_ids.shape[0]),
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def _scoring_params() -> SamplingParams:
-    """One token must be sampled; the prompt's own scores are what is asked for."""
+    """For the prompt's own scores; vLLM samples one token at least."""
     return SamplingParams(
         temperature=1.0,
         max_tokens=1,
@@ -317,7 +326,7 @@ def _scoring_params() -> SamplingParams:
     )
 
 
-def _reply(output: RequestOutput, *, salt: str) -> GenerateReply:
+def _reply(output: RequestOutput, *, salt: str, routed: tuple[int, ...]) -> GenerateReply:
     sampled = output.outputs[0]
     token_ids = np.asarray(sampled.token_ids, dtype=np.int32)
     logprobs = sampled.logprobs
@@ -325,14 +334,12 @@ def _reply(output: RequestOutput, *, salt: str) -> GenerateReply:
         VersionSpan(version=int(span.version), start=span.start, end=span.end)
         for span in sampled.weight_versions or ()
     )
+    records = sampled.routed_experts
     return GenerateReply(
         token_ids=token_ids,
         logprobs=np.asarray(() if logprobs is None else logprobs.logprobs, dtype=np.float32),
         finish_reason=FinishReason(sampled.finish_reason),
         version_spans=spans,
         cache_salt=salt,
+        expert_indices=None if records is None else sampled_experts(records, routed=routed),
     )
-
-
-def _stage(buffers: Sequence[Bytes]) -> list[StagedBuffer]:
-    return [StagedBuffer(buffer) for buffer in buffers]

@@ -1,7 +1,7 @@
 """vLLM's entry point into this package (`vllm.general_plugins`), loaded in each of its processes.
 
 It makes the weight-transfer backend known by name, and ties the life of the engine's processes to
-the replica's: an engine core is no Ray worker, so nobody else ends it when its replica is killed.
+the replica's: an engine core is no Ray worker, so nothing else ends it when its replica is killed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,8 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from actors.weights.board import WeightManifest
 from actors.weights.buffers import Bytes, buffer_checksum, unpack_group
-from actors.weights.manifest import WeightManifest
 
 
 class StagedBuffer:
@@ -76,43 +76,22 @@ def map_buffer(path: str, *, num_bytes: int) -> Bytes:
 
 @dataclass
 class ObjectStoreInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: every update says all that it needs."""
+    """Nothing to agree on: every update holds all that it needs."""
 
 
 @dataclass
 class ObjectStoreUpdateInfo(WeightTransferUpdateInfo):
-    """One weight group: `WeightManifest` as plain lists, for vLLM's own serializer."""
+    """One weight group."""
 
     path: str
-    num_bytes: int
     checksum: str
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    offsets: list[int]
-
-    @property
-    def manifest(self) -> WeightManifest:
-        return WeightManifest(
-            names=tuple(self.names),
-            dtypes=tuple(self.dtypes),
-            shapes=tuple(tuple(shape) for shape in self.shapes),
-            offsets=tuple(self.offsets),
-            num_bytes=self.num_bytes,
-        )
+    manifest: dict[str, Any]
+    """The fields of its `WeightManifest`; vLLM's own serializer makes lists of their tuples."""
 
 
 def update_payload(staged: StagedBuffer, manifest: WeightManifest, checksum: str) -> dict[str, Any]:
     """The keyword arguments of `ObjectStoreUpdateInfo` as plain data."""
-    return {
-        "path": staged.path,
-        "num_bytes": manifest.num_bytes,
-        "checksum": checksum,
-        "names": list(manifest.names),
-        "dtypes": list(manifest.dtypes),
-        "shapes": [list(shape) for shape in manifest.shapes],
-        "offsets": list(manifest.offsets),
-    }
+    return {"path": staged.path, "checksum": checksum, "manifest": asdict(manifest)}
 
 
 class ObjectStoreWeightTransferEngine(
@@ -138,13 +117,14 @@ class ObjectStoreWeightTransferEngine(
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ObjectStoreUpdateInfo) -> None:
-        buffer = map_buffer(update_info.path, num_bytes=update_info.num_bytes)
+        manifest = WeightManifest(**update_info.manifest)
+        buffer = map_buffer(update_info.path, num_bytes=manifest.num_bytes)
         if (checksum := buffer_checksum(buffer)) != update_info.checksum:
             raise ValueError(
                 f"weights: got checksum {checksum}, expected {update_info.checksum} for the group "
-                f"of {update_info.names[0]}; the buffer was changed on its way"
+                f"of {manifest.names[0]}; the buffer was changed on its way"
             )
-        self.model.load_weights(unpack_group(update_info.manifest, torch.from_numpy(buffer)))
+        self.model.load_weights(unpack_group(manifest, torch.from_numpy(buffer)))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -156,7 +136,7 @@ class ObjectStoreWeightTransferEngine(
 
 
 def repack_kept_weights(model: torch.nn.Module) -> None:
-    """Pack anew what vLLM's CPU kernels keep packed, and a reload leaves as it came.
+    """Pack again what vLLM's CPU kernels keep packed and a reload leaves unpacked.
 
     A head that shares its weight with the embedding gets the new weight by the reload, but not
     its packed copy, and would go on answering with the old one. A mixture's experts are packed in

@@ -103,7 +103,7 @@ def token_text(model: str | None, *, template_options: dict[str, Any], why_not: 
     """
     if model is None:
         return BareIds(note=why_not)
-    from actors.environment.tokenizer import load_tokenizer  # a second of imports
+    from actors.environment.rendering import load_tokenizer  # a second of imports
 
     try:
         tokenizer: Any = load_tokenizer(model)

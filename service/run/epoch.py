@@ -90,17 +90,7 @@ class Epoch:
         )
         self._queue_actor = queue_class.remote(queue_settings, self._snapshot())
         self.queue = QueueParts(self._queue_actor)
-        self._group = TrainerGroup(
-            RankSettings(
-                trainer=config.trainer,
-                algorithm=config.algorithm,
-                model=places.model,
-                checkpoint_dir=places.checkpoints,
-                weight_backend=config.inference.weight_backend,
-                temperature=config.rollouts.temperature,
-                seed=config.run.seed,
-            )
-        )
+        self._group = TrainerGroup(rank_settings(config, places))
         self._merge_actor: ActorHandle | None = None
         self._pool: EnvironmentPool | None = None
         self._loop: Loop | None = None
@@ -327,3 +317,16 @@ class Epoch:
             failures=failures,
             checkpoint=parent.directory if parent else "",
         )
+
+
+def rank_settings(config: Config, places: RunPlaces) -> RankSettings:
+    """What a run's trainer ranks are told."""
+    return RankSettings(
+        trainer=config.trainer,
+        algorithm=config.algorithm,
+        model=places.model,
+        checkpoint_dir=places.checkpoints,
+        weight_backend=config.inference.weight_backend,
+        temperature=config.rollouts.temperature,
+        seed=config.run.seed,
+    )

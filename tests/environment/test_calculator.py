@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.environment.builtin.arithmetic import BadExpression, evaluate, format_number
-from actors.environment.builtin.calculator import CALCULATOR, CalculatorEnvironment
+from actors.environment.builtin.calculator import (
+    CALCULATOR,
+    BadExpression,
+    CalculatorEnvironment,
+    evaluate,
+    format_number,
+)
 from actors.environment.protocol import Action, MalformedCall, MalformedReason, Role, ToolCall
 from actors.environment.tool_calls import parse_tool_calls
 from actors.types import Task

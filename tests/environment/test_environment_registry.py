@@ -8,7 +8,6 @@ from actors.environment.builtin.guessing import GuessingEnvironment
 from actors.environment.registry import (
     BadEnvironmentOptions,
     UnknownEnvironment,
-    create,
     known_names,
     register,
     resolve,
@@ -17,7 +16,7 @@ from actors.environment.registry import (
 
 def test_built_in_environments_are_known_by_name() -> None:
     assert {"guessing", "calculator", "reasoning_gym"} <= set(known_names())
-    assert isinstance(create("guessing", {"high": 9}), GuessingEnvironment)
+    assert isinstance(resolve("guessing", {"high": 9})(), GuessingEnvironment)
 
 
 def test_each_call_of_what_resolve_gives_makes_a_fresh_environment() -> None:
@@ -27,7 +26,7 @@ def test_each_call_of_what_resolve_gives_makes_a_fresh_environment() -> None:
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UnknownEnvironment, match="got 'chess', expected one of calculator, guess"):
-        create("chess", {})
+        resolve("chess", {})
 
 
 @pytest.mark.parametrize(
@@ -43,11 +42,11 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 )
 def test_a_path_that_leads_nowhere_is_refused(name: str, message: str) -> None:
     with pytest.raises(UnknownEnvironment, match=message):
-        create(name, {})
+        resolve(name, {})
 
 
 def test_a_path_to_a_class_is_an_environment() -> None:
-    found = create("actors.environment.builtin.guessing:GuessingEnvironment", {"low": 2})
+    found = resolve("actors.environment.builtin.guessing:GuessingEnvironment", {"low": 2})()
     assert isinstance(found, GuessingEnvironment)
 
 
@@ -69,7 +68,7 @@ def test_wrong_options_are_refused_before_anything_starts(
 def test_a_name_is_given_once() -> None:
     register("test_registry_game", GuessingEnvironment)
     register("test_registry_game", GuessingEnvironment)
-    assert isinstance(create("test_registry_game", {}), GuessingEnvironment)
+    assert isinstance(resolve("test_registry_game", {})(), GuessingEnvironment)
     with pytest.raises(ValueError, match="registered already"):
         register("guessing", lambda: GuessingEnvironment())
     for bad in ("", "a:b"):
@@ -90,6 +89,6 @@ def test_an_installed_package_adds_environments_by_entry_point(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "somegame" in known_names()
-    assert isinstance(create("somegame", {}), GuessingEnvironment)
+    assert isinstance(resolve("somegame", {})(), GuessingEnvironment)
     with pytest.raises(UnknownEnvironment, match="No module named"):
-        create("broken", {})
+        resolve("broken", {})

@@ -4,10 +4,13 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
-from actors.environment.builtin.reasoning_gym_env import ReasoningGymEnvironment, extract_answer
+from actors.environment.builtin.reasoning_gym_env import (
+    ReasoningGymEnvironment,
+    extract_answer,
+    generate_tasks,
+)
 from actors.environment.protocol import Action, RewardError
-from actors.environment.registry import create
-from actors.environment.task_files import generate_reasoning_gym_tasks
+from actors.environment.registry import resolve
 from actors.types import Task
 
 # Families whose metadata survive JSON, hold tuples, or need the item to be made again.
@@ -58,7 +61,7 @@ def test_the_answer_is_the_last_closed_one_or_the_whole_text(text: str, answer: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_the_true_answer_scores_one_and_nonsense_does_not(family: str) -> None:
-    for task in generate_reasoning_gym_tasks(family, 3, seed=5):
+    for task in generate_tasks(family, 3, seed=5):
         environment = ReasoningGymEnvironment()
         await environment.reset(task)
         truth = environment._item["answer"]
@@ -67,7 +70,7 @@ async def test_the_true_answer_scores_one_and_nonsense_does_not(family: str) -> 
 
 
 async def test_an_item_made_again_from_its_seed_is_the_stored_one() -> None:
-    (stored,) = generate_reasoning_gym_tasks("chain_sum", 1, seed=5)
+    (stored,) = generate_tasks("chain_sum", 1, seed=5)
     data = {"family": "chain_sum", "seed": 5}
     again = Task(task_id="t", environment="reasoning_gym", seed=9, data=data)
     start = await ReasoningGymEnvironment().reset(again)
@@ -87,7 +90,7 @@ async def test_an_endless_answer_scores_nothing() -> None:
 
 
 async def test_an_answer_that_the_scorer_cannot_read_scores_nothing() -> None:
-    (task,) = generate_reasoning_gym_tasks("prime_factorization", 1, seed=5)
+    (task,) = generate_tasks("prime_factorization", 1, seed=5)
     for text in ("abc", "[", "1/0", "\x00"):
         assert await _score(task, text) == 0.0
 
@@ -135,4 +138,4 @@ async def test_a_task_without_a_known_family_is_refused(data: dict[str, object])
 
 
 def test_it_is_registered() -> None:
-    assert isinstance(create("reasoning_gym", {"max_attempts": 2}), ReasoningGymEnvironment)
+    assert isinstance(resolve("reasoning_gym", {"max_attempts": 2})(), ReasoningGymEnvironment)

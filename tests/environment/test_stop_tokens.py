@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig
 
-from actors.environment.tokenizer import stop_token_ids
+from actors.environment.rendering import stop_token_ids
 from actors.trainer.tiny.tokenizer import build_tokenizer
 
 # The tiny tokenizer's own.

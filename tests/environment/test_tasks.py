@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.environment.task_files import (
+from actors.environment.builtin.reasoning_gym_env import generate_tasks
+from actors.environment.tasks import (
     BadTaskFile,
-    generate_reasoning_gym_tasks,
+    FileTasks,
+    GeneratedTasks,
     read_tasks,
     write_tasks,
 )
-from actors.environment.tasks import FileTasks, GeneratedTasks
 from actors.types import Task
 
 
@@ -177,8 +178,8 @@ def test_generated_reasoning_gym_tasks_are_the_same_each_time_and_survive_a_file
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("reasoning_gym")
-    tasks = generate_reasoning_gym_tasks("chain_sum", 20, seed=7, options={"max_terms": 2})
-    assert tasks == generate_reasoning_gym_tasks("chain_sum", 20, seed=7, options={"max_terms": 2})
+    tasks = generate_tasks("chain_sum", 20, seed=7, options={"max_terms": 2})
+    assert tasks == generate_tasks("chain_sum", 20, seed=7, options={"max_terms": 2})
     assert len(Counter(task.data["question"] for task in tasks)) > 15
     write_tasks(tmp_path / "t.parquet", tasks)
     assert read_tasks(tmp_path / "t.parquet") == tasks
@@ -187,10 +188,10 @@ def test_generated_reasoning_gym_tasks_are_the_same_each_time_and_survive_a_file
 def test_wrong_families_and_options_are_refused() -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match="unknown family, got 'chain_sm'"):
-        generate_reasoning_gym_tasks("chain_sm", 1, seed=0)
+        generate_tasks("chain_sm", 1, seed=0)
     with pytest.raises(ValueError, match="bad config for family chain_sum"):
-        generate_reasoning_gym_tasks("chain_sum", 1, seed=0, options={"max_trms": 2})
+        generate_tasks("chain_sum", 1, seed=0, options={"max_trms": 2})
     with pytest.raises(ValueError, match="bad config for family chain_sum"):
-        generate_reasoning_gym_tasks("chain_sum", 1, seed=0, options={"min_terms": 0})
+        generate_tasks("chain_sum", 1, seed=0, options={"min_terms": 0})
     with pytest.raises(ValueError, match="expected 1 or more"):
-        generate_reasoning_gym_tasks("chain_sum", 0, seed=0)
+        generate_tasks("chain_sum", 0, seed=0)

@@ -53,10 +53,20 @@ async def test_a_finished_game_is_completed_with_its_rewards_and_exact_ids() -> 
 
 
 async def test_the_salt_of_the_first_reply_goes_with_every_later_turn() -> None:
-    policy = FakePolicy(reply(cache_salt="v3"), reply(cache_salt="v4"), reply())
+    policy = FakePolicy(
+        reply(cache_salt="v3", replica="a"), reply(cache_salt="v4", replica="b"), reply()
+    )
     await play(FakeEnvironment(GO_ON, GO_ON, DONE), policy)
     assert [request.cache_salt for request in policy.requests] == [None, "v3", "v3"]
-    assert {request.trajectory_id for request in policy.requests} == {"r1.a1"}
+    assert [request.replica for request in policy.requests] == ["", "a", "a"]
+
+
+async def test_the_experts_that_an_engine_recorded_stand_in_the_turn() -> None:
+    sound = reply()
+    records = np.zeros((len(sound.token_ids) - 1, 2, 2), np.uint8)
+    policy = FakePolicy(reply(expert_indices=records), sound)
+    first, second = (await play(FakeEnvironment(GO_ON, DONE), policy)).turns
+    assert first.expert_indices is records and second.expert_indices is None
 
 
 async def test_a_game_without_an_end_stops_at_max_turns_and_keeps_its_rewards() -> None:

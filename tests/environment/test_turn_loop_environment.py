@@ -24,7 +24,6 @@ from worlds.episode_builders import (
     returning,
 )
 
-from actors.environment.bounded import num_abandoned
 from actors.environment.protocol import (
     Action,
     Environment,
@@ -35,6 +34,7 @@ from actors.environment.protocol import (
     StepResult,
 )
 from actors.environment.turn_loop import play_episode
+from actors.environment.user_code import num_abandoned
 from actors.types import Outcome
 
 IMPATIENT = replace(SETTINGS, turn_deadline_s=0.5)

@@ -1,10 +1,21 @@
-"""What a deployment that fails is said to have failed of."""
+"""Which replica answers, where its engine's sockets lie, and what a failed deployment reports."""
 
 from __future__ import annotations
 
+import socket
+import tempfile
+from pathlib import Path
+from uuid import uuid4
+
 import pytest
 
-from service.inference.deployment import MAX_FAILURE_CHARACTERS, last_failure
+from service.inference.deployment import (
+    MAX_DIRECTORY_BYTES,
+    MAX_FAILURE_CHARACTERS,
+    home,
+    last_failure,
+    make_engine_directory,
+)
 
 OPENING = "The deployment failed to start 3 times in a row. See logs for details. Error:"
 TRACEBACK = f"""{OPENING}
@@ -49,3 +60,30 @@ def test_a_long_exception_is_told_in_part() -> None:
     assert last_failure(["ValueError: " + "x" * 9999]) == (
         "ValueError: " + "x" * (MAX_FAILURE_CHARACTERS - len("ValueError: "))
     )
+
+
+def test_turns_go_to_their_replica_and_without_it_all_to_the_same_survivor() -> None:
+    names = ["a", "b", "c", "d"]
+    assert [home(name, names) for name in names] == names
+    heirs = {gone: home(gone, [n for n in names if n != gone]) for gone in names}
+    for gone, heir in heirs.items():
+        assert home(gone, [n for n in reversed(names) if n != gone]) == heir != gone
+    # Not one survivor for all that are gone.
+    assert len({home(f"gone{i}", names) for i in range(64)}) > 1
+
+
+@pytest.mark.parametrize("excess", [0, 1, 40], ids=["just-fits", "one-short", "far-too-long"])
+def test_a_socket_fits_whatever_the_length_of_the_session_directory(excess: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as top:
+        length = MAX_DIRECTORY_BYTES - len("/engine-abcdefgh") + excess
+        parent = Path(top) / ("p" * (length - len(top) - 1))
+        parent.mkdir()
+        directory = make_engine_directory(parent, "abcdefgh")
+        try:
+            assert (directory.parent == parent) == (excess == 0)
+            with socket.socket(socket.AF_UNIX) as one:
+                one.bind(str(directory / str(uuid4())))
+            (entry,) = directory.iterdir()
+            entry.unlink()
+        finally:
+            directory.rmdir()

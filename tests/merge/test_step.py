@@ -307,7 +307,9 @@ def test_under_scale_mean_a_group_with_a_negative_return_is_counted_and_the_run_
 
 def test_a_group_with_a_negative_return_is_trained_where_the_loss_has_a_term_for_it() -> None:
     result = build(
-        [make_group(0, [1, -1])], scale=Scale.MEAN, loss=LossSettings(entropy_coefficient=0.1)
+        [make_group(0, [1, -1])],
+        scale=Scale.MEAN,
+        loss=LossSettings(entropy_coefficient=0.1),
     )
     assert [s.reason for s in result.settlements] == [None, None]
     assert result.report.num_negative_return_groups == 1

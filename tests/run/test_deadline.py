@@ -1,4 +1,4 @@
-"""Awaiting with a deadline: the three ways that it ends."""
+"""Awaiting with a deadline, and asking again: the ways that they end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from actors.deadline import is_set_within, within
+from actors.deadline import is_set_within, retry, within
 
 
 async def answer(word: str) -> str:
@@ -48,3 +48,39 @@ async def test_an_event_is_told_from_its_absence() -> None:
     asyncio.get_running_loop().call_soon(event.set)
     assert await is_set_within(30.0, event)
     assert await is_set_within(-1.0, event)
+
+
+class Failing:
+    """Fails the first `num_failures` times."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures = num_failures
+        self.num_calls = 0
+
+    async def call(self) -> int:
+        self.num_calls += 1
+        if self.num_calls <= self.num_failures:
+            raise KeyError(self.num_calls)
+        return self.num_calls
+
+
+async def test_a_call_is_made_again_until_it_succeeds() -> None:
+    assert await retry(Failing(2).call, on=KeyError, first_pause_s=0.001) == 3
+
+
+async def test_the_last_error_comes_through_after_the_last_attempt_or_the_limit() -> None:
+    failing = Failing(9)
+    with pytest.raises(KeyError, match="3"):
+        await retry(failing.call, on=(KeyError, OSError), max_attempts=3, first_pause_s=0.001)
+    assert failing.num_calls == 3
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(KeyError):
+        await retry(Failing(99).call, on=KeyError, limit_s=0.05, first_pause_s=0.04)
+    assert asyncio.get_running_loop().time() - started >= 0.049
+
+
+async def test_an_error_of_another_kind_is_not_retried() -> None:
+    failing = Failing(1)
+    with pytest.raises(KeyError):
+        await retry(failing.call, on=OSError)
+    assert failing.num_calls == 1

@@ -14,8 +14,9 @@ from worlds.run_driver import small_config
 from service.cli.train import EXIT_FAILED, _report_loss
 from service.config.file import load_config
 from service.launch.run_dir import RunDir
+from service.run.epoch import RunPlaces, rank_settings
 from service.run.status import Phase
-from service.run.supervisor import Cursor, Supervisor
+from service.run.supervisor import Cursor, Supervisor, engine_settings
 from service.store.presence import live_holder
 from service.store.run_store import LeaseLost, RunStore, StoreError
 
@@ -37,6 +38,21 @@ def supervisor(place: RunDir, tiny_models: dict[bool, str]) -> Iterator[Supervis
         log.removeHandler(handler)
         handler.close()
     log.propagate = True
+
+
+def test_the_trainer_scores_at_the_temperature_that_is_sampled_at(tmp_path: Path) -> None:
+    config = load_config(small_config(tmp_path), ["rollouts.temperature=0.7"])
+    places = RunPlaces(model="m", checkpoints=tmp_path, journal=tmp_path)
+    assert rank_settings(config, places).temperature == 0.7
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_engines_forget_their_cached_prefixes_at_a_publish_where_there_is_no_lag(
+    max_lag: int, tmp_path: Path, tiny_models: dict[bool, str]
+) -> None:
+    config = load_config(small_config(tmp_path), [f"algorithm.max_lag={max_lag}"])
+    settings = engine_settings(config, model=tiny_models[True])
+    assert settings.resets_prefix_cache == (max_lag == 0)
 
 
 async def test_a_report_that_cannot_be_written_does_not_hide_how_the_run_ended(

@@ -9,7 +9,7 @@ import signal
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,20 +28,17 @@ from actors.trainer.publish import gather_groups
 from actors.trainer.settings import Dtype
 from actors.trainer.tiny.model import build_tiny_model
 from actors.weights.actor import start_board
-from actors.weights.board import BoardStatus, PublishedGroup, PublishReport
+from actors.weights.board import BoardStatus, StaleEpoch, check_tokens
 from actors.weights.buffers import pack_group
-from actors.weights.errors import StaleEpoch
-from actors.weights.parity import parity_tokens
 from service.inference.client import ServePolicyClient
 from service.inference.deployment import (
     ReplicaDescription,
     delete_inference,
     deploy_inference,
+    session_directory,
     wait_ready,
 )
-from service.inference.places import session_directory
 from service.inference.settings import EngineSettings, InferenceSettings
-from service.inference.wire import split_salt
 
 pytestmark = pytest.mark.scenario
 
@@ -63,21 +60,16 @@ class Deployed:
     epoch: int = 1
     version: int = 0
 
-    def publish(self) -> PublishReport:
+    def publish(self) -> BoardStatus:
         packed = [pack_group(named) for named in gather_groups(self.model, dtype=torch.float32)]
-        groups = [
-            PublishedGroup(
-                manifest=group.manifest, checksum=group.checksum, buffer=ray.put(group.buffer)
-            )
-            for group in packed
-        ]
+        groups = [replace(group, buffer=ray.put(group.buffer)) for group in packed]
         ray.get(self.board.publish.remote(self.epoch, self.version, groups), timeout=30)
         if not self.version:
             wait_ready(self.app, timeout_s=420)
         waiting = self.board.wait_published.remote(self.version, self.num_replicas, 60.0)
         return ray.get(waiting, timeout=70)
 
-    def publish_random(self, *, seed: int) -> PublishReport:
+    def publish_random(self, *, seed: int) -> BoardStatus:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -90,8 +82,8 @@ class Deployed:
         return ray.get(self.board.status.remote(), timeout=30)
 
     @property
-    def parity_text(self) -> list[int]:
-        return parity_tokens(self.model.config.vocab_size).tolist()
+    def check_text(self) -> list[int]:
+        return check_tokens(self.model.config.vocab_size).tolist()
 
     def logprobs(self, prompt: list[int], sampled: list[int]) -> np.ndarray:
         logprobs = obvious_logprobs(self.model, prompt + sampled, temperature=TEMPERATURE)
@@ -155,16 +147,16 @@ def request(
     num_prompt_tokens: int = 24,
     max_tokens: int = 16,
     deadline_s: float = 60.0,
-    salt: str | None = None,
+    after: GenerateReply | None = None,
 ) -> GenerateRequest:
     generator = np.random.default_rng(zlib.crc32(trajectory.encode()))
     return GenerateRequest(
-        trajectory_id=trajectory,
         prompt_token_ids=generator.integers(8, 60, num_prompt_tokens).astype(np.int32),
         max_tokens=max_tokens,
         temperature=TEMPERATURE,
         deadline_s=deadline_s,
-        cache_salt=salt,
+        cache_salt=None if after is None else after.cache_salt,
+        replica="" if after is None else after.replica,
     )
 
 
@@ -191,9 +183,9 @@ async def test_engine_samples_from_exactly_the_published_weights(
         report = await asyncio.to_thread(deployed.publish_random, seed=seed)
         assert len(report.replicas) == deployed.num_replicas
         for replica in report.replicas:
-            assert replica.parity is not None
-            expected = obvious_logprobs(deployed.model, deployed.parity_text).detach().numpy()
-            np.testing.assert_allclose(replica.parity, expected, atol=TOLERANCE_NATS)
+            assert replica.check_logprobs is not None
+            expected = obvious_logprobs(deployed.model, deployed.check_text).detach().numpy()
+            np.testing.assert_allclose(replica.check_logprobs, expected, atol=TOLERANCE_NATS)
         assert await largest_difference(deployed) < TOLERANCE_NATS
 
 
@@ -223,16 +215,15 @@ async def test_turns_of_a_trajectory_meet_one_replica(tied: Deployed) -> None:
     client: ServePolicyClient = pickle.loads(pickle.dumps(ServePolicyClient(tied.app)))
 
     async def play(trajectory: str) -> set[str]:
-        salt: str | None = None
+        reply: GenerateReply | None = None
         homes = set()
         for turn in range(4):
             reply = await client.generate(
-                request(trajectory, num_prompt_tokens=16 + 8 * turn, max_tokens=4, salt=salt)
+                request(trajectory, num_prompt_tokens=16 + 8 * turn, max_tokens=4, after=reply)
             )
-            salt = reply.cache_salt
-            bare, home = split_salt(salt)
-            assert bare == f"{tied.epoch}:{tied.version}"
-            homes.add(home)
+            assert reply.cache_salt == f"{tied.epoch}:{tied.version}"
+            assert reply.expert_indices is None
+            homes.add(reply.replica)
         return homes
 
     replicas = {replica.replica_id for replica in tied.status().replicas}
@@ -284,7 +275,7 @@ async def test_killed_replica_and_killed_engine_are_replaced_with_the_current_ve
     client = ServePolicyClient(single.app)
     late = [request(f"late{number}", deadline_s=REPLACED_S) for number in range(32)]
     replies = await asyncio.gather(*(client.generate(one) for one in late))
-    assert {split_salt(reply.cache_salt)[1] for reply in replies}.isdisjoint({other.name})
+    assert {reply.replica for reply in replies}.isdisjoint({other.name})
     deadline = time.monotonic() + REPLACED_S
     for deployed, lost in ((pair, victim), (single, other)):
         while not is_whole_again(deployed, without=lost.name):

@@ -26,7 +26,7 @@ from actors.trainer.manifest import (
 )
 from actors.trainer.optimizer import build_optimizer
 from actors.trainer.settings import RankSettings, TrainerSettings
-from actors.weights.parity import parity_tokens
+from actors.weights.board import check_tokens
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_an_export_gives_the_trainers_own_log_probabilities(
     causal_lm = AutoModelForCausalLM.from_pretrained(output)
     assert causal_lm.dtype == torch.float32
     assert causal_lm.config.tie_word_embeddings is tied
-    text = parity_tokens(causal_lm.config.vocab_size)
+    text = check_tokens(causal_lm.config.vocab_size)
     found = obvious_logprobs(causal_lm, text).detach().numpy()
     np.testing.assert_allclose(found, expected, atol=1e-5)
     ours, base = (AutoTokenizer.from_pretrained(name) for name in (output, tiny_models[tied]))

@@ -25,9 +25,8 @@ from actors.trainer.manifest import CheckpointError, newest_checkpoint
 from actors.trainer.settings import RankSettings
 from actors.trainer.shard_check import ShardRefused
 from actors.weights.actor import start_board
-from actors.weights.board import CommandKind, Publication
+from actors.weights.board import NUM_CHECK_TOKENS, CommandKind, Publication
 from actors.weights.buffers import buffer_checksum, unpack_group
-from actors.weights.parity import NUM_PARITY_TOKENS
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
 
@@ -97,7 +96,7 @@ async def test_a_group_trains_publishes_and_survives_the_death_of_a_rank(
     assert "lm_head.weight" not in weights
     assert max(float((weights[name] - first[name]).abs().max()) for name in weights) > 0
     own = await group.parity_logprobs()
-    assert own.shape == (NUM_PARITY_TOKENS - 1,) and own.max() < 0
+    assert own.shape == (NUM_CHECK_TOKENS - 1,) and own.max() < 0
     expected = (await group.step(put_shards(1))).statistics["loss"]
 
     process_ids = [place.process_id for place in group.places]

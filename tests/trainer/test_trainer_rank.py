@@ -22,7 +22,7 @@ from worlds.trainer_world import (
 
 from actors.trainer.settings import Dtype, RankSettings
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused
-from actors.weights.parity import parity_tokens
+from actors.weights.board import check_tokens
 
 # float32: two orders of adding the same numbers, then one AdamW update of learning rate 1e-3.
 LOSS_TOLERANCE = 1e-6
@@ -118,7 +118,7 @@ def test_the_parity_check_reads_the_weights_of_the_last_update(
         causal_lm = AutoModelForCausalLM.from_pretrained(settings.model)
         weights = {name: torch.tensor(values) for name, values in world.weights().items()}
         causal_lm.load_state_dict(weights, strict=False)
-        text = parity_tokens(causal_lm.config.vocab_size)
+        text = check_tokens(causal_lm.config.vocab_size)
         expected = obvious_logprobs(causal_lm, text).detach().numpy()
         np.testing.assert_allclose(after, expected, atol=1e-5)
         assert np.array_equal(world.call("parity_logprobs")[-1], after)

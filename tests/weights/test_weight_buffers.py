@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.weights.buffers import (
+    ALIGNMENT_BYTES,
     buffer_checksum,
     layer_groups,
     pack_group,
     unpack_group,
 )
-from actors.weights.manifest import ALIGNMENT_BYTES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

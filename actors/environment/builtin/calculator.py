@@ -12,10 +12,12 @@ had computed the right value before (0 by default: correctness alone is then rew
 
 from __future__ import annotations
 
+import ast
+import operator
 import random
 import re
+from collections.abc import Callable, Mapping
 
-from actors.environment.builtin.arithmetic import BadExpression, evaluate, format_number
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -44,6 +46,16 @@ CALCULATOR = ToolSchema(
 
 MAX_CALLS_PER_TURN = 8
 _FINAL_ANSWER = re.compile(r"[-+]?[0-9]{1,15}(\.[0-9]{1,9})?\.?")
+MAX_EXPRESSION_CHARS = 120
+MAX_MAGNITUDE = 1e12
+
+_ALLOWED = re.compile(rf"[0-9+\-*/(). ]{{1,{MAX_EXPRESSION_CHARS}}}")
+_OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 class CalculatorEnvironment:
@@ -60,15 +72,24 @@ class CalculatorEnvironment:
         malformed_penalty: float = 0.1,
         tool_bonus: float = 0.0,
     ) -> None:
-        _check_options(
-            low=low,
-            high=high,
-            num_operands=num_operands,
-            operators=operators,
-            max_malformed=max_malformed,
-            malformed_penalty=malformed_penalty,
-            tool_bonus=tool_bonus,
-        )
+        if not 0 <= low <= high <= 999:
+            raise ValueError(
+                f"calculator: got low={low}, high={high}; expected 0 <= low <= high <= 999"
+            )
+        if not 2 <= num_operands <= 4:
+            raise ValueError(f"calculator: got num_operands={num_operands}; expected 2 to 4")
+        if not operators or not set(operators) <= set("+-*"):
+            raise ValueError(
+                f"calculator: got operators={operators!r}; expected one or more of + - *, such as "
+                "'+-'"
+            )
+        if max_malformed < 0:
+            raise ValueError(f"calculator: got max_malformed={max_malformed}; expected 0 or more")
+        if not (0 <= malformed_penalty < 10 and 0 <= tool_bonus < 10):
+            raise ValueError(
+                f"calculator: got malformed_penalty={malformed_penalty}, tool_bonus={tool_bonus}; "
+                "expected both from 0 to 10"
+            )
         self._operands = range(low, high + 1)
         self._num_operands = num_operands
         self._operators = operators
@@ -150,30 +171,56 @@ class CalculatorEnvironment:
         return abs(value - self._truth) < 1e-6
 
 
-def _check_options(
-    *,
-    low: int,
-    high: int,
-    num_operands: int,
-    operators: str,
-    max_malformed: int,
-    malformed_penalty: float,
-    tool_bonus: float,
-) -> None:
-    if not 0 <= low <= high <= 999:
-        raise ValueError(
-            f"calculator: got low={low}, high={high}; expected 0 <= low <= high <= 999"
-        )
-    if not 2 <= num_operands <= 4:
-        raise ValueError(f"calculator: got num_operands={num_operands}; expected 2 to 4")
-    if not operators or not set(operators) <= set("+-*"):
-        raise ValueError(
-            f"calculator: got operators={operators!r}; expected one or more of + - *, such as '+-'"
-        )
-    if max_malformed < 0:
-        raise ValueError(f"calculator: got max_malformed={max_malformed}; expected 0 or more")
-    if not (0 <= malformed_penalty < 10 and 0 <= tool_bonus < 10):
-        raise ValueError(
-            f"calculator: got malformed_penalty={malformed_penalty}, tool_bonus={tool_bonus}; "
-            "expected both from 0 to 10"
-        )
+class BadExpression(Exception):
+    """The expression has no value here; the message is one short sentence for the policy."""
+
+
+def evaluate(expression: str) -> float:
+    """Evaluate an arithmetic expression.
+
+    Safe on any text of a policy: it is bounded and checked character by character before it is
+    parsed, so that it can name nothing, take no time and cause no warning.
+
+    Raises: BadExpression for anything but numbers, + - * / and parentheses, for a division by
+    zero, and where a number exceeds MAX_MAGNITUDE.
+    Example: evaluate("2*(3+4)") -> 14
+    """
+    if not _ALLOWED.fullmatch(expression):
+        raise BadExpression("Use numbers, + - * / and parentheses only.")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, MemoryError, RecursionError):
+        raise BadExpression("The expression is not complete.") from None
+    return _value(tree.body)
+
+
+def format_number(value: float) -> str:
+    """Write a number as a person would: no trailing zeros, at most six decimals.
+
+    Example: format_number(7.0) -> "7"; format_number(0.1 + 0.2) -> "0.3"
+    """
+    text = f"{value:.6f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
+
+
+def _value(node: ast.expr) -> float:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return _bounded(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            first, second = _value(left), _value(right)
+            if isinstance(op, ast.Div) and second == 0:
+                raise BadExpression("Division by zero.")
+            return _bounded(_OPERATIONS[type(op)](first, second))
+        case _:
+            raise BadExpression("Use numbers, + - * / and parentheses only.")
+
+
+def _bounded(number: float) -> float:
+    if abs(number) > MAX_MAGNITUDE:
+        raise BadExpression("The number is too large.")
+    return number

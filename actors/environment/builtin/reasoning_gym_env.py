@@ -22,7 +22,6 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from actors.environment.bounded import describe
 from actors.environment.protocol import (
     Action,
     Message,
@@ -32,6 +31,7 @@ from actors.environment.protocol import (
     StepResult,
 )
 from actors.environment.tool_calls import visible_text
+from actors.environment.user_code import describe
 from actors.types import Task
 
 TRY_AGAIN = "Not correct. Try again."
@@ -186,16 +186,16 @@ def _scores_truth(scorer: Any, item: Item) -> bool:
     try:
         return _ask_scorer(scorer, item["answer"], item) > 0
     except _ScorerFailed:
-        # `_score` tells of the failure that made it ask; this one only says whose fault it was.
+        # `_score` reports its own failure; this one only shows that the scorer is at fault.
         return False
 
 
 def _ask_scorer(scorer: Any, answer: str, item: Item) -> float:
-    """Call a family's own code, in this one place. Raises: _ScorerFailed."""
+    """Call a family's own code. Raises: _ScorerFailed."""
     try:
         return float(scorer.score_answer(answer, entry=item))
     except Exception as error:
-        # A stranger's code: the scorers document no exceptions and raise many on odd answers.
+        # Third-party code: the scorers document no exceptions and raise many on odd answers.
         raise _ScorerFailed(describe(error)) from error
 
 
@@ -222,3 +222,53 @@ def _load(task: Task) -> tuple[Any, Item]:
 def _scorer(family: str, config_json: str) -> Any:
     """The family's scorer: its answer depends on the item and the configuration, not the seed."""
     return make_dataset(family, config=json.loads(config_json), seed=0, size=1)
+
+
+def generate_tasks(
+    family: str, count: int, *, seed: int, options: Mapping[str, Any] | None = None
+) -> list[Task]:
+    """Make tasks of a reasoning-gym family, as its own generator orders them.
+
+    Args: count: tasks. seed: of the whole set. options: the family's own configuration.
+    Returns: tasks whose data hold the item; where its metadata do not survive JSON, or are scored
+    otherwise after it, the seed and the index that make it again.
+    Raises: ValueError for an unknown family or option; ImportError without the package.
+    """
+    if count < 1:
+        raise ValueError(f"reasoning-gym tasks: got count={count}, expected 1 or more")
+    config = dict(options or {})
+    dataset = make_dataset(family, config=config, seed=seed, size=count)
+    return [
+        Task(
+            task_id=f"{family}-{seed}-{index}",
+            environment="reasoning_gym",
+            seed=(seed + index) % 2**31,
+            data={"family": family, "config": config, **_stored(dataset, index, seed=seed)},
+        )
+        for index in range(count)
+    ]
+
+
+def _stored(dataset: Any, index: int, *, seed: int) -> dict[str, Any]:
+    item = dataset[index]
+    kept = {key: _without_tuples(item.get(key)) for key in ("question", "answer", "metadata")}
+    try:
+        survives = json.loads(json.dumps(kept, allow_nan=False)) == kept
+    except (TypeError, ValueError):
+        survives = False
+    if survives and item["answer"] is not None:
+        # Most scorers take lists for tuples; that some do not shows in how they score the truth.
+        stored_score, score = (
+            dataset.score_answer(item["answer"], entry=entry) for entry in (kept, item)
+        )
+        survives = stored_score == score
+    return kept if survives else {"seed": seed, "index": index}
+
+
+def _without_tuples(value: Any) -> Any:
+    """What JSON makes of a value: it has lists alone."""
+    if isinstance(value, list | tuple):
+        return [_without_tuples(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _without_tuples(part) for key, part in value.items()}
+    return value

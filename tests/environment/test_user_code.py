@@ -1,4 +1,4 @@
-"""Tracebacks of a user's environment: once for each place, never a flood."""
+"""Tracebacks of a user's environment: once for each location, never a flood."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from actors.environment.fault_log import FaultLog, origin, place
+from actors.environment.user_code import FaultLog, location, root_cause
 
 
 def fail(*, kind: type[Exception] = ValueError) -> Exception:
@@ -30,28 +30,28 @@ def wrapped(error: Exception) -> Exception:
         return outer
 
 
-def test_each_place_is_told_once_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_location_is_logged_once_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     log = FaultLog(logging.getLogger("faults"))
     with caplog.at_level(logging.WARNING, logger="faults"):
         for _ in range(3):
-            log.tell("reset: boom", fail())
-            log.tell("reset: boom", wrapped(fail()))
-        log.tell("step: boom", fail_elsewhere())
-        log.tell("step: boom", fail(kind=KeyError))
+            log.log("reset: boom", fail())
+            log.log("reset: boom", wrapped(fail()))
+        log.log("step: boom", fail_elsewhere())
+        log.log("step: boom", fail(kind=KeyError))
     assert [record.getMessage().split(";")[0] for record in caplog.records] == [
         "reset: boom", "step: boom", "step: boom",
     ]  # fmt: skip
     assert caplog.text.count("in fail_elsewhere") == 1 and "around it" not in caplog.text
 
 
-def test_the_number_of_places_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_number_of_locations_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     log = FaultLog(logging.getLogger("faults"))
     for number in range(200):
-        log.tell("step", fail(kind=type(f"Error{number}", (Exception,), {})))
+        log.log("step", fail(kind=type(f"Error{number}", (Exception,), {})))
     assert len(caplog.records) == 100
 
 
-def test_the_place_is_file_line_and_function() -> None:
-    assert place(fail()).endswith("in fail") and "test_fault_log.py:" in place(fail())
-    assert place(ValueError("never raised")) == ""
-    assert str(origin(wrapped(fail()))) == "boom"
+def test_the_location_is_file_line_and_function() -> None:
+    assert location(fail()).endswith("in fail") and "test_user_code.py:" in location(fail())
+    assert location(ValueError("never raised")) == ""
+    assert str(root_cause(wrapped(fail()))) == "boom"

@@ -1,13 +1,38 @@
-"""Requests during an engine's absence: they wait within their deadline, and come to one end."""
+"""Requests during an engine's absence wait within their deadline, and errors travel as they are."""
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 import pytest
 
 from actors.policy import PolicyDeadlineExceeded, PolicyUnavailable
-from service.inference.patience import until_available
+from service.inference.client import as_answer, until_available
+
+
+class Refused(ValueError):
+    """As vLLM's: it cannot be made again from its text alone."""
+
+    def __init__(self, *, parameter: str) -> None:
+        super().__init__(f"{parameter} is too long")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (PolicyUnavailable("gone"), PolicyUnavailable),
+        (PolicyDeadlineExceeded("late"), PolicyDeadlineExceeded),
+        (ValueError("too long"), ValueError),
+        (Refused(parameter="prompt"), ValueError),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_failure_comes_out_as_the_error_that_it_was(
+    error: ValueError, kind: type[Exception]
+) -> None:
+    found = pickle.loads(pickle.dumps(as_answer(error)))
+    assert type(found) is kind and str(found) == str(error)
 
 
 class Engine:

@@ -1,18 +1,24 @@
-"""Awaiting a call that may hang, raise anything, or refuse to be cancelled.
+"""Calling third-party code, which may hang, raise anything, or refuse to be cancelled.
 
 Invariant: `bounded` ends within its limit (and a second of grace), raises only what its docstring
-says, and an abandoned call's late error is taken, never left unretrieved. Called by the turn loop.
+names, and an abandoned call's late error is taken, never left unretrieved. A user's environment
+that fails may do so a thousand times a minute: every trajectory carries the error's one line, and
+`FaultLog` writes the traceback once for each location. Called by the turn loop and by the
+configuration's checks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 # What a cancelled call gets to let go of its things before its environment is closed.
 UNWIND_S = 1.0
+MAX_LOCATIONS = 100
 
 _Result = TypeVar("_Result")
 # The event loop keeps only weak references to its tasks.
@@ -38,7 +44,7 @@ class _CallExited(Exception):
 def describe(error: BaseException) -> str:
     """One line on an error: its type and the beginning of its text."""
     text = "its text cannot be had"
-    # A stranger's error, whose own text may raise anything, or hold what no log can.
+    # Third-party exceptions: `__str__` itself may raise, or give text that UTF-8 cannot hold.
     with suppress(Exception, SystemExit):
         text = " ".join(str(error).split())[:200].encode(errors="replace").decode()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -92,3 +98,33 @@ def _take_error(task: asyncio.Task[Any]) -> None:
     _abandoned.discard(task)
     if not task.cancelled():
         task.exception()
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The error at the root of a chain of explicit causes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def location(error: BaseException) -> str:
+    """Where an error was raised: `/path/game.py:12 in reset`; empty where that is not known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+class FaultLog:
+    """Logs each fault once, by its kind and location; at most MAX_LOCATIONS of them."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._seen: set[tuple[str, str]] = set()
+
+    def log(self, summary: str, error: BaseException) -> None:
+        """Log summary and the whole traceback, unless this location has been logged already."""
+        root = root_cause(error)
+        key = (type(root).__name__, location(root))
+        if key in self._seen or len(self._seen) >= MAX_LOCATIONS:
+            return
+        self._seen.add(key)
+        self._logger.warning("%s; further ones from there are only counted", summary, exc_info=root)
