@@ -103,7 +103,7 @@ class CudaPublisher:
     def _meet(self, num_workers: int, *, rendezvous: Rendezvous) -> None:
         self._drop_engine()
         info: TrainerInitInfo
-        if self._transport is WeightTransport.NCCL:
+        if self._transport == WeightTransport.NCCL:
             info = NCCLTrainerInitInfo(
                 rank=self._rank,
                 master_address=rendezvous.address,

@@ -16,8 +16,8 @@ import ray
 from ray.actor import ActorHandle
 
 from actors.merge.actor import MergeActor
+from actors.trainer.checkpoint import CheckpointError, claim
 from actors.trainer.group import Deadlines, TrainerGroup, TrainerRankLost
-from actors.trainer.manifest import CheckpointError, claim
 from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
 from service.config.settings_of import (

@@ -19,8 +19,8 @@ from prometheus_client import start_http_server
 from sqlalchemy.exc import SQLAlchemyError
 
 from actors.metrics import Metrics, Part
+from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import TrainerStartFailed
-from actors.trainer.manifest import CheckpointError
 from actors.trajectory_queue.messages import QueueStats
 from service.config.settings_of import engine_settings, intake_settings
 from service.config.stop_tokens import stop_token_ids

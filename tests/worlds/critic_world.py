@@ -11,6 +11,7 @@ import torch.distributed as dist
 from actors.trainer.critic import Critic
 from actors.trainer.critic_settings import CriticStats, CriticTraining
 from actors.trainer.process_group import join_group
+from actors.trainer.sharded_model import Sharding
 from actors.value_batch import ValueShard
 
 TIMEOUT_S = 300.0
@@ -28,13 +29,8 @@ def _update_twice(
         timeout_s=TIMEOUT_S,
         is_local=True,
     )
-    critic = Critic(
-        model,
-        CriticTraining(learning_rate=1e-3),
-        mesh=mesh,
-        device=torch.device("cpu"),
-        param_dtype=torch.float32,
-    )
+    sharding = Sharding(mesh=mesh, device=torch.device("cpu"), param_dtype=torch.float32)
+    critic = Critic(model, CriticTraining(learning_rate=1e-3), sharding)
     found.put((rank, [critic.update(shard) for _ in range(2)]))  # type: ignore[attr-defined]
     dist.destroy_process_group()
 
