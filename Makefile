@@ -7,9 +7,11 @@ DEPENDENCIES := $(VENV)/.dependencies
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
+# Python source alone, without wheels. Everything else comes as a wheel, so that no compiler is needed.
+SOURCE_ONLY := cellpylib,zss
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo test proof bench-merge bench-train lint lock clean
+.PHONY: help setup deps demo test proof mutants bench-merge bench-train lint lock clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,7 +30,7 @@ $(DEPENDENCIES): locks/cpu.txt
 	@command -v $(PYTHON) >/dev/null || { echo "rayloom needs Python 3.11 ('$(PYTHON)' was not found); pass another with PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --no-deps '$(TORCH)' || $(PIP) install --quiet --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
-	$(PIP) install --quiet --no-deps --require-hashes -r locks/cpu.txt
+	$(PIP) install --quiet --no-deps --require-hashes --only-binary :all: --no-binary $(SOURCE_ONLY) -r locks/cpu.txt
 	@touch $@
 
 demo: setup ## train the guessing game on two CPU cores and write a report
@@ -40,6 +42,9 @@ test: setup ## all the tests
 
 proof: setup ## the long proofs: three seeds, the other CPU configurations, kill -9
 	$(BIN)/python -m pytest -m proof --timeout 3600
+
+mutants: setup ## plant the sixty faults of tests/mutants.toml one by one: each must fail its tests
+	$(BIN)/python tests/mutants.py
 
 bench-merge: setup build/peers/skyrl/.installed ## merging turns beside SkyRL 0.3.0, in an environment of its own
 	$(BIN)/python -m benchmarks.merge --peer-python build/peers/skyrl/bin/python

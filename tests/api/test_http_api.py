@@ -118,8 +118,10 @@ async def test_a_repeated_request_is_answered_and_creates_nothing(
     assert again.json()["rollouts"][0]["place"] == first.json()["rollouts"][0]["place"]
     assert not again.json()["rollouts"][0]["is_new"]
     assert run.desk.intake.line.waiting == 1
-    body = problem(await client.post(URL, json=batch("a", num_samples=4)), 409, "id-conflict")
-    assert "a" in body["detail"]
+    other = {"environment": "guessing", "tasks": [{"id": "a", "seed": 3, "data": {"high": 9}}]}
+    for changed in (batch("a", num_samples=4), other):
+        body = problem(await client.post(URL, json=changed), 409, "id-conflict")
+        assert "a" in body["detail"]
 
 
 async def test_a_seed_that_is_left_out_follows_from_the_id(client: httpx.AsyncClient) -> None:

@@ -105,6 +105,8 @@ async def test_what_a_killed_process_played_and_had_not_committed_is_played_agai
 
 async def test_what_was_bound_and_never_admitted_stands_in_line_again(desk: Desk) -> None:
     submit(desk, "a", "b")
+    # The restarted process goes on from here, and so reads what this one has bound.
+    desk.commit()
     await desk.intake.fill(desk.queue.admissible())
     later = desk.restart()
     assert later.status("a") == "queued"

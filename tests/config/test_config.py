@@ -11,7 +11,13 @@ import yaml
 from actors.merge.shaping import Overlong, ReturnRange, ShapingSettings
 from actors.types import Outcome
 from service.config.file import ConfigError, dump_config, load_config, parse_config
-from service.config.settings_of import merge_settings, queue_settings
+from service.config.settings_of import (
+    engine_settings,
+    environment_settings,
+    merge_settings,
+    queue_settings,
+    trainer_settings,
+)
 from service.config.tree import Config
 
 VETTED = sorted((Path(__file__).parents[2] / "deploy" / "configs").glob("*.yaml"))
@@ -282,6 +288,21 @@ def test_rewards_credit_and_refills_reach_their_rooms() -> None:
     refilled = parse_config(tree(algorithm={"max_variance_refills": 4}), source="test")
     assert queue_settings(refilled).max_variance_refills == 4
     assert queue_settings(config).max_variance_refills == 0
+
+
+def test_the_trainer_scores_at_the_temperature_that_is_sampled_at(tmp_path: Path) -> None:
+    config = parse_config(tree(rollouts={"temperature": 0.7}), source="test")
+    assert environment_settings(config, "one").environments[0].episode.temperature == 0.7
+    assert trainer_settings(config, model="m", checkpoint_dir=tmp_path).temperature == 0.7
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_engines_forget_their_cached_prefixes_at_a_publish_where_there_is_no_lag(
+    max_lag: int,
+) -> None:
+    config = parse_config(tree(algorithm={"max_lag": max_lag}), source="test")
+    settings = engine_settings(config, model="m", stop_token_ids=[2])
+    assert settings.reset_prefix_cache_on_publish == (max_lag == 0)
 
 
 def test_every_setting_has_a_description() -> None:

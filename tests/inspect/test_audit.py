@@ -229,10 +229,10 @@ def test_a_step_that_the_run_has_not_recorded_is_not_held_against_the_ledger(
 
 
 def test_a_rollout_that_is_trained_in_two_steps_is_named(tmp_path: Path) -> None:
-    again = step_of([group_of(0, [1, 0])], number=2)
-    first = step_of([group_of(0, [1, 0])])
-    found = [o for o in audited(tmp_path, first, again).offences if o.check is Check.ONCE]
-    assert [(o.subject, o.step) for o in found] == [(FIRST, 2), (SECOND, 2)]
+    again = step_of([group_of(0, [1, 0])], number=3)
+    first, between = step_of([group_of(0, [1, 0])]), step_of([group_of(1, [1, 0])], number=2)
+    found = [o for o in audited(tmp_path, first, between, again).offences if o.check is Check.ONCE]
+    assert [(o.subject, o.step) for o in found] == [(FIRST, 3), (SECOND, 3)]
 
 
 def test_recorded_steps_without_a_file_are_told(tmp_path: Path) -> None:

@@ -16,11 +16,16 @@ from service.run.task_feed import task_index
 
 async def test_each_step_is_trained_published_and_settled_before_its_version_counts() -> None:
     world = World()
+
+    async def load(version: int) -> None:
+        world.calls.append(f"load {version}")
+
+    world.engines_load = load
     await make_loop(world).run()
     assert world.published_versions == [1, 2, 3]
     first = world.calls.index("train 0")
-    assert world.calls[first : first + 5] == [
-        "train 0", "offer 1", "settle 0", "published 1", "record 1",
+    assert world.calls[first : first + 6] == [
+        "train 0", "offer 1", "settle 0", "load 1", "published 1", "record 1",
     ]  # fmt: skip
     assert [record.policy_version for record in world.records] == [1, 2, 3]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,6 +23,11 @@ pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 CONFIGS = ROOT / "deploy" / "configs"
 CLIENT = ROOT / "docs" / "examples" / "submit_rollouts.py"
 RUN_S = 1500.0
+IMPORTS = """
+import ray, torch, vllm, service.cli.main
+from actors.environment.builtin.reasoning_gym_env import import_reasoning_gym
+import_reasoning_gym()
+"""
 
 
 def vetted(name: str, directory: Path, **sections: dict[str, object]) -> Path:
@@ -39,6 +46,29 @@ def finished(run: Run) -> dict[str, object]:
     assert summary["ledger"]["is_balanced"] and summary["ledger"]["in_flight"] == 0
     assert summary["max_policy_age"] <= summary["policy_age_bound"]
     return summary
+
+
+def test_the_lock_installs_into_an_empty_environment_without_a_compiler(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("make", "sh", "touch"):
+        (tools / name).symlink_to(str(shutil.which(name)))
+    python = str(Path(sys.base_prefix) / "bin" / "python3.11")
+    venv = tmp_path / "venv"
+    settings = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX")}
+    done = subprocess.run(
+        ["make", "setup", f"VENV={venv}", f"PYTHON={python}"],
+        cwd=ROOT,
+        env={**settings, "PATH": str(tools)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    done = subprocess.run(
+        [venv / "bin" / "python", "-c", IMPORTS], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

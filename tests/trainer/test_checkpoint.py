@@ -17,9 +17,12 @@ from actors.trainer.checkpoint import (
     MANIFEST,
     CheckpointError,
     Progress,
+    begin,
     claim,
+    finish,
     list_checkpoints,
     read_manifest,
+    temporary_path,
 )
 from actors.trainer.export import export_checkpoint
 from actors.trainer.settings import TrainerSettings
@@ -123,6 +126,17 @@ def test_a_run_that_was_replaced_can_no_longer_save(
     with pytest.raises(CheckpointError, match="this run was replaced"):
         claim(settings.checkpoint_dir, 3)
     assert save(two_ranks, 2, 4).name == "step-000002-e4"
+
+
+def test_a_run_that_is_replaced_while_it_saves_finishes_no_checkpoint(tmp_path: Path) -> None:
+    progress = Progress(step=1, version=1, epoch=3, num_updates=1, num_ranks=1, model="m")
+    begin(tmp_path, progress)
+    claim(tmp_path, 4)
+    # A rank writes its shard after the newer run has claimed the directory.
+    temporary_path(tmp_path, progress).mkdir()
+    with pytest.raises(CheckpointError, match="got epoch 3, expected at least 4"):
+        finish(tmp_path, progress)
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_a_claim_removes_what_an_interrupted_save_left(tmp_path: Path) -> None:

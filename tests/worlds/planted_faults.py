@@ -149,6 +149,10 @@ PLANTS: dict[str, tuple[Check, str, Callable[[JournalStep], JournalStep]]] = {
     "older than the bound": (
         Check.AGE, f"{FIRST}.a0", lambda s: of_version(s, 0, -20),
     ),
+    "one version older than the bound": (
+        Check.AGE, f"{FIRST}.a0",
+        lambda s: of_version(s, 0, s.trainer_version - s.max_policy_age - 1),
+    ),
     "of a version to come": (
         Check.AGE, f"{FIRST}.a0", lambda s: of_version(s, 0, 7),
     ),

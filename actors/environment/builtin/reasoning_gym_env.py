@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -45,6 +46,7 @@ Item = Mapping[str, Any]
 def import_reasoning_gym() -> ModuleType:
     """Import the optional package. Raises: ImportError with the remedy."""
     try:
+        _provide_pycosat()
         import reasoning_gym
     except ImportError as error:
         raise ImportError(
@@ -52,6 +54,26 @@ def import_reasoning_gym() -> ModuleType:
             "install it with: pip install 'rayloom[reasoning-gym]'"
         ) from error
     return reasoning_gym
+
+
+def _provide_pycosat() -> None:
+    """Let python-sat answer for pycosat where that is not installed.
+
+    reasoning-gym imports pycosat for its zebra puzzles. pycosat has no wheels: installing it needs
+    a C compiler. Both enumerate all solutions, so the puzzles are the same.
+    """
+    try:
+        import pycosat  # noqa: F401
+    except ImportError:
+        from pysat.solvers import Solver
+
+        def itersolve(clauses: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+            with Solver(bootstrap_with=clauses) as solver:
+                yield from solver.enum_models()
+
+        module = ModuleType("pycosat")
+        vars(module)["itersolve"] = itersolve
+        sys.modules["pycosat"] = module
 
 
 def extract_answer(text: str) -> str:
