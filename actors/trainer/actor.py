@@ -75,7 +75,7 @@ class TrainerRankActor:
 
         Args: is_local: all ranks share one node.
         """
-        # Three seconds of imports: the ranks pay, not whoever starts them.
+        # Three seconds of imports, which the process that starts the ranks does without.
         from actors.trainer.rank import TrainerRank
 
         keep_freed_memory()

@@ -1,4 +1,4 @@
-"""Which directories are whole checkpoints, what each says of itself, and who may write beside them.
+"""Which directories are whole checkpoints, what each one records, and which run may write them.
 
 A checkpoint is the directory `step-000012-e2`: shards of weights and optimiser, and
 `manifest.json`, written last. Invariants: a directory with a manifest is whole, anything else is
@@ -27,7 +27,7 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a checkpoint says about itself."""
+    """What a checkpoint's manifest records."""
 
     step: int
     """Training steps done."""

@@ -38,7 +38,7 @@ _AGREED = (ShardRefused, PolicyTooOld, CheckpointError)
 # What a rank's own code raises in these, it would raise again in a new group.
 _START_METHODS = ("process", "open_rendezvous", "join", "load")
 # Caused by another process that ended or still holds memory; a new group may not meet them.
-_OF_OTHERS = (
+_CAUSED_ELSEWHERE = (
     RayError,
     dist.DistError,
     ConnectionError,
@@ -316,7 +316,7 @@ class TrainerGroup:
         # A peer's broken connection often shows before the death that broke it.
         await asyncio.wait(answers, timeout=_BLAME_S)
         lost = _blame(method, answers, timeout_s)
-        failure = _own_failure(method, answers) if method in _START_METHODS else None
+        failure = _start_failure(method, answers) if method in _START_METHODS else None
         self.kill()
         _abandon(answers)
         raise failure or lost
@@ -348,22 +348,24 @@ def _blame(
     return lost
 
 
-def _own_failure(method: str, answers: Sequence[asyncio.Future[Any]]) -> TrainerStartFailed | None:
+def _start_failure(
+    method: str, answers: Sequence[asyncio.Future[Any]]
+) -> TrainerStartFailed | None:
     """The first error that a rank raised of its own, where no rank died."""
     errors = [answer.exception() if answer.done() else None for answer in answers]
     if any(isinstance(error, ActorDiedError) for error in errors):
         return None
     for rank, error in enumerate(errors):
-        if isinstance(error, RayTaskError) and not _is_of_others(error.cause):
+        if isinstance(error, RayTaskError) and not _is_caused_elsewhere(error.cause):
             failure = TrainerStartFailed(rank, method, _reason(error))
             failure.__cause__ = error
             return failure
     return None
 
 
-def _is_of_others(cause: BaseException) -> bool:
+def _is_caused_elsewhere(cause: BaseException) -> bool:
     # Gloo has no type of its own for a peer that is gone.
-    return isinstance(cause, _OF_OTHERS) or "gloo" in str(cause).lower()
+    return isinstance(cause, _CAUSED_ELSEWHERE) or "gloo" in str(cause).lower()
 
 
 def _agreed_error(answer: asyncio.Future[Any]) -> Exception | None:

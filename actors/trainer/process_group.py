@@ -69,27 +69,23 @@ def rank_device(device: Device, *, rank: int, num_visible: int) -> torch.device:
 
 
 def open_store(address: str, *, num_ranks: int, timeout_s: float) -> tuple[dist.Store, Rendezvous]:
-    """Open the store on rank 0. The port is the system's choice."""
-    store = dist.TCPStore(
-        address,
-        0,
-        num_ranks,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
+    """Open the store on rank 0, on a port that the system chooses."""
+    store = _store(address, 0, num_ranks=num_ranks, timeout_s=timeout_s, is_master=True)
     return store, Rendezvous(address=address, port=store.port)
 
 
 def connect_store(rendezvous: Rendezvous, *, num_ranks: int, timeout_s: float) -> dist.Store:
     """Connect any other rank to rank 0's store."""
+    address, port = rendezvous.address, rendezvous.port
+    return _store(address, port, num_ranks=num_ranks, timeout_s=timeout_s, is_master=False)
+
+
+def _store(
+    address: str, port: int, *, num_ranks: int, timeout_s: float, is_master: bool
+) -> dist.TCPStore:
+    timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(
-        rendezvous.address,
-        rendezvous.port,
-        num_ranks,
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
+        address, port, num_ranks, is_master, timeout=timeout, wait_for_workers=False
     )
 
 

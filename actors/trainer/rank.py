@@ -114,7 +114,7 @@ class TrainerRank:
             mesh=mesh,
             device=self.device,
             param_dtype=self.param_dtype,
-            is_frugal=settings.shard_between_micro_batches,
+            shard_between_micro_batches=settings.shard_between_micro_batches,
         )
         policy = load_policy(
             settings.model,
@@ -337,7 +337,7 @@ def save_inputs(scored: ScoredMinibatch, path: Path) -> str:
     `old_logprobs`, `reference_logprobs`, and routing records as `expert_positions` and
     `expert_indices`.
 
-    Returns: where they lie, or why they could not be written; the training goes on either way.
+    Returns: a clause for the log: where they were written, or why not. Training goes on either way.
     """
     columns: dict[str, Any] = {}
     rows = zip(scored.minibatch.micro_batches, scored.old, scored.reference, strict=True)

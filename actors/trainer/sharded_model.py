@@ -49,7 +49,7 @@ class Sharding:
     """Of this rank."""
     param_dtype: torch.dtype
     """What forward and backward compute in; master weights and reductions are float32."""
-    is_frugal: bool = False
+    shard_between_micro_batches: bool = False
     """Free the gathered weights and share out gradients after each micro-batch, not once an
     update."""
 
@@ -83,7 +83,7 @@ class ShardedModel(Generic[Model]):
         """Shard the model in place. pretrained: the Hugging Face model in it, with the layers."""
         self.model = model
         self.device = sharding.device
-        self._is_frugal = sharding.is_frugal
+        self._shards_between_micro_batches = sharding.shard_between_micro_batches
         mixed = MixedPrecisionPolicy(param_dtype=sharding.param_dtype, reduce_dtype=torch.float32)
         names = set(pretrained._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -92,7 +92,7 @@ class ShardedModel(Generic[Model]):
                 module,
                 mesh=sharding.mesh,
                 mp_policy=mixed,
-                reshard_after_forward=sharding.is_frugal,
+                reshard_after_forward=sharding.shard_between_micro_batches,
             )
         fully_shard(model, mesh=sharding.mesh, mp_policy=mixed, reshard_after_forward=False)
         self._groups = [module for module in (*layers, model) if isinstance(module, FSDPModule)]
@@ -145,7 +145,7 @@ class TrainedModel(ShardedModel[Model]):
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Reduce gradients and free gathered weights once an update, after its last backward."""
-        is_synced = is_last or self._is_frugal
+        is_synced = is_last or self._shards_between_micro_batches
         root = self._groups[-1]
         root.set_requires_gradient_sync(is_synced)
         root.set_reshard_after_backward(is_synced)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from worlds.trainer_world import FILLER, pack, random_samples
+from worlds.trainer_world import PADDING, pack, random_samples
 
 from actors.batch import MicroBatch, Minibatch, RankShard
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused, check_versions
@@ -22,9 +22,9 @@ def row_of(*versions: int) -> MicroBatch:
 
 
 def test_tokens_of_the_trainers_version_and_of_older_ones_pass() -> None:
-    check(row_of(5, 3), FILLER, row_of(4))
+    check(row_of(5, 3), PADDING, row_of(4))
     check(row_of(5, 3), max_policy_age=2)
-    check(FILLER, max_policy_age=0)
+    check(PADDING, max_policy_age=0)
 
 
 def test_a_shard_made_for_another_version_is_refused() -> None:
@@ -44,4 +44,4 @@ def test_one_token_beyond_the_age_bound_is_too_old() -> None:
 
 def test_a_shard_without_tokens_has_no_age() -> None:
     check()
-    assert FILLER.sampled_versions.dtype == np.int32
+    assert PADDING.sampled_versions.dtype == np.int32

@@ -32,7 +32,7 @@ Counts = Sequence[int] | NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Where the segments of a row lie; [S] int64 each."""
+    """Where the segments of a row begin and end; [S] int64 each."""
 
     starts: Ints
     """The row position of the first token."""
@@ -63,7 +63,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    """What the attention of every layer is told of the row."""
+    """What the attention of every layer needs of the row."""
 
     segments: Segments
     device: torch.device
@@ -139,7 +139,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """How one row is computed under one sliding window. A slot is a place in a padded bucket."""
+    """How one row is computed under one sliding window. A slot is an entry of a padded bucket."""
 
     gather: Tensor
     """[slots] int64, the token in each slot, bucket after bucket; T in a slot of padding."""

@@ -28,7 +28,7 @@ from actors.trainer.loss.settings import Correction, LossSettings, Ratio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchTerms:
-    """What one forward knows about its tokens; all [M], float32 or int64, on one device."""
+    """One forward's tokens and what was recorded of them; all [M], on one device."""
 
     current_logprobs: Tensor
     """float32, nats, with gradient."""
@@ -91,7 +91,7 @@ class MicroBatchLoss:
     """bool."""
     mask: RejectionMask
     clipped_low: Tensor
-    """bool, as `objectives` says; False where masked."""
+    """bool, as `objectives` defines it; False where masked."""
     clipped_high: Tensor
     """bool, likewise."""
     kl: Tensor | None
