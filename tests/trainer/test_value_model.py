@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from actors.trainer.critic import clipped_value_loss
-from actors.trainer.model import ValueModel, load_value_model, row_tensors, scoring_row
+from actors.trainer.model import RowTensors, ValueModel, load_value_model, row_tensors, scoring_row
 from actors.trainer.sharded_model import ShardedModel, Sharding
 
 LENGTHS = [5, 17, 1, 9]
@@ -32,7 +32,7 @@ def rows() -> list[np.ndarray]:
     return [rng.integers(0, 500, length).astype(np.int32) for length in LENGTHS]
 
 
-def values_of(critic: ValueModel, samples: list[np.ndarray]) -> Tensor:
+def packed(samples: list[np.ndarray]) -> RowTensors:
     lengths = [len(sample) for sample in samples]
     row = replace(
         scoring_row(np.concatenate(samples)),
@@ -40,7 +40,11 @@ def values_of(critic: ValueModel, samples: list[np.ndarray]) -> Tensor:
         segment_lengths=np.array(lengths, np.int32),
         segment_parents=np.full(len(lengths), -1, np.int32),
     )
-    values: Tensor = critic(row_tensors(row, device=torch.device("cpu")))
+    return row_tensors(row, device=torch.device("cpu"))
+
+
+def values_of(critic: ValueModel, samples: list[np.ndarray]) -> Tensor:
+    values: Tensor = critic(packed(samples))
     return values
 
 
@@ -86,6 +90,18 @@ def test_sharding_changes_neither_values_nor_gradients(model: str, mesh: DeviceM
     assert expected.keys() == found.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_all_layers_of_a_sharded_model_share_one_plan_of_the_row(
+    model: str, mesh: DeviceMesh
+) -> None:
+    critic = make_critic(model)
+    sharding = Sharding(mesh=mesh, device=torch.device("cpu"), param_dtype=torch.float32)
+    ShardedModel(critic, critic.body, sharding)
+    row = packed(rows())
+    critic(row)
+    # Kept by the row itself, and not by a copy that a layer was given.
+    assert list(row.layout.plans) == [None]
 
 
 def test_the_value_loss_brings_the_values_to_their_targets(model: str) -> None:

@@ -18,7 +18,7 @@ Invariant: layout and plan hold for all layers of the row's forward and backward
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,14 +61,18 @@ class Segments:
         return np.repeat(self.subtree_ends, self.lengths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    """What the attention of every layer needs of the row."""
+    """What the attention of every layer needs of the row.
 
-    segments: Segments
-    device: torch.device
-    plans: dict[int | None, Any] = field(default_factory=dict)
-    """What the device's attention made of it, by sliding window; filled as layers ask."""
+    plans: what the device's attention made of it, by sliding window; filled as layers ask. No
+    dataclass: FSDP2 copies the dataclasses among a layer's inputs, and every layer would then plan
+    for itself.
+    """
+
+    def __init__(self, segments: Segments, device: torch.device) -> None:
+        self.segments = segments
+        self.device = device
+        self.plans: dict[int | None, Any] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -112,9 +116,7 @@ def build_layout(
     Args: as `trace_segments`; without parents all segments are roots.
     """
     parents = [-1] * len(segment_lengths) if segment_parents is None else segment_parents
-    return PackedLayout(
-        segments=trace_segments(segment_lengths, parents), device=torch.device(device)
-    )
+    return PackedLayout(trace_segments(segment_lengths, parents), torch.device(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
