@@ -66,7 +66,7 @@ def test_at_lag_0_the_engines_hold_what_the_trainer_holds_at_every_step(
         # Groups whose answers all won or all lost train nothing; a step may have no other.
         compared = [record for record in records if record.num_trained_tokens]
         assert compared and {record.policy_age_max for record in records} == {0}
-        assert len({record.loss for record in compared}) == len(compared)
+        assert len({record.statistics["loss"] for record in compared}) == len(compared)
         for record in compared:
             assert record.statistics["mismatch_k3_mean"] < 1e-6
             assert record.statistics["mismatch_max"] < 1e-3
