@@ -19,11 +19,7 @@ from typing import Any
 
 import torch
 
-from actors.trainer.logprobs import (
-    chunked_token_logprobs,
-    token_logprobs,
-    token_logprobs_and_entropies,
-)
+from actors.trainer.logprobs import token_logprobs
 from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
 from actors.trainer.loss.settings import LossSettings
 from actors.trainer.settings import LOGPROB_CHUNK
@@ -43,13 +39,13 @@ def backward_of_loss(
     chunk_tokens: int,
 ) -> None:
     """The trainer's own way from hidden states to gradients."""
-    logprobs, entropies = chunked_token_logprobs(
+    logprobs, entropies = token_logprobs(
         hidden,
+        head,
         targets,
-        output_head=head,
         temperature=1.0,
         chunk_tokens=chunk_tokens,
-        score=token_logprobs_and_entropies if settings.needs_entropy_gradient else token_logprobs,
+        has_entropy_gradient=settings.needs_entropy_gradient,
     )
     wave = torch.linspace(-1.0, 1.0, len(targets))
     terms = MicroBatchTerms(

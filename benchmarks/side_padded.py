@@ -12,7 +12,7 @@ import gc
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.trainer.memory import keep_freed_memory
+from actors.trainer.process_group import keep_freed_memory
 from benchmarks.padded_step import accumulate, padded_batches, sorted_batches, turn_rows
 from benchmarks.pairs import time_once
 from benchmarks.side import StepTaken, serve

@@ -1,4 +1,4 @@
-"""One trainer rank as a Ray actor: it moves values in and out of `TrainerRank`, nothing else.
+"""One trainer rank as a Ray actor: `TrainerRank`, and what of it needs Ray.
 
 Methods run one at a time, in the order of their calls, so that the ranks' collectives line up.
 Started, watched and killed by `group.TrainerGroup`; never restarted by Ray, because a rank that
@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch.distributed as dist
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from actors.batch import Float32s, RankShard, ValueShard
+from actors.batch import RankShard
 from actors.expert_records import ModelShape
-from actors.trainer.manifest import Progress
-from actors.trainer.memory import keep_freed_memory
-from actors.trainer.process_group import Rendezvous, connect_store, free_port, open_store
+from actors.trainer.process_group import (
+    Rendezvous,
+    connect_store,
+    free_port,
+    keep_freed_memory,
+    open_store,
+)
 from actors.trainer.settings import RankSettings
-from actors.trainer.statistics import StepStats
 from actors.weights.board import BoardStatus, WeightGroup
 
 if TYPE_CHECKING:
@@ -33,16 +35,17 @@ BOARD_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
-    """Where a rank runs. node_address: of its node, as the other nodes reach it."""
+class RankProcess:
+    """Where a rank runs."""
 
     node_id: str
     node_address: str
+    """Of its node, as the other nodes reach it."""
     process_id: int
 
 
 class TrainerRankActor:
-    """Holds one `TrainerRank`; `join` makes it, everything else needs it."""
+    """Holds one `TrainerRank`, which `join` makes; all of its methods are reached by `call`."""
 
     def __init__(self, settings: RankSettings, rank: int) -> None:
         self._settings = settings
@@ -51,8 +54,8 @@ class TrainerRankActor:
         self._rank: TrainerRank | None = None
         self._publisher: object | None = None
 
-    def place(self) -> RankPlace:
-        return RankPlace(
+    def process(self) -> RankProcess:
+        return RankProcess(
             node_id=ray.get_runtime_context().get_node_id(),
             node_address=ray.util.get_node_ip_address(),
             process_id=os.getpid(),
@@ -72,7 +75,7 @@ class TrainerRankActor:
 
         Args: is_local: all ranks share one node.
         """
-        # Three seconds of imports: the ranks pay, not whoever starts them.
+        # Three seconds of imports, which the process that starts the ranks does without.
         from actors.trainer.rank import TrainerRank
 
         keep_freed_memory()
@@ -87,15 +90,13 @@ class TrainerRankActor:
         )
         return self._rank.shape
 
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the rank by its name."""
+        return getattr(self._joined, method)(*arguments)
+
     def score_rows(self, shard: RankShard) -> ObjectRef:
         """A reference to the answers: [rows] RowScores."""
         return ray.put(self._joined.score_rows(shard))
-
-    def train_step(self, shard: RankShard, value_shard: ValueShard | None = None) -> StepStats:
-        return self._joined.train_step(shard, value_shard)
-
-    def parity_logprobs(self) -> Float32s:
-        return self._joined.parity_logprobs()
 
     def put_weights(self) -> tuple[WeightGroup, ...]:
         """Put the packed weights into the object store; rank 0 returns them, the others nothing."""
@@ -128,12 +129,6 @@ class TrainerRankActor:
                 dtype=rank.param_dtype,
             )
         self._publisher.send(version, rendezvous=rendezvous)
-
-    def save(self, step: int, epoch: int, extra_json: str) -> Path:
-        return self._joined.save(step=step, epoch=epoch, extra_json=extra_json)
-
-    def load(self, path: Path) -> Progress:
-        return self._joined.load(path)
 
     def close(self) -> None:
         if self._rank is not None:

@@ -1,162 +1,144 @@
-"""Sharded checkpoints: written aside, renamed, and valid only with their manifest.
+"""Which directories are whole checkpoints, what each one records, and which run may write them.
 
-A checkpoint is the directory `step-000012-e2`: weights and optimiser as
-`torch.distributed.checkpoint` shards them, and `manifest.json`, written last, without which it does
-not count (`manifest.py`). Saving and loading are collective. Called by `TrainerRank`.
+A checkpoint is the directory `step-000012-e2`: shards of weights and optimiser, and
+`manifest.json`, written last. Invariants: a directory with a manifest is whole, anything else is
+not a checkpoint; once an epoch has claimed the parent directory, an older epoch writes and deletes
+nothing there. Imports no torch: the command line and the supervisor read this before anything that
+trains is imported. `sharded_model` writes and reads the shards.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+MANIFEST = "manifest.json"
+FORMAT = 2
+_TEMPORARY = ".tmp-"
+_CLAIM = ".epoch"
 
-from actors.trainer.manifest import (
-    MANIFEST,
-    TEMPORARY,
-    CheckpointError,
-    Progress,
-    claim,
-    hold,
-    read_manifest,
-    write_manifest,
-)
-from actors.trainer.process_group import gather_texts
 
-_CRITIC = "critic"
+class CheckpointError(Exception):
+    """A checkpoint is missing, incomplete, broken, of another model, or of a run replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """A sharded model and its optimiser."""
+class Progress:
+    """What a checkpoint's manifest records."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    step: int
+    """Training steps done."""
+    version: int
+    """The policy version of the weights."""
+    epoch: int
+    """Of the run's lease."""
+    num_updates: int
+    """Optimiser updates applied to the policy."""
+    num_ranks: int
+    """How many wrote it; any number may read it."""
+    model: str
+    """The base model, for its configuration and tokenizer."""
+    critic_updates: int | None = None
+    """Optimiser updates applied to the critic that is in it; None: there is none."""
+
+    @property
+    def directory_name(self) -> str:
+        return f"step-{self.step:06d}-e{self.epoch}"
 
 
-def save(
-    root: Path,
-    progress: Progress,
-    *,
-    policy: Trained,
-    critic: Trained | None = None,
-) -> Path:
-    """Write a checkpoint beside its place and rename it into it; older ones are left alone.
+def read_manifest(path: Path) -> Progress:
+    """Read a checkpoint's manifest.
 
-    An older checkpoint of the same name (a step done again under the same lease) is replaced.
-
-    Returns: its directory, on every rank.
-    Raises: CheckpointError, on every rank, when a newer epoch has claimed the directory or a rank
-        cannot write its shard.
+    Raises: CheckpointError when there is none or it is not ours.
     """
-    final = root / progress.directory_name
-    aside = root / f"{TEMPORARY}{progress.directory_name}"
-    is_writer = dist.get_rank() == 0
-    _together(lambda: _prepare(root, aside, epoch=progress.epoch), does_run=is_writer)
     try:
-        dcp.save(_state(policy, critic), checkpoint_id=aside)
-    except (CheckpointException, OSError) as error:
-        if is_writer:
-            # On a full disk it would stand in the way of everything else.
-            shutil.rmtree(aside, ignore_errors=True)
+        fields = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError as error:
+        if not path.is_dir():
+            raise CheckpointError(
+                f"checkpoint {path} is not there; restore it, or use an older one"
+            ) from error
         raise CheckpointError(
-            f"checkpoint {final}: a rank could not write its shard ({_first_line(error)}); is the "
-            "disk full, and does every rank see the same directory?"
+            f"checkpoint {path}: got no {MANIFEST}, expected one in a finished checkpoint; it was "
+            "interrupted while being written, use an older one"
         ) from error
-    dist.barrier()
-    _together(lambda: _finish(root, aside, progress), does_run=is_writer)
-    return final
-
-
-def load(path: Path, *, policy: Trained, critic: Trained | None = None) -> Progress:
-    """Read a checkpoint into models and optimisers, whatever number of ranks wrote it.
-
-    A critic in it that nobody asks for is left there.
-    Raises: CheckpointError when it is incomplete, broken, of another model, or has no critic for
-        the one that is given. The weights may then be half read: load another one before going on.
-    """
-    progress = read_manifest(path)
-    if critic is not None and progress.critic_updates is None:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint {path}: got none of a critic, expected one; the run that wrote it had no "
-            "critic: start a new run, with this one's export as its model"
+            f"checkpoint {path}: its {MANIFEST} cannot be read ({error}); use another one"
+        ) from error
+    found = fields.pop("format", None) if isinstance(fields, dict) else None
+    if found != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path}: got manifest format {found}, expected {FORMAT}; it was written "
+            "by another version"
         )
-    state = _state(policy, critic)
     try:
-        dcp.load(state, checkpoint_id=path)
-    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        return Progress(**fields)
+    except TypeError as error:
         raise CheckpointError(
-            f"checkpoint {path}: its shards cannot be read ({_first_line(error)}), expected "
-            f"weights of {progress.model}; use an older one"
+            f"checkpoint {path}: its {MANIFEST} lacks or adds fields ({error}); use another one"
         ) from error
-    _set_state(policy, state)
-    if critic is not None:
-        _set_state(critic, state[_CRITIC])
-    return progress
 
 
-def _together(work: Callable[[], None], *, does_run: bool) -> None:
-    """Run work on one rank while the others wait for its end; its failure is everyone's."""
-    failure = ""
-    if does_run:
+def list_checkpoints(root: Path) -> list[Path]:
+    """List the whole checkpoints under a directory, oldest first: by epoch, then step.
+
+    A newer epoch outranks a later step: it went on from a checkpoint that was committed, and what
+    the older epoch wrote beyond that belongs to no surviving lineage.
+    """
+    found: list[tuple[int, int, Path]] = []
+    for manifest in root.glob(f"step-*/{MANIFEST}"):
         try:
-            work()
-        except (OSError, CheckpointError) as error:
-            failure = str(error)
-    failures = [text for text in gather_texts(failure) if text]
-    if failures:
-        raise CheckpointError(failures[0])
+            progress = read_manifest(manifest.parent)
+        except CheckpointError:
+            continue
+        found.append((progress.epoch, progress.step, manifest.parent))
+    return [path for _, _, path in sorted(found)]
 
 
-def _prepare(root: Path, aside: Path, *, epoch: int) -> None:
-    claim(root, epoch)
-    aside.mkdir()
+def claim(root: Path, epoch: int) -> None:
+    """Take the checkpoint directory for an epoch; an older epoch can no longer save.
+
+    What an interrupted save left there is removed.
+
+    Raises: CheckpointError when a newer epoch has it.
+    """
+    _claim(root, epoch)
+    for leftover in root.glob(f"{_TEMPORARY}step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _finish(root: Path, aside: Path, progress: Progress) -> None:
-    hold(root, progress.epoch)
-    final = root / progress.directory_name
-    write_manifest(aside, progress)
+def temporary_path(root: Path, progress: Progress) -> Path:
+    """Where a checkpoint is written until it is whole."""
+    return root / f"{_TEMPORARY}{progress.directory_name}"
+
+
+def begin(root: Path, progress: Progress) -> None:
+    """Make the directory that the ranks write their shards into. Raises: as `claim`."""
+    claim(root, progress.epoch)
+    temporary_path(root, progress).mkdir()
+
+
+def finish(root: Path, progress: Progress) -> None:
+    """Turn the written shards into a checkpoint that is on the disk when this returns.
+
+    Raises: as `claim`.
+    """
+    _claim(root, progress.epoch)
+    aside, final = temporary_path(root, progress), root / progress.directory_name
+    with (aside / MANIFEST).open("w") as file:
+        json.dump({"format": FORMAT, **asdict(progress)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
     if final.exists():
-        _remove(final)
+        # Its manifest first, so that a half-deleted one does not count.
+        (final / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(final)
     aside.rename(final)
-    _sync_directory(root)
-
-
-def _state(policy: Trained, critic: Trained | None) -> dict[str, Any]:
-    state = _state_of(policy)
-    return state if critic is None else {**state, _CRITIC: _state_of(critic)}
-
-
-def _state_of(trained: Trained) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(trained.model),
-        "optimizer": get_optimizer_state_dict(trained.model, trained.optimizer),
-    }
-
-
-def _set_state(trained: Trained, state: dict[str, Any]) -> None:
-    set_model_state_dict(trained.model, state["model"])
-    set_optimizer_state_dict(trained.model, trained.optimizer, optim_state_dict=state["optimizer"])
-
-
-def _sync_directory(root: Path) -> None:
-    """Make the rename itself survive a power cut."""
+    # The rename itself must survive a power cut.
     descriptor = os.open(root, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -164,11 +146,15 @@ def _sync_directory(root: Path) -> None:
         os.close(descriptor)
 
 
-def _remove(path: Path) -> None:
-    """Delete a checkpoint, its manifest first, so that a half-deleted one does not count."""
-    (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+def _claim(root: Path, epoch: int) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / _CLAIM
+    newest = int(path.read_text()) if path.exists() else epoch
+    if newest > epoch:
+        raise CheckpointError(
+            f"checkpoint {root}: got epoch {epoch}, expected at least {newest}; this run was "
+            "replaced by a newer one and must stop"
+        )
+    aside = root / f"{_TEMPORARY}{_CLAIM}-{epoch}"
+    aside.write_text(str(epoch))
+    aside.replace(path)

@@ -1,8 +1,8 @@
-"""One rank's critic: a value model with its own optimiser, an FSDP group beside the policy's.
+"""One rank's critic: a value model with its own optimiser, sharded beside the policy.
 
-Every method is collective: all ranks call it with their own rows, in the same order. Invariant: all
-ranks take every decision from the same gathered numbers. Called by `TrainerRank`, which owns the
-process group and its mesh.
+Every method is collective: all ranks call it with their own rows, in the same order. As in the
+policy's loss, aggregation is a weight of each token, so that micro-batches and ranks combine by
+adding. Called by `TrainerRank`. Letters: [T] tokens, [M] action tokens of one row.
 """
 
 from __future__ import annotations
@@ -13,117 +13,123 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from actors.batch import Float32s, MicroBatch, ValueRow, ValueShard
 from actors.merge.advantages import CriticSettings
 from actors.statistics import only_known
-from actors.trainer.optimizer import (
-    build_optimizer,
-    clip_gradients,
-    learning_rate_at,
-    local_gradients,
-    set_learning_rate,
-    squared_norm,
-)
-from actors.trainer.process_group import gather_rows
-from actors.trainer.row import RowTensors, row_tensors
+from actors.trainer.model import load_value_model, row_tensors
 from actors.trainer.settings import TrainerSettings
+from actors.trainer.sharded_model import Sharding, TrainedModel
 from actors.trainer.statistics import CriticStats
-from actors.trainer.value_loss import clipped_value_loss, explained_variance
-from actors.trainer.value_model import load_value_model, shard_value_model
 
 _LOG = logging.getLogger(__name__)
+# Of equal targets, the mean square and the square of the mean differ by the rounding of their sums.
+_EQUAL_TOLERANCE = 1e-9
+
+
+def clipped_value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    value_targets: Tensor,
+    loss_weights: Tensor,
+    *,
+    clip: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Pull values towards their targets, not further from the old ones than `clip` in one step.
+
+    loss = sum_t w_t / 2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2); without a clip
+    sum_t w_t / 2 (V - R)^2.   Source: the value loss of OpenAI Baselines' ppo2, described as detail
+    9 in Huang et al. 2022, "The 37 implementation details of PPO".
+
+    Args: values: [M] float32, with gradient. old_values: [M] float32, of the critic at the step's
+        start. value_targets: [M] float32, GAE's A + V_old. loss_weights: [M] float32. clip: c > 0.
+    Returns: scalar, with gradient; number of tokens whose gradient the clip took away, without.
+    Example: V [1, .1], V_old 0, R [0, 1], c .2, w 1: [.5, .405] -> .905
+    """
+    assert values.shape == old_values.shape == value_targets.shape == loss_weights.shape
+    square = (values - value_targets).square()
+    if clip is None:
+        return 0.5 * (loss_weights * square).sum(), values.new_zeros((), dtype=torch.int64)
+    moved = torch.clamp(values, old_values - clip, old_values + clip)
+    clipped = (moved - value_targets).square()
+    num_clipped = (clipped > square).sum().detach()
+    return 0.5 * (loss_weights * torch.maximum(square, clipped)).sum(), num_clipped
+
+
+def explained_variance(
+    *, target_mean: float, target_mean_square: float, error_mean_square: float
+) -> float | None:
+    """Tell how much of the value targets' variance the values explain.
+
+    1 - E[(R - V)^2] / Var[R].   Source: OpenAI Baselines, `explained_variance` (deviation: the
+    error counts with its mean, so that values off by a constant explain less).
+
+    Args: means over the same tokens, float64 sums.    Returns: at most 1; None for targets that do
+    not vary beyond rounding.
+    Example: R [0, 2], V [1, 1]: explained_variance(1, 2, 1) -> 0; V = R -> 1
+    """
+    variance = target_mean_square - target_mean**2
+    if variance <= _EQUAL_TOLERANCE * target_mean_square:
+        return None
+    return 1.0 - error_mean_square / variance
 
 
 class Critic:
-    """num_updates: applied so far; warm-up counts them."""
+    """Scores states, and learns the returns that followed them."""
 
     def __init__(
-        self,
-        model: str,
-        settings: CriticSettings,
-        trainer: TrainerSettings,
-        *,
-        mesh: DeviceMesh,
-        device: torch.device,
-        param_dtype: torch.dtype,
+        self, model: str, settings: CriticSettings, trainer: TrainerSettings, sharding: Sharding
     ) -> None:
-        """Load the value model and shard it.
+        """Load the value model and shard it. Raises: as `load_value_model`.
 
-        trainer: what its optimiser has in common with the policy's. Raises: OSError (transformers).
+        trainer: what its optimiser has in common with the policy's.
         """
+        value_model = load_value_model(model, gradient_checkpointing=trainer.gradient_checkpointing)
         self.settings = settings
-        self._max_grad_norm = trainer.max_grad_norm
-        self.device = device
-        self.num_updates = 0
-        self.value_model = load_value_model(
-            model, gradient_checkpointing=trainer.gradient_checkpointing
+        own = replace(
+            trainer,
+            learning_rate=settings.learning_rate,
+            warmup_updates=settings.warmup_updates,
         )
-        self._sharded = shard_value_model(
-            self.value_model, mesh, param_dtype=param_dtype, reshard_after_forward=False
-        )
-        self._parameters = list(self.value_model.parameters())
-        self.optimizer = build_optimizer(
-            self._parameters, replace(trainer, learning_rate=settings.learning_rate)
-        )
+        self.trained = TrainedModel(value_model, value_model.body, sharding, own)
 
+    @torch.no_grad()
     def score(self, rows: tuple[MicroBatch, ...]) -> tuple[Float32s, ...]:
-        """Value every state of each row: [T] float32, at place t of the state ending there."""
-        with torch.no_grad():
-            values = tuple(self._values(self._tensors(row)).cpu().numpy() for row in rows)
-        for module in self._sharded:
-            # No backward pass frees the gathered weights, and the next forward would read them.
-            module.reshard()
+        """Value every state of each row: [T] float32, at position t of the state ending there."""
+        values = tuple(self._values(row).cpu().numpy() for row in rows)
+        self.trained.free_weights()
         return values
 
     def update(self, shard: ValueShard) -> CriticStats:
         """Take one step towards the targets; nothing moves where there are none."""
-        sums = torch.zeros(7, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(7, dtype=torch.float64, device=self.trained.device)
         for number, row in enumerate(shard.rows):
-            is_last = number == len(shard.rows) - 1
-            self.value_model.set_requires_gradient_sync(is_last)
-            self.value_model.set_is_last_backward(is_last)
+            self.trained.begin_micro_batch(is_last=number == len(shard.rows) - 1)
             sums += self._accumulate(row)
-        gradients = local_gradients(self._parameters)
-        square = squared_norm(gradients, device=self.device)
-        gathered = gather_rows(torch.cat([sums, square[None]])).sum(0).tolist()
-        grad_norm = math.sqrt(gathered.pop())
-        stats = _stats(gathered, grad_norm=grad_norm)
-        if not stats.is_skipped and stats.num_tokens:
-            clip_gradients(gradients, grad_norm=grad_norm, max_grad_norm=self._max_grad_norm)
-            rate = learning_rate_at(
-                self.num_updates,
-                learning_rate=self.settings.learning_rate,
-                warmup_updates=self.settings.warmup_updates,
-            )
-            set_learning_rate(self.optimizer, rate)
-            self.optimizer.step()
-            self.num_updates += 1
+        gathered, grad_norm = self.trained.gather(sums)
+        stats = _stats(gathered.sum(0).tolist(), grad_norm=grad_norm)
         if stats.is_skipped:
             _LOG.warning("step %d: the critic's update is not finite, skipped", shard.step)
-        self.optimizer.zero_grad(set_to_none=True)
+        is_applied = not stats.is_skipped and stats.num_tokens > 0
+        self.trained.finish_update(grad_norm=grad_norm, is_applied=is_applied)
         return stats
 
-    def _tensors(self, row: MicroBatch) -> RowTensors:
-        return row_tensors(row, device=self.device)
-
-    def _values(self, row: RowTensors) -> Tensor:
-        values: Tensor = self.value_model(row.token_ids, row.position_ids, row.layout)
+    def _values(self, row: MicroBatch) -> Tensor:
+        values: Tensor = self.trained.model(row_tensors(row, device=self.trained.device))
         return values
 
     def _accumulate(self, value_row: ValueRow) -> Tensor:
         """Forward and backward of one row; its sums, in the order that `_stats` reads."""
-        row = self._tensors(value_row.row)
-        values = self._values(row).index_select(0, row.loss_positions)
-        old, targets, weights = (
-            torch.as_tensor(numbers, dtype=torch.float32, device=self.device)
+        old, targets, weights, positions = (
+            torch.tensor(numbers, device=self.trained.device)
             for numbers in (
                 value_row.old_values,
                 value_row.value_targets,
                 value_row.row.loss_weights,
+                value_row.row.loss_positions,
             )
         )
+        values = self._values(value_row.row).index_select(0, positions)
         loss, num_clipped = clipped_value_loss(
             values, old, targets, weights, clip=self.settings.value_clip
         )

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from actors.trainer.manifest import CheckpointError, Progress, read_manifest
+from actors.trainer.checkpoint import CheckpointError, Progress, read_manifest
 
 # What a base model's directory holds for its tokenizer travels as it is, byte for byte.
 _COMPANIONS = (

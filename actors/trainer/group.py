@@ -1,4 +1,4 @@
-"""The trainer's ranks as one thing that the supervisor awaits.
+"""The trainer's ranks as one object that the supervisor awaits.
 
 Every call goes to all ranks and has a deadline. Invariant: after `TrainerRankLost` no rank of the
 group is alive, so nothing half-done can come later; the supervisor makes a new group and loads the
@@ -26,19 +26,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.batch import Float32s
 from actors.deadline import within
 from actors.expert_records import ModelShape
-from actors.trainer.actor import RankPlace, TrainerRankActor
-from actors.trainer.manifest import CheckpointError, Progress
-from actors.trainer.process_group import LOOPBACK, Rendezvous
+from actors.trainer.actor import RankProcess, TrainerRankActor
+from actors.trainer.checkpoint import CheckpointError, Progress
+from actors.trainer.process_group import LOOPBACK
 from actors.trainer.settings import Device, RankSettings, WeightBackend
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused
 from actors.trainer.statistics import StepStats
 from actors.weights.board import WeightGroup
 
 _AGREED = (ShardRefused, PolicyTooOld, CheckpointError)
-# What a rank raises of its own on the way there, a next one would raise again.
-_START_METHODS = ("place", "open_rendezvous", "join", "load")
-# These come of another's end or of what it still holds, and may be gone the next time.
-_OF_OTHERS = (
+# What a rank's own code raises in these, it would raise again in a new group.
+_START_METHODS = ("process", "open_rendezvous", "join", "load")
+# Caused by another process that ended or still holds memory; a new group may not meet them.
+_CAUSED_ELSEWHERE = (
     RayError,
     dist.DistError,
     ConnectionError,
@@ -52,32 +52,35 @@ _WATCH_EVERY_S = 2.0
 _Result = TypeVar("_Result")
 
 
-class TrainerRankLost(Exception):
+class _RankFailure(Exception):
+    """What one rank did not do; the whole group has been killed."""
+
+    sentence: str
+
+    def __init__(self, rank: int, method: str, reason: str) -> None:
+        super().__init__(rank, method, reason)
+        self.rank, self.method, self.reason = rank, method, reason
+
+    def __str__(self) -> str:
+        return self.sentence.format(rank=self.rank, method=self.method, reason=self.reason)
+
+
+class TrainerRankLost(_RankFailure):
     """A rank died, failed or did not answer in time; the whole group has been killed."""
 
-    def __init__(self, rank: int, method: str, reason: str) -> None:
-        super().__init__(rank, method, reason)
-        self.rank, self.method, self.reason = rank, method, reason
-
-    def __str__(self) -> str:
-        return (
-            f"trainer: rank {self.rank} was lost in {self.method} ({self.reason}); the group is "
-            "stopped, start a new one from the newest checkpoint"
-        )
+    sentence = (
+        "trainer: rank {rank} was lost in {method} ({reason}); the group is stopped, start a new "
+        "one from the newest checkpoint"
+    )
 
 
-class TrainerStartFailed(Exception):
+class TrainerStartFailed(_RankFailure):
     """A rank's own code raised during the start; the whole group has been killed."""
 
-    def __init__(self, rank: int, method: str, reason: str) -> None:
-        super().__init__(rank, method, reason)
-        self.rank, self.method, self.reason = rank, method, reason
-
-    def __str__(self) -> str:
-        return (
-            f"trainer: rank {self.rank} cannot start ({self.method}: {self.reason}); a new group "
-            "would fail alike: correct the model or the trainer's settings"
-        )
+    sentence = (
+        "trainer: rank {rank} cannot start ({method}: {reason}); a new group would fail alike: "
+        "correct the model or the trainer's settings"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,7 @@ class TrainerGroup:
         self.deadlines = deadlines or Deadlines()
         self.version = 0
         self.shape: ModelShape | None = None
-        self.places: tuple[RankPlace, ...] = ()
+        self.processes: tuple[RankProcess, ...] = ()
         self._ranks: list[ActorHandle] = []
         self._placement: PlacementGroup | None = None
 
@@ -126,9 +129,9 @@ class TrainerGroup:
             actor_class.options(**options, **self._bundle(rank)).remote(self.settings, rank)
             for rank in range(self.settings.trainer.num_ranks)
         ]
-        self.places = tuple(await self._on_all("place", timeout_s=timeout_s))
-        is_local = len({place.node_id for place in self.places}) == 1
-        address = LOOPBACK if is_local else self.places[0].node_address
+        self.processes = tuple(await self._on_all("process", timeout_s=timeout_s))
+        is_local = len({process.node_id for process in self.processes}) == 1
+        address = LOOPBACK if is_local else self.processes[0].node_address
         rendezvous = await self._on_first("open_rendezvous", address, timeout_s=timeout_s)
         shapes = await self._on_all("join", rendezvous, is_local, timeout_s=timeout_s)
         self.shape = shapes[0]
@@ -139,7 +142,7 @@ class TrainerGroup:
             await asyncio.sleep(_WATCH_EVERY_S)
             if self._ranks:
                 # It waits behind a step that is under way, which has the same deadline.
-                await self._on_all("place", timeout_s=self.settings.trainer.step_deadline_s)
+                await self._on_all("process", timeout_s=self.settings.trainer.step_deadline_s)
 
     async def score(self, shard_refs: Sequence[ObjectRef]) -> tuple[ObjectRef, ...]:
         """Score rows before they are trained; each rank fetches only its own shard.
@@ -163,7 +166,7 @@ class TrainerGroup:
         """
         values = value_shard_refs or [None] * len(shard_refs)
         calls = [
-            rank.train_step.remote(ref, of_values)
+            rank.call.remote("train_step", ref, of_values)
             for (rank, ref), of_values in zip(self._dealt(shard_refs), values, strict=True)
         ]
         stats: StepStats = (
@@ -185,8 +188,10 @@ class TrainerGroup:
         if version != self.version:
             raise ValueError(f"trainer: got version {version}, expected {self.version} to publish")
         timeout_s = self.deadlines.publish_s
-        if self.settings.weight_backend is not WeightBackend.OBJECT_STORE:
-            meeting = await self._transfer_meeting(timeout_s)
+        if self.settings.weight_backend != WeightBackend.OBJECT_STORE:
+            # Engines can be on other nodes than the trainer, so never loopback.
+            address = self.processes[0].node_address
+            meeting = await self._on_first("transfer_port", address, timeout_s=timeout_s)
             await self._on_all("send_weights", board, epoch, version, meeting, timeout_s=timeout_s)
             return ()
         groups: tuple[WeightGroup, ...]
@@ -199,11 +204,11 @@ class TrainerGroup:
 
         Raises: TrainerRankLost.
         """
-        found = await self._on_all("parity_logprobs", timeout_s=self.deadlines.parity_s)
+        found = await self._call_all("parity_logprobs", timeout_s=self.deadlines.parity_s)
         logprobs: Float32s = found[0]
         return logprobs
 
-    async def save(self, step: int, *, version: int, epoch: int, extra_json: str = "{}") -> Path:
+    async def save(self, step: int, *, version: int, epoch: int) -> Path:
         """Write a checkpoint; return its directory once it counts.
 
         Raises: ValueError for a version that the ranks do not hold; CheckpointError;
@@ -211,9 +216,7 @@ class TrainerGroup:
         """
         if version != self.version:
             raise ValueError(f"trainer: got version {version}, expected {self.version} to save")
-        paths = await self._on_all(
-            "save", step, epoch, extra_json, timeout_s=self.deadlines.checkpoint_s
-        )
+        paths = await self._call_all("save", step, epoch, timeout_s=self.deadlines.checkpoint_s)
         return Path(paths[0])
 
     async def load(self, path: Path) -> Progress:
@@ -222,7 +225,7 @@ class TrainerGroup:
         Raises: CheckpointError (load another one before going on); TrainerStartFailed;
             TrainerRankLost.
         """
-        found = await self._on_all("load", path, timeout_s=self.deadlines.checkpoint_s)
+        found = await self._call_all("load", path, timeout_s=self.deadlines.checkpoint_s)
         progress: Progress = found[0]
         self.version = progress.version
         return progress
@@ -248,7 +251,7 @@ class TrainerGroup:
 
     async def _actor_options(self, timeout_s: float) -> dict[str, Any]:
         options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0}
-        if self.settings.trainer.device is Device.CPU:
+        if self.settings.trainer.device == Device.CPU:
             return {**options, "scheduling_strategy": "SPREAD"}
         num_gpus = self.settings.trainer.gpus_per_rank
         bundle = {"CPU": 1, "GPU": num_gpus}
@@ -277,13 +280,13 @@ class TrainerGroup:
             raise ValueError(f"trainer: got {len(shard_refs)} shards for {len(self._ranks)} ranks")
         return list(zip(self._ranks, shard_refs, strict=True))
 
-    async def _transfer_meeting(self, timeout_s: float) -> Rendezvous:
-        # Engines can be on other nodes than the trainer, so never loopback.
-        address = self.places[0].node_address
-        meeting: Rendezvous = await self._on_first("transfer_port", address, timeout_s=timeout_s)
-        return meeting
+    async def _call_all(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+        """Call a method of every `TrainerRank`."""
+        calls = [rank.call.remote(method, *arguments) for rank in self._ranks]
+        return await self._join(method, calls, timeout_s)
 
     async def _on_all(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+        """Call a method of every actor."""
         calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
         return await self._join(method, calls, timeout_s)
 
@@ -312,7 +315,7 @@ class TrainerGroup:
         # A peer's broken connection often shows before the death that broke it.
         await asyncio.wait(answers, timeout=_BLAME_S)
         lost = _blame(method, answers, timeout_s)
-        failure = _own_failure(method, answers) if method in _START_METHODS else None
+        failure = _start_failure(method, answers) if method in _START_METHODS else None
         self.kill()
         _abandon(answers)
         raise failure or lost
@@ -344,22 +347,24 @@ def _blame(
     return lost
 
 
-def _own_failure(method: str, answers: Sequence[asyncio.Future[Any]]) -> TrainerStartFailed | None:
+def _start_failure(
+    method: str, answers: Sequence[asyncio.Future[Any]]
+) -> TrainerStartFailed | None:
     """The first error that a rank raised of its own, where no rank died."""
     errors = [answer.exception() if answer.done() else None for answer in answers]
     if any(isinstance(error, ActorDiedError) for error in errors):
         return None
     for rank, error in enumerate(errors):
-        if isinstance(error, RayTaskError) and not _is_of_others(error.cause):
+        if isinstance(error, RayTaskError) and not _is_caused_elsewhere(error.cause):
             failure = TrainerStartFailed(rank, method, _reason(error))
             failure.__cause__ = error
             return failure
     return None
 
 
-def _is_of_others(cause: BaseException) -> bool:
+def _is_caused_elsewhere(cause: BaseException) -> bool:
     # Gloo has no type of its own for a peer that is gone.
-    return isinstance(cause, _OF_OTHERS) or "gloo" in str(cause).lower()
+    return isinstance(cause, _CAUSED_ELSEWHERE) or "gloo" in str(cause).lower()
 
 
 def _agreed_error(answer: asyncio.Future[Any]) -> Exception | None:
@@ -374,7 +379,7 @@ def _abandon(answers: Sequence[asyncio.Future[Any]]) -> None:
 
 
 def _ignore_result(answer: asyncio.Future[Any]) -> None:
-    """Read the error of a rank's call, which nobody awaits any more."""
+    """Read the error of a call that is no longer awaited: asyncio logs unread ones."""
     if not answer.cancelled():
         answer.exception()
 

@@ -1,116 +1,156 @@
 """Log-probabilities and entropies of chosen tokens, in float32, with bounded memory.
 
-The output head is applied only at the loss positions and in chunks, of which only the hidden
-states are kept for the backward pass, so that the logits of one chunk are alive at a time. A head
-that is a plain projection goes through `projected_logprobs`, any other through the functions of
-logits here. Called by `PolicyModel.forward`.
+The output head is applied to a few tokens at a time, in both directions: of a chunk's logits only
+the normalisers are kept, and the backward pass computes the logits again. So at most two chunks of
+[C, V] are alive, whatever the vocabulary and the number of trained tokens. Each step over a chunk
+works in place while the chunk is in the processor's cache. Called by `PolicyModel.forward`.
+Letters: [M] trained tokens, [C] tokens of a chunk, [V] vocabulary, [D] hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeGuard
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from actors.trainer.projected_logprobs import projected_logprobs
-
-OutputHead = Callable[[Tensor], Tensor]
+_LEAST_LOGIT = -1e30
 
 
-class LogitScorer(Protocol):
-    """`token_logprobs`, or `token_logprobs_and_entropies` where the loss has an entropy bonus."""
-
-    def __call__(
-        self, logits: Tensor, targets: Tensor, *, temperature: float
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Score the targets under softmax(logits / temperature).
-
-    log p = z_target - logsumexp(z), H = logsumexp(z) - sum(softmax(z) z), z = logits/temperature.
-
-    Args: logits: [M, V], any float type. targets: [M] int64.
-    Returns: log-probabilities [M] float32, nats, with gradient; entropies [M] float32, nats,
-        without.
-    Example: logits [[0, 0]], target 0 -> ([-0.6931], [0.6931])
-    """
-    logprobs, scaled, normalizer = _normalised(logits, targets, temperature=temperature)
-    with torch.no_grad():
-        entropies = _entropies(scaled, normalizer)
-    return logprobs, entropies
-
-
-def token_logprobs_and_entropies(
-    logits: Tensor, targets: Tensor, *, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Score the targets as `token_logprobs` does, with gradient through the entropies too.
-
-    It keeps a second [M, V] for the backward pass.
-    """
-    logprobs, scaled, normalizer = _normalised(logits, targets, temperature=temperature)
-    return logprobs, _entropies(scaled, normalizer)
-
-
-def _normalised(
-    logits: Tensor, targets: Tensor, *, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    scaled = logits.float()
-    if temperature != 1.0:
-        scaled = scaled / temperature
-    normalizer = torch.logsumexp(scaled, dim=-1)
-    return scaled.gather(-1, targets[:, None])[:, 0] - normalizer, scaled, normalizer
-
-
-def _entropies(scaled: Tensor, normalizer: Tensor) -> Tensor:
-    probabilities = torch.exp(scaled - normalizer[:, None])
-    # exp(-inf) * -inf would be NaN; a token of probability 0 adds no entropy.
-    finite = torch.where(probabilities > 0, scaled, 0.0)
-    return normalizer - (probabilities * finite).sum(-1)
-
-
-def chunked_token_logprobs(
+def token_logprobs(
     hidden: Tensor,
+    output_head: nn.Linear,
     targets: Tensor,
     *,
-    output_head: OutputHead,
     temperature: float,
     chunk_tokens: int,
-    score: LogitScorer = token_logprobs,
+    has_entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Apply the head and score the targets, `chunk_tokens` positions at a time.
+    """Score the targets under softmax(z), z = output_head(hidden) / temperature.
 
-    Args: hidden: [M, D] at the loss positions. targets: [M] int64. chunk_tokens: at least 1.
-    Returns: as `score` does.
+    log p = z_target - lse, H = lse - sum_j p_j z_j; backward, with gradients g of log p and h of H:
+    dz_j = g ([j = target] - p_j) - h p_j (log p_j + H), over the temperature.
+
+    Args: hidden: [M, D], of the head's type. targets: [M] int64. temperature: > 0. chunk_tokens: at
+        least 1. has_entropy_gradient: whether H sends gradient back.
+    Returns: log-probabilities [M] and entropies [M], float32, nats.
+    Example: logits [[0, 0]], target 0 -> ([-.6931], [.6931])
     """
-    if _is_projection(output_head) and score in (token_logprobs, token_logprobs_and_entropies):
-        return projected_logprobs(
-            hidden,
-            output_head.weight,
-            targets,
-            temperature=temperature,
-            chunk_tokens=chunk_tokens,
-            has_entropy_gradient=score is token_logprobs_and_entropies,
+    assert chunk_tokens >= 1 and temperature > 0
+    scores: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
+        hidden,
+        output_head.weight,
+        output_head.bias,
+        targets,
+        temperature,
+        chunk_tokens,
+        has_entropy_gradient,
+    )
+    return scores
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        has_entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        normalizers, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for part in _parts(hidden.shape[0], chunk_tokens):
+            normalizers[part], logprobs[part], entropies[part] = _score(
+                _logits(hidden[part], weight, bias, temperature), targets[part]
+            )
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropies)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        if not has_entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        ctx.has_entropy_gradient = has_entropy_gradient
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, normalizers, entropies = ctx.saved_tensors
+        of_logprobs, of_entropies = (grad / ctx.temperature for grad in grads)
+        grad_hidden = torch.empty_like(hidden)
+        # Chunks add up here: in bfloat16 the later ones would be rounded away.
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_bias = grad_weight.new_zeros(weight.shape[0]) if bias is not None else None
+        for part in _parts(hidden.shape[0], ctx.chunk_tokens):
+            slopes = _slopes(
+                _logits(hidden[part], weight, bias, ctx.temperature).sub_(normalizers[part, None]),
+                targets[part],
+                of_logprobs=of_logprobs[part, None],
+                of_entropies=of_entropies[part, None] if ctx.has_entropy_gradient else None,
+                entropies=entropies[part, None],
+            )
+            if grad_bias is not None:
+                grad_bias.add_(slopes.sum(0))
+            slopes = slopes.to(hidden.dtype)
+            torch.mm(slopes, weight, out=grad_hidden[part])
+            if slopes.dtype == grad_weight.dtype:
+                grad_weight.addmm_(slopes.t(), hidden[part])
+            else:
+                grad_weight.add_(slopes.t() @ hidden[part])
+            del slopes  # otherwise it stays alive beside the next chunk's
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(weight.dtype),
+            *(None,) * 4,
         )
 
-    def score_chunk(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        return score(output_head(states), wanted, temperature=temperature)
 
-    if hidden.shape[0] <= chunk_tokens:
-        return score_chunk(hidden, targets)
-    logprobs: list[Tensor] = []
-    entropies: list[Tensor] = []
-    for states, wanted in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-        chunk = checkpoint(
-            score_chunk, states, wanted, use_reentrant=False, preserve_rng_state=False
-        )
-        logprobs.append(chunk[0])
-        entropies.append(chunk[1])
-    return torch.cat(logprobs), torch.cat(entropies)
+def _parts(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    for start in range(0, num_tokens, chunk_tokens):
+        yield slice(start, min(start + chunk_tokens, num_tokens))
 
 
-def _is_projection(output_head: OutputHead) -> TypeGuard[nn.Linear]:
-    return isinstance(output_head, nn.Linear) and output_head.bias is None
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """[C, V] float32, a tensor of its own."""
+    logits = nn.functional.linear(hidden, weight, bias).float()
+    if bias is not None:
+        # A bias can exclude a token by -inf, and 0 times infinity is not 0 in the entropy.
+        logits.clamp_(min=_LEAST_LOGIT)
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalisers, log-probabilities, entropies [C] of logits [C, V], which are used up."""
+    peaks = logits.amax(-1, keepdim=True)
+    # From the largest logit down: small numbers, so that the entropy keeps its digits.
+    logits.sub_(peaks)
+    exponentials = logits.exp()
+    totals = exponentials.sum(-1)
+    log_totals = totals.log()
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - log_totals
+    return (
+        log_totals + peaks[:, 0],
+        logprobs,
+        log_totals - exponentials.mul_(logits).sum(-1) / totals,
+    )
+
+
+def _slopes(
+    log_softmax: Tensor,
+    targets: Tensor,
+    *,
+    of_logprobs: Tensor,
+    of_entropies: Tensor | None,
+    entropies: Tensor,
+) -> Tensor:
+    """The gradient for the logits, in the memory of log_softmax [C, V]; the rest is [C, 1]."""
+    if of_entropies is None:
+        slopes = log_softmax.exp_().mul_(-of_logprobs)
+    else:
+        probabilities = log_softmax.exp()
+        slopes = log_softmax.add_(entropies).mul_(of_entropies).add_(of_logprobs)
+        slopes.mul_(probabilities).neg_()
+    return slopes.scatter_add_(-1, targets[:, None], of_logprobs)

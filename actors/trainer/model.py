@@ -1,26 +1,142 @@
-"""The policy as a module: packed row in, log-probabilities of the trained tokens out; sharded.
+"""The models that are trained, as modules: packed row in, scores of its tokens out.
 
-`PolicyModel` is the root of FSDP2, so that the output head is applied inside its forward, where
-its weights are gathered. Invariant: the names and the tying of the Hugging Face model inside are
-untouched; checkpoints, exports and publishing use `PolicyModel.causal_lm`, never the wrapper.
+`PolicyModel` gives log-probabilities, `ValueModel` the values of a critic. Both are roots of FSDP2,
+so that their heads are applied inside their forward, where the weights are gathered. Invariant: the
+names and the tying of the Hugging Face model inside are untouched; checkpoints, exports and
+publishing use `PolicyModel.causal_lm`, never the wrapper. A model is checked when it is loaded: one
+whose packed rows would not equal their samples is refused.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from actors.trainer.attention.forest_layout import PackedLayout, build_layout
+from actors.batch import Float32s, Int32s, MicroBatch
+from actors.trainer.attention.forest import PackedLayout, build_layout
 from actors.trainer.attention.interface import register_packed_attention
-from actors.trainer.logprobs import LogitScorer, chunked_token_logprobs, token_logprobs
-from actors.trainer.routing_replay import ReplayedExperts, attach_routing_replay
+from actors.trainer.logprobs import token_logprobs
+from actors.trainer.loss.micro_batch import MicroBatchTerms
+from actors.trainer.routing_replay import ReplayedExperts, attach_routing_replay, replayed_experts
 
-# One pass over a few tokens must show the head to be a plain projection; not a tolerance on
-# training, only on the order in which two paths of the same model add.
+# The order in which two ways through the same model add. A tolerance on the model's kind, not on
+# training.
 _HEAD_TOLERANCE = 1e-4
+# Of the largest hidden state. Measured in float32: at most 7e-6 over 28 layers of random weights;
+# layers that mix tokens outside of attention give 1e-1, and 2e-4 with weights near 0.
+_PACKING_TOLERANCE = 1e-4
+# A mixture whose router is near a tie may route a token to other experts over a rounding: a second
+# and a third row do not meet the same tie, while a model that mixes samples does so in every row.
+_PACKING_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTensors:
+    """A packed row on the rank's device; [T] packed tokens, [M] trained tokens."""
+
+    token_ids: Tensor
+    """[T] int64."""
+    position_ids: Tensor
+    """[T] int64."""
+    layout: PackedLayout
+    """Which tokens attend to which."""
+    loss_positions: Tensor
+    """[M] int64."""
+    targets: Tensor
+    """[M] int64."""
+    behaviour_logprobs: Tensor
+    """[M] float32, nats."""
+    advantages: Tensor
+    """[M] float32."""
+    sampled_versions: Tensor
+    """[M] int64."""
+    loss_weights: Tensor
+    """[M] float32."""
+    trajectory_index: Tensor
+    """[M] int64."""
+    experts: ReplayedExperts | None
+    """Recorded routing; None when there is none."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layout.num_tokens
+
+    def terms(
+        self,
+        current_logprobs: Tensor,
+        entropies: Tensor,
+        *,
+        trainer_version: int,
+        old_logprobs: Tensor | None = None,
+        reference_logprobs: Tensor | None = None,
+    ) -> MicroBatchTerms:
+        """What the loss asks about the row's trained tokens. Args: [M] float32 each."""
+        return MicroBatchTerms(
+            current_logprobs=current_logprobs,
+            behaviour_logprobs=self.behaviour_logprobs,
+            entropies=entropies,
+            advantages=self.advantages,
+            loss_weights=self.loss_weights,
+            trajectory_index=self.trajectory_index,
+            sampled_versions=self.sampled_versions,
+            trainer_version=trainer_version,
+            old_logprobs=old_logprobs,
+            reference_logprobs=reference_logprobs,
+        )
+
+
+def row_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
+    """Copy a micro-batch to the device. A row without tokens becomes one untrained token."""
+    if not row.num_tokens:
+        row = scoring_row(np.zeros(1, dtype=np.int32))
+
+    def ints(values: NDArray[np.int32]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    def floats(values: NDArray[np.float32]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    return RowTensors(
+        token_ids=ints(row.token_ids),
+        position_ids=ints(row.position_ids),
+        layout=build_layout(row.segment_lengths, row.segment_parents, device=device),
+        loss_positions=ints(row.loss_positions),
+        targets=ints(row.targets),
+        behaviour_logprobs=floats(row.behaviour_logprobs),
+        advantages=floats(row.advantages),
+        sampled_versions=ints(row.sampled_versions),
+        loss_weights=floats(row.loss_weights),
+        trajectory_index=ints(row.trajectory_index),
+        experts=None if row.experts is None else replayed_experts(row.experts, device=device),
+    )
+
+
+def scoring_row(token_ids: Int32s) -> MicroBatch:
+    """Make a row of one sample, in which every token but the first is scored.
+
+    Args: token_ids: [T] int32, T at least 1. Returns: a row with M = T - 1.
+    """
+    num_tokens = int(token_ids.shape[0])
+    num_scored = num_tokens - 1
+    zeros: Float32s = np.zeros(num_scored, dtype=np.float32)
+    return MicroBatch(
+        token_ids=token_ids,
+        position_ids=np.arange(num_tokens, dtype=np.int32),
+        segment_lengths=np.array([num_tokens], dtype=np.int32),
+        segment_parents=np.full(1, -1, dtype=np.int32),
+        loss_positions=np.arange(num_scored, dtype=np.int32),
+        targets=token_ids[1:],
+        behaviour_logprobs=zeros,
+        advantages=zeros,
+        sampled_versions=np.zeros(num_scored, dtype=np.int32),
+        loss_weights=zeros,
+        trajectory_index=np.zeros(num_scored, dtype=np.int32),
+    )
 
 
 class PolicyModel(nn.Module):
@@ -36,75 +152,118 @@ class PolicyModel(nn.Module):
         self.mixture = attach_routing_replay(causal_lm)
 
     def forward(
-        self,
-        token_ids: Tensor,
-        position_ids: Tensor,
-        layout: PackedLayout,
-        loss_positions: Tensor,
-        targets: Tensor,
-        *,
-        temperature: float,
-        score: LogitScorer = token_logprobs,
-        experts: ReplayedExperts | None = None,
+        self, row: RowTensors, *, temperature: float, has_entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Score the targets of one packed row.
 
-        Args: token_ids, position_ids: [T] int64. loss_positions, targets: [M] int64.
-            experts: what to replay; None: the model routes by itself.
-        Returns: current log-probabilities [M] and entropies [M], float32, nats.
+        Returns: current log-probabilities [M] and entropies [M], float32, nats; the entropies with
+            gradient where it is asked for.
         """
-        body = self.causal_lm.base_model(
-            input_ids=token_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            packed_layout=layout,
-            replayed_experts=experts,
+        hidden = _hidden_states(
+            self.causal_lm.base_model,
+            row.token_ids,
+            row.position_ids,
+            row.layout,
+            replayed_experts=row.experts,
         )
-        return chunked_token_logprobs(
-            body.last_hidden_state[0].index_select(0, loss_positions),
-            targets,
-            output_head=self.causal_lm.get_output_embeddings(),
+        return token_logprobs(
+            hidden.index_select(0, row.loss_positions),
+            self.causal_lm.get_output_embeddings(),
+            row.targets,
             temperature=temperature,
             chunk_tokens=self.logprob_chunk,
-            score=score,
+            has_entropy_gradient=has_entropy_gradient,
         )
+
+
+class ValueModel(nn.Module):
+    """V(s_t) = w h_t + b, h_t: the body's last hidden state at token t.
+
+    A model of its own beside the policy: it shares no weights with it, so that the two losses need
+    no balance. The head starts at 0: before its first update every value is 0, and advantages are
+    the returns-to-go.
+    """
+
+    def __init__(self, body: PreTrainedModel) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(body.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, row: RowTensors) -> Tensor:
+        """Value every state of one packed row.
+
+        Returns: [T] float32, with gradient: at position t, of the state that ends with token t. The
+            state in which a token was sampled ends one position before the token.
+        """
+        hidden = _hidden_states(self.body, row.token_ids, row.position_ids, row.layout)
+        # A sum over the one number, because FSDP2 warns of a module that returns a view.
+        values: Tensor = self.head(hidden).sum(-1).float()
+        return values
 
 
 def load_policy(model: str, *, logprob_chunk: int, gradient_checkpointing: bool) -> PolicyModel:
     """Load a Hugging Face causal model in float32 on the CPU, with packed attention.
 
     Args: model: directory or hub name.
-    Raises: NotImplementedError when its logits are more than a projection of the last hidden
-        states; OSError (transformers) when there is no such model.
+    Raises: NotImplementedError for an architecture that cannot be trained packed; OSError
+        (transformers) when there is no such model.
     """
     causal_lm = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation=register_packed_attention()
     )
-    causal_lm.config.use_cache = False
-    for module in causal_lm.modules():
-        # The trained log-probabilities must be the engine's, which drops nothing and adds no noise.
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "jitter_noise"):
-            module.jitter_noise = 0.0
+    causal_lm.eval()
     check_output_head(causal_lm)
-    if gradient_checkpointing:
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    _prepare(causal_lm, gradient_checkpointing=gradient_checkpointing)
     policy = PolicyModel(causal_lm, logprob_chunk=logprob_chunk)
-    # transformers checkpoints a layer only in training mode; without dropout the mode is else idle.
+    # transformers checkpoints a layer only in training mode, which changes nothing else here.
     policy.train(gradient_checkpointing)
     return policy
+
+
+def load_value_model(model: str, *, gradient_checkpointing: bool) -> ValueModel:
+    """Load the body of a Hugging Face causal model in float32 on the CPU, with packed attention.
+
+    Args: model: directory or hub name, mostly the policy's own.
+    Raises: as `load_policy`.
+    """
+    body = AutoModel.from_pretrained(
+        model, dtype=torch.float32, attn_implementation=register_packed_attention()
+    )
+    _prepare(body, gradient_checkpointing=gradient_checkpointing)
+    critic = ValueModel(body)
+    critic.train(gradient_checkpointing)
+    return critic
+
+
+def _prepare(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
+    """Make a model the same function in training as in scoring and in the engine, and check it."""
+    model.config.use_cache = False
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        # A mixture's noise on what its router sees: jitter_noise, router_jitter_noise, ...
+        for name in [name for name in vars(module) if name.endswith("jitter_noise")]:
+            setattr(module, name, 0.0)
+    check_packing(model.base_model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 @torch.no_grad()
 def check_output_head(causal_lm: PreTrainedModel) -> None:
     """Refuse a model that scales, caps or shifts its logits after the projection."""
-    causal_lm.eval()
-    token_ids = torch.arange(4)[None] % causal_lm.config.get_text_config().vocab_size
+    token_ids = torch.arange(4) % causal_lm.config.get_text_config().vocab_size
     layout = build_layout([4], device="cpu")
-    logits = causal_lm(input_ids=token_ids, use_cache=False, packed_layout=layout).logits
-    body = causal_lm.base_model(input_ids=token_ids, use_cache=False, packed_layout=layout)
-    projected = causal_lm.get_output_embeddings()(body.last_hidden_state)
+    logits = causal_lm(input_ids=token_ids[None], use_cache=False, packed_layout=layout).logits[0]
+    head = causal_lm.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise NotImplementedError(
+            f"trainer: the output head of {type(causal_lm).__name__} is a {type(head).__name__}, "
+            "expected a linear projection; choose another architecture"
+        )
+    projected = head(_hidden_states(causal_lm.base_model, token_ids, torch.arange(4), layout))
     if not torch.allclose(logits, projected, atol=_HEAD_TOLERANCE, rtol=_HEAD_TOLERANCE):
         difference = float((logits - projected).abs().max())
         raise NotImplementedError(
@@ -113,49 +272,59 @@ def check_output_head(causal_lm: PreTrainedModel) -> None:
         )
 
 
-def shard_policy(
-    policy: PolicyModel,
-    mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype,
-    reshard_after_forward: bool,
-) -> list[FSDPModule]:
-    """Shard each decoder layer, then the rest (embedding, last norm, head) as the root's group.
+@torch.no_grad()
+def check_packing(body: PreTrainedModel) -> None:
+    """Refuse a model in which the samples of a packed row see each other.
 
-    Tied embedding and head land in the same group, so they stay one parameter. Gradients are
-    reduced in float32 and summed, not averaged: each token's loss weight is its share of the
-    whole update.
+    Two short random samples with a common start are run as one packed row and each alone. Layers
+    that mix tokens outside the attention interface (convolutions, state-space models, linear
+    attention) do not know where a sample ends. Every rank checks alike, before it shards.
 
-    Returns: every sharded module, the root last.
+    Raises: NotImplementedError when hidden states differ by more than rounding.
     """
-    return shard_layers(
-        policy,
-        set(policy.causal_lm._no_split_modules or ()),
-        mesh,
-        param_dtype=param_dtype,
-        reshard_after_forward=reshard_after_forward,
+    body.eval()
+    vocab_size = body.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    difference = 0.0
+    for _ in range(_PACKING_ATTEMPTS):
+        start, first, second = (
+            torch.randint(vocab_size, (length,), generator=generator) for length in (6, 5, 7)
+        )
+        packed = _run(body, [start, first, second], parents=[-1, 0, 0])
+        one = _run(body, [torch.cat([start, first])], parents=[-1])
+        other = _run(body, [torch.cat([start, second])], parents=[-1])
+        alone = torch.cat([one, other[len(start) :]])
+        difference = float((packed - alone).abs().max() / alone.abs().max())
+        if difference <= _PACKING_TOLERANCE:
+            return
+    raise NotImplementedError(
+        f"trainer: {type(body).__name__} gives tokens of a packed row other hidden states than "
+        f"their sample alone (by {difference:.2g} of the largest, expected at most "
+        f"{_PACKING_TOLERANCE:g}), because its layers mix tokens outside of transformers' "
+        "attention interface; choose an architecture that mixes tokens in attention alone"
     )
 
 
-def shard_layers(
-    root: nn.Module,
-    layer_names: set[str],
-    mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype,
-    reshard_after_forward: bool,
-) -> list[FSDPModule]:
-    """Shard every module of these classes, then the rest as the root's group; as `shard_policy`."""
-    mixed = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    layers = [module for module in root.modules() if type(module).__name__ in layer_names]
-    for module in layers:
-        fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard_after_forward)
-    fully_shard(root, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
-    sharded = [module for module in (*layers, root) if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.set_gradient_divide_factor(1.0)
-        # With a factor of one there is nothing to scale, and gloo knows only plain sums.
-        module.set_force_sum_reduction_for_comms(True)
-        # A rank whose tokens met none of an expert's weights must still join the reduction.
-        module.set_reduce_scatter_unused_params(True, recurse=False)
-    return sharded
+def _run(body: PreTrainedModel, segments: list[Tensor], *, parents: list[int]) -> Tensor:
+    layout = build_layout([len(segment) for segment in segments], parents, device="cpu")
+    positions = torch.from_numpy(layout.segments.token_positions())
+    return _hidden_states(body, torch.cat(segments), positions, layout)
+
+
+def _hidden_states(
+    body: nn.Module,
+    token_ids: Tensor,
+    position_ids: Tensor,
+    layout: PackedLayout,
+    **extra: ReplayedExperts | None,
+) -> Tensor:
+    """Run one packed row through a model's body: the last hidden states, [T, D]."""
+    output = body(
+        input_ids=token_ids[None],
+        position_ids=position_ids[None],
+        use_cache=False,
+        packed_layout=layout,
+        **extra,
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden

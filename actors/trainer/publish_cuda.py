@@ -60,12 +60,7 @@ class CudaPublisher:
         read_status: Callable[[], BoardStatus],
         dtype: torch.dtype,
     ) -> None:
-        """client, read_status: the weight board's; only rank 0 calls them.
-
-        Raises: ValueError for a transport that is not vLLM's.
-        """
-        if transport not in (WeightBackend.NCCL, WeightBackend.IPC):
-            raise ValueError(f"publish: got transport {transport}, expected nccl or ipc")
+        """transport: nccl or ipc. client, read_status: the board's; only rank 0 calls them."""
         self._source = ShardedWeightSource(causal_lm, dtype=dtype)
         self._rank = rank
         self._transport = transport
@@ -103,7 +98,7 @@ class CudaPublisher:
     def _meet(self, num_workers: int, *, rendezvous: Rendezvous) -> None:
         self._drop_engine()
         info: TrainerInitInfo
-        if self._transport is WeightBackend.NCCL:
+        if self._transport == WeightBackend.NCCL:
             info = NCCLTrainerInitInfo(
                 rank=self._rank,
                 master_address=rendezvous.address,

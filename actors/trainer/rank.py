@@ -2,57 +2,82 @@
 
 Every public method but `close` is collective: all ranks call it with the same arguments (each its
 own shard) in the same order. Invariant: all ranks take every decision (refuse, skip, clip) from
-the same gathered numbers, so none waits for another that went elsewhere. Called by `actor.py`.
+the same gathered numbers, so that none waits in a collective that another one has left out. Called
+by `actor.py`.
 """
 
 from __future__ import annotations
 
-import math
+import logging
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from actors.batch import Float32s, Minibatch, RankShard, RowScores, ValueShard
 from actors.expert_records import ModelShape
-from actors.trainer import checkpoint
-from actors.trainer.agreement import agree_on
-from actors.trainer.clock import PhaseClock
+from actors.trainer.checkpoint import Progress
 from actors.trainer.critic import Critic
-from actors.trainer.logprobs import token_logprobs, token_logprobs_and_entropies
 from actors.trainer.loss.micro_batch import micro_batch_loss
 from actors.trainer.loss.statistics import combine_rows, micro_batch_statistics, no_statistics
-from actors.trainer.manifest import Progress
-from actors.trainer.model import load_policy, shard_policy
-from actors.trainer.optimizer import (
-    build_optimizer,
-    clip_gradients,
-    learning_rate_at,
-    local_gradients,
-    set_learning_rate,
-    squared_norm,
-)
-from actors.trainer.process_group import gather_rows, join_group
+from actors.trainer.model import load_policy, row_tensors, scoring_row
+from actors.trainer.process_group import join_group, rank_device
 from actors.trainer.publish import pack_weights
-from actors.trainer.reference import Reference
-from actors.trainer.row import RowTensors, row_tensors, scoring_row
-from actors.trainer.scoring import Scores, free_weights, score_minibatches, score_row
-from actors.trainer.settings import Dtype, RankSettings
-from actors.trainer.skipped import SkippedUpdate, report_skip
-from actors.trainer.statistics import StepStats, UpdateTotals, summarize_step
+from actors.trainer.scoring import Reference, score_minibatches, score_row
+from actors.trainer.settings import RankSettings
+from actors.trainer.shard_check import agree_on
+from actors.trainer.sharded_model import (
+    Sharding,
+    TrainedModel,
+    load_checkpoint,
+    save_checkpoint,
+)
+from actors.trainer.statistics import PhaseSeconds, StepStats, UpdateTotals, summarize_step
 from actors.weights.board import WeightGroup, check_tokens
 
-_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+_LOG = logging.getLogger(__name__)
+
+
+class PhaseClock:
+    """Seconds of one step by phase: each call charges the time since the last one to a phase."""
+
+    def __init__(self) -> None:
+        self.started = self.last = time.perf_counter()
+        self.seconds = dict.fromkeys(("prepare", "forward", "backward", "optimizer", "critic"), 0.0)
+
+    def charge(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] += now - self.last
+        self.last = now
+
+    def read(self) -> PhaseSeconds:
+        return PhaseSeconds(
+            total_s=time.perf_counter() - self.started,
+            **{f"{phase}_s": seconds for phase, seconds in self.seconds.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredMinibatch:
+    """An update's rows, and what was scored of each row's targets before the step: [M], nats."""
+
+    minibatch: Minibatch
+    old: Sequence[Tensor | None]
+    """None where the loss does not ask, or where the current policy still is the old one."""
+    reference: Sequence[Tensor | None]
+    """None where the loss does not ask."""
 
 
 class TrainerRank:
-    """The policy's shard, its optimiser and its place in the process group.
+    """One rank's share of the policy, and of the critic and the reference where there are any.
 
     version: the policy version that the weights are; one more after each step.
-    num_updates: optimiser updates applied so far; warm-up counts them.
     """
 
     def __init__(
@@ -68,8 +93,7 @@ class TrainerRank:
         self.settings = settings
         self.rank = rank
         self.version = 0
-        self.num_updates = 0
-        self.device = torch.device(trainer.device.value)
+        self.device = rank_device(trainer.device, rank=rank, num_visible=torch.cuda.device_count())
         torch.set_num_threads(trainer.threads)
         torch.manual_seed(settings.seed)
         mesh = join_group(
@@ -80,37 +104,30 @@ class TrainerRank:
             timeout_s=settings.collective_timeout_s,
             is_local=is_local,
         )
-        self.policy = load_policy(
+        sharding = Sharding(
+            mesh=mesh,
+            device=self.device,
+            param_dtype=self.param_dtype,
+            shard_between_micro_batches=settings.shard_between_micro_batches,
+        )
+        policy = load_policy(
             settings.model,
             logprob_chunk=settings.logprob_chunk,
             gradient_checkpointing=trainer.gradient_checkpointing,
         )
-        self.causal_lm = self.policy.causal_lm
+        self.causal_lm = policy.causal_lm
         self.shape = ModelShape(
             vocab_size=int(self.causal_lm.get_input_embeddings().weight.shape[0]),
-            mixture=self.policy.mixture,
+            mixture=policy.mixture,
         )
-        self._sharded = shard_policy(
-            self.policy,
-            mesh,
-            param_dtype=self.param_dtype,
-            reshard_after_forward=settings.shard_between_micro_batches,
+        self._policy = TrainedModel(
+            policy, self.causal_lm, sharding, trainer, stored=self.causal_lm
         )
-        place: dict[str, Any] = {
-            "mesh": mesh,
-            "device": self.device,
-            "param_dtype": self.param_dtype,
-        }
-        self._reference = Reference(settings, **place) if algorithm.needs_reference else None
+        self._reference = Reference(settings, sharding) if algorithm.needs_reference else None
         self._critic: Critic | None = None
         if algorithm.has_critic:
-            self._critic = Critic(
-                algorithm.critic.model or settings.model, algorithm.critic, trainer, **place
-            )
-        needs_entropies = algorithm.loss.needs_entropy_gradient
-        self._score_logits = token_logprobs_and_entropies if needs_entropies else token_logprobs
-        self._parameters = list(self.policy.parameters())
-        self.optimizer = build_optimizer(self._parameters, trainer)
+            critic_model = algorithm.critic.model or settings.model
+            self._critic = Critic(critic_model, algorithm.critic, trainer, sharding)
 
     def score_rows(self, shard: RankShard) -> tuple[RowScores, ...]:
         """Score rows before their rewards are shaped: by the critic, and by the reference.
@@ -137,47 +154,30 @@ class TrainerRank:
         Args: value_shard: where there is a critic.
         Returns: statistics over all ranks; only the seconds are this rank's own.
         Raises: ShardRefused, PolicyTooOld on every rank when any rank refuses its shard; the
-            weights are then unchanged. ValueError for a value shard without a critic, or the
-            other way round.
+            weights are then unchanged.
         """
-        if (value_shard is None) != (self._critic is None):
-            raise ValueError(
-                f"trainer: got {'no' if value_shard is None else 'a'} value shard "
-                f"{'without' if self._critic is None else 'with'} a critic, expected one exactly "
-                "where there is a critic; set the baseline critic for both or for neither"
-            )
+        assert (value_shard is None) == (self._critic is None)
         clock = PhaseClock()
         self._agree_on(shard, value_shard)
         clock.charge("prepare")
-        old, reference = self._score(shard)
+        scored = self._score(shard.minibatches)
         clock.charge("forward")
         updates: list[UpdateTotals] = []
-        for _ in range(self.settings.algorithm.epochs):
-            for number, minibatch in enumerate(shard.minibatches):
-                update = self._update(
-                    shard,
-                    minibatch,
-                    old=old[number] if old else None,
-                    reference=reference[number] if reference else None,
-                    is_first=not updates,
-                    clock=clock,
+        for part in scored * self.settings.algorithm.epochs:
+            update = self._update(part, is_first=not updates, clock=clock)
+            if update.is_skipped:
+                number = len(updates)
+                name = f"step-{shard.step:06d}-update-{number}-rank-{self.rank}.npz"
+                saved = save_inputs(part, self.settings.checkpoint_dir / "skipped" / name)
+                _LOG.warning(
+                    "step %d: update %d is not finite, skipped; %s", shard.step, number, saved
                 )
-                if update.is_skipped:
-                    skipped = SkippedUpdate(
-                        step=shard.step,
-                        update=len(updates),
-                        rank=self.rank,
-                        minibatch=minibatch,
-                        old=old[number] if old else None,
-                        reference=reference[number] if reference else None,
-                    )
-                    report_skip(skipped, self.settings.checkpoint_dir)
-                updates.append(update)
+            updates.append(update)
         critic_stats = None
         if self._critic is not None and value_shard is not None:
             critic_stats = self._critic.update(value_shard)
             clock.charge("critic")
-        self.version = shard.trainer_version + 1
+        self.version += 1
         return summarize_step(
             updates,
             step=shard.step,
@@ -189,14 +189,15 @@ class TrainerRank:
     def parity_logprobs(self) -> Float32s:
         """Score `weights.board.check_tokens` at temperature 1: [16] float32, nats."""
         row = row_tensors(scoring_row(check_tokens(self.shape.vocab_size)), device=self.device)
-        logprobs = score_row(self.policy, row, temperature=1.0)
-        free_weights(self._sharded)
+        logprobs = score_row(self._policy.model, row, temperature=1.0)
+        self._policy.free_weights()
         return logprobs.cpu().numpy()
 
     @property
     def param_dtype(self) -> torch.dtype:
         """What forward and backward compute in, and the engines are given."""
-        return _DTYPES[self.settings.trainer.dtype]
+        dtype: torch.dtype = getattr(torch, self.settings.trainer.dtype)
+        return dtype
 
     def pack_weights(self) -> Iterator[WeightGroup]:
         """Gather the full weights layer by layer; rank 0 yields them packed, the others nothing.
@@ -205,25 +206,25 @@ class TrainerRank:
         """
         return pack_weights(self.causal_lm, dtype=self.param_dtype, is_kept=self.rank == 0)
 
-    def save(self, *, step: int, epoch: int, extra_json: str = "{}") -> Path:
+    def save(self, step: int, epoch: int) -> Path:
         """Write a checkpoint of weights, optimiser and progress; return its directory.
 
-        Args: step, epoch: name it. extra_json: the caller's own state, kept in the manifest.
+        Args: step, epoch: name it.
+        Raises: as `save_checkpoint`.
         """
-        return checkpoint.save(
+        return save_checkpoint(
             self.settings.checkpoint_dir,
             Progress(
                 step=step,
                 version=self.version,
                 epoch=epoch,
-                num_updates=self.num_updates,
+                num_updates=self._policy.num_updates,
                 num_ranks=self.settings.trainer.num_ranks,
                 model=self.settings.model,
-                extra_json=extra_json,
-                critic_updates=None if self._critic is None else self._critic.num_updates,
+                critic_updates=None if self._critic is None else self._critic.trained.num_updates,
             ),
-            policy=self._trained,
-            critic=self._trained_critic,
+            policy=self._policy,
+            critic=None if self._critic is None else self._critic.trained,
         )
 
     def load(self, path: Path) -> Progress:
@@ -231,23 +232,13 @@ class TrainerRank:
 
         Raises: CheckpointError when it is incomplete, broken or of another model.
         """
-        progress = checkpoint.load(path, policy=self._trained, critic=self._trained_critic)
+        progress = load_checkpoint(
+            path,
+            policy=self._policy,
+            critic=None if self._critic is None else self._critic.trained,
+        )
         self.version = progress.version
-        self.num_updates = progress.num_updates
-        if self._critic is not None:
-            self._critic.num_updates = progress.critic_updates or 0
         return progress
-
-    @property
-    def _trained(self) -> checkpoint.Trained:
-        return checkpoint.Trained(model=self.causal_lm, optimizer=self.optimizer)
-
-    @property
-    def _trained_critic(self) -> checkpoint.Trained | None:
-        critic = self._critic
-        if critic is None:
-            return None
-        return checkpoint.Trained(model=critic.value_model, optimizer=critic.optimizer)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -258,102 +249,65 @@ class TrainerRank:
             shard,
             value_shard,
             trainer_version=self.version,
-            shape=self.shape,
             max_policy_age=self.settings.algorithm.max_policy_age,
             device=self.device,
         )
 
-    def _score(self, shard: RankShard) -> tuple[Scores | None, Scores | None]:
+    def _score(self, minibatches: Sequence[Minibatch]) -> list[ScoredMinibatch]:
         """Score the step's tokens with the old policy and the reference, where the loss asks."""
-        old: Scores | None = None
-        reference: Scores | None = None
+        nothing = [[None] * len(each.micro_batches) for each in minibatches]
+        old: Sequence[Sequence[Tensor | None]] = nothing
+        reference: Sequence[Sequence[Tensor | None]] = nothing
         # In a step's only update the current policy still is the old one.
-        is_only_update = self.settings.algorithm.epochs * len(shard.minibatches) == 1
+        is_only_update = self.settings.algorithm.epochs * len(minibatches) == 1
         if self.settings.algorithm.loss.needs_old and not is_only_update:
-            old = score_minibatches(
-                self.policy,
-                self._sharded,
-                shard.minibatches,
-                device=self.device,
-                temperature=self.settings.temperature,
-            )
+            temperature = self.settings.temperature
+            old = score_minibatches(self._policy, minibatches, temperature=temperature)
         if self._reference is not None and self.settings.algorithm.loss.needs_reference:
-            reference = self._reference.score(shard.minibatches)
-        return old, reference
-
-    def _forward(self, row: RowTensors) -> tuple[Tensor, Tensor]:
-        current, entropies = self.policy(
-            row.token_ids,
-            row.position_ids,
-            row.layout,
-            row.loss_positions,
-            row.targets,
-            temperature=self.settings.temperature,
-            score=self._score_logits,
-            experts=row.experts,
-        )
-        return current, entropies
+            reference = self._reference.score(minibatches)
+        return [
+            ScoredMinibatch(minibatch=minibatch, old=of_old, reference=of_reference)
+            for minibatch, of_old, of_reference in zip(minibatches, old, reference, strict=True)
+        ]
 
     def _update(
-        self,
-        shard: RankShard,
-        minibatch: Minibatch,
-        *,
-        old: list[Tensor] | None,
-        reference: list[Tensor] | None,
-        is_first: bool,
-        clock: PhaseClock,
+        self, scored: ScoredMinibatch, *, is_first: bool, clock: PhaseClock
     ) -> UpdateTotals:
-        totals = self._accumulate(
-            shard, minibatch, old=old, reference=reference, is_first=is_first, clock=clock
-        )
-        gradients = local_gradients(self._parameters)
-        square = squared_norm(gradients, device=self.device)
-        rows = gather_rows(torch.cat([totals, square[None]])).cpu()
-        grad_norm = math.sqrt(float(rows[:, -1].sum()))
-        trainer = self.settings.trainer
-        rate = learning_rate_at(
-            self.num_updates,
-            learning_rate=trainer.learning_rate,
-            warmup_updates=trainer.warmup_updates,
-        )
+        totals = self._accumulate(scored, is_first=is_first, clock=clock)
+        rows, grad_norm = self._policy.gather(totals)
         update = UpdateTotals(
-            row=tuple(combine_rows(rows[:, :-1]).tolist()),
+            row=tuple(combine_rows(rows).tolist()),
             grad_norm=grad_norm,
-            learning_rate=rate,
+            learning_rate=self._policy.learning_rate,
         )
-        if not update.is_skipped and not update.is_empty:
-            clip_gradients(gradients, grad_norm=grad_norm, max_grad_norm=trainer.max_grad_norm)
-            set_learning_rate(self.optimizer, rate)
-            self.optimizer.step()
-            self.num_updates += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        is_applied = not update.is_skipped and not update.is_empty
+        self._policy.finish_update(grad_norm=grad_norm, is_applied=is_applied)
         clock.charge("optimizer")
         return update
 
-    def _accumulate(
-        self,
-        shard: RankShard,
-        minibatch: Minibatch,
-        *,
-        old: list[Tensor] | None,
-        reference: list[Tensor] | None,
-        is_first: bool,
-        clock: PhaseClock,
-    ) -> Tensor:
+    def _accumulate(self, scored: ScoredMinibatch, *, is_first: bool, clock: PhaseClock) -> Tensor:
         """Forward and backward over the micro-batches; return their statistics."""
         totals = no_statistics(self.device)
-        for number, micro_batch in enumerate(minibatch.micro_batches):
+        micro_batches = scored.minibatch.micro_batches
+        for number, (micro_batch, old, reference) in enumerate(
+            zip(micro_batches, scored.old, scored.reference, strict=True)
+        ):
             row = row_tensors(micro_batch, device=self.device)
-            self._sync_gradients(is_last=number == len(minibatch.micro_batches) - 1)
+            self._policy.begin_micro_batch(is_last=number == len(micro_batches) - 1)
             clock.charge("prepare")
-            current, entropies = self._forward(row)
+            current, entropies = self._policy.model(
+                row,
+                temperature=self.settings.temperature,
+                has_entropy_gradient=self.settings.algorithm.loss.needs_entropy_gradient,
+            )
+            if old is None and self.settings.algorithm.loss.needs_old:
+                old = current.detach()
             terms = row.terms(
                 current,
                 entropies,
-                trainer_version=shard.trainer_version,
-                old_logprobs=old[number] if old else self._still_old(current),
-                reference_logprobs=reference[number] if reference else None,
+                trainer_version=self.version,
+                old_logprobs=old,
+                reference_logprobs=reference,
             )
             result = micro_batch_loss(terms, self.settings.algorithm.loss)
             statistics = micro_batch_statistics(
@@ -365,13 +319,33 @@ class TrainerRank:
             clock.charge("backward")
         return totals
 
-    def _still_old(self, current: Tensor) -> Tensor | None:
-        """The old policy in a step's only update: the current one, which nothing has moved yet."""
-        return current.detach() if self.settings.algorithm.loss.needs_old else None
 
-    def _sync_gradients(self, *, is_last: bool) -> None:
-        """Reduce gradients and free gathered weights once an update, after its last backward."""
-        is_synced = is_last or self.settings.shard_between_micro_batches
-        self.policy.set_requires_gradient_sync(is_synced)
-        self.policy.set_reshard_after_backward(is_synced)
-        self.policy.set_is_last_backward(is_last)
+def save_inputs(scored: ScoredMinibatch, path: Path) -> str:
+    """Write what an update was computed from to a NumPy archive, without pickles.
+
+    Keys are `<micro-batch>/<field>`; beside the fields of a micro-batch, where there are any:
+    `old_logprobs`, `reference_logprobs`, and routing records as `expert_positions` and
+    `expert_indices`.
+
+    Returns: a clause for the log: where they were written, or why not. Training goes on either way.
+    """
+    columns: dict[str, Any] = {}
+    rows = zip(scored.minibatch.micro_batches, scored.old, scored.reference, strict=True)
+    for number, (row, old, reference) in enumerate(rows):
+        named = {field.name: getattr(row, field.name) for field in fields(row)}
+        if row.experts is not None:
+            named["expert_positions"] = row.experts.positions
+            named["expert_indices"] = row.experts.indices
+        for name, logprobs in (("old", old), ("reference", reference)):
+            if logprobs is not None:
+                named[f"{name}_logprobs"] = logprobs.float().cpu().numpy()
+        columns |= {f"{number}/{name}": values for name, values in named.items()}
+    arrays: dict[str, Any] = {
+        name: each for name, each in columns.items() if isinstance(each, np.ndarray)
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(path, **arrays)
+    except OSError as error:
+        return f"its inputs could not be saved: {error}"
+    return f"its inputs are in {path}"

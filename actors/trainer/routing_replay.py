@@ -1,7 +1,7 @@
-"""Routing replay: at recorded places a mixture's tokens go to the experts that the sampler chose.
+"""Routing replay: at recorded positions a mixture uses the experts that the sampler chose.
 
-The trainer's router and the engine's may choose differently over a rounding, and a token that meets
-other experts has another probability. Only the choice is replayed; its weights are the router's
+A rounding can make the trainer's router choose other experts than the engine's, which gives the
+token another probability. Only the choice is replayed; its weights are the router's
 own, so that the gradient reaches the router. Invariant: a forward pass has its records from its own
 keyword `replayed_experts`, which each decoder layer hands to its router as it begins, again when
 gradient checkpointing computes it a second time. So nothing is shared between two models or two
@@ -32,13 +32,12 @@ _SOFTMAX_ROUTERS: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedExperts:
-    """The records of one packed row, on its device.
-
-    positions: [R] int64, where the tokens stand that were processed. indices: [L, R, K] int16.
-    """
+    """The records of one packed row, on its device."""
 
     positions: Tensor
+    """[R] int64, of the tokens whose forward pass was recorded."""
     indices: Tensor
+    """[L, R, K] int16, the experts chosen in each routed layer."""
 
 
 def replayed_experts(records: ExpertRecords, *, device: torch.device) -> ReplayedExperts:
@@ -78,11 +77,14 @@ def attach_routing_replay(causal_lm: PreTrainedModel) -> MixtureShape | None:
 
 @dataclass(slots=True, kw_only=True)
 class _LayerReplay:
-    """number: of the layer among the routed ones. experts: of the pass that the layer is in."""
+    """The hooks of one routed layer."""
 
     number: int
+    """Of the layer among the routed ones."""
     normalises: bool
+    """Whether the router makes the chosen experts' weights sum to 1."""
     experts: ReplayedExperts | None = None
+    """Of the forward pass that the layer is in."""
 
     def before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self.experts = kwargs.get("replayed_experts")
@@ -109,7 +111,7 @@ def replay_choice(
     recorded: Tensor,
     normalises: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Put recorded experts in the place of a router's own choice, weighed by its own logits.
+    """Replace a router's choice by recorded experts, weighed by its own logits.
 
     g_i = I_i exp(s_i) / sum_j I_j exp(s_j), I: 1 for the recorded experts, s: the logits.
     Source: Rollout Routing Replay (R3), Ma et al. 2025, arXiv 2510.11370, the gating weights of

@@ -1,67 +1,74 @@
 """Log-probabilities of a step's trained tokens without gradient: of the old policy, or a reference.
 
 Collective: all ranks score minibatches of equally many rows, in the same order. Called by
-`TrainerRank` at the step's start, and only where the loss asks for it.
+`TrainerRank` before and at the start of a step, and only where loss or rewards ask for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from actors.batch import Minibatch
-from actors.trainer.model import PolicyModel
-from actors.trainer.row import RowTensors, row_tensors
+from actors.trainer.model import PolicyModel, RowTensors, load_policy, row_tensors
+from actors.trainer.settings import RankSettings
+from actors.trainer.sharded_model import ShardedModel, Sharding
 
 # By minibatch, then by micro-batch: [M] float32, nats, on the device.
 Scores = list[list[Tensor]]
 
 
+@torch.no_grad()
 def score_row(policy: PolicyModel, row: RowTensors, *, temperature: float) -> Tensor:
     """Score one row's targets without gradient, recorded experts replayed: [M] float32, nats."""
-    with torch.no_grad():
-        logprobs, _ = policy(
-            row.token_ids,
-            row.position_ids,
-            row.layout,
-            row.loss_positions,
-            row.targets,
-            temperature=temperature,
-            experts=row.experts,
-        )
+    logprobs: Tensor = policy(row, temperature=temperature)[0]
     return logprobs
 
 
 def score_minibatches(
-    policy: PolicyModel,
-    sharded: Sequence[FSDPModule],
-    minibatches: Sequence[Minibatch],
-    *,
-    device: torch.device,
-    temperature: float,
+    policy: ShardedModel[PolicyModel], minibatches: Sequence[Minibatch], *, temperature: float
 ) -> Scores:
-    """Score every row of a step, and free the gathered weights behind it.
-
-    Args: sharded: the policy's sharded modules, as `shard_policy` returned them.
-    """
+    """Score every row of a step, and free the gathered weights behind it."""
     scores = [
         [
-            score_row(policy, row_tensors(row, device=device), temperature=temperature)
+            score_row(policy.model, row_tensors(row, device=policy.device), temperature=temperature)
             for row in minibatch.micro_batches
         ]
         for minibatch in minibatches
     ]
-    free_weights(sharded)
+    policy.free_weights()
     return scores
 
 
-def free_weights(sharded: Sequence[FSDPModule]) -> None:
-    """Let go of gathered weights after a forward that no backward pass follows.
+class Reference:
+    """The frozen policy of KL terms, sharded beside the trained one and only ever scored.
 
-    They would stay, and the next forward after an update would still read them.
+    Recorded experts are not replayed in it: they are another policy's choice, and a KL term is
+    measured to the reference as it would play.
     """
-    for module in sharded:
-        module.reshard()
+
+    def __init__(self, settings: RankSettings, sharding: Sharding) -> None:
+        """Load the model and shard it. Raises: as `load_policy`."""
+        policy = load_policy(
+            settings.algorithm.reference or settings.model,
+            logprob_chunk=settings.logprob_chunk,
+            gradient_checkpointing=False,
+        ).requires_grad_(False)
+        self._temperature = settings.temperature
+        self._policy = ShardedModel(policy, policy.causal_lm, sharding)
+
+    def score(self, minibatches: Sequence[Minibatch]) -> Scores:
+        """Log-probabilities of the rows' targets."""
+        return score_minibatches(
+            self._policy,
+            [_without_experts(minibatch) for minibatch in minibatches],
+            temperature=self._temperature,
+        )
+
+
+def _without_experts(minibatch: Minibatch) -> Minibatch:
+    rows = tuple(replace(row, experts=None) for row in minibatch.micro_batches)
+    return replace(minibatch, micro_batches=rows)

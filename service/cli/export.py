@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.trainer.manifest import MANIFEST, CheckpointError, read_manifest
+from actors.trainer.checkpoint import MANIFEST, CheckpointError, read_manifest
 from service.config.file import ConfigError
 from service.launch.resuming import newest_usable
 from service.launch.run_dir import RunDir

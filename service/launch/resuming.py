@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from actors.trainer.manifest import CheckpointError, read_manifest
+from actors.trainer.checkpoint import CheckpointError, read_manifest
 from service.launch.run_dir import RunDir
 from service.store.run_store import Commit, RunStore, StoreError
 

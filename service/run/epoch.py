@@ -18,8 +18,8 @@ from actors.environment.settings import EnvironmentActorSettings
 from actors.journal.files import JournalSettings
 from actors.merge.actor import MergeActor
 from actors.merge.settings import StepSettings
+from actors.trainer.checkpoint import CheckpointError, claim
 from actors.trainer.group import TrainerGroup, TrainerRankLost
-from actors.trainer.manifest import CheckpointError, claim
 from actors.trainer.settings import RankSettings
 from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats

@@ -17,8 +17,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from actors.batch import Float32s
 from actors.deadline import within
 from actors.merge.actor import BuiltStep
+from actors.trainer.checkpoint import list_checkpoints
 from actors.trainer.group import TrainerGroup, TrainerRankLost
-from actors.trainer.manifest import list_checkpoints
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.ledger import Settlement

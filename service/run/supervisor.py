@@ -20,8 +20,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from actors.environment.rendering import stop_token_ids
 from actors.metrics import Metrics, Part
+from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import TrainerStartFailed
-from actors.trainer.manifest import CheckpointError
 from actors.trajectory_queue.ledger import LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
 from service.config.tree import Config

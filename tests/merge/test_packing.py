@@ -22,7 +22,7 @@ from actors.merge.packing import (
 )
 from actors.merge.prefix import Sample, merge_turns
 from actors.merge.prefix_sharing import measure
-from actors.trainer.attention.forest_layout import trace_segments
+from actors.trainer.attention.forest import trace_segments
 
 
 def make_sample(

@@ -306,11 +306,8 @@ def test_under_scale_mean_a_group_with_a_negative_return_is_counted_and_the_run_
 
 
 def test_a_group_with_a_negative_return_is_trained_where_the_loss_has_a_term_for_it() -> None:
-    result = build(
-        [make_group(0, [1, -1])],
-        scale=Scale.MEAN,
-        loss=LossSettings(entropy_coefficient=0.1),
-    )
+    loss = LossSettings(entropy_coefficient=0.1)
+    result = build([make_group(0, [1, -1])], scale=Scale.MEAN, loss=loss)
     assert [s.reason for s in result.settlements] == [None, None]
     assert result.report.num_negative_return_groups == 1
     assert {a for *_, a, _ in trained_tokens(result)} == {0.0}

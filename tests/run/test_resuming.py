@@ -11,8 +11,8 @@ import yaml
 from worlds.run_driver import SMALL, small_config
 from worlds.settings import rank_settings
 
+from actors.trainer.checkpoint import FORMAT, MANIFEST, Progress
 from actors.trainer.group import TrainerGroup
-from actors.trainer.manifest import MANIFEST, Progress
 from service.cli.export import export_checkpoint
 from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
 from service.config.file import ConfigError, load_config
@@ -29,7 +29,7 @@ def write_checkpoint(place: RunDir, step: int, epoch: int = 1) -> Path:
     )
     directory = place.checkpoints / progress.directory_name
     directory.mkdir(parents=True)
-    (directory / MANIFEST).write_text(json.dumps({"format": 1, **asdict(progress)}))
+    (directory / MANIFEST).write_text(json.dumps({"format": FORMAT, **asdict(progress)}))
     return directory
 
 

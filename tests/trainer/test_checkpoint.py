@@ -8,24 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worlds.settings import changed, rank_settings
 from worlds.trainer_world import World, largest_difference, obvious_logprobs, random_samples
 
-from actors.trainer import checkpoint
-from actors.trainer.export import export_checkpoint
-from actors.trainer.manifest import (
+from actors.trainer.checkpoint import (
+    FORMAT,
     MANIFEST,
     CheckpointError,
     Progress,
+    begin,
     claim,
+    finish,
     list_checkpoints,
-    newest_checkpoint,
     read_manifest,
+    temporary_path,
 )
-from actors.trainer.optimizer import build_optimizer
-from actors.trainer.settings import RankSettings, TrainerSettings
+from actors.trainer.export import export_checkpoint
+from actors.trainer.settings import RankSettings
 from actors.weights.board import check_tokens
 
 
@@ -46,8 +46,8 @@ def train(world: World, steps: range) -> list[float]:
     ]
 
 
-def save(world: World, step: int, epoch: int = 0, **extra: str) -> Path:
-    paths = world.call("save", step=step, epoch=epoch, **extra)
+def save(world: World, step: int, epoch: int = 0) -> Path:
+    paths = world.call("save", step=step, epoch=epoch)
     assert len(set(paths)) == 1
     return paths[0]
 
@@ -59,7 +59,7 @@ def test_resuming_equals_going_on_bit_for_bit(
     settings = changed(settings, model=tiny_models[tied])
     two_ranks.start(settings)
     train(two_ranks, range(2))
-    path = save(two_ranks, 2, extra_json='{"seed": 9}')
+    path = save(two_ranks, 2)
     losses = train(two_ranks, range(2, 4))
     weights = two_ranks.weights()
     two_ranks.start(settings)
@@ -70,7 +70,6 @@ def test_resuming_equals_going_on_bit_for_bit(
         num_updates=4,
         num_ranks=2,
         model=tiny_models[tied],
-        extra_json='{"seed": 9}',
     )
     assert two_ranks.call("load", path=path) == [saved, saved]
     assert train(two_ranks, range(2, 4)) == losses
@@ -112,7 +111,6 @@ def test_all_are_kept_and_a_newer_epoch_outranks_a_later_step(
         save(one_rank, step, epoch)
     names = [path.name for path in list_checkpoints(settings.checkpoint_dir)]
     assert names == ["step-000001-e0", "step-000007-e0", "step-000002-e1"]
-    assert newest_checkpoint(settings.checkpoint_dir).name == "step-000002-e1"
     assert sorted(path.name for path in settings.checkpoint_dir.glob("[!.]*")) == sorted(names)
 
 
@@ -130,22 +128,18 @@ def test_a_run_that_was_replaced_can_no_longer_save(
     assert save(two_ranks, 2, 4).name == "step-000002-e4"
 
 
-def test_a_run_that_is_replaced_while_it_saves_finishes_no_checkpoint(
-    mesh: DeviceMesh, tmp_path: Path
-) -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = build_optimizer(model.parameters(), TrainerSettings())
-    # Weights are read behind the first look at who holds the directory.
-    model.register_state_dict_pre_hook(lambda *_: claim(tmp_path, 4))
+def test_a_run_that_is_replaced_while_it_saves_finishes_no_checkpoint(tmp_path: Path) -> None:
     progress = Progress(step=1, version=1, epoch=3, num_updates=1, num_ranks=1, model="m")
+    begin(tmp_path, progress)
+    claim(tmp_path, 4)
+    # A rank writes its shard after the newer run has claimed the directory.
+    temporary_path(tmp_path, progress).mkdir()
     with pytest.raises(CheckpointError, match="got epoch 3, expected at least 4"):
-        checkpoint.save(
-            tmp_path, progress, policy=checkpoint.Trained(model=model, optimizer=optimizer)
-        )
+        finish(tmp_path, progress)
     assert list_checkpoints(tmp_path) == []
 
 
-def test_who_claims_the_place_removes_what_a_cut_short_save_left(tmp_path: Path) -> None:
+def test_a_claim_removes_what_an_interrupted_save_left(tmp_path: Path) -> None:
     for name in (".tmp-step-000003-e1", ".tmp-step-000004-e2", "step-000002-e1"):
         (tmp_path / name).mkdir()
     claim(tmp_path, 3)
@@ -164,13 +158,13 @@ def test_a_half_written_checkpoint_does_not_count_and_is_not_loaded(
     later = save(one_rank, 2)
     (later / MANIFEST).unlink()
     (settings.checkpoint_dir / ".tmp-step-000003-e0").mkdir()
-    assert newest_checkpoint(settings.checkpoint_dir) == good
+    assert list_checkpoints(settings.checkpoint_dir) == [good]
     with pytest.raises(CheckpointError, match="was interrupted while being written"):
         one_rank.call("load", path=later)
     assert one_rank.call("load", path=good)[0].step == 1
     # Writing the same step again replaces what was left behind.
     assert save(one_rank, 2) == later
-    assert newest_checkpoint(settings.checkpoint_dir) == later
+    assert list_checkpoints(settings.checkpoint_dir) == [good, later]
 
 
 def test_a_damaged_checkpoint_is_refused_on_every_rank(
@@ -189,12 +183,12 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(
 
 def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(json.dumps({"format": 99}))
-    with pytest.raises(CheckpointError, match="got manifest format 99, expected 1"):
+    with pytest.raises(CheckpointError, match=f"got manifest format 99, expected {FORMAT}"):
         read_manifest(tmp_path)
     (tmp_path / MANIFEST).write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_manifest(tmp_path)
-    (tmp_path / MANIFEST).write_text(json.dumps({"format": 1, "step": 3}))
+    (tmp_path / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": 3}))
     with pytest.raises(CheckpointError, match="lacks or adds fields"):
         read_manifest(tmp_path)
 

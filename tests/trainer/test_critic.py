@@ -20,6 +20,7 @@ from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.step import StepResult, build_step
 from actors.trainer.critic import Critic
 from actors.trainer.settings import TrainerSettings
+from actors.trainer.sharded_model import Sharding
 
 STEP = step_settings(baseline=Baseline.CRITIC, scale=Scale.NONE, tokens_per_micro_batch=64)
 GROUP = TrajectoryGroup(
@@ -36,14 +37,8 @@ GROUP = TrajectoryGroup(
 def make_critic(model: str, mesh: DeviceMesh, **fields: float | None) -> Critic:
     named = {"learning_rate": 3e-3, "warmup_updates": 0, **fields}
     settings = CriticSettings(**named)  # type: ignore[arg-type]
-    return Critic(
-        model,
-        settings,
-        TrainerSettings(),
-        mesh=mesh,
-        device=torch.device("cpu"),
-        param_dtype=torch.float32,
-    )
+    sharding = Sharding(mesh=mesh, device=torch.device("cpu"), param_dtype=torch.float32)
+    return Critic(model, settings, TrainerSettings(), sharding)
 
 
 def build_with_values_of_zero(num_ranks: int) -> StepResult:
@@ -81,7 +76,7 @@ def test_a_new_critic_makes_the_advantages_the_returns_to_go(model: str, mesh: D
 def test_over_steps_the_critic_explains_the_returns(model: str, mesh: DeviceMesh) -> None:
     critic = make_critic(model, mesh, value_clip=None)
     stats = [critic.update(build(critic).value_shards[0]) for _ in range(25)]
-    assert stats[0].num_tokens == 54 and critic.num_updates == 25
+    assert stats[0].num_tokens == 54 and critic.trained.num_updates == 25
     assert stats[0].statistics["critic_target_mean"] == pytest.approx(2 / 3)
     # Values 0: the error is the targets' square.
     assert stats[0].statistics["critic_loss"] == pytest.approx(0.5 * 2 / 3)
@@ -134,10 +129,10 @@ def test_a_loss_that_is_not_finite_is_never_applied(model: str, mesh: DeviceMesh
     critic = make_critic(model, mesh)
     shard = build(critic).value_shards[0]
     broken = replace(shard.rows[0], value_targets=shard.rows[0].value_targets * np.float32("nan"))
-    before = [p.full_tensor().clone() for p in critic.value_model.parameters()]  # type: ignore[attr-defined]
+    before = [p.full_tensor().clone() for p in critic.trained.model.parameters()]  # type: ignore[attr-defined]
     stats = critic.update(replace(shard, rows=(broken, *shard.rows[1:])))
-    assert stats.is_skipped and critic.num_updates == 0
-    for old, new in zip(before, critic.value_model.parameters(), strict=True):
+    assert stats.is_skipped and critic.trained.num_updates == 0
+    for old, new in zip(before, critic.trained.model.parameters(), strict=True):
         assert torch.equal(old, new.full_tensor())  # type: ignore[attr-defined]
 
 
@@ -146,4 +141,4 @@ def test_an_update_without_tokens_moves_nothing(model: str, mesh: DeviceMesh) ->
     empty = build_step([], STEP, step=0, trainer_version=0).value_shards[0]
     assert isinstance(empty, ValueShard)
     stats = critic.update(empty)
-    assert stats.num_tokens == 0 and critic.num_updates == 0 and not stats.is_skipped
+    assert stats.num_tokens == 0 and critic.trained.num_updates == 0 and not stats.is_skipped

@@ -8,10 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.trainer.attention.flex_forest import flex_forest_attention, mask_function
-from actors.trainer.attention.forest_attention import forest_attention
-from actors.trainer.attention.forest_layout import PackedLayout, build_layout, trace_segments
-from actors.trainer.attention.forest_plan import AttentionPlan, build_plan, cut_pieces, plan_for
+from actors.trainer.attention.cpu import forest_attention
+from actors.trainer.attention.flex import flex_forest_attention, mask_function
+from actors.trainer.attention.forest import (
+    AttentionPlan,
+    PackedLayout,
+    build_layout,
+    build_plan,
+    cut_pieces,
+    plan_for,
+    trace_segments,
+)
 
 CPU = torch.device("cpu")
 windows_strategy = st.none() | st.integers(1, 12)
@@ -199,15 +206,12 @@ def test_the_segments_of_the_docstring() -> None:
     assert segments.positions.tolist() == [0, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("parents", "culprit"),
-    [([0, -1, -1], "segment 0"), ([-1, -1, 0], "segment 2"), ([-1, 2, -1], "segment 1")],
-)
-def test_segments_out_of_preorder_are_refused(parents: list[int], culprit: str) -> None:
-    with pytest.raises(ValueError, match=f"{culprit} has parent .* put the segments in preorder"):
+@pytest.mark.parametrize("parents", [[0, -1, -1], [-1, -1, 0], [-1, 2, -1]])
+def test_segments_out_of_preorder_are_refused(parents: list[int]) -> None:
+    with pytest.raises(AssertionError, match="not in preorder"):
         trace_segments([1, 1, 1], parents)
 
 
 def test_a_missing_parent_is_refused() -> None:
-    with pytest.raises(ValueError, match="with 1 parents"):
+    with pytest.raises(AssertionError):
         trace_segments([1, 2], [-1])

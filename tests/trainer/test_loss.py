@@ -7,12 +7,8 @@ import math
 import pytest
 import torch
 
-from actors.trainer.logprobs import (
-    chunked_token_logprobs,
-    token_logprobs,
-    token_logprobs_and_entropies,
-)
-from actors.trainer.optimizer import learning_rate_at
+from actors.trainer.logprobs import token_logprobs
+from actors.trainer.sharded_model import learning_rate_at
 from actors.trainer.statistics import (
     ADDED,
     COMPARED,
@@ -120,9 +116,22 @@ def test_a_step_without_updates_has_no_numbers_to_report():
     assert not stats.is_skipped
 
 
+def head_of(logits: list[list[float]], *, bias: list[float] | None = None) -> torch.nn.Linear:
+    """A head whose logits for the rows of an identity matrix are these, and the bias."""
+    weight = torch.tensor(logits).t()
+    head = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if bias is not None:
+            head.bias.copy_(torch.tensor(bias))
+    return head
+
+
 def test_token_logprobs_and_entropy_by_hand_at_a_temperature():
-    logits = torch.tensor([[0.0, 2.0 * math.log(3.0)], [0.0, -math.inf]])
-    logprobs, entropies = token_logprobs(logits, torch.tensor([1, 0]), temperature=2.0)
+    head = head_of([[0.0, 2.0 * math.log(3.0)], [200.0, -200.0]])
+    logprobs, entropies = token_logprobs(
+        torch.eye(2), head, torch.tensor([1, 0]), temperature=2.0, chunk_tokens=4
+    )
     assert logprobs.tolist() == pytest.approx([math.log(0.75), 0.0], abs=1e-6)
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
     assert entropies.tolist() == pytest.approx([entropy, 0.0], abs=1e-6)
@@ -130,42 +139,37 @@ def test_token_logprobs_and_entropy_by_hand_at_a_temperature():
 
 def test_the_entropy_with_gradient_is_the_same_entropy_and_its_gradient_is_exact():
     # dH/dz_j = -p_j (log p_j + H) / temperature, with p (.25, .75).
-    logits = torch.tensor([[0.0, 2.0 * math.log(3.0)]], dtype=torch.float64, requires_grad=True)
-    _, plain = token_logprobs(logits, torch.tensor([1]), temperature=2.0)
-    _, entropies = token_logprobs_and_entropies(logits, torch.tensor([1]), temperature=2.0)
+    head = head_of([[0.0, 2.0 * math.log(3.0)]])
+    plain, entropies = (
+        token_logprobs(
+            torch.eye(1),
+            head,
+            torch.tensor([1]),
+            temperature=2.0,
+            chunk_tokens=4,
+            has_entropy_gradient=has_gradient,
+        )[1]
+        for has_gradient in (False, True)
+    )
     assert not plain.requires_grad and plain.item() == entropies.item()
-    (gradient,) = torch.autograd.grad(entropies.sum(), logits)
+    (gradient,) = torch.autograd.grad(entropies.sum(), head.weight)
     slope = -0.75 * (math.log(0.75) + entropies.item()) / 2.0
-    assert gradient.tolist()[0] == pytest.approx([-slope, slope], abs=1e-7)
+    assert gradient[:, 0].tolist() == pytest.approx([-slope, slope], abs=1e-7)
 
 
-def test_a_token_of_probability_zero_has_no_part_in_the_entropys_gradient():
-    logits = torch.tensor([[0.0, -math.inf, 0.0]], requires_grad=True)
-    _, entropies = token_logprobs_and_entropies(logits, torch.tensor([0]), temperature=1.0)
-    (gradient,) = torch.autograd.grad(entropies.sum(), logits)
+def test_a_token_that_a_bias_excludes_has_no_part_in_the_entropy_and_its_gradient():
+    head = head_of([[0.0, 5.0, 0.0]], bias=[0.0, -math.inf, 0.0])
+    _, entropies = token_logprobs(
+        torch.eye(1),
+        head,
+        torch.tensor([0]),
+        temperature=1.0,
+        chunk_tokens=4,
+        has_entropy_gradient=True,
+    )
+    (gradient,) = torch.autograd.grad(entropies.sum(), head.weight)
     assert entropies.item() == pytest.approx(math.log(2.0))
-    assert gradient.tolist()[0] == pytest.approx([0.0, 0.0, 0.0], abs=1e-7)
-
-
-@pytest.mark.parametrize("score", [token_logprobs, token_logprobs_and_entropies])
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100])
-def test_chunks_change_neither_log_probabilities_nor_gradients(chunk_tokens, score):
-    torch.manual_seed(0)
-    head = torch.nn.Linear(4, 11, bias=False)
-    hidden, targets = torch.randn(7, 4), torch.randint(11, (7,))
-    results = []
-    for size in (7, chunk_tokens):
-        states = hidden.clone().requires_grad_()
-        head.zero_grad()
-        logprobs, entropies = chunked_token_logprobs(
-            states, targets, output_head=head, temperature=0.7, chunk_tokens=size, score=score
-        )
-        ((logprobs + entropies) * torch.arange(7)).sum().backward()
-        results.append(
-            (logprobs.detach(), entropies.detach(), states.grad, head.weight.grad.clone())
-        )
-    for whole, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(chunked, whole)
+    assert gradient[:, 0].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-7)
 
 
 def test_the_learning_rate_warms_up_linearly_and_then_stays():

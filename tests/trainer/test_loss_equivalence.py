@@ -21,11 +21,9 @@ from actors.batch import MicroBatch
 from actors.merge.aggregation import Aggregation, UpdateSize, trajectory_weights
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
 from actors.merge.prefix import Sample, merge_turns
-from actors.trainer.logprobs import token_logprobs_and_entropies
 from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
 from actors.trainer.loss.settings import LossSettings
-from actors.trainer.model import PolicyModel, load_policy
-from actors.trainer.row import row_tensors
+from actors.trainer.model import PolicyModel, load_policy, row_tensors
 from actors.types import Trajectory
 
 CPU = torch.device("cpu")
@@ -96,15 +94,7 @@ def packed_terms(policy: PolicyModel, rows: Sequence[MicroBatch]) -> list[MicroB
     terms = []
     for row in rows:
         tensors = row_tensors(row, device=CPU)
-        current, entropies = policy(
-            tensors.token_ids,
-            tensors.position_ids,
-            tensors.layout,
-            tensors.loss_positions,
-            tensors.targets,
-            temperature=1.0,
-            score=token_logprobs_and_entropies,
-        )
+        current, entropies = policy(tensors, temperature=1.0, has_entropy_gradient=True)
         terms.append(terms_of(row, current, entropies))
     return terms
 

@@ -212,34 +212,30 @@ def test_the_entropy_bonus_is_over_masked_tokens_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "missing", "words"),
+    ("settings", "missing"),
     [
-        (LossSettings(denominator=Denominator.OLD), "old_logprobs", "no old log-probabilities"),
-        (
-            LossSettings(kl=KlSettings(coefficient=0.1)),
-            "reference_logprobs",
-            "no reference log-probabilities",
-        ),
+        (LossSettings(denominator=Denominator.OLD), "old_logprobs"),
+        (LossSettings(kl=KlSettings(coefficient=0.1)), "reference_logprobs"),
     ],
 )
 def test_log_probabilities_that_a_loss_needs_are_asked_for(
-    settings: LossSettings, missing: str, words: str
+    settings: LossSettings, missing: str
 ) -> None:
     terms = replace(terms_of(random_tokens(0)), **{missing: None})
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(AssertionError):
         micro_batch_loss(terms, settings)
 
 
-def test_terms_of_half_precision_are_refused_by_name() -> None:
+def test_terms_of_half_precision_are_refused() -> None:
     terms = terms_of(random_tokens(np.random.default_rng(0), num_trajectories=2))
     half = terms.advantages.to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"advantages is torch\.bfloat16, expected float32"):
+    with pytest.raises(AssertionError):
         replace(terms, advantages=half)
 
 
-def test_terms_of_different_lengths_are_refused_by_name() -> None:
+def test_terms_of_different_lengths_are_refused() -> None:
     terms = terms_of(random_tokens(0))
-    with pytest.raises(ValueError, match=r"advantages has shape \[2\], expected \["):
+    with pytest.raises(AssertionError):
         replace(terms, advantages=torch.zeros(2))
 
 

@@ -11,6 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.trainer.loss import objectives
+from actors.trainer.loss.corrections import (
+    bounded_ratio,
+    sequence_log_ratio,
+    token_log_ratio,
+    trajectory_mean,
+    trajectory_min,
+    trajectory_sum,
+)
 from actors.trainer.loss.divergence import (
     Divergence,
     binary_kl,
@@ -22,9 +30,7 @@ from actors.trainer.loss.divergence import (
     outside_trust_region,
     reference_kl,
 )
-from actors.trainer.loss.ratios import bounded_ratio, sequence_log_ratio, token_log_ratio
 from actors.trainer.loss.settings import KlEstimator
-from actors.trainer.loss.trajectories import trajectory_mean, trajectory_min, trajectory_sum
 
 LN2, LN4 = math.log(2.0), math.log(4.0)
 
@@ -276,3 +282,34 @@ def test_the_plain_kl_term_has_the_gradient_of_a_kl_in_a_stated_direction(
     else:
         exact = (current.exp() * (current - reference)).sum()
     assert gradient_of(estimate, logits) == pytest.approx(gradient_of(exact, logits))
+
+
+@pytest.mark.parametrize("estimator", list(KlEstimator))
+def test_an_estimators_word_gives_the_gradient_of_its_enum(estimator: KlEstimator) -> None:
+    current = logs(0.5, 0.2).requires_grad_()
+    named, worded = (
+        corrected_reference_kl(current, logs(0.25, 0.6), logs(0.3, 0.1), estimator=each)
+        for each in (estimator, estimator.value)  # type: ignore[arg-type]
+    )
+    assert gradient_of(worded, current) == gradient_of(named, current)
+
+
+@pytest.mark.parametrize("divergence", list(Divergence))
+def test_a_divergences_word_gives_the_trust_region_of_its_enum(divergence: Divergence) -> None:
+    # Total variation is .1 and KL is .08: a bound between them tells which one was measured.
+    arguments = logs(0.11), logs(0.01), torch.ones(1)
+    named, worded = (
+        outside_trust_region(*arguments, divergence=each, bound=0.09)
+        for each in (divergence, divergence.value)  # type: ignore[arg-type]
+    )
+    assert [part.tolist() for part in worded] == [part.tolist() for part in named]
+    is_far = (binary_tv if divergence == Divergence.BINARY_TV else binary_kl)(*arguments[:2]) > 0.09
+    assert named[1].tolist() == is_far.tolist()
+
+
+def test_a_word_that_names_nothing_is_refused() -> None:
+    one = logs(0.5)
+    with pytest.raises(AssertionError):
+        reference_kl(one, one, estimator="k4")  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        outside_trust_region(one, one, one, divergence="tv", bound=0.1)  # type: ignore[arg-type]

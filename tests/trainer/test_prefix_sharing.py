@@ -23,8 +23,7 @@ from actors.batch import MicroBatch, RankShard
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
 from actors.merge.prefix import Sample
 from actors.trainer.loss.settings import LossSettings
-from actors.trainer.model import PolicyModel, load_policy
-from actors.trainer.row import row_tensors
+from actors.trainer.model import PolicyModel, load_policy, row_tensors
 from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
 
@@ -135,14 +134,7 @@ def compute(policy: PolicyModel, rows: Sequence[MicroBatch]) -> tuple[float, dic
     total = 0.0
     for row in rows:
         tensors = row_tensors(row, device=torch.device("cpu"))
-        current, _ = policy(
-            tensors.token_ids,
-            tensors.position_ids,
-            tensors.layout,
-            tensors.loss_positions,
-            tensors.targets,
-            temperature=0.9,
-        )
+        current, _ = policy(tensors, temperature=0.9)
         loss = surrogate(current, row)
         loss.backward()
         total += loss.item()

@@ -33,9 +33,8 @@ from worlds.mixture_world import (
 from actors.batch import MicroBatch
 from actors.expert_records import ExpertRecords, MixtureShape
 from actors.merge.packing import pack_minibatch, pack_row
-from actors.trainer.model import PolicyModel, load_policy
+from actors.trainer.model import PolicyModel, RowTensors, load_policy, row_tensors
 from actors.trainer.routing_replay import replay_choice
-from actors.trainer.row import RowTensors, row_tensors
 
 CPU = torch.device("cpu")
 
@@ -62,15 +61,7 @@ def load(model: str, *, is_frugal: bool = False) -> PolicyModel:
 
 
 def run(policy: PolicyModel, tensors: RowTensors) -> torch.Tensor:
-    logprobs, _ = policy(
-        tensors.token_ids,
-        tensors.position_ids,
-        tensors.layout,
-        tensors.loss_positions,
-        tensors.targets,
-        temperature=TEMPERATURE,
-        experts=tensors.experts,
-    )
+    logprobs, _ = policy(tensors, temperature=TEMPERATURE)
     return logprobs
 
 

@@ -13,8 +13,7 @@ from actors.batch import MicroBatch
 from actors.merge.packing import pack_row
 from actors.trainer.loss.micro_batch import micro_batch_loss
 from actors.trainer.loss.settings import LossSettings
-from actors.trainer.model import PolicyModel, load_policy
-from actors.trainer.row import row_tensors
+from actors.trainer.model import PolicyModel, load_policy, row_tensors
 from benchmarks.padded_step import accumulate, padded_batches, sorted_batches, turn_rows
 from benchmarks.pairs import Seconds, Spread, interleave, ratios_of
 from benchmarks.side import Side, StepTaken
@@ -26,14 +25,7 @@ VOCABULARY = 500
 
 def our_loss(policy: PolicyModel, row: MicroBatch) -> torch.Tensor:
     tensors = row_tensors(row, device=torch.device("cpu"))
-    current, entropies = policy(
-        tensors.token_ids,
-        tensors.position_ids,
-        tensors.layout,
-        tensors.loss_positions,
-        tensors.targets,
-        temperature=1.0,
-    )
+    current, entropies = policy(tensors, temperature=1.0)
     terms = tensors.terms(current, entropies, trainer_version=0)
     return micro_batch_loss(terms, LossSettings()).loss
 

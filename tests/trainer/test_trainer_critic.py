@@ -170,9 +170,9 @@ def test_a_step_brings_values_exactly_where_there_is_a_critic(
 ) -> None:
     (shard,) = shards([random_samples(1, 4)], num_ranks=1, num_micro=1)
     one_rank.start(settings)
-    with pytest.raises(ValueError, match="got no value shard with a critic"):
+    with pytest.raises(AssertionError):
         one_rank.call("train_step", shard=shard)
     built = play(one_rank, version=0).built
     one_rank.start(changed(settings, baseline=Baseline.MEAN))
-    with pytest.raises(ValueError, match="got a value shard without a critic"):
+    with pytest.raises(AssertionError):
         one_rank.call("train_step", shard=shard, value_shard=built.value_shards[0])

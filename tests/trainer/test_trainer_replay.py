@@ -28,9 +28,8 @@ from actors.batch import MicroBatch, Minibatch, RankShard
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
 from actors.trainer.export import export_checkpoint
 from actors.trainer.loss.settings import Denominator, KlSettings, LossSettings
+from actors.trainer.rank import ScoredMinibatch, save_inputs
 from actors.trainer.settings import Dtype, RankSettings
-from actors.trainer.shard_check import ShardRefused
-from actors.trainer.skipped import SkippedUpdate, save_skipped
 from actors.trainer.statistics import StepStats
 
 
@@ -144,23 +143,6 @@ def test_the_old_policy_replays_and_the_reference_routes_by_itself(
     assert replayed["kl_max"] > 1e-4
 
 
-def test_records_that_do_not_fit_are_refused_on_every_rank_and_the_group_goes_on(
-    models: dict[str, str], two_ranks: World, tmp_path: Path
-) -> None:
-    settings = settings_for(models["qwen3"], tmp_path)
-    own = shards_of(weigh(recorded_batch(models["qwen3"])), num_ranks=2, share_prefixes=True)
-    row = own[1]["shard"].minibatches[0].micro_batches[0]
-    assert row.experts is not None
-    wrong = replace(row, experts=replace(row.experts, indices=row.experts.indices[:, :1]))
-    rest = own[1]["shard"].minibatches[0].micro_batches[1:]
-    spoilt = replace(own[1]["shard"], minibatches=(Minibatch(micro_batches=(wrong, *rest)),))
-    two_ranks.start(settings)
-    with pytest.raises(ShardRefused, match=r"rank 1: .* expert records for \(1, 2\) layers"):
-        two_ranks.call_each("train_step", [own[0], {"shard": spoilt}])
-    stats: StepStats = two_ranks.call_each("train_step", own)[0]
-    assert stats.num_updates == 1
-
-
 def test_a_bfloat16_policy_replays_too(
     models: dict[str, str], one_rank: World, two_ranks: World, tmp_path: Path
 ) -> None:
@@ -180,14 +162,13 @@ def test_the_inputs_of_a_skipped_update_hold_the_records_and_no_pickle(
     row = pack_row(weigh(samples))
     plain = replace(row, experts=None)
     scores = [torch.zeros(row.num_trained), torch.full((plain.num_trained,), -1.5)]
-    skipped = SkippedUpdate(
-        step=3,
-        update=0,
-        rank=1,
-        minibatch=Minibatch(micro_batches=(row, plain)),
-        reference=scores,
+    scored = ScoredMinibatch(
+        minibatch=Minibatch(micro_batches=(row, plain)), old=(None, None), reference=scores
     )
-    path = save_skipped(skipped, tmp_path)
+    path = tmp_path / "skipped" / "inputs.npz"
+    assert save_inputs(scored, path) == f"its inputs are in {path}"
+    (tmp_path / "file").touch()
+    assert "could not be saved: " in save_inputs(scored, tmp_path / "file" / "inputs.npz")
     own = {field.name for field in fields(MicroBatch)} - {"experts", "num_overruled_records"}
     with np.load(path, allow_pickle=False) as archive:
         read = {name: archive[name] for name in archive.files}

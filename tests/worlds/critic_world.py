@@ -13,6 +13,7 @@ from actors.merge.advantages import CriticSettings
 from actors.trainer.critic import Critic
 from actors.trainer.process_group import join_group
 from actors.trainer.settings import TrainerSettings
+from actors.trainer.sharded_model import Sharding
 from actors.trainer.statistics import CriticStats
 
 TIMEOUT_S = 300.0
@@ -30,14 +31,9 @@ def _update_twice(
         timeout_s=TIMEOUT_S,
         is_local=True,
     )
-    critic = Critic(
-        model,
-        CriticSettings(learning_rate=1e-3, warmup_updates=0),
-        TrainerSettings(),
-        mesh=mesh,
-        device=torch.device("cpu"),
-        param_dtype=torch.float32,
-    )
+    sharding = Sharding(mesh=mesh, device=torch.device("cpu"), param_dtype=torch.float32)
+    settings = CriticSettings(learning_rate=1e-3, warmup_updates=0)
+    critic = Critic(model, settings, TrainerSettings(), sharding)
     found.put((rank, [critic.update(shard) for _ in range(2)]))  # type: ignore[attr-defined]
     dist.destroy_process_group()
 

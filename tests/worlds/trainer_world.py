@@ -122,7 +122,7 @@ def pack(samples: Sequence[Sample], *, loss_weight: float = 1.0) -> MicroBatch:
     )
 
 
-FILLER = MicroBatch(
+PADDING = MicroBatch(
     token_ids=np.zeros(1, np.int32),
     position_ids=np.zeros(1, np.int32),
     segment_lengths=np.ones(1, np.int32),
@@ -145,9 +145,9 @@ def shards(
     step: int = 0,
     version: int = 0,
 ) -> list[RankShard]:
-    """Deal each minibatch's samples to ranks and micro-batches in turn; fill with fillers.
+    """Deal each minibatch's samples to ranks and micro-batches in turn.
 
-    Each token weighs the same in its minibatch.
+    Padding micro-batches make the ranks equal. Each token weighs the same in its minibatch.
     """
     dealt: list[list[Minibatch]] = [[] for _ in range(num_ranks)]
     for samples in minibatches:
@@ -155,7 +155,7 @@ def shards(
         for rank in range(num_ranks):
             own = samples[rank::num_ranks]
             rows = [own[part::num_micro] for part in range(num_micro)]
-            micro_batches = tuple(pack(row, loss_weight=weight) if row else FILLER for row in rows)
+            micro_batches = tuple(pack(row, loss_weight=weight) if row else PADDING for row in rows)
             dealt[rank].append(Minibatch(micro_batches=micro_batches))
     return [
         RankShard(step=step, trainer_version=version, minibatches=tuple(minibatches))

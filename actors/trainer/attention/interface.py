@@ -1,7 +1,7 @@
 """Attention over a packed row, as transformers' models call it.
 
 The linear layers of the model see one packed row [1, T, …]; in attention, and only there, the row
-is a forest (`forest_layout`). Invariant: the result equals running each path alone. The function is
+is a forest (`forest`). Invariant: the result equals running each path alone. The function is
 registered with transformers under `PACKED_ATTENTION`, so any decoder model that dispatches through
 its attention interface takes it; the model receives the layout as the keyword `packed_layout`.
 """
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from actors.trainer.attention.flex_forest import flex_forest_attention
-from actors.trainer.attention.forest_attention import forest_attention
-from actors.trainer.attention.forest_layout import PackedLayout
-from actors.trainer.attention.forest_plan import plan_for
+from actors.trainer.attention.cpu import forest_attention
+from actors.trainer.attention.flex import flex_forest_attention
+from actors.trainer.attention.forest import PackedLayout, plan_for
 
 PACKED_ATTENTION = "rayloom_packed"
 # Extra inputs of architectures whose attention is more than softmax(QK)V: answered, never ignored.

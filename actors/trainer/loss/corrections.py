@@ -1,9 +1,17 @@
-"""Importance weights and rejection masks for data of another policy; two separate values.
+"""Ratios of policies, and what is made of them: importance weights and rejection masks.
 
-Both look at log-ratio = trainer - behaviour: what the engine's own arithmetic and the data's age
-make of the same token. The weight rescales a token's loss; the mask takes the token out of the
-loss, and leaves it in the denominator: its weight in the aggregation is not given to others. Both
-are detached. Pure; called by `micro_batch`. Letters: [M] trained tokens of one micro-batch.
+Three policies, three names. *behaviour*: the engine that sampled the token. *old*: the trainer at
+the step's start. *current*: the trainer now. A ratio compares current with one of the other two,
+its denominator.
+
+Weights and masks are separate values, without gradient. Both look at log-ratio = trainer -
+behaviour: what the engine's own arithmetic and the data's age make of the same token. The weight
+rescales a token's loss; the mask takes the token out of the loss, and leaves it in the denominator:
+its weight in the aggregation is not given to others.
+
+A trajectory is all trained tokens of a row with the same number, in however many samples they lie:
+what is computed over it does not change when turns are merged. Pure; called by `micro_batch` and
+`divergence`. Letters: [M] trained tokens of one micro-batch.
 """
 
 from __future__ import annotations
@@ -13,7 +21,85 @@ import math
 import torch
 from torch import Tensor
 
-from actors.trainer.loss.trajectories import trajectory_mean, trajectory_min, trajectory_sum
+from actors.limits import MAX_LOG_RATIO
+
+
+def trajectory_sum(values: Tensor, trajectory_index: Tensor) -> Tensor:
+    """Sum each trajectory's tokens.
+
+    Args: values: [M] float. trajectory_index: [M] int64, each less than M.
+    Returns: [M] float, the sum of the token's own trajectory.
+    Example: values [1, 2, 4], index [0, 1, 0] -> [5, 2, 5]
+    """
+    # A slot for each token: the number of trajectories is known on the device only.
+    sums = torch.zeros_like(values).index_add(0, trajectory_index, values)
+    return sums.index_select(0, trajectory_index)
+
+
+def trajectory_mean(values: Tensor, trajectory_index: Tensor) -> Tensor:
+    """Average each trajectory's tokens; shapes as in `trajectory_sum`.
+
+    Example: values [1, 2, 4], index [0, 1, 0] -> [2.5, 2, 2.5]
+    """
+    counts = trajectory_sum(torch.ones_like(values), trajectory_index)
+    return trajectory_sum(values, trajectory_index) / counts
+
+
+def trajectory_min(values: Tensor, trajectory_index: Tensor) -> Tensor:
+    """Take the least of each trajectory's tokens; shapes as in `trajectory_sum`.
+
+    Example: values [1, 2, 4], index [0, 1, 0] -> [1, 2, 1]
+    """
+    least = torch.full_like(values, torch.inf)
+    least = least.scatter_reduce(0, trajectory_index, values, reduce="amin")
+    return least.index_select(0, trajectory_index)
+
+
+def token_log_ratio(current_logprobs: Tensor, denominator_logprobs: Tensor) -> Tensor:
+    """Compare each token's probability on its own.
+
+    ratio_t = exp(current_t - denominator_t).   Source: Schulman et al. 2017 (PPO), section 3
+    (deviation: by default the denominator is the sampler's recorded log-probability, not a
+    recomputed one).
+
+    Args: [M] float32, nats, both.
+    Returns: ln ratio_t, [M] float32, with gradient 1.
+    Example: current ln .3, denominator ln .2 -> ln 1.5
+    """
+    return current_logprobs - denominator_logprobs
+
+
+def sequence_log_ratio(
+    current_logprobs: Tensor, denominator_logprobs: Tensor, trajectory_index: Tensor
+) -> Tensor:
+    """Compare whole trajectories by the geometric mean of their tokens' ratios.
+
+    s_i = exp(mean_t(current_t - denominator_t)), ratio_t = sg[s_i] p_t / sg[p_t], over all trained
+    tokens t of trajectory i.   Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, section 4.1 for
+    s_i, section 4.3 (GSPO-token) for the straight-through form, whose value and gradient are those
+    of GSPO where the tokens of a trajectory share one advantage and one weight (deviation: a
+    trajectory's tokens are those of all its samples, not of one response).
+
+    Args: [M] float32, nats, both. trajectory_index: [M] int64.
+    Returns: ln ratio_t, [M] float32: ln s_i at each token of i, with gradient 1 for the token's
+        own log-probability.
+    Example: token log-ratios [ln 4, 0, 0], index [0, 0, 1] -> [ln 2, ln 2, 0]
+    """
+    log_ratio = (current_logprobs - denominator_logprobs).detach()
+    mean = trajectory_mean(log_ratio, trajectory_index)
+    return mean + (current_logprobs - current_logprobs.detach())
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """Raise e to a log-ratio, at most e^20, without gradient beyond.
+
+    Source: ours. Past a log-ratio of 88.7 float32 is infinite, and 0 times infinity, in the
+    backward pass of a clip that takes the token's gradient away, is not 0.
+
+    Args: log_ratio: [M], nats.    Returns: [M], of the same type.
+    Example: log-ratios [ln 2, 100] -> [2, e^20], gradients [2, 0]
+    """
+    return torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
 
 
 def truncated_token_weight(log_ratio: Tensor, *, cap: float) -> Tensor:

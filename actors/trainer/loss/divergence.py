@@ -7,12 +7,13 @@ Letters: [M] trained tokens of one micro-batch; delta = log p - log q of the sam
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from actors.limits import MAX_LOG_RATIO
-from actors.trainer.loss.ratios import bounded_ratio
+from actors.trainer.loss.corrections import bounded_ratio
 from actors.trainer.loss.settings import KlEstimator
 
 
@@ -47,7 +48,8 @@ def kl_k3(delta: Tensor) -> Tensor:
     k3 = exp(delta) - 1 - delta, delta = log p - log q.   Source: Schulman 2020, "Approximating KL
     divergence" (deviations: `expm1` in float64, because float32 loses every digit of a small delta;
     delta counts as 20 at most, without gradient beyond). Its gradient for log q, weighed by
-    nothing, is that of KL(p || q) in expectation over q: the other direction.
+    nothing, is that of KL(p || q) in expectation over q: the other direction. For rewards,
+    `actors.merge.shaping.kl_penalties` has the same formula in NumPy.
 
     Returns: float64, nats.    Example: k3(ln 2) = 1 - ln 2 = .306853
     """
@@ -74,6 +76,8 @@ def reference_kl(
             return kl_k2(delta)
         case KlEstimator.K3:
             return kl_k3(delta)
+        case unknown:
+            assert_never(unknown)
 
 
 def corrected_reference_kl(
@@ -94,7 +98,7 @@ def corrected_reference_kl(
     Example: current ln .5, reference ln .25, behaviour ln .25, k1 -> 2 ln 2
     """
     ratio = bounded_ratio((current_logprobs - behaviour_logprobs).double())
-    if estimator is KlEstimator.K2:
+    if estimator == KlEstimator.K2:
         ratio = ratio.detach()
     return ratio * reference_kl(current_logprobs, reference_logprobs, estimator=estimator)
 
@@ -146,8 +150,13 @@ def outside_trust_region(
     Returns: outside_low, outside_high: [M] bool; the others are inside.
     Example: q .2, p .4, TV, bound .15, advantages [1, -1] -> high [True, False], low [False, False]
     """
-    measure = binary_tv if divergence is Divergence.BINARY_TV else binary_kl
-    is_far = measure(current_logprobs, behaviour_logprobs) > bound
+    match divergence:
+        case Divergence.BINARY_TV:
+            is_far = binary_tv(current_logprobs, behaviour_logprobs) > bound
+        case Divergence.BINARY_KL:
+            is_far = binary_kl(current_logprobs, behaviour_logprobs) > bound
+        case unknown:
+            assert_never(unknown)
     is_above = current_logprobs > behaviour_logprobs
     is_below = current_logprobs < behaviour_logprobs
     return is_far & is_below & (advantages < 0), is_far & is_above & (advantages > 0)

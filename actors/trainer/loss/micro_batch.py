@@ -3,63 +3,60 @@
 loss = sum_t w_t (m_t c_t L_t + b k_t - e H_t): w the aggregation's weight of the token, m the
 rejection mask, c the importance weight, L the objective's loss, k the KL term with coefficient b,
 H the entropy with coefficient e. There is no division here: micro-batches' losses add up to the
-update's, however tokens were merged, packed and dealt out. A masked token keeps its place in w.
+update's, however tokens were merged, packed and dealt out. A masked token keeps its weight in w.
 Called by `TrainerRank`. Letters: [M] trained tokens of one micro-batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from actors.trainer.loss import corrections
+from actors.trainer.loss.corrections import (
+    bounded_ratio,
+    sequence_log_ratio,
+    token_log_ratio,
+)
 from actors.trainer.loss.divergence import corrected_reference_kl, reference_kl
-from actors.trainer.loss.objectives import scale_negative
-from actors.trainer.loss.ratios import bounded_ratio, sequence_log_ratio, token_log_ratio
+from actors.trainer.loss.objectives import scale_negative, token_losses
 from actors.trainer.loss.settings import Correction, LossSettings, Ratio
-from actors.trainer.loss.surrogate import token_losses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchTerms:
-    """What one forward knows about its tokens; all [M], on one device.
-
-    current_logprobs, behaviour_logprobs, entropies: float32, nats. advantages: float32.
-    loss_weights: float32, each token's share of the update, made by the merge side.
-    trajectory_index: int64, equal for the tokens of a trajectory, each less than M.
-    sampled_versions: int64. trainer_version: what the trainer held at the step's start.
-    old_logprobs, reference_logprobs: float32, nats; None where the settings do not need them.
-    Raises: ValueError for tensors of different lengths, or of half precision, in which a sum over a
-    trajectory's tokens stops at 256.
-    """
+    """One forward's tokens and what was recorded of them; all [M], on one device."""
 
     current_logprobs: Tensor
+    """float32, nats, with gradient."""
     behaviour_logprobs: Tensor
+    """float32, nats."""
     entropies: Tensor
+    """float32, nats."""
     advantages: Tensor
+    """float32."""
     loss_weights: Tensor
+    """float32, each token's share of the update, made by the merge side."""
     trajectory_index: Tensor
+    """int64, equal for the tokens of a trajectory, each less than M."""
     sampled_versions: Tensor
+    """int64."""
     trainer_version: int
+    """What the trainer held at the step's start."""
     old_logprobs: Tensor | None = None
+    """float32, nats; None where the settings do not need them."""
     reference_logprobs: Tensor | None = None
+    """float32, nats; None where the settings do not need them."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor) and value.shape != self.current_logprobs.shape:
-                raise ValueError(
-                    f"loss: {field.name} has shape {list(value.shape)}, expected "
-                    f"{list(self.current_logprobs.shape)} as current_logprobs; one value a "
-                    "trained token"
-                )
-            if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-                raise ValueError(
-                    f"loss: {field.name} is {value.dtype}, expected float32; score tokens in "
-                    "float32, whatever the model computes in"
-                )
+        values = [getattr(self, field.name) for field in fields(self)]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        assert all(tensor.shape == self.current_logprobs.shape for tensor in tensors)
+        # In half precision a sum over a trajectory's tokens stops at 256.
+        assert all(tensor.dtype not in (torch.float16, torch.bfloat16) for tensor in tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,29 +77,31 @@ class RejectionMask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLoss:
-    """A micro-batch's share of the loss, and what the statistics ask about it.
-
-    loss: scalar float32, with gradient; everything else is without, [M].
-    ratio: float64, before the mask, at most e^20. token_losses: the objective's, weighed by the
-    importance weight, 0 where masked. importance_weights: 1 without a correction.
-    is_masked, clipped_low, clipped_high: bool. kl: float64, nats; None without a KL term.
-    """
+    """A micro-batch's share of the loss, and what the statistics ask about it; all [M] but loss."""
 
     loss: Tensor
+    """Scalar float32, with gradient; everything else is without."""
     ratio: Tensor
+    """float64, before the mask, at most e^20."""
     token_losses: Tensor
+    """The objective's, weighed by the importance weight, 0 where masked."""
     importance_weights: Tensor
+    """1 without a correction."""
     is_masked: Tensor
+    """bool."""
     mask: RejectionMask
     clipped_low: Tensor
+    """bool, as `objectives` defines it; False where masked."""
     clipped_high: Tensor
+    """bool, likewise."""
     kl: Tensor | None
+    """float64, nats; None without a KL term."""
 
 
 def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBatchLoss:
     """Compute this micro-batch's share of the update's loss.
 
-    Raises: ValueError when the settings need log-probabilities that the terms do not have.
+    Args: terms: with the log-probabilities that the settings need.
     Example: current ln .6, behaviour ln .4, advantage 1, weight .25, defaults: ratio 1.5, clipped
         at 1.28, loss -.32
     """
@@ -147,18 +146,18 @@ def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBat
 def _denominator(terms: MicroBatchTerms, settings: LossSettings) -> Tensor:
     if not settings.needs_old:
         return terms.behaviour_logprobs
-    if terms.old_logprobs is None:
-        raise ValueError(
-            "loss: no old log-probabilities for denominator old; score the tokens at the step's "
-            "start, or set denominator to behaviour"
-        )
+    assert terms.old_logprobs is not None
     return terms.old_logprobs
 
 
 def _log_ratio(terms: MicroBatchTerms, denominator: Tensor, settings: LossSettings) -> Tensor:
-    if settings.ratio is Ratio.TOKEN:
-        return token_log_ratio(terms.current_logprobs, denominator)
-    return sequence_log_ratio(terms.current_logprobs, denominator, terms.trajectory_index)
+    match settings.ratio:
+        case Ratio.TOKEN:
+            return token_log_ratio(terms.current_logprobs, denominator)
+        case Ratio.SEQUENCE:
+            return sequence_log_ratio(terms.current_logprobs, denominator, terms.trajectory_index)
+        case unknown:
+            assert_never(unknown)
 
 
 def _rejection_mask(
@@ -186,21 +185,19 @@ def _importance_weights(drift: Tensor, trajectory_index: Tensor, settings: LossS
             return corrections.truncated_token_weight(drift, cap=cap)
         case Correction.TRUNCATE_SEQUENCE:
             return corrections.truncated_sequence_weight(drift, trajectory_index, cap=cap)
+        case unknown:
+            assert_never(unknown)
 
 
 def _kl(terms: MicroBatchTerms, is_masked: Tensor, settings: LossSettings) -> Tensor | None:
     if not settings.needs_reference:
         return None
-    if terms.reference_logprobs is None:
-        raise ValueError(
-            f"loss: no reference log-probabilities for kl.coefficient {settings.kl.coefficient}; "
-            "score the tokens with the reference model, or set the coefficient to 0"
-        )
+    assert terms.reference_logprobs is not None
     current, reference = terms.current_logprobs, terms.reference_logprobs
     estimator = settings.kl.estimator
     if not settings.kl.corrected:
         return reference_kl(current, reference, estimator=estimator)
-    # The ratio of a masked token is what the mask distrusts: no such token in this term either.
+    # A masked token has a ratio that is not trusted, so it has no part in this term either.
     behaviour = torch.where(is_masked, current.detach(), terms.behaviour_logprobs)
     kl = corrected_reference_kl(current, reference, behaviour, estimator=estimator)
     return torch.where(is_masked, 0.0, kl)

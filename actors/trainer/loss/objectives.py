@@ -1,15 +1,24 @@
 """The policy objectives: from a ratio and an advantage to one loss a token.
 
-Each is a pure function, called by `surrogate`. All of them push a token up where its advantage is
-positive and down where it is negative; they differ in what stops the push. At ratio 1, every one
-has the gradient -A of plain policy gradient for the token's log-probability.
-Letters: [M] trained tokens of one micro-batch; r ratio, A advantage, p the token's probability.
+All of them push a token up where its advantage is positive and down where it is negative; they
+differ in what stops the push. At ratio 1, every one has the gradient -A of plain policy gradient
+for the token's log-probability. `token_losses` applies the one that the settings name and tells
+which tokens were *clipped*: the objective took their gradient away, or, in the objectives that
+bound a detached weight (cispo, reinforce, dppo_*), the bound was met: high above it, low below.
+Pure; called by `micro_batch`. Letters: [M] trained tokens of one micro-batch; r ratio, A advantage,
+p the token's probability.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import assert_never
+
 import torch
 from torch import Tensor
+
+from actors.trainer.loss.divergence import Divergence, outside_trust_region
+from actors.trainer.loss.settings import LossSettings, Objective
 
 
 def ppo_clip(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
@@ -78,7 +87,7 @@ def reinforce(
 
 
 def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> Tensor:
-    """Let a smooth gate, in the place of a clip, fade the update out as the ratio leaves 1.
+    """Let a smooth gate, instead of a clip, fade the update out as the ratio leaves 1.
 
     loss = -(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_positive where A > 0, else tau_negative.
     The gradient for log p is -4 g (1 - g) r A with g the sigmoid: 1 at r = 1, whatever tau.
@@ -120,3 +129,70 @@ def scale_negative(advantages: Tensor, *, negative_weight: float) -> Tensor:
     Example: advantages [2, -2], weight .25 -> [2, -.5]
     """
     return torch.where(advantages < 0, negative_weight * advantages, advantages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLosses:
+    """An objective's losses, and the tokens that it clipped."""
+
+    losses: Tensor
+    """[M] float32, with gradient."""
+    clipped_low: Tensor
+    """[M] bool."""
+    clipped_high: Tensor
+    """[M] bool."""
+
+
+def token_losses(
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    current_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    settings: LossSettings,
+) -> TokenLosses:
+    """Apply the objective that the settings name.
+
+    Args: [M] float32, all; ratio with gradient. behaviour_logprobs: what DPPO's trust region is
+        around.
+    """
+    low, high, cap = settings.clip_low, settings.clip_high, settings.ratio_cap
+    clipped_low = clipped_high = torch.zeros_like(ratio, dtype=torch.bool)
+    match settings.objective:
+        case Objective.PPO_CLIP:
+            losses = ppo_clip(ratio, advantages, clip_low=low, clip_high=high)
+            clipped_low = (advantages < 0) & (ratio < 1.0 - low)
+            clipped_high = (advantages > 0) & (ratio > 1.0 + high)
+        case Objective.DUAL_CLIP:
+            bound = settings.dual_clip
+            losses = dual_clip(ratio, advantages, clip_low=low, clip_high=high, bound=bound)
+            clipped_low = (advantages < 0) & (ratio < 1.0 - low)
+            clipped_high = (advantages > 0) & (ratio > 1.0 + high)
+            clipped_high |= (advantages < 0) & (ratio > bound)
+        case Objective.CISPO:
+            losses = cispo(ratio, advantages, current_logprobs, clip_low=low, clip_high=high)
+            clipped_low, clipped_high = ratio < 1.0 - low, ratio > 1.0 + high
+        case Objective.REINFORCE:
+            losses = reinforce(ratio, advantages, current_logprobs, ratio_cap=cap)
+            clipped_high = ratio > cap
+        case Objective.SAPO:
+            losses = sapo(
+                ratio,
+                advantages,
+                tau_positive=settings.sapo_tau_positive,
+                tau_negative=settings.sapo_tau_negative,
+            )
+        case Objective.DPPO_TV | Objective.DPPO_KL:
+            is_tv = settings.objective == Objective.DPPO_TV
+            clipped_low, clipped_high = outside_trust_region(
+                current_logprobs,
+                behaviour_logprobs,
+                advantages,
+                divergence=Divergence.BINARY_TV if is_tv else Divergence.BINARY_KL,
+                bound=settings.divergence_bound,
+            )
+            keep = ~(clipped_low | clipped_high)
+            losses = dppo(ratio, advantages, current_logprobs, keep=keep, ratio_cap=cap)
+        case unknown:
+            assert_never(unknown)
+    return TokenLosses(losses=losses, clipped_low=clipped_low, clipped_high=clipped_high)

@@ -46,19 +46,18 @@ class TinyShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyModelReport:
-    """What was built, or found already built.
-
-    first_loss, last_loss: nats a token, means over the first and last five warm-up steps; None
-    without a warm-up. was_reused: the directory held this very model.
-    """
+    """What was built, or found already built."""
 
     directory: Path
     num_parameters: int
     vocab_size: int
     warmup_steps: int
     first_loss: float | None
+    """Nats a token, the mean of the first five warm-up steps; None without a warm-up."""
     last_loss: float | None
+    """Likewise, of the last five."""
     was_reused: bool
+    """The directory held this model already."""
 
 
 def build_tiny_model(
@@ -127,7 +126,7 @@ def _write_model(
     tie_word_embeddings: bool,
     on_step: Callable[[int, float], None] | None,
 ) -> dict[str, Any]:
-    """Make, warm up and save; return the report's fields that do not depend on the place."""
+    """Make, warm up and save; return the report's fields that do not depend on the directory."""
     tokenizer = build_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -180,7 +179,7 @@ def _mean(values: tuple[float, ...]) -> float | None:
 
 
 def _read_marker(directory: Path) -> dict[str, Any] | None:
-    """Return what an earlier build wrote; None where nothing stands in the way."""
+    """Return what an earlier build wrote; None where the directory is free."""
     if not directory.exists():
         return None
     if directory.is_dir() and not any(directory.iterdir()):

@@ -15,8 +15,8 @@ TURN_END = "<|end|>"
 ROLE_TOKENS = {role: f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}
 TOOL_TOKENS = ("<tool_call>", "</tool_call>")
 
-# One token opens a message and one ends it: on two cores each token of a turn is felt. Every
-# message is rendered alone, because a rendering that looks at its neighbours cannot be appended to.
+# One token opens a message and one ends it: generation dominates on CPU, so the template is short.
+# Every message is rendered alone: a rendering that depends on its neighbours cannot be appended to.
 CHAT_TEMPLATE = """
 {%- macro text(content) -%}
 {%- if content is string -%}{{- content -}}

@@ -31,15 +31,14 @@ SPOILT_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A chat whose assistant messages are the targets.
-
-    messages: (role, content) pairs. has_calculator: the tool is offered. untrained: indices of
-    assistant messages that are context only.
-    """
+    """A chat whose assistant messages are the targets."""
 
     messages: tuple[tuple[str, str], ...]
+    """(role, content) pairs."""
     has_calculator: bool = False
+    """The tool is offered."""
     untrained: frozenset[int] = frozenset()
+    """Indices of assistant messages that are context only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,23 +1,122 @@
-"""How the CPU computes attention over a forest: which blocks of queries meet which keys.
+"""The layout of a packed row (which tokens attend to which), and the CPU's plan to compute it.
 
-Each piece (a segment, or a part of one) attends causally to itself; pieces of similar length are
-padded together into buckets. Each piece's keys are then met by all its descendants at once: in
-preorder those are one contiguous block of queries. So no key is ever copied for a path, and every
-pair of query and key is in exactly one block. Under a sliding window segments are first cut into
-pieces no longer than the window: within a piece the window then hides nothing, and a block keeps
-only the queries near enough to see its last key. Pure; called by `forest_attention`.
+A row is a forest of segments in preorder (`actors.batch.MicroBatch`); a row without shared prefixes
+is the forest whose segments are all roots. A token attends to the tokens before it on its path.
+Because of the preorder that is one comparison: query q sees key k when k <= q < subtree_end[k].
+
+The plan computes it in blocks. Each piece (a segment, or a part of one) attends causally to itself;
+pieces of similar length are padded together into buckets. Each piece's keys are then met by all its
+descendants at once: in preorder those are one contiguous block of queries. So no key is copied for
+a path, and every pair of query and key is in exactly one block. Under a sliding window segments are
+first cut into pieces no longer than the window: within a piece the window then hides nothing, and a
+block keeps only the queries near enough to see its last key.
+
+Invariant: layout and plan hold for all layers of the row's forward and backward. Pure; called by
+`model`, `interface` and `cpu`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.trainer.attention.forest_layout import Ints, PackedLayout, Segments
+Ints = NDArray[np.int64]
+Counts = Sequence[int] | NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """Where the segments of a row begin and end; [S] int64 each."""
+
+    starts: Ints
+    """The row position of the first token."""
+    ends: Ints
+    """A segment's tokens are starts to ends - 1."""
+    subtree_ends: Ints
+    """Its descendants' tokens are ends to subtree_ends - 1."""
+    positions: Ints
+    """Of the first token on its path from the root."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.ends[-1])
+
+    @property
+    def lengths(self) -> Ints:
+        return self.ends - self.starts
+
+    def token_positions(self) -> Ints:
+        """[T], each token's number on its path from the root, from 0."""
+        offsets = np.repeat(self.positions - self.starts, self.lengths)
+        return np.arange(self.num_tokens, dtype=np.int64) + offsets
+
+    def token_subtree_ends(self) -> Ints:
+        """[T], the subtree end of each token's segment."""
+        return np.repeat(self.subtree_ends, self.lengths)
+
+
+class PackedLayout:
+    """What the attention of every layer needs of the row.
+
+    plans: what the device's attention made of it, by sliding window; filled as layers ask. No
+    dataclass: FSDP2 copies the dataclasses among a layer's inputs, and every layer would then plan
+    for itself.
+    """
+
+    def __init__(self, segments: Segments, device: torch.device) -> None:
+        self.segments = segments
+        self.device = device
+        self.plans: dict[int | None, Any] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return self.segments.num_tokens
+
+
+def trace_segments(lengths: Counts, parents: Counts) -> Segments:
+    """Find where each segment and its subtree stand.
+
+    Args: lengths: [S] tokens, at least one each, in preorder. parents: [S], -1 for a root.
+    Example: lengths [2, 1, 2], parents [-1, 0, 0] -> starts [0, 2, 3], ends [2, 3, 5],
+    subtree_ends [5, 3, 5], positions [0, 2, 2].
+    """
+    sizes, above = np.asarray(lengths, np.int64), np.asarray(parents, np.int64)
+    assert sizes.shape[0] and sizes.min() >= 1 and sizes.shape == above.shape
+    ends = np.cumsum(sizes)
+    positions, subtree_ends = np.zeros_like(ends), ends.copy()
+    path: list[int] = []
+    for segment, parent in enumerate(above.tolist()):
+        while path and path[-1] != parent:
+            path.pop()
+        assert parent == -1 or path, "segments are not in preorder"
+        if parent != -1:
+            positions[segment] = positions[parent] + sizes[parent]
+        path.append(segment)
+    for segment in range(len(ends) - 1, -1, -1):
+        parent = above[segment]
+        if parent != -1:
+            subtree_ends[parent] = max(subtree_ends[parent], subtree_ends[segment])
+    return Segments(starts=ends - sizes, ends=ends, subtree_ends=subtree_ends, positions=positions)
+
+
+def build_layout(
+    segment_lengths: Counts,
+    segment_parents: Counts | None = None,
+    *,
+    device: torch.device | str,
+) -> PackedLayout:
+    """Lay out one packed row.
+
+    Args: as `trace_segments`; without parents all segments are roots.
+    """
+    parents = [-1] * len(segment_lengths) if segment_parents is None else segment_parents
+    return PackedLayout(trace_segments(segment_lengths, parents), torch.device(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,26 +129,24 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Keys of one piece and the queries below it that see them.
-
-    queries: [Q] rows, all different; a slice where they are contiguous. keys: K rows.
-    visible: [Q, K] bool, at least one in each row; None for all.
-    """
+    """Keys of one piece and the queries below it that see them."""
 
     queries: slice | Tensor
+    """[Q] row positions, all different; a slice where they are contiguous."""
     keys: slice
+    """[K] row positions."""
     visible: Tensor | None
+    """[Q, K] bool, at least one in each row; None for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """gather: [S] int64, the buckets' slots one behind the other; values in [0, T], T is padding.
-
-    scatter: [T] int64, the slot of each token: gather[scatter[t]] == t.
-    """
+    """How one row is computed under one sliding window. A slot is an entry of a padded bucket."""
 
     gather: Tensor
+    """[slots] int64, the token in each slot, bucket after bucket; T in a slot of padding."""
     scatter: Tensor
+    """[T] int64, the slot of each token: gather[scatter[t]] == t."""
     buckets: tuple[Bucket, ...]
     blocks: tuple[Block, ...]
 

@@ -2,7 +2,7 @@
 
 Not yet run on a GPU: here only its mask is compared with the CPU's blocks, as booleans, and its
 uncompiled forward with the CPU's result. FlexAttention has no backward on the CPU. Called by
-`attention`.
+`interface`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from actors.trainer.attention.forest_layout import PackedLayout
+from actors.trainer.attention.forest import PackedLayout
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

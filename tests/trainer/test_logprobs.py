@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.trainer.logprobs import chunked_token_logprobs, token_logprobs
+from actors.trainer.logprobs import token_logprobs
 from actors.trainer.loss.settings import LossSettings
-from actors.trainer.projected_logprobs import projected_logprobs
 from benchmarks.live_memory import LiveMemory
 from benchmarks.loss_memory import backward_of_loss
 
@@ -18,38 +17,46 @@ TOKENS, HIDDEN, VOCABULARY = 23, 6, 41
 
 
 def obvious(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float
+    hidden: Tensor, head: torch.nn.Linear, targets: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Full logits, torch's own softmax and automatic differentiation."""
-    logprobs = torch.log_softmax(hidden @ weight.t() / temperature, -1)
+    logprobs = torch.log_softmax(head(hidden) / temperature, -1)
     return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
 
-def make_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def make_inputs(
+    dtype: torch.dtype = torch.float32, *, has_bias: bool = False
+) -> tuple[Tensor, torch.nn.Linear, Tensor]:
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator)
     targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
-    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+    head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=has_bias, dtype=dtype)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if has_bias:
+            head.bias.copy_(torch.linspace(0.0, 3.0, VOCABULARY))
+    return hidden.to(dtype).requires_grad_(), head, targets
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 23, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("has_entropy_gradient", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
 def test_values_and_gradients_equal_full_logits(
-    chunk_tokens: int, temperature: float, has_entropy_gradient: bool
+    chunk_tokens: int, temperature: float, has_entropy_gradient: bool, has_bias: bool
 ) -> None:
-    hidden, weight, targets = make_inputs()
+    hidden, head, targets = make_inputs(has_bias=has_bias)
     slopes = torch.linspace(-1.0, 2.0, TOKENS)
-    fused = projected_logprobs(
+    fused = token_logprobs(
         hidden,
-        weight,
+        head,
         targets,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         has_entropy_gradient=has_entropy_gradient,
     )
-    plain = obvious(hidden, weight, targets, temperature=temperature)
+    plain = obvious(hidden, head, targets, temperature=temperature)
     for ours, theirs in zip(fused, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert fused[1].requires_grad is has_entropy_gradient
@@ -58,25 +65,25 @@ def test_values_and_gradients_equal_full_logits(
         loss = (slopes * logprobs).sum()
         if has_entropy_gradient:
             loss = loss + (slopes.flip(0) * entropies).sum()
-        gradients.append(torch.autograd.grad(loss, (hidden, weight)))
+        gradients.append(torch.autograd.grad(loss, (hidden, *head.parameters())))
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_in_bfloat16_chunks_add_up_in_float32() -> None:
-    hidden, weight, targets = make_inputs(torch.bfloat16)
+    hidden, head, targets = make_inputs(torch.bfloat16)
     results = []
     for chunk_tokens in (1, TOKENS):
-        logprobs, _ = projected_logprobs(
+        logprobs, _ = token_logprobs(
             hidden,
-            weight,
+            head,
             targets,
             temperature=1.0,
             chunk_tokens=chunk_tokens,
             has_entropy_gradient=False,
         )
         assert logprobs.dtype == torch.float32
-        results.append(torch.autograd.grad(logprobs.sum(), (hidden, weight)))
+        results.append(torch.autograd.grad(logprobs.sum(), (hidden, head.weight)))
     for one_by_one, at_once in zip(*results, strict=True):
         assert one_by_one.dtype == torch.bfloat16
         scale = float(at_once.abs().max())
@@ -84,10 +91,10 @@ def test_in_bfloat16_chunks_add_up_in_float32() -> None:
 
 
 def test_no_token_is_no_score_and_a_gradient_of_zero() -> None:
-    hidden, weight, targets = make_inputs()
-    logprobs, entropies = projected_logprobs(
+    hidden, head, targets = make_inputs()
+    logprobs, entropies = token_logprobs(
         hidden[:0],
-        weight,
+        head,
         targets[:0],
         temperature=1.0,
         chunk_tokens=4,
@@ -95,20 +102,7 @@ def test_no_token_is_no_score_and_a_gradient_of_zero() -> None:
     )
     assert logprobs.shape == entropies.shape == (0,)
     logprobs.sum().backward()
-    assert weight.grad is not None and not weight.grad.any()
-
-
-def test_a_head_with_a_bias_is_applied_as_it_is() -> None:
-    hidden, weight, targets = make_inputs()
-    head = torch.nn.Linear(HIDDEN, VOCABULARY)
-    with torch.no_grad():
-        head.weight.copy_(weight)
-        head.bias.copy_(torch.linspace(0.0, 3.0, VOCABULARY))
-    logprobs, _ = chunked_token_logprobs(
-        hidden, targets, output_head=head, temperature=1.0, chunk_tokens=5
-    )
-    expected, _ = token_logprobs(head(hidden), targets, temperature=1.0)
-    torch.testing.assert_close(logprobs, expected)
+    assert head.weight.grad is not None and not head.weight.grad.any()
 
 
 @pytest.mark.parametrize("entropy_coefficient", [0.0, 0.01])
@@ -159,10 +153,10 @@ def test_live_memory_counts_each_storage_until_it_dies() -> None:
 def test_a_chunk_of_nothing_and_a_temperature_of_zero_are_refused(
     chunk_tokens: int, temperature: float
 ) -> None:
-    with pytest.raises(ValueError, match="expected at least 1 and more than 0"):
-        projected_logprobs(
+    with pytest.raises(AssertionError):
+        token_logprobs(
             torch.zeros(2, 4),
-            torch.zeros(8, 4),
+            torch.nn.Linear(4, 8),
             torch.zeros(2, dtype=torch.int64),
             temperature=temperature,
             chunk_tokens=chunk_tokens,

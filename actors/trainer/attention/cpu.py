@@ -5,9 +5,9 @@ lse = log(sum_b exp(lse_b)), out = sum_b exp(lse_b - lse) out_b.   Source: Milak
 2018, section 3, as used in FlashAttention (Dao et al. 2022, section 3.1). The gradient of a block
 needs only the whole row's `out` and `lse` (ibid., algorithm 4, lines 14 to 20), so each block is
 given to torch's own kernel once in each direction, and gradients of shared keys add up block by
-block: in no order but the plan's, without an atomic scatter-add. The kernel is the one that
-`scaled_dot_product_attention` runs on the CPU; it is called below that function because only there
-it tells the normalisers. Called by `attention`.
+block, in the plan's order and without an atomic scatter-add. The kernel is the one that
+`scaled_dot_product_attention` runs on the CPU; it is called directly because that function does not
+return the normalisers. Called by `interface`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.trainer.attention.forest_plan import AttentionPlan, Block, Bucket
+from actors.trainer.attention.forest import AttentionPlan, Block, Bucket
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -96,9 +96,9 @@ class _ForestAttention(torch.autograd.Function):
                 attn_mask=_additive(block, query.dtype),
                 scale=ctx.scaling,
             )
-            places = (block.queries, block.keys, block.keys)
-            for total, place, part in zip(sums, places, parts, strict=True):
-                _add(total, place, part[0].transpose(0, 1))
+            positions = (block.queries, block.keys, block.keys)
+            for total, own, part in zip(sums, positions, parts, strict=True):
+                _add(total, own, part[0].transpose(0, 1))
         return (*(each.to(query.dtype) for each in sums), None, None)
 
 
@@ -190,20 +190,22 @@ def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
     return hidden.masked_fill_(~block.visible, -torch.inf)
 
 
-def _take(rows: Tensor, place: slice | Tensor) -> Tensor:
-    return rows[place] if isinstance(place, slice) else rows.index_select(0, place)
+def _take(rows: Tensor, positions: slice | Tensor) -> Tensor:
+    if isinstance(positions, slice):
+        return rows[positions]
+    return rows.index_select(0, positions)
 
 
-def _put(rows: Tensor, place: slice | Tensor, values: Tensor) -> None:
-    if isinstance(place, slice):
-        rows[place] = values
+def _put(rows: Tensor, positions: slice | Tensor, values: Tensor) -> None:
+    if isinstance(positions, slice):
+        rows[positions] = values
     else:
-        rows.index_copy_(0, place, values)
+        rows.index_copy_(0, positions, values)
 
 
-def _add(rows: Tensor, place: slice | Tensor, values: Tensor) -> None:
-    """The rows of a place are all different: adding is a take, a sum and a put."""
-    if isinstance(place, slice):
-        rows[place] += values
+def _add(rows: Tensor, positions: slice | Tensor, values: Tensor) -> None:
+    """Positions are all different, so that adding is a take, a sum and a put."""
+    if isinstance(positions, slice):
+        rows[positions] += values
     else:
-        rows.index_copy_(0, place, rows.index_select(0, place) + values)
+        rows.index_copy_(0, positions, rows.index_select(0, positions) + values)

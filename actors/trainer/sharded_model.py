@@ -1,0 +1,315 @@
+"""A model sharded over the ranks by FSDP2: its weights, its optimiser and its checkpoint.
+
+`ShardedModel` is only scored; `TrainedModel` has AdamW as well: gradients are clipped by their
+global norm, and an update that is not finite is never applied. Invariants: all ranks decide from
+the same gathered numbers; the optimiser's state exists from the start, so that a checkpoint taken
+before the first update resumes exactly. Used alike by policy, critic and reference; collective.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from transformers import PreTrainedModel
+
+from actors.trainer import checkpoint
+from actors.trainer.checkpoint import CheckpointError, Progress
+from actors.trainer.process_group import gather_rows, gather_texts
+from actors.trainer.settings import TrainerSettings
+
+_CRITIC = "critic"
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How a model is laid over the ranks."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    """Of this rank."""
+    param_dtype: torch.dtype
+    """What forward and backward compute in; master weights and reductions are float32."""
+    shard_between_micro_batches: bool = False
+    """Free the gathered weights and share out gradients after each micro-batch, not once an
+    update."""
+
+
+class ShardedModel(Generic[Model]):
+    """A module whose decoder layers are FSDP2 groups, and the rest of it one more.
+
+    Tied embedding and head land in the same group, so they stay one parameter. Gradients are
+    reduced in float32 and summed, not averaged: each token's loss weight is its share of the
+    whole update.
+    """
+
+    def __init__(self, model: Model, pretrained: PreTrainedModel, sharding: Sharding) -> None:
+        """Shard the model in place. pretrained: the Hugging Face model in it, with the layers."""
+        self.model = model
+        self.device = sharding.device
+        self._shards_between_micro_batches = sharding.shard_between_micro_batches
+        mixed = MixedPrecisionPolicy(param_dtype=sharding.param_dtype, reduce_dtype=torch.float32)
+        names = set(pretrained._no_split_modules or ())
+        layers = [module for module in model.modules() if type(module).__name__ in names]
+        for module in layers:
+            fully_shard(
+                module,
+                mesh=sharding.mesh,
+                mp_policy=mixed,
+                reshard_after_forward=sharding.shard_between_micro_batches,
+            )
+        fully_shard(model, mesh=sharding.mesh, mp_policy=mixed, reshard_after_forward=False)
+        self._groups = [module for module in (*layers, model) if isinstance(module, FSDPModule)]
+        for group in self._groups:
+            group.set_gradient_divide_factor(1.0)
+            # With a factor of one there is nothing to scale, and gloo knows only plain sums.
+            group.set_force_sum_reduction_for_comms(True)
+            # A rank whose tokens met none of an expert's weights must still join the reduction.
+            group.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def free_weights(self) -> None:
+        """Let go of gathered weights after a forward that no backward pass follows.
+
+        They would stay, and the next forward after an update would still read them.
+        """
+        for group in self._groups:
+            group.reshard()
+
+
+class TrainedModel(ShardedModel[Model]):
+    """A sharded model with AdamW over its parameters.
+
+    num_updates: applied so far; warm-up counts them.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pretrained: PreTrainedModel,
+        sharding: Sharding,
+        settings: TrainerSettings,
+        *,
+        stored: nn.Module | None = None,
+    ) -> None:
+        """stored: the part whose names a checkpoint has; None: the model itself."""
+        super().__init__(model, pretrained, sharding)
+        self.num_updates = 0
+        self._settings = settings
+        self._stored = model if stored is None else stored
+        self._optimizer = build_optimizer(model.parameters(), settings)
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next update."""
+        return learning_rate_at(
+            self.num_updates,
+            learning_rate=self._settings.learning_rate,
+            warmup_updates=self._settings.warmup_updates,
+        )
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Reduce gradients and free gathered weights once an update, after its last backward."""
+        is_synced = is_last or self._shards_between_micro_batches
+        root = self._groups[-1]
+        root.set_requires_gradient_sync(is_synced)
+        root.set_reshard_after_backward(is_synced)
+        root.set_is_last_backward(is_last)
+
+    def gather(self, statistics: Tensor) -> tuple[Tensor, float]:
+        """Gather a vector of every rank, and the global norm of the gradients with it.
+
+        Args: statistics: [S] float64, on this rank's device.
+        Returns: [ranks, S] on the CPU, and the norm before clipping; the same on every rank.
+        """
+        square = _squared_norm(self._local_gradients(), device=self.device)
+        rows = gather_rows(torch.cat([statistics, square[None]])).cpu()
+        return rows[:, :-1], math.sqrt(float(rows[:, -1].sum()))
+
+    def finish_update(self, *, grad_norm: float, is_applied: bool) -> None:
+        """Clip the gradients and apply them, or leave the weights alone; then drop the gradients.
+
+        Args: grad_norm: as `gather` returned it. is_applied: False for an update that is not
+            finite or has no tokens.
+        """
+        if is_applied:
+            if grad_norm > self._settings.max_grad_norm:
+                scale = self._settings.max_grad_norm / grad_norm
+                torch._foreach_mul_(self._local_gradients(), scale)
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.learning_rate
+            self._optimizer.step()
+            self.num_updates += 1
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: sharded weights and moments."""
+        return {
+            "model": get_model_state_dict(self._stored),
+            "optimizer": get_optimizer_state_dict(self._stored, self._optimizer),
+        }
+
+    def load_state(self, state: dict[str, Any], *, num_updates: int) -> None:
+        set_model_state_dict(self._stored, state["model"])
+        set_optimizer_state_dict(self._stored, self._optimizer, optim_state_dict=state["optimizer"])
+        self.num_updates = num_updates
+
+    def _local_gradients(self) -> list[Tensor]:
+        """This rank's shards of the gradients, those that are not empty."""
+        gradients = (parameter.grad for parameter in self.model.parameters())
+        shards = (
+            gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            for gradient in gradients
+            if gradient is not None
+        )
+        return [shard for shard in shards if shard.numel()]
+
+
+def learning_rate_at(num_updates: int, *, learning_rate: float, warmup_updates: int) -> float:
+    """Return the rate of the update that follows `num_updates` applied ones.
+
+    rate = learning_rate min(1, (num_updates + 1) / warmup_updates).
+
+    Example: rates of 1.0 warmed up over 4: .25, .5, .75, 1, 1, …
+    """
+    if warmup_updates <= 0:
+        return learning_rate
+    return learning_rate * min(1.0, (num_updates + 1) / warmup_updates)
+
+
+def build_optimizer(
+    parameters: Iterable[Parameter], settings: TrainerSettings
+) -> torch.optim.AdamW:
+    """Make AdamW with its moments present and its step counts at zero.
+
+    torch would make the state at the first update, and its checkpointing would run an update of
+    its own to have some: a run resumed from before the first update would then correct its biases
+    one step too early.
+    """
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.adam_epsilon,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    return optimizer
+
+
+def _squared_norm(shards: list[Tensor], *, device: torch.device) -> Tensor:
+    """The sum of squares over this rank's shards, a float64 scalar."""
+    if not shards:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(shards)).double().square().sum()
+
+
+def save_checkpoint(
+    root: Path,
+    progress: Progress,
+    *,
+    policy: TrainedModel[Any],
+    critic: TrainedModel[Any] | None = None,
+) -> Path:
+    """Write a checkpoint under a temporary name and rename it, when it is whole.
+
+    An older checkpoint of the same name (a step done again under the same lease) is replaced.
+
+    Returns: its directory, on every rank.
+    Raises: CheckpointError, on every rank, when a newer epoch has claimed the directory or a rank
+        cannot write its shard.
+    """
+    aside = checkpoint.temporary_path(root, progress)
+    is_writer = dist.get_rank() == 0
+    _together(lambda: checkpoint.begin(root, progress), does_run=is_writer)
+    try:
+        dcp.save(_state(policy, critic), checkpoint_id=aside)
+    except (CheckpointException, OSError) as error:
+        if is_writer:
+            # A full disk would otherwise stay full.
+            shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint {root / progress.directory_name}: a rank could not write its shard "
+            f"({_first_line(error)}); is the disk full, and does every rank see the same directory?"
+        ) from error
+    dist.barrier()
+    _together(lambda: checkpoint.finish(root, progress), does_run=is_writer)
+    return root / progress.directory_name
+
+
+def load_checkpoint(
+    path: Path, *, policy: TrainedModel[Any], critic: TrainedModel[Any] | None = None
+) -> Progress:
+    """Read a checkpoint into models and optimisers, whatever number of ranks wrote it.
+
+    A critic in it is left there when none is given.
+
+    Raises: CheckpointError when it is incomplete, broken, of another model, or has no critic for
+        the one that is given. The weights may then be half read: load another one before going on.
+    """
+    progress = checkpoint.read_manifest(path)
+    if critic is not None and progress.critic_updates is None:
+        raise CheckpointError(
+            f"checkpoint {path}: got none of a critic, expected one; the run that wrote it had no "
+            "critic: start a new run, with this one's export as its model"
+        )
+    state = _state(policy, critic)
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: its shards cannot be read ({_first_line(error)}), expected "
+            f"weights of {progress.model}; use an older one"
+        ) from error
+    policy.load_state(state, num_updates=progress.num_updates)
+    if critic is not None:
+        critic.load_state(state[_CRITIC], num_updates=progress.critic_updates or 0)
+    return progress
+
+
+def _state(policy: TrainedModel[Any], critic: TrainedModel[Any] | None) -> dict[str, Any]:
+    state = policy.state()
+    return state if critic is None else {**state, _CRITIC: critic.state()}
+
+
+def _together(work: Callable[[], None], *, does_run: bool) -> None:
+    """Run work on one rank while the others wait for its end; when it fails, all ranks raise."""
+    failure = ""
+    if does_run:
+        try:
+            work()
+        except (OSError, CheckpointError) as error:
+            failure = str(error)
+    failures = [text for text in gather_texts(failure) if text]
+    if failures:
+        raise CheckpointError(failures[0])
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
