@@ -23,7 +23,7 @@ from actors.merge.scoring import ScorePlan, plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.step import StepResult, build_step
 from actors.trajectory_queue.columns import TrajectoryColumns
-from actors.trajectory_queue.ledger import Settlement
+from actors.trajectory_queue.ledger import RolloutOutcome
 from actors.trajectory_queue.messages import StepInput
 
 FETCH_DEADLINE_S = 60.0
@@ -41,7 +41,7 @@ class MergeReply:
 
     step: int
     shards: tuple[Any, ...]
-    settlements: tuple[Settlement, ...]
+    outcomes: tuple[RolloutOutcome, ...]
     report: StepReport
     value_shards: tuple[Any, ...] = ()
     notices: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ class MergeActor:
         return MergeReply(
             step=step_input.step,
             shards=tuple(ray.put(shard) for shard in result.shards),
-            settlements=result.settlements,
+            outcomes=result.outcomes,
             report=result.report,
             value_shards=tuple(ray.put(shard) for shard in result.value_shards),
             notices=self._notices(result),

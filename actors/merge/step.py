@@ -37,19 +37,19 @@ from actors.merge.prefix import Merged
 from actors.merge.report import StepReport, StepTallies, report_step
 from actors.merge.settings import StepSettings
 from actors.merge.value_rows import ValuedSample, pack_values
-from actors.trajectory_queue.ledger import EvictionReason, Settlement
+from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome
 from actors.types import Trajectory
 from actors.value_batch import ValueShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """shards: one for each rank. settlements, judged: one for each trajectory, in their order.
+    """shards: one for each rank. outcomes, judged: one for each trajectory, in their order.
     value_shards: one for each rank where there is a critic.
     """
 
     shards: tuple[RankShard, ...]
-    settlements: tuple[Settlement, ...]
+    outcomes: tuple[RolloutOutcome, ...]
     report: StepReport
     judged: tuple[JudgedTrajectory, ...]
     value_shards: tuple[ValueShard, ...] = ()
@@ -117,7 +117,7 @@ def build_step(
     )
     return StepResult(
         shards=shards,
-        settlements=tuple(Settlement(rollout_id=v.rollout_id, reason=v.reason) for v in verdicts),
+        outcomes=tuple(RolloutOutcome(rollout_id=v.rollout_id, reason=v.reason) for v in verdicts),
         report=report_step(tallies, shards),
         judged=tuple(_handed_out(member) for member in members),
         value_shards=_value_shards(trained, settings, step=step) if settings.needs_values else (),
@@ -248,7 +248,7 @@ def _pack(
         [member.trajectory.group_id for member in trained],
         num_minibatches=settings.num_minibatches,
         seed=settings.seed,
-        step=step,
+        step=trainer_version,
     )
     sizes = [_size(member) for member in trained]
     minibatches: list[list[Minibatch]] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from service.intake.submission import SubmissionView, SubmitReply, Wanted
-from service.run.readiness import Readiness
+from service.run.health import Readiness
 
 
 class RunUnavailable(Exception):

@@ -25,7 +25,7 @@ from service.config.rewards import RewardConfig, kl_in_reward
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
 from service.intake.intake import IntakeSettings
-from service.run.failing import FailureLimits
+from service.run.health import FailureLimits
 
 MIB = 1 << 20
 # The run's store knows which checkpoints are committed; the trainer alone could drop one of them.

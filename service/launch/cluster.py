@@ -16,7 +16,7 @@ import ray
 from service.config.file import ConfigError
 from service.config.preflight import gpus_wanted
 from service.config.tree import Config
-from service.launch.stop_signals import kept_from_children
+from service.launch.signals import kept_from_children
 
 MIB = 1 << 20
 NAMESPACE = "rayloom"
@@ -113,7 +113,7 @@ def _init_local(config: Config) -> None:
     # Processes share the cores by their thread counts; Ray's own count must only admit them all.
     logical_cpus = max(psutil.cpu_count() or 1, int(cpus_wanted(config)) + 1)
     memory = psutil.virtual_memory().total
-    # Inherited by all that Ray starts. Named to Ray, it would start its first processes in vain.
+    # Set in os.environ, not runtime_env, which makes Ray discard its prestarted workers.
     os.environ["PYTHONPATH"] = _import_path()
     store_bytes = min(int(0.3 * memory), (config.queue.max_mib + 512) * MIB)
     start_ray(

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from actors.merge.report import StepReport
 from actors.trainer.statistics import StepStats
 from actors.types import TrajectorySummary
-from service.run.ports import PublishedVersion
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 from service.telemetry.step_statistics import step_statistics
 
@@ -18,7 +17,7 @@ def step_record(
     step: int,
     report: StepReport,
     stats: StepStats,
-    published: PublishedVersion,
+    parity_max: float | None,
     stages: StageSeconds,
 ) -> StepRecord:
     """What a step was: the merge actor's counts, the trainer's statistics, the publish."""
@@ -27,7 +26,7 @@ def step_record(
     mismatch = stats.mismatch
     return StepRecord(
         step=step,
-        policy_version=published.version,
+        policy_version=step,
         wall_time=time.time(),
         reward_mean=report.returns.mean if report.returns else None,
         scaled_reward_mean=report.scaled_return_mean,
@@ -55,7 +54,7 @@ def step_record(
         effective_sample_size=stats.effective_sample_fraction if was_trained else None,
         mismatch_k3=mismatch.k3_mean if mismatch else None,
         mismatch_max=mismatch.max_abs_delta if mismatch else None,
-        parity_max=published.parity_max,
+        parity_max=parity_max,
         is_skipped=stats.is_skipped,
         stages=stages,
         statistics=step_statistics(stats, report),

@@ -1,7 +1,7 @@
 """What a run came to: the content of summary.json, derived from its records; pure but for the file.
 
 The report and the closing lines are made from the same RunSummary, so that no two can disagree.
-A mean over nothing is None, never 0. Called by the supervisor when an epoch ends.
+A mean over nothing is None, never 0. Called by the supervisor when a run ends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,33 +31,6 @@ class HistoryLike(Protocol):
     def evaluations(self) -> Sequence[EvaluationRecord]: ...
     @property
     def num_epochs(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerTotals:
-    """Rollouts, over the whole lineage. evicted: by reason, only those that occurred."""
-
-    admitted: int = 0
-    trained: int = 0
-    evicted: Mapping[str, int] = field(default_factory=dict)
-    in_flight: int = 0
-
-    @classmethod
-    def of(cls, counts: LedgerCounts) -> LedgerTotals:
-        return cls(
-            admitted=counts.admitted,
-            trained=counts.trained,
-            evicted={reason.value: count for reason, count in counts.evicted.items()},
-            in_flight=counts.in_flight,
-        )
-
-    @property
-    def num_evicted(self) -> int:
-        return sum(self.evicted.values())
-
-    @property
-    def is_balanced(self) -> bool:
-        return self.admitted == self.trained + self.num_evicted + self.in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +89,7 @@ class RunSummary:
     packed_tokens: int
     inserted_tokens: int
     merge: MergeTotals
-    ledger: LedgerTotals
+    ledger: LedgerCounts
     mismatch: MismatchTotals
     parity_max: float | None
     malformed_share: FirstAndLast
@@ -176,7 +149,7 @@ class RunSummary:
 def summarize_run(
     history: HistoryLike,
     *,
-    ledger: LedgerTotals,
+    ledger: LedgerCounts,
     wall_s: float,
     versions: Mapping[str, str],
     name: str = "run",

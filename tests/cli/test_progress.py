@@ -12,13 +12,13 @@ from rich.cells import cell_len
 from rich.console import Console
 from worlds.record_builders import evaluation_record, step_record, unmeasured_step
 
+from actors.trajectory_queue.ledger import LedgerCounts
 from service import units
 from service.cli.display.progress import LineDisplay, LiveDisplay, open_display, step_line
 from service.cli.display.progress_state import ProgressState
 from service.cli.display.progress_view import STAGE_STYLES, picture, sparkline
-from service.run.status import Phase, RunStatus
+from service.run.health import Phase, RunStatus
 from service.telemetry.records import StageSeconds
-from service.telemetry.summary import LedgerTotals
 
 START = 1_795_000_000.0
 
@@ -32,7 +32,7 @@ def status_of(step: int, **changes: object) -> RunStatus:
         step=step,
         policy_version=step,
         records=(step_record(step),) if step else (),
-        ledger=LedgerTotals(admitted=20, trained=12, evicted={"masked": 2}, in_flight=6),
+        ledger=LedgerCounts(admitted=20, trained=12, evicted={"masked": 2}, in_flight=6),
         queue_items=6,
         queue_bytes=3 * 1024 * 1024,
         rollouts_done=16 * step,
@@ -178,7 +178,7 @@ def test_live_display_survives_unmeasured_steps_and_keeps_notices() -> None:
     display.update(status_of(0, phase=Phase.STARTING, metrics_address=None, run_dir=""))
     display.update(status_of(1, records=(unmeasured_step(1),), notices=("rank 1 [died]",)))
     display.update(status_of(1, records=(), evaluations=(evaluation_record(1, reward=None),)))
-    display.update(status_of(0, records=(), steps=0, ledger=LedgerTotals(admitted=1)))
+    display.update(status_of(0, records=(), steps=0, ledger=LedgerCounts(admitted=1)))
     display.close()
     written = stream.getvalue()
     assert "! rank 1 [died]" in written

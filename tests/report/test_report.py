@@ -21,6 +21,7 @@ from worlds.record_builders import (
     unmeasured_step,
 )
 
+from actors.trajectory_queue.ledger import LedgerCounts
 from actors.types import Outcome
 from service.report.figure import Mark
 from service.report.page import render_report, write_report, write_reward_png
@@ -30,7 +31,6 @@ from service.report.stacks import OUTCOMES, STAGES
 from service.report.style import PALETTE
 from service.report.verdict import balance_equation, checks, ending, verdict
 from service.telemetry.records import StageSeconds
-from service.telemetry.summary import LedgerTotals
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -214,7 +214,7 @@ def test_broken_promises_are_named() -> None:
         )
     )
     summary = summary_of(
-        run, ledger=LedgerTotals(admitted=9, trained=4, in_flight=2), policy_age_bound=1
+        run, ledger=LedgerCounts(admitted=9, trained=4, in_flight=2), policy_age_bound=1
     )
     found = checks(summary, run.steps)
     assert not any(check.is_kept for check in found)
@@ -223,7 +223,7 @@ def test_broken_promises_are_named() -> None:
 
 
 def test_a_broken_promise_stands_on_the_page() -> None:
-    summary = summary_of(Run(), ledger=LedgerTotals(admitted=9, trained=4, in_flight=2))
+    summary = summary_of(Run(), ledger=LedgerCounts(admitted=9, trained=4, in_flight=2))
     text = render_report(summary=summary, history=Run(), config_text="")
     assert text.count("✗") == 2
     assert "does not balance" in text

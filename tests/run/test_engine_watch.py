@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from actors.weights.board import BoardStatus, ReplicaReport
-from service.run.engine_watch import EngineNews, EngineWatch
+from service.run.health import EngineChange, EngineWatch
 
 
 def board(version: int, **versions: int | None) -> BoardStatus:
@@ -36,32 +36,33 @@ def test_a_start_and_a_publish_are_no_news() -> None:
         board(1, a=1, b=0),
         board(1, a=1, b=1),
     ]
-    assert {watch.look(status) for status in looks} == {EngineNews()}
-    assert watch.num_ready == 2
+    assert {watch.check(status) for status in looks} == {EngineChange()}
 
 
 def test_a_loss_and_a_return_are_told_once_each() -> None:
     watch = EngineWatch(num_expected=2)
-    watch.look(board(3, a=3, b=3))
-    lost = watch.look(board(3, a=3))
-    assert lost == EngineNews(num_lost=1, text="an engine was lost; 1 of 2 ready")
-    assert watch.look(board(4, a=3, c=None)) == EngineNews()
-    assert watch.look(board(4, a=4, c=4)).text == "an engine is back; 2 of 2 ready"
-    assert watch.look(board(5, a=5, c=5)) == EngineNews()
+    watch.check(board(3, a=3, b=3))
+    lost = watch.check(board(3, a=3))
+    assert lost == EngineChange(num_lost=1, text="an engine was lost; 1 of 2 ready")
+    assert watch.check(board(4, a=3, c=None)) == EngineChange()
+    assert watch.check(board(4, a=4, c=4)).text == "an engine is back; 2 of 2 ready"
+    assert watch.check(board(5, a=5, c=5)) == EngineChange()
 
 
 def test_all_engines_at_once_are_one_sentence() -> None:
     watch = EngineWatch(num_expected=2)
-    watch.look(board(1, a=1, b=1))
-    assert watch.look(board(1)) == EngineNews(num_lost=2, text="2 engines were lost; 0 of 2 ready")
-    assert watch.look(board(1, c=1)).text == "an engine is back; 1 of 2 ready"
-    assert watch.look(board(1, c=1, d=1)).text == "an engine is back; 2 of 2 ready"
+    watch.check(board(1, a=1, b=1))
+    assert watch.check(board(1)) == EngineChange(
+        num_lost=2, text="2 engines were lost; 0 of 2 ready"
+    )
+    assert watch.check(board(1, c=1)).text == "an engine is back; 1 of 2 ready"
+    assert watch.check(board(1, c=1, d=1)).text == "an engine is back; 2 of 2 ready"
 
 
 def test_a_replacement_between_two_looks_is_both() -> None:
     watch = EngineWatch(num_expected=1)
-    watch.look(board(1, a=1))
-    news = watch.look(board(1, b=1))
-    assert news == EngineNews(
+    watch.check(board(1, a=1))
+    news = watch.check(board(1, b=1))
+    assert news == EngineChange(
         num_lost=1, text="an engine was lost, an engine is back; 1 of 1 ready"
     )

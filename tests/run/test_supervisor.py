@@ -14,8 +14,8 @@ from worlds.run_driver import small_config
 from service.cli.train import EXIT_FAILED, _report_loss
 from service.config.file import load_config
 from service.launch.run_dir import RunDir
-from service.run.status import Phase
-from service.run.supervisor import Cursor, Supervisor
+from service.run.health import Cursor, Phase
+from service.run.supervisor import Supervisor
 from service.store.presence import live_holder
 from service.store.run_store import LeaseLost, RunStore, StoreError
 

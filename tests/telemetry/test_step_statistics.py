@@ -20,7 +20,6 @@ from actors.trainer.statistics import (
     StepStats,
     TokenSpread,
 )
-from service.run.ports import PublishedVersion
 from service.telemetry.records import StageSeconds, StepRecord
 from service.telemetry.statistic_names import STATISTIC_NAMES
 from service.telemetry.step_record import step_record as make_step_record
@@ -180,8 +179,7 @@ def test_a_zero_that_was_measured_stays() -> None:
 
 
 def test_the_record_of_a_step_keeps_its_statistics_on_the_way_to_the_store_and_back() -> None:
-    published = PublishedVersion(version=1, num_engines=1, parity_max=None, wall_s=0.0)
-    record = make_step_record(1, REPORT, STATS, published, StageSeconds())
+    record = make_step_record(1, REPORT, STATS, None, StageSeconds())
     assert record.statistics == step_statistics(STATS, REPORT)
     assert record.ratio_max == record.statistics["ratio_max"]
     assert StepRecord.from_json(record.to_json()) == record

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from actors.trajectory_queue.ledger import LedgerCounts
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 from service.telemetry.statistic_names import STATISTIC_NAMES
-from service.telemetry.summary import LedgerTotals, RunSummary, summarize_run
+from service.telemetry.summary import RunSummary, summarize_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ def learning_run(num_steps: int) -> Run:
 def summary_of(run: Run, **changes: Any) -> RunSummary:
     total = sum(record.num_trajectories for record in run.steps)
     given: dict[str, Any] = {
-        "ledger": LedgerTotals(admitted=total, trained=total),
+        "ledger": LedgerCounts(admitted=total, trained=total),
         "wall_s": 252.0,
         "versions": {"vllm": "0.32.0", "ray": "2.60.0", "torch": "2.13.0"},
     }

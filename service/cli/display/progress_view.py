@@ -15,7 +15,7 @@ from rich.text import Text
 
 from service import units
 from service.cli.display.progress_state import Line, ProgressState
-from service.run.status import Phase, RunStatus
+from service.run.health import Phase, RunStatus
 from service.telemetry.records import StageSeconds
 from service.telemetry.summary import evaluation_reward
 from service.visible import visible_text

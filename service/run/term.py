@@ -1,25 +1,24 @@
-"""One epoch of a run: the parts it starts from a checkpoint (or afresh), its loop, and their end.
+"""One term of a run: the actors it starts from a checkpoint (or afresh), its loop, and their end.
 
-An epoch ends with the run, with a stop, or with the loss of a part; the supervisor then starts the
-next one from the newest committed checkpoint. So a resumed run and a recovered one are one path.
+A term is the time under one lease. It ends with the run, with a stop, or with the loss of an actor
+that cannot be replaced in place; the supervisor then starts the next one from the newest committed
+checkpoint. So a resumed run and a recovered one are one path.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
 
 from actors.merge.actor import MergeActor
-from actors.trainer.group import Deadlines, TrainerGroup, TrainerRankLost
+from actors.trainer.group import Deadlines, TrainerGroup
 from actors.trainer.manifest import CheckpointError, claim
-from actors.trajectory_queue.actor import TrajectoryQueue
-from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
+from actors.trajectory_queue.actor import TrajectoryQueue, start_queue
 from service.config.settings_of import (
     environment_settings,
     failure_limits,
@@ -31,28 +30,20 @@ from service.config.settings_of import (
 from service.config.task_source import open_tasks
 from service.config.tree import Config
 from service.intake.intake import Intake
-from service.run.engines import Engines
+from service.launch.resume import prune_checkpoints
+from service.launch.run_dir import RunDir
+from service.run.engines import Engines, Publisher
 from service.run.environment_pool import EnvironmentPool, PoolSettings
-from service.run.loop import Loop, LoopSettings, Parts
-from service.run.parts import EngineParts, MergeParts, QueueParts, TrainerParts
-from service.run.ports import PartLost
-from service.run.status import Phase
+from service.run.health import Phase
+from service.run.loop import Handles, Loop, LoopSettings, Merge
+from service.run.remote_handles import MERGE_DEADLINE_S, RPC_DEADLINE_S, remote_handle
 from service.run.task_feed import ConfiguredTasks
-from service.store.run_store import Lease, RunStore
+from service.store.run_store import QUEUE_SNAPSHOT, Lease, RunStore
 from service.telemetry.recorder import RunRecorder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlaces:
-    """Where a run's model, checkpoints and journal lie, as every node sees them."""
-
-    model: str
-    checkpoints: Path
-    journal: Path
-
-
 class ParentUnusable(Exception):
-    """The checkpoint that the epoch was to go on from cannot be loaded. directory: its name."""
+    """The checkpoint that the term was to go on from cannot be loaded. directory: its name."""
 
     def __init__(self, directory: str, reason: str) -> None:
         super().__init__(directory, reason)
@@ -62,33 +53,38 @@ class ParentUnusable(Exception):
         return self.reason
 
 
-class Epoch:
+class Term:
     """Made once per lease; `run` it, then `stop` it, whatever happened."""
 
     def __init__(
         self,
         config: Config,
-        places: RunPlaces,
+        run_dir: RunDir,
         *,
+        model: str,
         lease: Lease,
         engines: Engines,
         store: RunStore,
         recorder: RunRecorder,
         intake: Intake | None = None,
     ) -> None:
-        """intake: where the tasks come from; None: the configuration's own."""
+        """model: its path or name. intake: where tasks come from; None: the configuration."""
         self._config = config
-        self._places = places
+        self._run_dir = run_dir
+        self._model = model
         self._lease = lease
         self._engines = engines
         self._store = store
         self._recorder = recorder
         self._intake = intake
-        queue_class: Any = TrajectoryQueue
-        self._queue_actor = queue_class.remote(queue_settings(config), self._snapshot())
-        self.queue = QueueParts(self._queue_actor)
+        parent = lease.parent
+        snapshot = QUEUE_SNAPSHOT.validate_python(parent.queue_snapshot) if parent else None
+        self._queue_actor = start_queue(queue_settings(config), snapshot)
+        self.queue = remote_handle(
+            self._queue_actor, TrajectoryQueue, name="trajectory queue", deadline_s=RPC_DEADLINE_S
+        )
         self._group = TrainerGroup(
-            trainer_settings(config, model=places.model, checkpoint_dir=places.checkpoints),
+            trainer_settings(config, model=model, checkpoint_dir=run_dir.checkpoints),
             deadlines=Deadlines(step_s=config.trainer.step_deadline_s),
             gpus_per_rank=config.trainer.gpus_per_rank,
         )
@@ -118,21 +114,21 @@ class Epoch:
             self._loop.stop()
 
     async def run(self) -> None:
-        """Start the parts and train, until the end or a stop.
+        """Start the actors and train, until the end or a stop.
 
-        Raises: PartLost; GivenUp; LeaseLost; TrainerStartFailed for a rank that cannot start
-            however often; ParentUnusable; CheckpointError for one that cannot be written.
+        Raises: ActorLost; RunFailed; LeaseLost; TrainerStartFailed for a rank that can never start;
+            ParentUnusable; CheckpointError for one that cannot be written.
         """
-        engine_parts = await self._start_unless_stopped()
-        if engine_parts is None:
+        publisher = await self._start_unless_stopped()
+        if publisher is None:
             return
         self._recorder.phase(Phase.TRAINING, "")
         assert self._pool is not None
-        self._loop = Loop(self._parts(engine_parts), self._loop_settings())
+        self._loop = Loop(self._handles(publisher), self._loop_settings())
         training = asyncio.create_task(self._loop.run())
         watching = [
             asyncio.create_task(self._pool.watch()),
-            asyncio.create_task(self._watch_trainer()),
+            asyncio.create_task(self._group.watch()),
         ]
         try:
             await asyncio.wait({training, *watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -145,17 +141,10 @@ class Epoch:
                 task.cancel()
             await asyncio.gather(training, *watching, return_exceptions=True)
 
-    async def _watch_trainer(self) -> None:
-        """Raises: PartLost."""
-        try:
-            await self._group.watch()
-        except TrainerRankLost as error:
-            raise PartLost(str(error)) from error
-
     async def stop(self, *, is_orderly: bool) -> None:
-        """End this epoch's actors; the engines stay.
+        """End this term's actors; the engines stay.
 
-        Only parts that are sound, and that began to train, have something to hand over.
+        is_orderly: no actor is lost; only then, and once training began, they hand over their work.
         """
         if is_orderly and self.is_training:
             assert self._pool is not None
@@ -169,14 +158,7 @@ class Epoch:
             if actor is not None:
                 ray.kill(actor)
 
-    async def stats(self) -> QueueStats:
-        return await self.queue.stats()
-
-    def _snapshot(self) -> QueueSnapshot | None:
-        parent = self._lease.parent
-        return None if parent is None else QueueSnapshot.from_json(parent.queue_snapshot)
-
-    async def _start_unless_stopped(self) -> EngineParts | None:
+    async def _start_unless_stopped(self) -> Publisher | None:
         """Start; None when a stop was asked for before the start was over."""
         if self._stop_asked.is_set():
             return None
@@ -190,50 +172,47 @@ class Epoch:
                 task.cancel()
             await asyncio.gather(starting, stopped, return_exceptions=True)
 
-    async def _start(self) -> EngineParts:
+    async def _start(self) -> Publisher:
         config, version = self._config, self.first_step - 1
         self._recorder.starting("engines and trainer")
-        claim(self._places.checkpoints, self._lease.epoch)
-        await self._engines.open_epoch(self._lease.epoch)
-        try:
-            await self._group.start()
-            await self._load_parent()
-        except TrainerRankLost as error:
-            raise PartLost(str(error)) from error
+        claim(self._run_dir.checkpoints, self._lease.epoch)
+        await self._engines.open_term(self._lease.epoch)
+        await self._group.start()
+        await self._load_parent()
         self._merge_actor = self._start_merge_actor()
-        engine_parts = EngineParts(
+        publisher = Publisher(
             self._group,
             self._engines.board,
-            epoch=self._lease.epoch,
+            term=self._lease.epoch,
             deadline_s=config.inference.publish_deadline_s,
         )
-        await engine_parts.offer(version)
+        await publisher.publish(version)
         # Its actors import while the engines start; they play from `watch` on.
         self._pool = EnvironmentPool(
             PoolSettings(
                 num_actors=config.rollouts.num_actors,
                 settings_of=partial(environment_settings, config),
-                tokenizer_path=self._places.model,
+                tokenizer_path=self._model,
                 make_policy=self._engines.make_policy,
-                epoch=self._lease.epoch,
+                term=self._lease.epoch,
                 frozen_after_s=config.rollouts.frozen_after_s,
             ),
             queue_actor=self._queue_actor,
             queue=self.queue,
-            told=self._recorder,
+            recorder=self._recorder,
         )
         await self._cancel_again()
         self._recorder.starting("waiting for the engines")
         await self._engines.wait_ready(deadline_s=config.inference.start_deadline_s)
-        await engine_parts.wait(version)
-        return engine_parts
+        await publisher.wait_until_loaded(version)
+        return publisher
 
     def _start_merge_actor(self) -> ActorHandle:
         """Behind the trainer's start, which tells the shape of the model."""
         config, merge_class = self._config, cast(Any, MergeActor)
         actor: ActorHandle = merge_class.options(num_cpus=0).remote(
             replace(merge_settings(config), shape=self._group.shape),
-            journal_settings(config, directory=self._places.journal, epoch=self._lease.epoch),
+            journal_settings(config, directory=self._run_dir.journal, epoch=self._lease.epoch),
         )
         return actor
 
@@ -247,11 +226,11 @@ class Epoch:
         if parent is None:
             return
         try:
-            await self._group.load(self._places.checkpoints / parent.directory)
+            await self._group.load(self._run_dir.checkpoints / parent.directory)
         except CheckpointError as error:
             raise ParentUnusable(parent.directory, str(error)) from error
 
-    def _parts(self, engines: EngineParts) -> Parts:
+    def _handles(self, publisher: Publisher) -> Handles:
         assert self._pool is not None and self._merge_actor is not None
         config, algorithm = self._config, self._config.algorithm
         tasks = open_tasks(config)
@@ -260,25 +239,31 @@ class Epoch:
             group_size=algorithm.group_size,
             min_usable_samples=algorithm.min_usable_samples,
         )
-        return Parts(
+        merge: Merge = remote_handle(
+            self._merge_actor, cast(Any, Merge), name="merge actor", deadline_s=MERGE_DEADLINE_S
+        )
+        return Handles(
             queue=self.queue,
-            merge=MergeParts(self._merge_actor),
-            trainer=TrainerParts(
-                self._group,
-                self._store,
-                epoch=self._lease.epoch,
-                keep=config.run.keep_checkpoints,
-            ),
-            engines=engines,
+            merge=merge,
+            trainer=self._group,
+            publisher=publisher,
             environments=self._pool,
+            recorder=self._recorder,
             tasks=self._intake or own,
             evaluation_tasks=tasks.held_out(config.tasks.evaluation_tasks),
-            recorder=self._recorder,
+            prune_checkpoints=partial(
+                prune_checkpoints,
+                self._run_dir.checkpoints,
+                self._store,
+                term=self._lease.epoch,
+                keep=config.run.keep_checkpoints,
+            ),
         )
 
     def _loop_settings(self) -> LoopSettings:
         run, parent = self._config.run, self._lease.parent
         return LoopSettings(
+            term=self._lease.epoch,
             first_step=self.first_step,
             steps=run.steps,
             checkpoint_every=run.checkpoint_every,

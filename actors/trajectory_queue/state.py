@@ -12,29 +12,29 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
 from actors.outcomes import OutcomePolicy
-from actors.trajectory_queue.failures import FailureRow
 from actors.trajectory_queue.groups import (
     AttemptEnd,
     BlockRow,
+    FailureCounter,
     Group,
     GroupRequest,
+    Refills,
     Rollout,
     RolloutState,
     check_policy,
-    check_size,
+    check_request,
     new_group,
     restore_group,
 )
-from actors.trajectory_queue.ledger import EvictionReason, Ledger, Settlement, check_settlements
+from actors.trajectory_queue.ledger import EvictionReason, Ledger, RolloutOutcome, check_outcomes
 from actors.trajectory_queue.messages import (
     ActorReleased,
     Drained,
+    OpenSlot,
     QueueSettings,
     QueueSnapshot,
     QueueStats,
-    Vacancy,
 )
-from actors.trajectory_queue.refills import Refills
 from actors.trajectory_queue.window import AdmissionWindow
 from actors.types import Outcome, RolloutAssignment, TrajectorySummary
 
@@ -58,7 +58,7 @@ class QueueState:
             counts=snapshot.variance_refills if snapshot else None,
         )
         self._groups: dict[int, Group] = {}
-        self._home: dict[str, int] = {}
+        self._group_numbers: dict[str, int] = {}
         self._closed: set[int] = set()
         self._ready: list[tuple[bool, int, int, str]] = []
         self._handed_out: dict[str, None] = {}
@@ -66,25 +66,25 @@ class QueueState:
         self._waiting_bytes = 0
         self._summaries: list[TrajectorySummary] = []
         self._num_refused = self._num_retries = self._num_replaced_groups = 0
-        self._failures = FailureRow()
+        self._failures = FailureCounter()
         self._released: set[str] = set()
         self._is_ended = False
-        self._news = 0
+        self._num_changes = 0
         for each in snapshot.groups if snapshot else ():
             self._add(restore_group(each, policy=self._policy(each.task.environment)))
 
     @property
-    def news(self) -> int:
-        """A number that grows whenever what a caller waits for may have come."""
-        return self._news
+    def num_changes(self) -> int:
+        """It grows whenever something that a caller may wait for has changed."""
+        return self._num_changes
 
-    def admissible(self) -> list[Vacancy]:
-        """Group numbers that want a task now, replacements included, ascending."""
+    def admissible(self) -> list[OpenSlot]:
+        """Group numbers that have no task now, replacements included, ascending."""
         if self._is_ended:
             return []
         numbers = range(self._window.oldest, self._window.admissible_end)
         return [
-            Vacancy(group_number=number, replacement=self._replacements.get(number, 0))
+            OpenSlot(group_number=number, replacement=self._replacements.get(number, 0))
             for number in numbers
             if number not in self._groups and not self._window.is_taken(number)
         ]
@@ -92,17 +92,17 @@ class QueueState:
     def admit(self, requests: Sequence[GroupRequest]) -> None:
         """Give tasks to group numbers; all or none.
 
-        Raises: ValueError when a number does not want a task, or a group could never be trained.
+        Raises: ValueError when a number is not free, or a group could never be trained.
         """
-        wanted = {vacancy.group_number for vacancy in self.admissible()}
+        free = {slot.group_number for slot in self.admissible()}
         for request in requests:
-            if request.group_number not in wanted:
+            if request.group_number not in free:
                 raise ValueError(
-                    f"queue: group {request.group_number} does not want a task, expected one of "
-                    f"{sorted(wanted)[:8]}; ask admissible() first"
+                    f"queue: group {request.group_number} is not free for a task, expected one of "
+                    f"{sorted(free)[:8]}; ask admissible() first"
                 )
-            wanted.remove(request.group_number)
-            check_size(request, min_group_size=self.settings.min_group_size)
+            free.remove(request.group_number)
+            check_request(request, min_group_size=self.settings.min_group_size)
         groups = [
             new_group(
                 request,
@@ -159,7 +159,7 @@ class QueueState:
         Returns: how many rollouts it held.
         """
         self._released.add(actor_id)
-        self._news += 1
+        self._num_changes += 1
         held = [r for r in map(self._find, list(self._handed_out)) if r and r.actor_id == actor_id]
         for rollout in held:
             del self._handed_out[rollout.rollout_id]
@@ -173,28 +173,28 @@ class QueueState:
         taken = self._window.take(self._closed.__contains__)
         if taken is None:
             return None
-        self._news += 1
+        self._num_changes += 1
         groups = [self._groups[number] for number in taken[1]]
         for rollout in _finished(groups):
             self._waiting_bytes -= self._waiting.pop(rollout.rollout_id)
         return taken[0], groups
 
-    def settle(self, step: int, settlements: Sequence[Settlement]) -> None:
-        """Let a step's rollouts leave the ledger; all or none. Steps are settled in order.
+    def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> None:
+        """Let a step's rollouts leave the ledger; all or none. Steps are finalised in order.
 
         Raises: ValueError when a rollout of the step is missing, named twice or not in the step,
         when the step is not taken, and after cancel_all.
         """
         if self._is_ended:
-            raise ValueError(f"queue: step {step} settled after cancel_all, which ended the run")
-        groups = [self._groups[number] for number in self._window.unsettled(step)]
-        check_settlements(step, {rollout.rollout_id for rollout in _finished(groups)}, settlements)
-        self._window.settle(step)
-        for settlement in settlements:
-            if settlement.reason is None:
-                self._ledger.train(settlement.rollout_id, step=step)
+            raise ValueError(f"queue: step {step} finalised after cancel_all, which ended the run")
+        groups = [self._groups[number] for number in self._window.taken_groups(step)]
+        check_outcomes(step, {rollout.rollout_id for rollout in _finished(groups)}, outcomes)
+        self._window.finalise(step)
+        for outcome in outcomes:
+            if outcome.reason is None:
+                self._ledger.train(outcome.rollout_id, step=step)
             else:
-                self._ledger.evict(settlement.rollout_id, settlement.reason, step=step)
+                self._ledger.evict(outcome.rollout_id, outcome.reason, step=step)
         for group in groups:
             self._forget(group)
             self._replacements.pop(group.number, None)
@@ -219,7 +219,7 @@ class QueueState:
     def publish(self, version: int) -> None:
         """Every ready engine holds `version`. Raises: ValueError when it goes backwards."""
         self._window.publish(version)
-        self._news += 1
+        self._num_changes += 1
 
     def cancel_group(self, group_id: str) -> bool:
         """Evict a group as cancelled. Returns: False when it has left, or a step has taken it."""
@@ -245,7 +245,7 @@ class QueueState:
         return Drained(
             events=tuple(self._ledger.drain()),
             summaries=tuple(summaries),
-            failed_groups=self._failures.look(),
+            failed_groups=self._failures.current(),
         )
 
     def stats(self) -> QueueStats:
@@ -271,7 +271,7 @@ class QueueState:
         )
 
     def snapshot(self) -> QueueSnapshot:
-        """The state as it would start again; taken and not settled counts as not taken."""
+        """The state as it would start again; taken and not finalised counts as not taken."""
         return QueueSnapshot(
             window=self._window.snapshot(),
             ledger=self._ledger.snapshot(),
@@ -284,11 +284,11 @@ class QueueState:
         return self.settings.policies.get(environment, _DEFAULT_POLICY)
 
     def _find(self, rollout_id: str) -> Rollout | None:
-        number = self._home.get(rollout_id)
+        number = self._group_numbers.get(rollout_id)
         return None if number is None else self._groups[number].rollouts[rollout_id]
 
     def _group_of(self, rollout: Rollout) -> Group:
-        return self._groups[self._home[rollout.rollout_id]]
+        return self._groups[self._group_numbers[rollout.rollout_id]]
 
     def _is_full(self) -> bool:
         num_items, settings = len(self._handed_out) + len(self._waiting), self.settings
@@ -309,7 +309,7 @@ class QueueState:
         self._groups[group.number] = group
         for rollout in group.rollouts.values():
             if rollout.state is RolloutState.PENDING:
-                self._home[rollout.rollout_id] = group.number
+                self._group_numbers[rollout.rollout_id] = group.number
                 self._make_ready(rollout)
 
     def _make_ready(self, rollout: Rollout) -> None:
@@ -317,7 +317,7 @@ class QueueState:
         member = int(rollout.rollout_id.rpartition("-")[2])
         is_first = rollout.next_attempt == 0
         self._closed.discard(group.number)
-        self._news += 1
+        self._num_changes += 1
         heapq.heappush(self._ready, (is_first, group.number, member, rollout.rollout_id))
 
     def _wait(self, rollout: Rollout) -> None:
@@ -363,7 +363,7 @@ class QueueState:
         if not group.is_closed:
             return
         self._closed.add(group.number)
-        self._news += 1
+        self._num_changes += 1
         is_usable = group.num_usable >= self.settings.min_group_size
         self._failures.add_group(is_usable=is_usable)
         if is_usable and not self._refills.claim(group.number, group.baseline_returns()):
@@ -384,14 +384,14 @@ class QueueState:
         self._handed_out.pop(rollout.rollout_id, None)
         self._waiting_bytes -= self._waiting.pop(rollout.rollout_id, 0)
         rollout.clear(RolloutState.GONE)
-        self._news += 1
+        self._num_changes += 1
         self._ledger.evict(rollout.rollout_id, reason)
 
     def _forget(self, group: Group) -> None:
         del self._groups[group.number]
         self._closed.discard(group.number)
         for rollout_id in group.rollouts:
-            self._home.pop(rollout_id, None)
+            self._group_numbers.pop(rollout_id, None)
 
 
 def _finished(groups: Iterable[Group]) -> Iterator[Rollout]:
