@@ -99,7 +99,7 @@ def _run(
         if api is not None:
             open_api(run_id, api)
             say(f"the API listens on {api_address(config.service)}")
-        watcher = _Watcher(
+        watcher = SupervisorWatcher(
             supervisor,
             open_display(environ=os.environ),
             restart=start,
@@ -137,7 +137,7 @@ def _open_run_dir(request: TrainRequest, config: Config) -> RunDir:
     return run_dir
 
 
-class _Watcher:
+class SupervisorWatcher:
     """Asks the supervisor how the run stands, shows it, and passes a stop on.
 
     A supervisor that dies is started again, `max_restarts` times at most.
@@ -212,7 +212,7 @@ class _Watcher:
 
 
 def _show_until_done(
-    watcher: _Watcher, run_dir: RunDir, signals: StopSignals, *, stays: bool
+    watcher: SupervisorWatcher, run_dir: RunDir, signals: StopSignals, *, stays: bool
 ) -> int:
     """stays: go on after the last step, for those who still ask, until a signal comes."""
     worker_logs = session_directory() / "logs"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
-from worlds.run_driver import SMALL, small_config
+from worlds.run_driver import SMALL, small_config, write_checkpoint
 
-from actors.trainer.manifest import MANIFEST, Progress
+from actors.trainer.manifest import MANIFEST
 from service.cli.export import export_checkpoint
 from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
 from service.config.file import ConfigError, load_config
@@ -24,16 +22,6 @@ from service.launch.resume import (
 from service.launch.run_dir import RunDir, check_resumable
 from service.launch.signals import StopSignals
 from service.store.run_store import RunStore, StoreError
-
-
-def write_checkpoint(place: RunDir, step: int, epoch: int = 1) -> Path:
-    progress = Progress(
-        step=step, version=step, epoch=epoch, num_updates=step, num_ranks=1, model="/gone"
-    )
-    directory = place.checkpoints / progress.directory_name
-    directory.mkdir(parents=True)
-    (directory / MANIFEST).write_text(json.dumps({"format": 1, **asdict(progress)}))
-    return directory
 
 
 def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3), stored_under: str = "") -> RunDir:
