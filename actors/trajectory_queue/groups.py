@@ -16,7 +16,6 @@ from typing import Any
 
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.returns import are_equal
-from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, RolloutAssignment, Task, TrajectorySummary
 
 
@@ -270,16 +269,6 @@ def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy) -> Group:
             num_failures=each.num_failures,
         )
     return group
-
-
-def check_policy(environment: str, policy: OutcomePolicy) -> None:
-    """Raises: ValueError when a policy drops an outcome that has no eviction reason."""
-    for outcome in Outcome:
-        if policy.disposition(outcome) is Disposition.DROP:
-            try:
-                EvictionReason.of(outcome)
-            except ValueError as error:
-                raise ValueError(f"outcome policy of {environment!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,27 +91,25 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStats:
-    """A look at the queue. Counts are rollouts unless they say groups.
+    """How the queue stands. Counts are rollouts unless they say groups."""
 
-    num_waiting: finished, not yet taken by a step; num_taken: in a step that is not finalised.
-    num_refused: late results that changed nothing. num_retries: attempts that were repeated.
-    admissible_end: group numbers below it may be admitted.
-    """
-
-    num_pending: int
     num_handed_out: int
+
     num_waiting: int
-    num_taken: int
+    """Finished, not yet taken by a step."""
+
     waiting_bytes: int
-    num_groups: int
-    num_closed_groups: int
     num_replaced_groups: int
+
     num_refused: int
+    """Late results that changed nothing."""
+
     num_retries: int
+    """Attempts that were repeated."""
+
     published: int
-    next_step: int
-    oldest_group: int
-    admissible_end: int
+    """The version that every ready engine holds."""
+
     ledger: LedgerCounts
 
 

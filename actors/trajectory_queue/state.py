@@ -21,7 +21,6 @@ from actors.trajectory_queue.groups import (
     Refills,
     Rollout,
     RolloutState,
-    check_policy,
     check_request,
     new_group,
     restore_group,
@@ -45,8 +44,6 @@ class QueueState:
     """Everything the queue knows; payloads are opaque references."""
 
     def __init__(self, settings: QueueSettings, *, snapshot: QueueSnapshot | None = None) -> None:
-        for environment, policy in settings.policies.items():
-            check_policy(environment, policy)
         self.settings = settings
         self._window = AdmissionWindow(
             settings.window, snapshot=snapshot.window if snapshot else None
@@ -249,25 +246,15 @@ class QueueState:
         )
 
     def stats(self) -> QueueStats:
-        ledger = self._ledger.counts()
-        taken = (g for g in self._groups.values() if self._window.is_taken(g.number))
-        num_taken = sum(1 for _ in _finished(taken))
         return QueueStats(
-            num_pending=ledger.in_flight - len(self._handed_out) - len(self._waiting) - num_taken,
             num_handed_out=len(self._handed_out),
             num_waiting=len(self._waiting),
-            num_taken=num_taken,
             waiting_bytes=self._waiting_bytes,
-            num_groups=len(self._groups),
-            num_closed_groups=sum(not self._window.is_taken(number) for number in self._closed),
             num_replaced_groups=self._num_replaced_groups,
             num_refused=self._num_refused,
             num_retries=self._num_retries,
             published=self._window.published,
-            next_step=self._window.next_step,
-            oldest_group=self._window.oldest,
-            admissible_end=self._window.admissible_end,
-            ledger=ledger,
+            ledger=self._ledger.counts(),
         )
 
     def snapshot(self) -> QueueSnapshot:

@@ -12,15 +12,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from actors.deadline import ActorLost, within
-from actors.environment.actor import EnvironmentActor, PolicyFactory
-from actors.environment.settings import EnvironmentActorSettings
 from actors.metrics import Part
 from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.types import Task, TrajectorySummary
@@ -39,25 +36,6 @@ PING_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSettings:
-    """What the environment actors of a term are made with."""
-
-    num_actors: int
-
-    settings_of: Callable[[str], EnvironmentActorSettings]
-    """An actor's settings by its id."""
-
-    tokenizer_path: str
-    make_policy: PolicyFactory
-
-    term: int
-    """Part of each actor's id, so that ids never repeat over terms."""
-
-    frozen_after_s: float
-    """An actor that answers nothing for as long is replaced."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Member:
     actor_id: str
     actor: ActorHandle
@@ -68,18 +46,25 @@ class EnvironmentPool:
 
     def __init__(
         self,
-        settings: PoolSettings,
+        num_actors: int,
+        start_actor: Callable[[str], ActorHandle],
         *,
-        queue_actor: ActorHandle,
+        term: int,
+        frozen_after_s: float,
         queue: TrajectoryQueue,
         recorder: RunRecorder,
     ) -> None:
-        self._settings = settings
-        self._queue_actor = queue_actor
+        """start_actor: by its id. term: part of the ids, which so never repeat over terms.
+
+        frozen_after_s: an actor that answers nothing for as long is replaced.
+        """
+        self._start_actor = start_actor
+        self._term = term
+        self._frozen_after_s = frozen_after_s
         self._queue = queue
         self._recorder = recorder
         self._numbers = itertools.count()
-        self._members = [self._new_member() for _ in range(settings.num_actors)]
+        self._members = [self._new_member() for _ in range(num_actors)]
 
     async def watch(self) -> None:
         """Run every actor and replace those that die; returns only by raising.
@@ -180,7 +165,7 @@ class EnvironmentPool:
         return "it stopped by itself"
 
     async def _until_frozen(self, member: _Member) -> str:
-        limit_s = self._settings.frozen_after_s
+        limit_s = self._frozen_after_s
         try:
             await within(START_DEADLINE_S, member.actor.ping.remote())
             while True:
@@ -195,12 +180,5 @@ class EnvironmentPool:
             return reason_of(error)
 
     def _new_member(self) -> _Member:
-        actor_id = f"environment-{self._settings.term}-{next(self._numbers)}"
-        actor_class: Any = ray.remote(EnvironmentActor)
-        actor = actor_class.options(num_cpus=1, max_concurrency=1000).remote(
-            self._settings.settings_of(actor_id),
-            tokenizer_path=self._settings.tokenizer_path,
-            make_policy=self._settings.make_policy,
-            queue=self._queue_actor,
-        )
-        return _Member(actor_id=actor_id, actor=actor)
+        actor_id = f"environment-{self._term}-{next(self._numbers)}"
+        return _Member(actor_id=actor_id, actor=self._start_actor(actor_id))

@@ -129,23 +129,6 @@ class Readiness:
         return not self.reasons
 
 
-class BehindWatch:
-    """How long engines have been without the current version. One for a run."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-
-    def update(self, *, num_ready: int, num_expected: int, now: float) -> None:
-        """now: monotonic, seconds."""
-        if num_ready >= num_expected:
-            self._since = None
-        elif self._since is None:
-            self._since = now
-
-    def behind_s(self, now: float) -> float:
-        return 0.0 if self._since is None else now - self._since
-
-
 def readiness(
     *,
     phase: Phase,
@@ -199,7 +182,7 @@ def current_replicas(status: BoardStatus) -> frozenset[str]:
 
 
 class EngineWatch:
-    """Which engines were lost and which came back, from the weight board's status.
+    """Which engines were lost, which came back, and for how long one has been behind.
 
     An engine counts from the first time that it holds the current version; lacking a version that
     was just published is no loss. Replicas never return under the name of one that died.
@@ -207,23 +190,39 @@ class EngineWatch:
 
     def __init__(self, *, num_expected: int) -> None:
         self._num_expected = num_expected
-        self._ready: frozenset[str] = frozenset()
+        self._seen: frozenset[str] = frozenset()
         self._num_missing = 0
+        self._behind_since: float | None = None
+        self.num_current = 0
 
-    def check(self, status: BoardStatus) -> EngineChange:
-        """Compare with the last check."""
+    def check(self, status: BoardStatus | None, *, now: float) -> EngineChange:
+        """Compare with the last check. status: None while the board does not answer.
+
+        now: monotonic, seconds.
+        """
+        current = current_replicas(status) if status is not None else frozenset()
+        self.num_current = len(current)
+        if self.num_current >= self._num_expected:
+            self._behind_since = None
+        elif self._behind_since is None:
+            self._behind_since = now
+        if status is None:
+            return EngineChange()
         present = {replica.replica_id for replica in status.replicas}
-        current = current_replicas(status)
-        num_lost, num_new = len(self._ready - present), len(current - self._ready)
-        self._ready = (self._ready & present) | current
+        num_lost, num_new = len(self._seen - present), len(current - self._seen)
+        self._seen = (self._seen & present) | current
         num_back = min(num_new, self._num_missing + num_lost)
         self._num_missing += num_lost - num_back
         changes = [_counted(num_lost, "was lost", "were lost")] if num_lost else []
         changes += [_counted(num_back, "is back", "are back")] if num_back else []
         if not changes:
             return EngineChange()
-        count = f"{len(self._ready)} of {self._num_expected} ready"
+        count = f"{len(self._seen)} of {self._num_expected} ready"
         return EngineChange(num_lost=num_lost, text=f"{', '.join(changes)}; {count}")
+
+    def behind_s(self, now: float) -> float:
+        """For how long an engine has lacked the current version."""
+        return 0.0 if self._behind_since is None else now - self._behind_since
 
 
 def _counted(count: int, one: str, many: str) -> str:

@@ -37,14 +37,12 @@ from service.launch.run_dir import RunDir
 from service.report.page import write_report
 from service.run.engines import Engines
 from service.run.health import (
-    BehindWatch,
     Cursor,
     EngineWatch,
     Phase,
     Readiness,
     RunFailed,
     RunStatus,
-    current_replicas,
     readiness,
 )
 from service.run.term import ParentUnusable, Term
@@ -118,9 +116,7 @@ class Supervisor:
         self._exit_reason: str | None = None
         self._stats: QueueStats | None = None
         self._ledger = LedgerCounts()
-        self._engines_ready = 0
         self._engine_watch = EngineWatch(num_expected=config.inference.num_replicas)
-        self._behind = BehindWatch()
         if notice:
             self._recorder.notice(notice)
         log.info("run directory %s, metrics at %s", run_dir.path, self.metrics_address())
@@ -186,7 +182,7 @@ class Supervisor:
             queue_bytes=stats.waiting_bytes if stats else 0,
             rollouts_done=recorder.num_rollouts,
             sampled_tokens=recorder.num_sampled,
-            engines_ready=self._engines_ready,
+            engines_ready=self._engine_watch.num_current,
             metrics_address=self.metrics_address(),
             run_dir=str(self._run_dir.path),
             is_done=self._exit_reason is not None,
@@ -215,9 +211,9 @@ class Supervisor:
             phase=self._recorder.current_phase,
             detail=self._recorder.phase_detail,
             policy_version=self._recorder.last_step,
-            engines_ready=self._engines_ready,
+            engines_ready=self._engine_watch.num_current,
             engines_expected=self._config.inference.num_replicas,
-            behind_s=self._behind.behind_s(time.monotonic()),
+            behind_s=self._engine_watch.behind_s(time.monotonic()),
             publish_limit_s=self._config.inference.publish_deadline_s,
         )
 
@@ -329,22 +325,16 @@ class Supervisor:
 
     async def _check_engines(self) -> None:
         try:
-            engines = await self._engines.status()
+            status = await self._engines.status()
         except ActorLost:
-            engines = None
-        self._engines_ready = len(current_replicas(engines)) if engines else 0
-        self._recorder.engines(self._engines_ready if engines else None)
-        self._behind.update(
-            num_ready=self._engines_ready,
-            num_expected=self._config.inference.num_replicas,
-            now=time.monotonic(),
-        )
-        if engines is not None:
-            change = self._engine_watch.check(engines)
-            if change.num_lost:
-                self._recorder.replaced(Part.ENGINE, change.text, count=change.num_lost)
-            elif change.text:
-                self._recorder.notice(change.text)
+            status = None
+        watch = self._engine_watch
+        change = watch.check(status, now=time.monotonic())
+        self._recorder.engines(None if status is None else watch.num_current)
+        if change.num_lost:
+            self._recorder.replaced(Part.ENGINE, change.text, count=change.num_lost)
+        elif change.text:
+            self._recorder.notice(change.text)
 
     async def _end(self, phase: Phase, reason: str) -> bool:
         """Report, as far as that can be done; returns whether a report was written."""

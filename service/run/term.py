@@ -15,6 +15,7 @@ from typing import Any, cast
 import ray
 from ray.actor import ActorHandle
 
+from actors.environment.actor import EnvironmentActor
 from actors.merge.actor import MergeActor
 from actors.trainer.group import Deadlines, TrainerGroup
 from actors.trainer.manifest import CheckpointError, claim
@@ -33,7 +34,7 @@ from service.intake.intake import Intake
 from service.launch.resume import prune_checkpoints
 from service.launch.run_dir import RunDir
 from service.run.engines import Engines, Publisher
-from service.run.environment_pool import EnvironmentPool, PoolSettings
+from service.run.environment_pool import EnvironmentPool
 from service.run.health import Phase
 from service.run.loop import Handles, Loop, LoopSettings, Merge
 from service.run.remote_handles import MERGE_DEADLINE_S, RPC_DEADLINE_S, remote_handle
@@ -189,15 +190,10 @@ class Term:
         await publisher.publish(version)
         # Its actors import while the engines start; they play from `watch` on.
         self._pool = EnvironmentPool(
-            PoolSettings(
-                num_actors=config.rollouts.num_actors,
-                settings_of=partial(environment_settings, config),
-                tokenizer_path=self._model,
-                make_policy=self._engines.make_policy,
-                term=self._lease.epoch,
-                frozen_after_s=config.rollouts.frozen_after_s,
-            ),
-            queue_actor=self._queue_actor,
+            config.rollouts.num_actors,
+            self._start_environment_actor,
+            term=self._lease.epoch,
+            frozen_after_s=config.rollouts.frozen_after_s,
             queue=self.queue,
             recorder=self._recorder,
         )
@@ -206,6 +202,15 @@ class Term:
         await self._engines.wait_ready(deadline_s=config.inference.start_deadline_s)
         await publisher.wait_until_loaded(version)
         return publisher
+
+    def _start_environment_actor(self, actor_id: str) -> ActorHandle:
+        actor_class = ray.remote(EnvironmentActor).options(num_cpus=1, max_concurrency=1000)
+        return actor_class.remote(
+            environment_settings(self._config, actor_id),
+            tokenizer_path=self._model,
+            make_policy=self._engines.make_policy,
+            queue=self._queue_actor,
+        )
 
     def _start_merge_actor(self) -> ActorHandle:
         """Behind the trainer's start, which tells the shape of the model."""

@@ -9,7 +9,6 @@ import pytest
 from worlds.queue_builders import end, evicted, fill, finalise_all, make_settings, restart, take_all
 from worlds.trajectory_builders import make_summary, make_task
 
-from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trajectory_queue.groups import BlockRow, GroupRequest
 from actors.trajectory_queue.ledger import LedgerEventKind, RolloutOutcome
 from actors.trajectory_queue.messages import OpenSlot
@@ -183,13 +182,6 @@ def test_groups_that_nobody_asked_for_or_that_could_never_be_trained_are_refused
     with pytest.raises(ValueError, match="1 usable samples"):
         queue.admit([GroupRequest(group_number=0, task=make_task(0), num_samples=1)])
     assert queue.stats().ledger.admitted == 0 and len(queue.admissible()) == 1
-
-
-def test_a_policy_that_drops_completed_trajectories_is_refused() -> None:
-    rule = OutcomeRule(disposition=Disposition.DROP)
-    policy = OutcomePolicy(overrides={Outcome.COMPLETED: rule})
-    with pytest.raises(ValueError, match=r"'game'.*completed"):
-        QueueState(make_settings(policies={"game": policy}))
 
 
 def test_cancelling_ends_the_run_with_nothing_in_flight() -> None:
