@@ -322,7 +322,7 @@ class QueueState:
 
     def _fail(self, rollouts: Iterable[Rollout], *, detail: str) -> None:
         for rollout in rollouts:
-            # The rollout before it may have closed their group, and then this one has left too.
+            # The rollout before it may have closed their group, with which this one has left.
             if self._find(rollout.rollout_id) is None or rollout.state is RolloutState.GONE:
                 continue
             group = self._group_of(rollout)

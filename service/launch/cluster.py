@@ -64,7 +64,7 @@ def joined(config: Config, *, address: str | None) -> Iterator[None]:
         _check_resources(config)
         yield
     finally:
-        # Also after half a start. Of an existing cluster only this driver's part ends.
+        # Also after a start that failed. On an existing cluster only this driver's actors end.
         ray.shutdown(wait_for_processes=True)
 
 
@@ -89,7 +89,7 @@ def _temp_dir() -> str | None:
     asked = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or _FALLBACK_TEMP_DIR
     chosen = short_temp_dir(asked)
     if chosen is not None:
-        # What the run starts makes sockets of its own, each named after its temporary directory.
+        # vLLM and others make sockets in the temporary directory too.
         os.environ["TMPDIR"] = tempfile.tempdir = _FALLBACK_TEMP_DIR
     return chosen
 
@@ -101,7 +101,7 @@ def _start_local(config: Config) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        # Ray raises bare ones, for a full disk as for a port that is taken.
+        # Ray raises plain Exceptions, for a full disk as for a port that is taken.
         raise ConfigError(
             f"a local Ray did not start ({_first_line(error)}); expected it to come up here; look "
             "into the newest session of its temporary directory, free memory and disk, or "
@@ -129,7 +129,7 @@ def _init_local(config: Config) -> None:
 
 
 def start_ray(**options: Any) -> None:
-    """`ray.init` of a node of its own; once more where a busy machine let the first one down.
+    """`ray.init` of a node of its own; tried again after the time limit of its start.
 
     Ray gives a node 30 s to come up, whatever the load, and no setting changes that.
     """

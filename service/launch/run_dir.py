@@ -71,7 +71,7 @@ def default_run_dir(config: Config) -> RunDir:
 
 
 def check_new(run_dir: RunDir) -> None:
-    """A new run may lie there: there is nothing yet, or only what a start left that was cut short.
+    """A new run may use the directory: it is empty, or holds only what an interrupted start left.
 
     Raises: ConfigError.
     """
@@ -100,11 +100,11 @@ def check_new(run_dir: RunDir) -> None:
 
 @contextmanager
 def prepared_directory(run_dir: RunDir) -> Iterator[None]:
-    """Make the directory of a new run; take away what was made where no run comes of it.
+    """Make the directory of a new run; remove what was made where no run starts.
 
     Raises: ConfigError, also while another start is at work there.
     """
-    # os.path, because a path that cannot be made raises from Path.exists.
+    # os.path.exists: Path.exists raises for a path that cannot be made.
     made = [path for path in (run_dir.path, *run_dir.path.parents) if not os.path.exists(path)]
     had_model = os.path.exists(run_dir.tiny_model)
     try:
@@ -124,7 +124,7 @@ def prepared_directory(run_dir: RunDir) -> Iterator[None]:
 
 @contextmanager
 def _alone(run_dir: RunDir) -> Iterator[None]:
-    """Keep other starts off a directory until there is a run in it, which has a lease of its own.
+    """Lock the directory against other starts until it has a database, and with it a lease.
 
     Raises: ConfigError.
     """
@@ -150,7 +150,7 @@ def _alone(run_dir: RunDir) -> Iterator[None]:
 
 
 def _clear(run_dir: RunDir, *, had_model: bool) -> None:
-    """Take away what a start that came to nothing has written."""
+    """Remove what a start has written that did not become a run."""
     if not had_model:
         shutil.rmtree(run_dir.tiny_model, ignore_errors=True)
     with suppress(OSError):
@@ -177,7 +177,7 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
 def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
     """The tiny model, or a configuration as we write it; a user's own is never written over."""
     if path == run_dir.tiny_model:
-        # Seconds of imports, which most refusals do without.
+        # Seconds of imports, which most refusals do not need.
         from actors.trainer.tiny.model import MARKER
 
         return (path / MARKER).is_file()

@@ -1,4 +1,4 @@
-"""A run as a Ray Serve deployment, for clusters where nobody sits at a command line.
+"""A run as a Ray Serve deployment, for clusters without a command line.
 
 One replica, which starts the run's supervisor and owns it. When either dies, Serve starts the
 replica anew, and the run goes on from its newest checkpoint: the path of `--resume`.
@@ -65,7 +65,7 @@ def _start(config: Config, run_dir: RunDir) -> Any:
             is_service=True,
             on_head=True,
         )
-        # Once it answers it has its database, and the directory is a run's.
+        # Once it answers, the database is there.
         ray.get(supervisor.readiness.remote(), timeout=ANSWER_LIMIT_S)
         return supervisor
 

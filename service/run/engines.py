@@ -39,7 +39,7 @@ from service.run.remote_handles import BOARD_DEADLINE_S, RPC_DEADLINE_S, remote_
 
 log = logging.getLogger("rayloom.engines")
 
-# Engines that have never been ready hold nothing; Serve ends them without being watched.
+# Engines that were never ready hold nothing: Serve may end them while the process exits.
 END_LIMIT_S, END_UNREADY_LIMIT_S = 90.0, 1.0
 
 
@@ -78,7 +78,7 @@ class Engines:
         self._deploying = _in_thread(
             deploy_inference, self.settings, name=self.app_name, board=self._board
         )
-        # A thread cannot be cancelled: `stop` waits for it, or it would deploy behind its back.
+        # A thread cannot be cancelled: `stop` waits for it, or it could deploy after the deletion.
         await asyncio.shield(self._deploying)
 
     async def wait_ready(self, *, deadline_s: float) -> None:

@@ -28,7 +28,7 @@ log = logging.getLogger("rayloom.environments")
 
 EVALUATION_DEADLINE_S = 900.0
 STOP_DEADLINE_S = 40.0
-# An actor that dies at once, again and again, has a cause that a further start does not mend.
+# Actors that die this often right after their start would die again.
 MAX_EARLY_DEATHS = 5
 SETTLED_AFTER_S = 30.0
 START_DEADLINE_S = 300.0

@@ -1,4 +1,4 @@
-"""How a run stands: what it tells those who ask, whether it can serve, and what ends it. Pure.
+"""How a run stands: its status, whether it can serve, and when it has failed. Pure.
 
 Kept and asked by the supervisor and its loop. The command line asks for a RunStatus twice a second
 and hands it to a display; lists that only grow (records, evaluations, notices) come as what is new
@@ -322,7 +322,7 @@ class FailureWatch:
                 f"no engine has been ready for {now - self._away_since:.0f} s, expected one within "
                 f"{self._limits.engines_limit_s:g} s (inference.start_deadline_s)"
             )
-        # The row begins anew when an engine is back.
+        # The count starts again when an engine is back.
         self._row_since, self._num_excused = now, failed.num_groups
 
 

