@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import Any
 
 from actors.outcomes import Disposition, OutcomePolicy
@@ -26,14 +26,6 @@ class RolloutState(Enum):
     HANDED_OUT = "handed_out"
     FINISHED = "finished"
     GONE = "gone"
-
-
-class AttemptEnd(StrEnum):
-    """What became of a rollout when an attempt of it ended."""
-
-    FINISHED = "finished"
-    RETRIED = "retried"
-    DROPPED = "dropped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +103,11 @@ class Rollout:
         self.state, self.actor_id = RolloutState.FINISHED, ""
         self.summary, self.payload = summary, payload
 
-    def fail(self, outcome: Outcome, policy: OutcomePolicy) -> AttemptEnd:
-        """End an attempt without a payload: retried while the budget lasts, then dropped."""
+    def fail(self, outcome: Outcome, policy: OutcomePolicy) -> None:
+        """End an attempt without a payload: pending again while the budget lasts, then gone."""
         is_retried = policy.is_retried(outcome, attempt=self.num_failures)
         self.num_failures += 1
         self.clear(RolloutState.PENDING if is_retried else RolloutState.GONE)
-        return AttemptEnd.RETRIED if is_retried else AttemptEnd.DROPPED
 
     def clear(self, state: RolloutState) -> None:
         """Let go of the attempt and its payload."""
@@ -166,16 +157,14 @@ class Group:
         open_states = (RolloutState.PENDING, RolloutState.HANDED_OUT)
         return [r for r in self.rollouts.values() if r.state in open_states]
 
-    def end_attempt(
-        self, rollout: Rollout, summary: TrajectorySummary, payload: BlockRow
-    ) -> AttemptEnd:
-        """Take in how an attempt ended, by the environment's policy."""
+    def end_attempt(self, rollout: Rollout, summary: TrajectorySummary, payload: BlockRow) -> None:
+        """Take in how an attempt ended: finished, pending again or gone, by the policy."""
         outcome = summary.outcome
         is_kept = self.policy.disposition(outcome) is not Disposition.DROP
         if self.policy.is_retried(outcome, attempt=rollout.num_failures) or not is_kept:
-            return rollout.fail(outcome, self.policy)
-        rollout.finish(summary, payload)
-        return AttemptEnd.FINISHED
+            rollout.fail(outcome, self.policy)
+        else:
+            rollout.finish(summary, payload)
 
     def assignment(self, rollout: Rollout) -> RolloutAssignment:
         return RolloutAssignment(

@@ -119,24 +119,25 @@ class LedgerCounts:
 class LedgerSnapshot:
     """All that the ledger holds, undrained events included."""
 
-    admitted: int
-    trained: int
-    evicted: Mapping[EvictionReason, int]
-    in_flight: tuple[str, ...]
-    next_seq: int
-    undrained: tuple[LedgerEvent, ...]
+    admitted: int = 0
+    trained: int = 0
+    evicted: Mapping[EvictionReason, int] = field(default_factory=dict)
+    in_flight: tuple[str, ...] = ()
+    next_seq: int = 0
+    undrained: tuple[LedgerEvent, ...] = ()
 
 
 class Ledger:
     """The state machine: absent -> in flight -> trained or evicted, and no other way."""
 
     def __init__(self, *, snapshot: LedgerSnapshot | None = None) -> None:
-        self._admitted = snapshot.admitted if snapshot else 0
-        self._trained = snapshot.trained if snapshot else 0
-        self._evicted = dict(snapshot.evicted) if snapshot else dict[EvictionReason, int]()
-        self._in_flight = dict.fromkeys(snapshot.in_flight if snapshot else ())
-        self._next_seq = snapshot.next_seq if snapshot else 0
-        self._events = list(snapshot.undrained) if snapshot else list[LedgerEvent]()
+        snapshot = snapshot or LedgerSnapshot()
+        self._admitted = snapshot.admitted
+        self._trained = snapshot.trained
+        self._evicted = dict(snapshot.evicted)
+        self._in_flight = dict.fromkeys(snapshot.in_flight)
+        self._next_seq = snapshot.next_seq
+        self._events = list(snapshot.undrained)
 
     def admit(self, rollout_id: str) -> None:
         """Raises: LedgerError when the rollout is in flight already."""

@@ -129,11 +129,11 @@ class Drained:
 class QueueSnapshot:
     """From it a queue starts again: all that was admitted and not finalised is pending."""
 
-    window: WindowSnapshot
-    ledger: LedgerSnapshot
-    groups: tuple[GroupSnapshot, ...]
+    window: WindowSnapshot = field(default_factory=WindowSnapshot)
+    ledger: LedgerSnapshot = field(default_factory=LedgerSnapshot)
+    groups: tuple[GroupSnapshot, ...] = ()
 
-    replacements: Mapping[int, int]
+    replacements: Mapping[int, int] = field(default_factory=dict)
     """By group number that is not finalised, how often it was filled before."""
 
     variance_refills: Mapping[int, int] = field(default_factory=dict)

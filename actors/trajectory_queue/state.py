@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.groups import (
-    AttemptEnd,
     BlockRow,
     FailureCounter,
     Group,
@@ -45,14 +44,12 @@ class QueueState:
 
     def __init__(self, settings: QueueSettings, *, snapshot: QueueSnapshot | None = None) -> None:
         self.settings = settings
-        self._window = AdmissionWindow(
-            settings.window, snapshot=snapshot.window if snapshot else None
-        )
-        self._ledger = Ledger(snapshot=snapshot.ledger if snapshot else None)
-        self._replacements = dict(snapshot.replacements) if snapshot else dict[int, int]()
+        snapshot = snapshot or QueueSnapshot()
+        self._window = AdmissionWindow(settings.window, snapshot=snapshot.window)
+        self._ledger = Ledger(snapshot=snapshot.ledger)
+        self._replacements = dict(snapshot.replacements)
         self._refills = Refills(
-            limit=settings.max_variance_refills,
-            counts=snapshot.variance_refills if snapshot else None,
+            limit=settings.max_variance_refills, counts=snapshot.variance_refills
         )
         self._groups: dict[int, Group] = {}
         self._group_numbers: dict[str, int] = {}
@@ -67,7 +64,7 @@ class QueueState:
         self._released: set[str] = set()
         self._is_ended = False
         self._num_changes = 0
-        for each in snapshot.groups if snapshot else ():
+        for each in snapshot.groups:
             self._add(restore_group(each, policy=self._policy(each.task.environment)))
 
     @property
@@ -144,7 +141,8 @@ class QueueState:
         group = self._group_of(rollout)
         del self._handed_out[rollout.rollout_id]
         self._summaries.append(summary)
-        self._after_attempt(rollout, summary.outcome, group.end_attempt(rollout, summary, payload))
+        group.end_attempt(rollout, summary, payload)
+        self._after_attempt(rollout, summary.outcome)
         if not group.is_usable(rollout):
             self._failures.add_attempt(summary.outcome, detail=summary.detail, task=group.task)
         self._close_if_done(group)
@@ -327,18 +325,19 @@ class QueueState:
                 continue
             group = self._group_of(rollout)
             outcome = Outcome.INFRASTRUCTURE_ERROR
-            self._after_attempt(rollout, outcome, rollout.fail(outcome, group.policy))
+            rollout.fail(outcome, group.policy)
+            self._after_attempt(rollout, outcome)
             self._failures.add_attempt(outcome, detail=detail, task=group.task)
             self._close_if_done(group)
 
-    def _after_attempt(self, rollout: Rollout, outcome: Outcome, end: AttemptEnd) -> None:
-        match end:
-            case AttemptEnd.FINISHED:
+    def _after_attempt(self, rollout: Rollout, outcome: Outcome) -> None:
+        match rollout.state:
+            case RolloutState.FINISHED:
                 self._wait(rollout)
-            case AttemptEnd.RETRIED:
+            case RolloutState.PENDING:
                 self._num_retries += 1
                 self._make_ready(rollout)
-            case AttemptEnd.DROPPED:
+            case RolloutState.GONE:
                 self._leave(rollout, EvictionReason.of(outcome))
 
     def _close_if_done(self, group: Group) -> None:

@@ -53,16 +53,16 @@ class WindowSettings:
 class WindowSnapshot:
     """The window as a run that starts again needs it."""
 
-    published: int
+    published: int = 0
     """The version that every ready engine held."""
 
-    next_step: int
+    next_step: int = 1
     """The first step that is not finalised."""
 
-    oldest: int
+    oldest: int = 0
     """The smallest group number that no finalised step took."""
 
-    taken_beyond: tuple[int, ...]
+    taken_beyond: tuple[int, ...] = ()
     """Taken numbers above `oldest`, ascending."""
 
 
@@ -71,10 +71,11 @@ class AdmissionWindow:
 
     def __init__(self, settings: WindowSettings, *, snapshot: WindowSnapshot | None = None) -> None:
         self.settings = settings
-        self._published = snapshot.published if snapshot else 0
-        self._next_step = snapshot.next_step if snapshot else 1
-        self._oldest = snapshot.oldest if snapshot else 0
-        self._beyond = set(snapshot.taken_beyond) if snapshot else set[int]()
+        snapshot = snapshot or WindowSnapshot()
+        self._published = snapshot.published
+        self._next_step = snapshot.next_step
+        self._oldest = snapshot.oldest
+        self._beyond = set(snapshot.taken_beyond)
         self._taken: dict[int, tuple[int, ...]] = {}
 
     @property
