@@ -1,4 +1,4 @@
-"""Awaiting something for so long and no longer, without ever losing a cancellation.
+"""Waiting for so long and no longer, without ever losing a cancellation.
 
 Not `asyncio.wait_for`: in Python 3.11 it swallows a cancellation that meets the result, and a loop
 around it then never stops. Called wherever an actor awaits another one, or an event.
@@ -7,10 +7,15 @@ around it then never stops. Called wherever an actor awaits another one, or an e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import time
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 _Result = TypeVar("_Result")
+
+
+class ActorLost(Exception):
+    """An actor of the run died or hangs; the text names it."""
 
 
 async def within(limit_s: float, call: Awaitable[_Result]) -> _Result:
@@ -26,3 +31,13 @@ async def is_set_within(limit_s: float, event: asyncio.Event) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def poll(
+    find: Callable[[], _Result | None], *, limit_s: float, every_s: float = 0.25
+) -> _Result | None:
+    """Call `find` until it finds something, at least once. Returns: None at the end of limit_s."""
+    deadline = time.monotonic() + limit_s
+    while (found := find()) is None and time.monotonic() < deadline:
+        time.sleep(every_s)
+    return found

@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.batch import Float32s
-from actors.deadline import within
+from actors.deadline import ActorLost, within
 from actors.expert_records import ModelShape
 from actors.trainer.actor import RankPlace, TrainerRankActor
 from actors.trainer.manifest import CheckpointError, Progress
@@ -52,7 +52,7 @@ _WATCH_EVERY_S = 2.0
 _Result = TypeVar("_Result")
 
 
-class TrainerRankLost(Exception):
+class TrainerRankLost(ActorLost):
     """A rank died, failed or did not answer in time; the whole group has been killed."""
 
     def __init__(self, rank: int, method: str, reason: str) -> None:
