@@ -10,10 +10,15 @@ import asyncio
 import itertools
 import math
 import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 _Result = TypeVar("_Result")
+
+
+class ActorLost(Exception):
+    """An actor of the run died or hangs; the text names it."""
 
 
 async def within(limit_s: float, call: Awaitable[_Result]) -> _Result:
@@ -62,3 +67,13 @@ async def retry(
         await asyncio.sleep(pause_s)
         longest_now_s = min(2 * longest_now_s, longest_pause_s)
     raise AssertionError("unreachable: attempts are counted without end")
+
+
+def poll(
+    find: Callable[[], _Result | None], *, limit_s: float, every_s: float = 0.25
+) -> _Result | None:
+    """Call `find` until it finds something, at least once. Returns: None at the end of limit_s."""
+    deadline = time.monotonic() + limit_s
+    while (found := find()) is None and time.monotonic() < deadline:
+        time.sleep(every_s)
+    return found

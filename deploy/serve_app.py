@@ -17,9 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from service.api.ingress import ingress_application
 from service.cli.serve import http_settings
 from service.config.file import load_config
-from service.launch.hosting import run_host
-from service.launch.preparing import run_id_of
-from service.launch.run_dir import RunDir
+from service.launch.run_dir import RunDir, run_id_of
+from service.launch.serve_host import run_host
 
 
 class ServeArguments(BaseModel):

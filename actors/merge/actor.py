@@ -22,7 +22,7 @@ from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.step import StepResult, build_step
 from actors.trajectory_queue.columns import TrajectoryColumns
-from actors.trajectory_queue.ledger import EvictionReason, Settlement
+from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome
 from actors.trajectory_queue.messages import StepInput
 
 FETCH_DEADLINE_S = 60.0
@@ -35,24 +35,24 @@ class BuiltStep:
     """A step whose batch lies in the object store."""
 
     step: int
-    """The queue's number: 0, 1, 2, ..."""
+    """Counted from 1."""
     shards: tuple[Any, ...]
     """A reference to each rank's RankShard, in the order of ranks."""
-    settlements: tuple[Settlement, ...]
+    outcomes: tuple[RolloutOutcome, ...]
     report: StepReport
     value_shards: tuple[Any, ...] = ()
     """Likewise to its ValueShard; empty without a critic."""
     notices: tuple[str, ...] = ()
     """What a person should know; mostly none."""
 
-    def settlements_after(self, *, is_all_skipped: bool) -> tuple[Settlement, ...]:
+    def outcomes_after(self, *, is_all_skipped: bool) -> tuple[RolloutOutcome, ...]:
         """Nothing was trained by a step whose every update was refused as not finite."""
         if not is_all_skipped:
-            return self.settlements
+            return self.outcomes
         reason = EvictionReason.NONFINITE_STEP
         return tuple(
-            Settlement(rollout_id=item.rollout_id, reason=item.reason or reason)
-            for item in self.settlements
+            RolloutOutcome(rollout_id=item.rollout_id, reason=item.reason or reason)
+            for item in self.outcomes
         )
 
 
@@ -99,7 +99,7 @@ class MergeActor:
         return BuiltStep(
             step=step_input.step,
             shards=tuple(ray.put(shard) for shard in result.shards),
-            settlements=result.settlements,
+            outcomes=result.outcomes,
             report=result.report,
             value_shards=tuple(ray.put(shard) for shard in result.value_shards),
             notices=self._notices(result),

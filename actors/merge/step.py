@@ -3,9 +3,9 @@
 Order: `groups` has merged the turns, shaped the rewards and applied the outcome policy, and
 `scoring` has added what models say, where that is needed; then the KL charge, group statistics (by
 group, over trajectories) or GAE, and packing. Invariant: every trajectory that comes in leaves with
-exactly one settlement, and it is `trained` exactly when its tokens are in the batch. A group
+exactly one outcome, and it is `trained` exactly when its tokens are in the batch. A group
 without a signal (equal returns, one member, or a negative return under scale mean) has advantage 0.
-Where nothing else in the loss asks anything of its tokens it is settled under that reason and not
+Where nothing else in the loss asks anything of its tokens it leaves under that reason and not
 in the rows, but it counts in the loss weights, so that solved groups weaken the update instead of
 leaving it to the few others. Where an entropy bonus or a KL term does, it is trained. Called by the
 merge actor.
@@ -25,7 +25,7 @@ from actors.merge.packing import WeightedSample, pack_minibatch, pack_values, sp
 from actors.merge.report import StepReport, report_step
 from actors.merge.settings import StepSettings
 from actors.merge.shaping import charge_kl
-from actors.trajectory_queue.ledger import EvictionReason, Settlement
+from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class StepResult:
     """Likewise with a critic; none without one."""
     members: tuple[Member, ...]
     """Every trajectory of the step, with what was decided on it; for the journal."""
-    settlements: tuple[Settlement, ...]
+    outcomes: tuple[RolloutOutcome, ...]
     """One for each member, in their order."""
     report: StepReport
 
@@ -79,8 +79,8 @@ def build_step(
         shards=shards,
         value_shards=value_shards,
         members=members,
-        settlements=tuple(
-            Settlement(rollout_id=member.trajectory.rollout_id, reason=member.reason)
+        outcomes=tuple(
+            RolloutOutcome(rollout_id=member.trajectory.rollout_id, reason=member.reason)
             for member in members
         ),
         report=report_step(credited, shards),
@@ -168,7 +168,7 @@ def _pack(
         [member.trajectory.group_id for member in trained],
         num_minibatches=settings.algorithm.minibatches,
         seed=settings.seed,
-        step=step,
+        step=trainer_version,
     ):
         members = [trained[index] for index in part]
         weights = trajectory_weights(

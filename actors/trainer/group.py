@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.batch import Float32s
-from actors.deadline import within
+from actors.deadline import ActorLost, within
 from actors.expert_records import ModelShape
 from actors.trainer.actor import RankProcess, TrainerRankActor
 from actors.trainer.checkpoint import CheckpointError, Progress
@@ -65,7 +65,7 @@ class _RankFailure(Exception):
         return self.sentence.format(rank=self.rank, method=self.method, reason=self.reason)
 
 
-class TrainerRankLost(_RankFailure):
+class TrainerRankLost(_RankFailure, ActorLost):
     """A rank died, failed or did not answer in time; the whole group has been killed."""
 
     sentence = (

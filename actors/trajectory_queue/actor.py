@@ -14,39 +14,39 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import ray
+from ray.actor import ActorHandle
 
 from actors.deadline import is_set_within
 from actors.trajectory_queue.columns import TrajectoryColumns
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
-from actors.trajectory_queue.ledger import Settlement
+from actors.trajectory_queue.ledger import RolloutOutcome
 from actors.trajectory_queue.messages import (
     Drained,
+    OpenSlot,
     QueueCut,
     QueueSnapshot,
     QueueStats,
     StepGroup,
     StepInput,
     StepTrajectory,
-    Vacancy,
 )
-from actors.trajectory_queue.queue_state import QueueState
 from actors.trajectory_queue.settings import QueueStateSettings
+from actors.trajectory_queue.state import QueueState
 from actors.types import RolloutAssignment, TrajectorySummary
 
 Found = TypeVar("Found")
 
 
-@ray.remote(num_cpus=0)
 class TrajectoryQueue:
     """One for a run. Called by environment actors (rollouts) and by the supervisor (the rest)."""
 
     def __init__(self, settings: QueueStateSettings, snapshot: QueueSnapshot | None = None) -> None:
         self._state = QueueState(settings, snapshot=snapshot)
         self._changed = asyncio.Event()
-        self._news_told = 0
+        self._num_changes_seen = 0
 
-    async def admissible(self, timeout_s: float) -> list[Vacancy]:
-        """Group numbers that want a task, waited for up to timeout_s."""
+    async def admissible(self, timeout_s: float) -> list[OpenSlot]:
+        """Group numbers that have no task, waited for up to timeout_s."""
         return await self._until(self._state.admissible, timeout_s) or []
 
     async def admit(self, groups: Sequence[GroupRequest]) -> None:
@@ -98,9 +98,9 @@ class TrajectoryQueue:
         self._notify()
         return _step_input(taken[0], taken[1])
 
-    async def settle(self, step: int, settlements: Sequence[Settlement]) -> None:
-        """Let a step's rollouts leave, each once. Raises: ValueError, as QueueState.settle."""
-        self._state.settle(step, settlements)
+    async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> None:
+        """Let a step's rollouts leave, each once. Raises: ValueError, as QueueState.finalise."""
+        self._state.finalise(step, outcomes)
         self._notify()
 
     async def lost(self, rollout_ids: Sequence[str]) -> tuple[int, ...]:
@@ -135,16 +135,12 @@ class TrajectoryQueue:
         self._notify()
         return num_cancelled
 
-    async def drain_events(self) -> Drained:
+    async def drain(self) -> Drained:
         """Ledger events and summaries of accepted attempts since the last call."""
         return self._state.drain()
 
     async def stats(self) -> QueueStats:
         return self._state.stats()
-
-    async def snapshot(self) -> QueueSnapshot:
-        """What a restarted run starts from."""
-        return self._state.snapshot()
 
     async def cut(self) -> QueueCut:
         """Drain and take a snapshot in one: what a checkpoint commits with the weights."""
@@ -152,10 +148,10 @@ class TrajectoryQueue:
         return QueueCut(snapshot=self._state.snapshot(), drained=drained)
 
     def _notify(self) -> None:
-        """Wake the waiting calls, if there is something new for any of them."""
-        if self._state.news == self._news_told:
+        """Wake the waiting calls, if something has changed for any of them."""
+        if self._state.num_changes == self._num_changes_seen:
             return
-        self._news_told = self._state.news
+        self._num_changes_seen = self._state.num_changes
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -170,6 +166,11 @@ class TrajectoryQueue:
                 return found
             if not await is_set_within(left, self._changed):
                 return find()
+
+
+def start_queue(settings: QueueStateSettings, snapshot: QueueSnapshot | None = None) -> ActorHandle:
+    """Start the queue, empty or as `snapshot` has it."""
+    return ray.remote(num_cpus=0)(TrajectoryQueue).remote(settings, snapshot)
 
 
 def _step_input(step: int, groups: Sequence[Group]) -> StepInput:

@@ -1,4 +1,4 @@
-"""Groups and their rollouts: attempts, retries, and when a group closes.
+"""Groups and their rollouts: attempts, retries, when a group closes, and what replaces it.
 
 A rollout is pending, handed out, finished (its payload waits) or gone (it left the ledger).
 Attempt numbers only grow: a retry, a lost payload and a restart each take a fresh one, so that a
@@ -8,12 +8,13 @@ here talks to the ledger; each method says what happened, and the queue state ac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from enum import Enum, StrEnum
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
-from actors.outcomes import Disposition, OutcomePolicy
+from actors.outcomes import Disposition, OutcomePolicy, are_equal
 from actors.types import Outcome, RolloutAssignment, Task, TrajectorySummary
 
 
@@ -24,14 +25,6 @@ class RolloutState(Enum):
     HANDED_OUT = "handed_out"
     FINISHED = "finished"
     GONE = "gone"
-
-
-class AttemptEnd(StrEnum):
-    """What became of a rollout when an attempt of it ended."""
-
-    FINISHED = "finished"
-    RETRIED = "retried"
-    DROPPED = "dropped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +72,6 @@ class GroupSnapshot:
     min_usable_samples: int | None
     rollouts: tuple[RolloutSnapshot, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "task": {**asdict(self.task), "data": dict(self.task.data)}}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> GroupSnapshot:
-        rollouts = tuple(RolloutSnapshot(**rollout) for rollout in data["rollouts"])
-        return cls(**{**data, "task": Task(**data["task"]), "rollouts": rollouts})
-
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
@@ -117,12 +102,11 @@ class Rollout:
         self.state, self.actor_id = RolloutState.FINISHED, ""
         self.summary, self.payload = summary, payload
 
-    def fail(self, outcome: Outcome, policy: OutcomePolicy) -> AttemptEnd:
-        """End an attempt without a payload: retried while the budget lasts, then dropped."""
+    def fail(self, outcome: Outcome, policy: OutcomePolicy) -> None:
+        """End an attempt without a payload: pending again while the budget lasts, then gone."""
         is_retried = policy.is_retried(outcome, attempt=self.num_failures)
         self.num_failures += 1
         self.clear(RolloutState.PENDING if is_retried else RolloutState.GONE)
-        return AttemptEnd.RETRIED if is_retried else AttemptEnd.DROPPED
 
     def clear(self, state: RolloutState) -> None:
         """Let go of the attempt and its payload."""
@@ -172,16 +156,14 @@ class Group:
         open_states = (RolloutState.PENDING, RolloutState.HANDED_OUT)
         return [r for r in self.rollouts.values() if r.state in open_states]
 
-    def end_attempt(
-        self, rollout: Rollout, summary: TrajectorySummary, payload: BlockRow
-    ) -> AttemptEnd:
-        """Take in how an attempt ended, by the environment's policy."""
+    def end_attempt(self, rollout: Rollout, summary: TrajectorySummary, payload: BlockRow) -> None:
+        """Take in how an attempt ended: finished, pending again or gone, by the policy."""
         outcome = summary.outcome
         is_kept = self.policy.disposition(outcome) is not Disposition.DROP
         if self.policy.is_retried(outcome, attempt=rollout.num_failures) or not is_kept:
-            return rollout.fail(outcome, self.policy)
-        rollout.finish(summary, payload)
-        return AttemptEnd.FINISHED
+            rollout.fail(outcome, self.policy)
+        else:
+            rollout.finish(summary, payload)
 
     def assignment(self, rollout: Rollout) -> RolloutAssignment:
         return RolloutAssignment(
@@ -227,33 +209,30 @@ class Group:
         return rule.baseline_return(summary.episode_return, is_graded=summary.is_graded)
 
 
-def check_size(request: GroupRequest, *, min_group_size: int) -> None:
-    """Raises: ValueError when a group would close too small to be trained."""
-    least = min(request.num_samples, request.min_usable_samples or request.num_samples)
-    if least < min_group_size:
+def check_request(request: GroupRequest, *, min_group_size: int) -> None:
+    """Raises: ValueError for a group that can never close, or would close too small to be trained.
+
+    min_group_size: >= 1.
+    """
+    enough = request.num_samples
+    if request.min_usable_samples is not None:
+        enough = request.min_usable_samples
+    if not min_group_size <= enough <= request.num_samples:
         raise ValueError(
-            f"queue: group {request.group_number} closes with {least} usable samples, "
-            f"expected at least min_group_size={min_group_size}"
+            f"queue: group {request.group_number} closes with {enough} usable samples, expected "
+            f"at least min_group_size={min_group_size} and at most num_samples="
+            f"{request.num_samples}"
         )
 
 
 def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy) -> Group:
-    """A group with all its rollouts pending. Rollout ids follow from the group's: g000012.0-3.
-
-    Raises: ValueError when it asks for no rollout, or to close at a number it can never reach.
-    """
-    enough = request.min_usable_samples
-    if request.num_samples < 1 or (enough is not None and not 1 <= enough <= request.num_samples):
-        raise ValueError(
-            f"group {request.group_number}: got num_samples={request.num_samples}, "
-            f"min_usable_samples={enough}, expected 1 <= min_usable_samples <= num_samples"
-        )
+    """A group with all its rollouts pending. Rollout ids follow from the group's: g000012.0-3."""
     group = Group(
         number=request.group_number,
         replacement=replacement,
         task=request.task,
         policy=policy,
-        min_usable_samples=enough,
+        min_usable_samples=request.min_usable_samples,
     )
     for member in range(request.num_samples):
         rollout_id = f"{group.group_id}-{member}"
@@ -278,3 +257,103 @@ def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy) -> Group:
             num_failures=each.num_failures,
         )
     return group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedGroups:
+    """The groups that have failed since the last usable one.
+
+    A group is usable when it closes with enough members for a baseline; else it is evicted and its
+    number filled again, which a run whose every episode fails would do for ever.
+    """
+
+    num_before: int
+    """Usable groups before these; it tells one row of failures from the next."""
+
+    num_groups: int
+
+    outcomes: Mapping[Outcome, int]
+    """Of the attempts since the last usable group that no baseline could use."""
+
+    last_outcome: Outcome
+    last_detail: str
+    task_id: str
+    environment: str
+
+    @property
+    def main_outcome(self) -> Outcome:
+        """The most frequent one; the last one among equals."""
+        most = max(self.outcomes.values())
+        if self.outcomes.get(self.last_outcome) == most:
+            return self.last_outcome
+        return next(outcome for outcome, count in self.outcomes.items() if count == most)
+
+
+class FailureCounter:
+    """Counts groups that failed in a row; a usable group ends the row."""
+
+    def __init__(self) -> None:
+        self._num_usable = self._num_failed = 0
+        self._outcomes: Counter[Outcome] = Counter()
+        self._last: tuple[Outcome, str, Task] | None = None
+
+    def add_attempt(self, outcome: Outcome, *, detail: str, task: Task) -> None:
+        """An attempt ended without a trajectory that a baseline could use."""
+        self._outcomes[outcome] += 1
+        self._last = (outcome, detail, task)
+
+    def add_group(self, *, is_usable: bool) -> None:
+        """A group closed."""
+        if not is_usable:
+            self._num_failed += 1
+            return
+        self._num_usable += 1
+        self._num_failed, self._last = 0, None
+        self._outcomes.clear()
+
+    def current(self) -> FailedGroups | None:
+        """None while no group has failed since the last usable one."""
+        if not self._num_failed or self._last is None:
+            return None
+        outcome, detail, task = self._last
+        return FailedGroups(
+            num_before=self._num_usable,
+            num_groups=self._num_failed,
+            outcomes=dict(self._outcomes),
+            last_outcome=outcome,
+            last_detail=detail,
+            task_id=task.task_id,
+            environment=task.environment,
+        )
+
+
+class Refills:
+    """Dynamic sampling: groups whose returns are all equal are replaced, `limit` times at most.
+
+    If what a closed group's members bring to the baseline is all equal, no advantage can come of
+    it, and its number is given another task. Reward shaping does not count: a task on which all
+    did equally well is replaced. Source: DAPO, arXiv 2503.14476, equation 11 (deviations: one
+    number of the step is refilled, the batch is not sampled anew; a number that was refilled
+    `limit` times keeps what comes, so that a solved task set ends as weak updates and does not
+    block the step).
+    """
+
+    def __init__(self, *, limit: int, counts: Mapping[int, int] | None = None) -> None:
+        self._limit = limit
+        self._counts = dict(counts or {})
+
+    def claim(self, number: int, returns: Sequence[float]) -> bool:
+        """Whether a closed group is to be replaced; then one refill of its number is used up."""
+        used = self._counts.get(number, 0)
+        if used >= self._limit or not are_equal(returns):
+            return False
+        self._counts[number] = used + 1
+        return True
+
+    def forget(self, number: int) -> None:
+        """The number's step is finalised."""
+        self._counts.pop(number, None)
+
+    def counts(self) -> dict[int, int]:
+        """By group number that is not finalised, the refills used."""
+        return dict(self._counts)

@@ -5,15 +5,14 @@ flight from its admission until it is trained or evicted; how often it is attemp
 not the ledger's business. Events are numbered and drained by the caller, which stores them; an
 event that was drained and not stored before a crash comes again under the same number.
 Only ids in flight are kept, so that the ledger does not grow with the run. Called by the queue
-state; the merge actor names its settlements with the same words.
+state; the merge actor says with the same words how the rollouts of a step left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from actors.types import Outcome
 
@@ -65,30 +64,36 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEvent:
-    """seq: 0, 1, 2, ... without gaps. reason: with `evicted` only. step: of a settlement."""
+    """One change of a rollout's place in the ledger."""
 
     seq: int
+    """0, 1, 2, ... without gaps."""
+
     rollout_id: str
     kind: LedgerEventKind
+
     reason: EvictionReason | None = None
+    """With `evicted` only."""
+
     step: int | None = None
+    """The step that took the rollout, counted from 1; None where none did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settlement:
+class RolloutOutcome:
     """How a rollout of a taken step left. reason: None means trained."""
 
     rollout_id: str
     reason: EvictionReason | None = None
 
 
-def check_settlements(step: int, expected: set[str], settlements: Sequence[Settlement]) -> None:
+def check_outcomes(step: int, expected: set[str], outcomes: Sequence[RolloutOutcome]) -> None:
     """Raises: ValueError when a rollout of the step is missing, named twice or not in the step."""
-    named = [settlement.rollout_id for settlement in settlements]
+    named = [outcome.rollout_id for outcome in outcomes]
     wrong = expected.symmetric_difference(named)
     if wrong or len(named) != len(expected):
         raise ValueError(
-            f"queue: step {step} has {len(expected)} rollouts, got {len(named)} settlements; "
+            f"queue: step {step} has {len(expected)} rollouts, got {len(named)} outcomes; "
             f"expected each once, wrong or missing: {sorted(wrong)[:8]}"
         )
 
@@ -115,59 +120,25 @@ class LedgerCounts:
 class LedgerSnapshot:
     """All that the ledger holds, undrained events included."""
 
-    admitted: int
-    trained: int
-    evicted: Mapping[EvictionReason, int]
-    in_flight: tuple[str, ...]
-    next_seq: int
-    undrained: tuple[LedgerEvent, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "admitted": self.admitted,
-            "trained": self.trained,
-            "evicted": {reason.value: count for reason, count in self.evicted.items()},
-            "in_flight": list(self.in_flight),
-            "next_seq": self.next_seq,
-            "undrained": [asdict(event) for event in self.undrained],
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> LedgerSnapshot:
-        return cls(
-            admitted=data["admitted"],
-            trained=data["trained"],
-            evicted={EvictionReason(name): count for name, count in data["evicted"].items()},
-            in_flight=tuple(data["in_flight"]),
-            next_seq=data["next_seq"],
-            undrained=tuple(_event_from_json(event) for event in data["undrained"]),
-        )
-
-
-def _event_from_json(data: Mapping[str, Any]) -> LedgerEvent:
-    reason = data["reason"]
-    return LedgerEvent(
-        seq=data["seq"],
-        rollout_id=data["rollout_id"],
-        kind=LedgerEventKind(data["kind"]),
-        reason=None if reason is None else EvictionReason(reason),
-        step=data["step"],
-    )
+    admitted: int = 0
+    trained: int = 0
+    evicted: Mapping[EvictionReason, int] = field(default_factory=dict)
+    in_flight: tuple[str, ...] = ()
+    next_seq: int = 0
+    undrained: tuple[LedgerEvent, ...] = ()
 
 
 class Ledger:
     """The state machine: absent -> in flight -> trained or evicted, and no other way."""
 
     def __init__(self, *, snapshot: LedgerSnapshot | None = None) -> None:
-        self._admitted = snapshot.admitted if snapshot else 0
-        self._trained = snapshot.trained if snapshot else 0
-        self._evicted = dict(snapshot.evicted) if snapshot else dict[EvictionReason, int]()
-        self._in_flight = dict.fromkeys(snapshot.in_flight if snapshot else ())
-        self._next_seq = snapshot.next_seq if snapshot else 0
-        self._events = list(snapshot.undrained) if snapshot else list[LedgerEvent]()
-
-    def is_in_flight(self, rollout_id: str) -> bool:
-        return rollout_id in self._in_flight
+        snapshot = snapshot or LedgerSnapshot()
+        self._admitted = snapshot.admitted
+        self._trained = snapshot.trained
+        self._evicted = dict(snapshot.evicted)
+        self._in_flight = dict.fromkeys(snapshot.in_flight)
+        self._next_seq = snapshot.next_seq
+        self._events = list(snapshot.undrained)
 
     def admit(self, rollout_id: str) -> None:
         """Raises: LedgerError when the rollout is in flight already."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.trajectory_queue.failures import FailedGroups
-from actors.trajectory_queue.groups import GroupSnapshot
+from actors.trajectory_queue.groups import FailedGroups, GroupSnapshot
 from actors.trajectory_queue.ledger import LedgerCounts, LedgerEvent, LedgerSnapshot
 from actors.trajectory_queue.window import WindowSnapshot
 from actors.types import TrajectorySummary
@@ -18,8 +17,8 @@ class ActorReleased(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vacancy:
-    """A group number that wants a task. replacement: how often it was filled before."""
+class OpenSlot:
+    """A group number that has no task. replacement: how often it was filled before."""
 
     group_number: int
     replacement: int
@@ -45,11 +44,15 @@ class StepGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
-    """P closed groups. blocks: references to TrajectoryColumns, each once."""
+    """P closed groups, which a step has taken."""
 
     step: int
+    """Counted from 1."""
+
     groups: tuple[StepGroup, ...]
+
     blocks: tuple[Any, ...]
+    """References to TrajectoryColumns, each once."""
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
@@ -58,27 +61,25 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStats:
-    """A look at the queue. Counts are rollouts unless they say groups.
+    """How the queue stands. Counts are rollouts unless they say groups."""
 
-    num_waiting: finished, not yet taken by a step; num_taken: in a step that is not settled.
-    num_refused: late results that changed nothing. num_retries: attempts that were repeated.
-    admissible_end: group numbers below it may be admitted.
-    """
-
-    num_pending: int
     num_handed_out: int
+
     num_waiting: int
-    num_taken: int
+    """Finished, not yet taken by a step."""
+
     waiting_bytes: int
-    num_groups: int
-    num_closed_groups: int
     num_replaced_groups: int
+
     num_refused: int
+    """Late results that changed nothing."""
+
     num_retries: int
+    """Attempts that were repeated."""
+
     published: int
-    next_step: int
-    oldest_group: int
-    admissible_end: int
+    """The version that every ready engine holds."""
+
     ledger: LedgerCounts
 
 
@@ -96,45 +97,17 @@ class Drained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
-    """From it a queue starts again: all that was admitted and not settled is pending.
+    """From it a queue starts again: all that was admitted and not finalised is pending."""
 
-    replacements: by group number not settled, how often it was filled before; variance_refills:
-    how often of these because the returns were all equal.
-    """
+    window: WindowSnapshot = field(default_factory=WindowSnapshot)
+    ledger: LedgerSnapshot = field(default_factory=LedgerSnapshot)
+    groups: tuple[GroupSnapshot, ...] = ()
 
-    window: WindowSnapshot
-    ledger: LedgerSnapshot
-    groups: tuple[GroupSnapshot, ...]
-    replacements: Mapping[int, int]
+    replacements: Mapping[int, int] = field(default_factory=dict)
+    """By group number that is not finalised, how often it was filled before."""
+
     variance_refills: Mapping[int, int] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "window": self.window.to_json(),
-            "ledger": self.ledger.to_json(),
-            "groups": [group.to_json() for group in self.groups],
-            "replacements": _keys_to_text(self.replacements),
-            "variance_refills": _keys_to_text(self.variance_refills),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> QueueSnapshot:
-        return cls(
-            window=WindowSnapshot.from_json(data["window"]),
-            ledger=LedgerSnapshot.from_json(data["ledger"]),
-            groups=tuple(GroupSnapshot.from_json(group) for group in data["groups"]),
-            replacements=_keys_to_numbers(data["replacements"]),
-            # A run that began without dynamic sampling has stored none.
-            variance_refills=_keys_to_numbers(data.get("variance_refills", {})),
-        )
-
-
-def _keys_to_text(counts: Mapping[int, int]) -> dict[str, int]:
-    return {str(number): count for number, count in counts.items()}
-
-
-def _keys_to_numbers(counts: Mapping[str, int]) -> dict[int, int]:
-    return {int(number): count for number, count in counts.items()}
+    """How often of these because the group's returns were all equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,47 +1,38 @@
 """The admission window: policy age is bounded by what is let in, not by throwing work away.
 
-P groups make a step; groups are numbered k = 0, 1, 2, ... at admission. Group k may be admitted
-when floor(k / P) <= published + S. A step takes P closed groups, one after the other, each out of
-the W numbers that start at the oldest group not yet taken.
+P groups make a step; groups are numbered k = 0, 1, 2, ... at admission, steps from 1. Group k may
+be admitted when floor(k / P) <= published + S. A step takes P closed groups, one after the other,
+each out of the W numbers that start at the oldest group not yet taken.
 
 Invariant: no token is older than S + ceil((W - 1) / P) versions when it is trained. Why: when
 group k is taken as the n-th, all n before it have numbers below k + W and are not k, so
-n <= k + W - 1; it is trained in step floor(n / P) and was let in at version floor(k / P) - S or
+n <= k + W - 1; it is trained by version floor(n / P) and was let in at version floor(k / P) - S or
 later. A step is given back (`roll_back`) as if it had never been taken. Called by the queue state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from actors.algorithm import AlgorithmSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSnapshot:
-    """Where a run that starts again stands: steps before next_step are settled.
+    """The window as a run that starts again needs it."""
 
-    oldest: the smallest number not taken. taken_beyond: taken numbers above it.
-    """
+    published: int = 0
+    """The version that every ready engine held."""
 
-    published: int
-    next_step: int
-    oldest: int
-    taken_beyond: tuple[int, ...]
+    next_step: int = 1
+    """The first step that is not finalised."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    oldest: int = 0
+    """The smallest group number that no finalised step took."""
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> WindowSnapshot:
-        return cls(
-            published=data["published"],
-            next_step=data["next_step"],
-            oldest=data["oldest"],
-            taken_beyond=tuple(data["taken_beyond"]),
-        )
+    taken_beyond: tuple[int, ...] = ()
+    """Taken numbers above `oldest`, ascending."""
 
 
 class AdmissionWindow:
@@ -57,11 +48,12 @@ class AdmissionWindow:
         """num_steps: of the whole run; None: without end. No group beyond them is admitted."""
         self._algorithm = algorithm
         self._num_steps = num_steps
-        self._published = snapshot.published if snapshot else 0
-        self._next_step = snapshot.next_step if snapshot else 0
-        self._oldest = snapshot.oldest if snapshot else 0
-        self._beyond = set(snapshot.taken_beyond) if snapshot else set[int]()
-        self._unsettled: dict[int, tuple[int, ...]] = {}
+        snapshot = snapshot or WindowSnapshot()
+        self._published = snapshot.published
+        self._next_step = snapshot.next_step
+        self._oldest = snapshot.oldest
+        self._beyond = set(snapshot.taken_beyond)
+        self._taken: dict[int, tuple[int, ...]] = {}
 
     @property
     def published(self) -> int:
@@ -97,7 +89,7 @@ class AdmissionWindow:
         if version < self._published:
             raise ValueError(
                 f"window: version {version} published after {self._published}; versions only grow "
-                "within an epoch: start a new epoch from a snapshot to go back"
+                "within a term: start a new term from a snapshot to go back"
             )
         self._published = version
 
@@ -133,53 +125,55 @@ class AdmissionWindow:
         step = self._next_step
         self._beyond.update(chosen)
         self._oldest = _advance(self._oldest, self._beyond)
-        self._unsettled[step] = chosen
+        self._taken[step] = chosen
         self._next_step += 1
         return step, chosen
 
-    def unsettled(self, step: int) -> tuple[int, ...]:
-        """The groups of a step that was taken and not yet settled.
+    def taken_groups(self, step: int) -> tuple[int, ...]:
+        """The groups of a step that was taken and is not finalised.
 
         Raises: ValueError when there is no such step.
         """
-        if step not in self._unsettled:
+        if step not in self._taken:
             raise ValueError(
-                f"window: step {step} is not taken and unsettled, expected one of "
-                f"{sorted(self._unsettled)}"
+                f"window: step {step} is not taken, expected one of {sorted(self._taken)}, which "
+                "are taken and not finalised"
             )
-        return self._unsettled[step]
+        return self._taken[step]
 
-    def settle(self, step: int) -> None:
-        """Forget a step for good. Steps are settled in order.
+    def finalise(self, step: int) -> None:
+        """Forget a step for good. Steps are finalised in order.
 
-        Raises: ValueError when the step was not taken or an earlier one is not settled.
+        Raises: ValueError when the step was not taken or an earlier one is not finalised.
         """
-        self.unsettled(step)
-        earliest = min(self._unsettled)
+        self.taken_groups(step)
+        earliest = min(self._taken)
         if step != earliest:
-            raise ValueError(f"window: step {step} settled before step {earliest}; settle in order")
-        del self._unsettled[step]
+            raise ValueError(
+                f"window: step {step} finalised before step {earliest}, expected them in order"
+            )
+        del self._taken[step]
 
     def roll_back(self, step: int) -> tuple[int, ...]:
-        """Give back an unsettled step and all after it. Returns: these steps, ascending."""
-        self.unsettled(step)
-        given_back = tuple(sorted(s for s in self._unsettled if s >= step))
+        """Give back a taken step and all after it. Returns: these steps, ascending."""
+        self.taken_groups(step)
+        given_back = tuple(sorted(s for s in self._taken if s >= step))
         for each in given_back:
-            self._untake(self._unsettled.pop(each))
+            self._untake(self._taken.pop(each))
         self._next_step = step
         return given_back
 
     def step_of(self, number: int) -> int | None:
-        """The unsettled step that holds a group, if any."""
-        return next((s for s, numbers in self._unsettled.items() if number in numbers), None)
+        """The step that has taken a group and is not finalised, if any."""
+        return next((s for s, numbers in self._taken.items() if number in numbers), None)
 
     def snapshot(self) -> WindowSnapshot:
-        """The window as if every unsettled step had been given back."""
+        """The window as if every step that is not finalised had been given back."""
         clone = AdmissionWindow(self._algorithm)
         clone._oldest, clone._beyond = self._oldest, set(self._beyond)
-        clone._next_step, clone._unsettled = self._next_step, dict(self._unsettled)
-        if clone._unsettled:
-            clone.roll_back(min(clone._unsettled))
+        clone._next_step, clone._taken = self._next_step, dict(self._taken)
+        if clone._taken:
+            clone.roll_back(min(clone._taken))
         return WindowSnapshot(
             published=self._published,
             next_step=clone._next_step,

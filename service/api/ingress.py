@@ -11,7 +11,7 @@ from ray.serve.config import HTTPOptions
 
 from service.api.app import create_app
 from service.api.port import HttpSettings
-from service.run.supervisor_client import SupervisorClient
+from service.run.remote_handles import SupervisorClient
 
 APP_NAME = "rayloom-api"
 
@@ -30,7 +30,7 @@ class ApiIngress:
 
 
 def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None) -> Any:
-    """What `serve.run` takes. run_id: the supervisor's name. host: of `service.launch.hosting`."""
+    """What `serve.run` takes. run_id: the supervisor's name. host: the run's own deployment."""
     deployment = serve.deployment(
         name="api",
         max_ongoing_requests=256,

@@ -9,7 +9,7 @@ from typing import Protocol
 from actors.algorithm import AlgorithmSettings
 from service.config.tree import ServiceSettings
 from service.intake.submission import SubmissionView, SubmitReply, Wanted
-from service.run.readiness import Readiness
+from service.run.health import Readiness
 
 
 class RunUnavailable(Exception):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from actors.trainer.checkpoint import MANIFEST, CheckpointError, read_manifest
 from service.config.file import ConfigError
-from service.launch.resuming import newest_usable
+from service.launch.resume import newest_usable
 from service.launch.run_dir import RunDir
 from service.store.run_store import RunStore, StoreError
 

@@ -15,7 +15,7 @@ from actors.limits import MAX_SEED
 from service.cli.display.outlet import escape_unencodable, say
 from service.config.file import ConfigError, describe_config, load_config
 from service.config.tree import Config
-from service.launch.stop_signals import EXIT_INTERRUPTED, stop_signals
+from service.launch.signals import EXIT_INTERRUPTED, stop_signals
 
 app = typer.Typer(
     help="Train language-model agents by reinforcement learning, on a laptop or a Ray cluster.",
@@ -137,7 +137,7 @@ def _check_places(
         check_metrics_address,
         check_model_sources,
     )
-    from service.launch.run_dir import RunDir, check_new, check_resumable, prepared
+    from service.launch.run_dir import RunDir, check_new, check_resumable, prepared_directory
 
     if resumed is not None:
         # A run whose steps are all done needs nothing else of the machine.
@@ -147,7 +147,7 @@ def _check_places(
     check_machine(config, is_local=is_local)
     if new_run is not None:
         check_new(RunDir(path=new_run))
-        with prepared(RunDir(path=new_run)):
+        with prepared_directory(RunDir(path=new_run)):
             # It can be made; a refusal that comes later leaves nothing behind.
             pass
     check_model_sources(config)

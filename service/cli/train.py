@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from service.api.ingress import open_api, start_serve
 from service.api.port import HttpSettings
@@ -19,14 +21,18 @@ from service.cli.serve import api_address
 from service.config.tree import Config
 from service.inference.deployment import session_directory
 from service.launch.cluster import joined
-from service.launch.preparing import prepared_run, run_id_of
-from service.launch.resuming import finished_step
-from service.launch.run_dir import RunDir, check_new, check_resumable, default_run_dir
-from service.launch.stop_signals import EXIT_INTERRUPTED, StopSignals
-from service.run.holding import check_free
-from service.run.status import Phase, RunStatus
-from service.run.supervisor import Cursor, Ending
-from service.run.supervisor_start import start_supervisor
+from service.launch.resume import check_lease_free, check_not_taken_over, finished_step
+from service.launch.run_dir import (
+    RunDir,
+    check_new,
+    check_resumable,
+    default_run_dir,
+    prepared_run,
+    run_id_of,
+)
+from service.launch.signals import EXIT_INTERRUPTED, StopSignals
+from service.run.health import Cursor, Phase, RunStatus
+from service.run.supervisor import Ending, start_supervisor
 from service.store.run_store import LeaseLost, StoreError
 
 POLL_S = 0.5
@@ -62,9 +68,9 @@ def run_training(request: TrainRequest, signals: StopSignals) -> int:
         if code is not None:
             return code
         if not request.takes_over:
-            check_free(run_dir)
+            check_lease_free(run_dir)
     is_local = request.address is None
-    with prepared_run(config, run_dir, is_local=is_local, between=signals.check) as model:
+    with prepared_run(config, run_dir, is_local=is_local, check_stop=signals.check) as model:
         # A cluster that is half up is let up and then ended.
         signals.hold()
         with joined(config, address=request.address):
@@ -81,13 +87,25 @@ def _run(
         run_id = run_id_of(config, run_dir)
         if api is not None:
             start_serve(host=config.service.host, port=config.service.port)
-        supervisor = start_supervisor(
-            config, run_dir, model=model, run_id=run_id, is_service=api is not None
+        start = partial(
+            start_supervisor,
+            config,
+            run_dir,
+            model=model,
+            run_id=run_id,
+            is_service=api is not None,
         )
+        supervisor = start()
         if api is not None:
             open_api(run_id, api)
             say(f"the API listens on {api_address(config.service)}")
-        return _show_until_done(supervisor, run_dir, signals, stays=api is not None)
+        watcher = SupervisorWatcher(
+            supervisor,
+            open_display(environ=os.environ),
+            restart=start,
+            max_restarts=config.run.max_recoveries,
+        )
+        return _show_until_done(watcher, run_dir, signals, stays=api is not None)
     finally:
         # What is left is to end Ray, which a further signal would only leave half done.
         signals.ignore()
@@ -119,21 +137,47 @@ def _open_run_dir(request: TrainRequest, config: Config) -> RunDir:
     return run_dir
 
 
-class _Watcher:
-    """Asks the supervisor how the run stands, shows it, and passes a stop on."""
+class SupervisorWatcher:
+    """Asks the supervisor how the run stands, shows it, and passes a stop on.
 
-    def __init__(self, supervisor: Any, display: Display) -> None:
+    A supervisor that dies is started again, `max_restarts` times at most.
+    """
+
+    def __init__(
+        self, supervisor: Any, display: Display, *, restart: Callable[..., Any], max_restarts: int
+    ) -> None:
         self._supervisor = supervisor
-        self._display = display
+        self._restart = restart
+        self._max_restarts = max_restarts
+        self.display = display
         self._cursor = Cursor()
         self._asked: Any = None
         self.last: RunStatus | None = None
 
-    def follow(self, running: Any, signals: StopSignals) -> None:
-        """Return when `running` has ended.
+    def run(self, run_dir: RunDir, signals: StopSignals) -> Ending:
+        """Return when the run has ended.
 
-        Raises: KeyboardInterrupt when asked to stop before the supervisor was there to be told.
+        Raises: RayTaskError for what ended it; ActorDiedError, LeaseLost when no supervisor is
+        left; KeyboardInterrupt when asked to stop before the supervisor was there to be told.
         """
+        num_restarts = 0
+        while True:
+            running = self._supervisor.run.remote()
+            self._follow(running, signals)
+            try:
+                ending: Ending = ray.get(running)
+                return ending
+            except ActorDiedError as error:
+                num_restarts += 1
+                is_final = error.actor_init_failed or num_restarts > self._max_restarts
+                if is_final or signals.is_asked:
+                    raise
+            check_not_taken_over(run_dir)
+            self._supervisor = self._restart(lost=self._supervisor)
+            self._cursor, self._asked = Cursor(), None
+
+    def _follow(self, running: Any, signals: StopSignals) -> None:
+        """Return when `running` has ended."""
         is_stop_sent = False
         while True:
             self._ask()
@@ -148,7 +192,7 @@ class _Watcher:
                 is_stop_sent = True
 
     def _ask(self) -> None:
-        # One question at a time: an answer says from where the next one goes on.
+        # One question at a time: an answer moves the cursor for the next one.
         if self._asked is None:
             self._asked = self._supervisor.status.remote(self._cursor)
 
@@ -163,23 +207,25 @@ class _Watcher:
             # What `run` raises says what happened.
             return
         self.last = status
-        self._display.update(status)
+        self.display.update(status)
         self._cursor = _advance(self._cursor, status)
 
 
-def _show_until_done(supervisor: Any, run_dir: RunDir, signals: StopSignals, *, stays: bool) -> int:
+def _show_until_done(
+    watcher: SupervisorWatcher, run_dir: RunDir, signals: StopSignals, *, stays: bool
+) -> int:
     """stays: go on after the last step, for those who still ask, until a signal comes."""
     worker_logs = session_directory() / "logs"
-    running = supervisor.run.remote()
-    display = open_display(environ=os.environ)
-    watcher = _Watcher(supervisor, display)
+    display = watcher.display
     try:
-        watcher.follow(running, signals)
+        ending = watcher.run(run_dir, signals)
         if stays:
-            _stay(ray.get(running), display, signals)
+            _stay(ending, display, signals)
         # It has ended: what is left to say is how.
         signals.ignore()
-        ending: Ending = ray.get(running)
+    except LeaseLost as loss:
+        display.close()
+        return _report_loss(loss, run_dir)
     except RayTaskError as error:
         display.close()
         if isinstance(error.cause, LeaseLost):

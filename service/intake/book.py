@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.outcomes import Disposition, OutcomePolicy
+from actors.trajectory_queue.ledger import LedgerEvent
 from actors.types import Outcome
 from service.intake.submission import (
     RolloutResult,
@@ -20,7 +21,6 @@ from service.intake.submission import (
     Submission,
     SubmissionView,
 )
-from service.store.run_store import StoredEvent
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class Book:
             if entry is not None:
                 entry.results[index] = result
 
-    def note_events(self, events: Iterable[StoredEvent]) -> None:
+    def note_events(self, events: Iterable[LedgerEvent]) -> None:
         """What the ledger says of rollouts; those of other sources are passed over."""
         for event in events:
             entry, index = self._find(event.rollout_id)
@@ -163,7 +163,7 @@ def rebuild(
     submissions: Sequence[Submission],
     bindings: Mapping[str, str],
     results: Sequence[RolloutResult],
-    events: Sequence[StoredEvent],
+    events: Sequence[LedgerEvent],
 ) -> Book:
     """The book of a run that starts again, from what survives of it.
 

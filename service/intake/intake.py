@@ -15,7 +15,8 @@ from actors.algorithm import AlgorithmSettings
 from actors.deadline import is_set_within
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.groups import GroupRequest, group_id
-from actors.trajectory_queue.messages import Vacancy
+from actors.trajectory_queue.ledger import LedgerEvent
+from actors.trajectory_queue.messages import OpenSlot
 from actors.types import TrajectorySummary
 from service.config.tree import ServiceSettings
 from service.intake.book import Book, rebuild
@@ -27,7 +28,7 @@ from service.intake.submission import (
     SubmitReply,
     Wanted,
 )
-from service.store.run_store import RunStore, StoredEvent
+from service.store.run_store import RunStore
 from service.store.submissions import SubmissionStore
 
 WAIT_S = 1.0
@@ -156,19 +157,19 @@ class Intake:
             self._book.cancel(submission_id)
             return self.view(submission_id)
 
-    async def fill(self, vacancies: Sequence[Vacancy]) -> list[GroupRequest]:
-        """The next in line for as many vacancies as there are tasks for, waited for a moment.
+    async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
+        """The next in line for as many slots as there are tasks for, waited for a moment.
 
         Raises: LeaseLost, StoreError.
         """
         self._news.clear()
         if not self._book.num_waiting:
             await is_set_within(WAIT_S, self._news)
-        found = self._book.next_in_line(len(vacancies))
-        pairs = list(zip(vacancies, found, strict=False))
+        found = self._book.next_in_line(len(slots))
+        pairs = list(zip(slots, found, strict=False))
         groups = {
-            group_id(vacancy.group_number, replacement=vacancy.replacement): submission.id
-            for vacancy, submission in pairs
+            group_id(slot.group_number, replacement=slot.replacement): submission.id
+            for slot, submission in pairs
         }
         if groups:
             self._store.bind(groups, epoch=self._epoch)
@@ -176,12 +177,12 @@ class Intake:
             self._book.bind(submission_id, each)
         return [
             GroupRequest(
-                group_number=vacancy.group_number,
+                group_number=slot.group_number,
                 task=submission.wanted.task,
                 num_samples=submission.wanted.num_samples,
                 min_usable_samples=submission.wanted.min_usable_samples,
             )
-            for vacancy, submission in pairs
+            for slot, submission in pairs
         ]
 
     def note_rollouts(self, summaries: Sequence[TrajectorySummary]) -> list[RolloutResult]:
@@ -190,7 +191,7 @@ class Intake:
         self._book.note_results(results)
         return results
 
-    def note_events(self, events: Sequence[StoredEvent]) -> None:
+    def note_events(self, events: Sequence[LedgerEvent]) -> None:
         self._book.note_events(events)
 
     def note_step_seconds(self, seconds: float) -> None:

@@ -17,7 +17,7 @@ from actors.limits import MIB
 from service.config.file import ConfigError
 from service.config.preflight import gpus_wanted
 from service.config.tree import Config
-from service.launch.stop_signals import kept_from_children
+from service.launch.signals import kept_from_children
 
 NAMESPACE = "rayloom"
 # Of an AF_UNIX socket's path, without its closing zero.
@@ -64,7 +64,7 @@ def joined(config: Config, *, address: str | None) -> Iterator[None]:
         _check_resources(config)
         yield
     finally:
-        # Also after half a start. Of an existing cluster only this driver's part ends.
+        # Also after a start that failed. On an existing cluster only this driver's actors end.
         ray.shutdown(wait_for_processes=True)
 
 
@@ -89,7 +89,7 @@ def _temp_dir() -> str | None:
     asked = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or _FALLBACK_TEMP_DIR
     chosen = short_temp_dir(asked)
     if chosen is not None:
-        # What the run starts makes sockets of its own, each named after its temporary directory.
+        # vLLM and others make sockets in the temporary directory too.
         os.environ["TMPDIR"] = tempfile.tempdir = _FALLBACK_TEMP_DIR
     return chosen
 
@@ -101,7 +101,7 @@ def _start_local(config: Config) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        # Ray raises bare ones, for a full disk as for a port that is taken.
+        # Ray raises plain Exceptions, for a full disk as for a port that is taken.
         raise ConfigError(
             f"a local Ray did not start ({_first_line(error)}); expected it to come up here; look "
             "into the newest session of its temporary directory, free memory and disk, or "
@@ -113,7 +113,7 @@ def _init_local(config: Config) -> None:
     # Processes share the cores by their thread counts; Ray's own count must only admit them all.
     logical_cpus = max(psutil.cpu_count() or 1, int(cpus_wanted(config)) + 1)
     memory = psutil.virtual_memory().total
-    # Inherited by all that Ray starts. Named to Ray, it would start its first processes in vain.
+    # Set in os.environ, not runtime_env, which makes Ray discard its prestarted workers.
     os.environ["PYTHONPATH"] = _import_path()
     store_bytes = min(int(0.3 * memory), (config.queue.max_mib + 512) * MIB)
     start_ray(
@@ -129,7 +129,7 @@ def _init_local(config: Config) -> None:
 
 
 def start_ray(**options: Any) -> None:
-    """`ray.init` of a node of its own; once more where a busy machine let the first one down.
+    """`ray.init` of a node of its own; tried again after the time limit of its start.
 
     Ray gives a node 30 s to come up, whatever the load, and no setting changes that.
     """

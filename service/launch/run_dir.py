@@ -1,4 +1,4 @@
-"""What lies where in a run's directory, and whether a new run may use it."""
+"""A run's directory: its files, whether a run may start or go on in it, and its preparation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from service.config.file import ConfigError, dump_config, load_config
+from service.config.preflight import check_with_model, check_without_model
 from service.config.resumable import refused_changes
 from service.config.tree import Config
 from service.store.run_store import RunStore, StoreError
@@ -69,7 +71,7 @@ def default_run_dir(config: Config) -> RunDir:
 
 
 def check_new(run_dir: RunDir) -> None:
-    """A new run may lie there: there is nothing yet, or only what a start left that was cut short.
+    """A new run may use the directory: it is empty, or holds only what an interrupted start left.
 
     Raises: ConfigError.
     """
@@ -86,23 +88,23 @@ def check_new(run_dir: RunDir) -> None:
                 f"run directory {run_dir.path} holds a run and is not empty; expected a new one: "
                 f"choose another --run-dir, or go on with that run by --resume {run_dir.path}"
             )
-        strangers = sorted(
+        others = sorted(
             path.name for path in run_dir.path.iterdir() if not _is_of_a_start(path, run_dir)
         )
-    if strangers:
+    if others:
         raise ConfigError(
-            f"run directory {run_dir.path} is not empty (it holds {', '.join(strangers[:3])}); "
+            f"run directory {run_dir.path} is not empty (it holds {', '.join(others[:3])}); "
             "expected a new one: choose another --run-dir"
         )
 
 
 @contextmanager
-def prepared(run_dir: RunDir) -> Iterator[None]:
-    """Make the directory of a new run; take away what was made where no run comes of it.
+def prepared_directory(run_dir: RunDir) -> Iterator[None]:
+    """Make the directory of a new run; remove what was made where no run starts.
 
     Raises: ConfigError, also while another start is at work there.
     """
-    # os.path, because a path that cannot be made raises from Path.exists.
+    # os.path.exists: Path.exists raises for a path that cannot be made.
     made = [path for path in (run_dir.path, *run_dir.path.parents) if not os.path.exists(path)]
     had_model = os.path.exists(run_dir.tiny_model)
     try:
@@ -122,33 +124,33 @@ def prepared(run_dir: RunDir) -> Iterator[None]:
 
 @contextmanager
 def _alone(run_dir: RunDir) -> Iterator[None]:
-    """Keep other starts off a directory until there is a run in it, which has a lease of its own.
+    """Lock the directory against other starts until it has a database, and with it a lease.
 
     Raises: ConfigError.
     """
     if os.path.exists(run_dir.database_file):
         yield
         return
-    place = os.open(run_dir.path, os.O_RDONLY)
+    directory = os.open(run_dir.path, os.O_RDONLY)
     try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(place)
+        os.close(directory)
         raise ConfigError(
             f"run directory {run_dir.path}: another start is at work there; expected a directory "
             "of its own for each run: wait for that one, or choose another --run-dir"
         ) from None
     except OSError:
-        # A file system without locks: two starts at once are then nobody's to tell apart.
+        # Without file locks, concurrent starts cannot be detected.
         pass
     try:
         yield
     finally:
-        os.close(place)
+        os.close(directory)
 
 
 def _clear(run_dir: RunDir, *, had_model: bool) -> None:
-    """Take away what a start that came to nothing has written."""
+    """Remove what a start has written that did not become a run."""
     if not had_model:
         shutil.rmtree(run_dir.tiny_model, ignore_errors=True)
     with suppress(OSError):
@@ -175,7 +177,7 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
 def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
     """The tiny model, or a configuration as we write it; a user's own is never written over."""
     if path == run_dir.tiny_model:
-        # Seconds of imports, which most refusals do without.
+        # Seconds of imports, which most refusals do not need.
         from actors.trainer.tiny.model import MARKER
 
         return (path / MARKER).is_file()
@@ -225,3 +227,42 @@ def _check_database(run_dir: RunDir) -> None:
             f"--resume {run_dir.path}: the database {run_dir.database_file} is empty, but there "
             f"are checkpoints in {run_dir.checkpoints}; restore a copy of it, or start a new run"
         )
+
+
+@contextmanager
+def prepared_run(
+    config: Config,
+    run_dir: RunDir,
+    *,
+    is_local: bool,
+    check_stop: Callable[[], None] = lambda: None,
+) -> Iterator[str]:
+    """Check all that can be checked, build what is missing; yields the model's path or name.
+
+    is_local: the run will play on this machine. check_stop: called after what takes seconds; what
+    it raises ends the start. A directory in which no run starts is removed. Raises: ConfigError.
+    """
+    observation = check_without_model(config, is_local=is_local)
+    with prepared_directory(run_dir):
+        model = _model_path(config, run_dir)
+        check_stop()
+        check_with_model(config, observation, model_path=model)
+        write_config(run_dir, config)
+        yield model
+
+
+def run_id_of(config: Config, run_dir: RunDir) -> str:
+    """A run's name, the same at every start: what a dead run left is found by it and ended."""
+    digest = blake2b(str(run_dir.path).encode(), digest_size=4).hexdigest()
+    return f"rayloom-{config.run.name}-{digest}"
+
+
+def _model_path(config: Config, run_dir: RunDir) -> str:
+    if config.model.tiny is not None:
+        # Two seconds of imports, needed for the built-in model alone.
+        from service.cli.model import build_tiny_for
+
+        return build_tiny_for(config.model.tiny, run_dir.tiny_model)
+    assert config.model.path is not None
+    path = Path(config.model.path).expanduser()
+    return str(path.absolute()) if path.is_dir() else config.model.path

@@ -1,7 +1,8 @@
-"""The weight board and the inference deployment of one run, which outlive its epochs.
+"""The weight board and the inference deployment of one run, and how weights reach them.
 
-A return to a checkpoint keeps the engines: they take the older weights as a newer epoch's. Only a
-board that died costs them, because it is where they learn of versions.
+Both outlive the run's terms: after a return to a checkpoint the engines load the older weights as
+a newer term's. They are started anew only with a board that died, since they learn of versions
+from the board alone.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
+from actors.batch import Float32s
+from actors.deadline import ActorLost
 from actors.environment.actor import PolicyFactory
-from actors.weights.actor import start_board
-from actors.weights.board import BoardStatus
+from actors.trainer.group import TrainerGroup
+from actors.weights.actor import WeightBoard, start_board
+from actors.weights.board import BoardStatus, WeightError, largest_difference
 from service.inference.client import ServePolicyClient
 from service.inference.deployment import (
     delete_inference,
@@ -26,22 +32,22 @@ from service.inference.deployment import (
     wait_ready,
 )
 from service.inference.settings import EngineSettings
-from service.run.parts import BOARD_DEADLINE_S, answer, board_status
-from service.run.ports import PartLost
+from service.run.health import current_replicas
+from service.run.remote_handles import BOARD_DEADLINE_S, RPC_DEADLINE_S, remote_handle
 
 log = logging.getLogger("rayloom.engines")
 
-# Engines that have never been ready hold nothing; Serve ends them without being watched.
+# Engines that were never ready hold nothing: Serve may end them while the process exits.
 END_LIMIT_S, END_UNREADY_LIMIT_S = 90.0, 1.0
 
 
 class Engines:
-    """Start with `open_epoch`; the deployment is ready once a version has been offered."""
+    """Start with `open_term`; the deployment is ready once a version has been published."""
 
-    def __init__(self, settings: EngineSettings, *, run_id: str, first_epoch: int) -> None:
-        """run_id: the same for every process that ever holds this run. first_epoch: this one's."""
+    def __init__(self, settings: EngineSettings, *, run_id: str, first_term: int) -> None:
+        """run_id: the same for every process that ever holds this run. first_term: this one's."""
         self.settings = settings
-        self.app_name = f"{run_id}-e{first_epoch}"
+        self.app_name = f"{run_id}-e{first_term}"
         self._run_id = run_id
         self._board: ActorHandle | None = None
         self._deploying: asyncio.Future[Any] | None = None
@@ -49,7 +55,7 @@ class Engines:
 
     @property
     def board(self) -> ActorHandle:
-        assert self._board is not None, "open_epoch comes first"
+        assert self._board is not None, "open_term comes first"
         return self._board
 
     @property
@@ -57,14 +63,10 @@ class Engines:
         """What makes a client of the deployment, wherever it is carried."""
         return partial(ServePolicyClient, self.app_name)
 
-    async def open_epoch(self, epoch: int) -> None:
-        """Fence off older epochs; start what is not there."""
-        if self._board is not None and await self._is_alive(self._board):
-            await answer(
-                self._board.open_epoch.remote(epoch),
-                part="weight board",
-                deadline_s=BOARD_DEADLINE_S,
-            )
+    async def open_term(self, term: int) -> None:
+        """Fence off older terms; start what is not there."""
+        if self._board is not None and await self._is_alive():
+            await self._board_handle().open_epoch(term)
             return
         await asyncio.to_thread(delete_leftovers, self._run_id)
         limit_s = self.settings.inference.publish_deadline_s
@@ -72,7 +74,7 @@ class Engines:
         self._deploying = _in_thread(
             deploy_inference, self.settings, name=self.app_name, board=self._board
         )
-        # A thread cannot be cancelled: `stop` waits for it, or it would deploy behind its back.
+        # A thread cannot be cancelled: `stop` waits for it, or it could deploy after the deletion.
         await asyncio.shield(self._deploying)
 
     async def wait_ready(self, *, deadline_s: float) -> None:
@@ -81,8 +83,8 @@ class Engines:
         self._were_ready = True
 
     async def status(self) -> BoardStatus | None:
-        """What the weight board knows of the engines; None before it is there. Raises: PartLost."""
-        return None if self._board is None else await board_status(self._board)
+        """What the weight board knows of the engines; None without one. Raises: ActorLost."""
+        return None if self._board is None else await self._board_handle().status()
 
     async def stop(self) -> None:
         """End the deployment and the board; bounded, also in the middle of the start."""
@@ -96,12 +98,64 @@ class Engines:
         ray.kill(self._board)
         self._board = None
 
-    async def _is_alive(self, board: ActorHandle) -> bool:
+    async def _is_alive(self) -> bool:
         try:
-            await board_status(board)
-        except PartLost:
+            await self._board_handle().status()
+        except ActorLost:
             return False
         return True
+
+    def _board_handle(self) -> WeightBoard:
+        return board_handle(self.board, deadline_s=BOARD_DEADLINE_S)
+
+
+def board_handle(board: ActorHandle, *, deadline_s: float) -> WeightBoard:
+    return remote_handle(board, WeightBoard, name="weight board", deadline_s=deadline_s)
+
+
+class Publisher:
+    """One term's way of weights: the trainer puts, the engines load, both score the same text."""
+
+    def __init__(
+        self, group: TrainerGroup, board: ActorHandle, *, term: int, deadline_s: float
+    ) -> None:
+        """deadline_s: until every engine must hold a published version."""
+        self._group = group
+        self._board = board
+        self._term = term
+        self._deadline_s = deadline_s
+        self._own_parity: Float32s = np.empty(0, np.float32)
+
+    async def publish(self, version: int) -> None:
+        """Make the trainer's weights, as `version`, what the engines load next; do not wait."""
+        try:
+            await self._group.publish(self._board, self._term, version)
+        except (TimeoutError, RayError) as error:
+            raise ActorLost(f"the weight board is lost: {error}") from error
+        self._own_parity = await self._group.parity_logprobs()
+
+    async def wait_until_loaded(self, version: int) -> float | None:
+        """Wait until every engine holds the version that was published last.
+
+        Returns: the largest |trainer - engine| on the fixed text over the engines, nats.
+        """
+        board = board_handle(self._board, deadline_s=self._deadline_s + RPC_DEADLINE_S)
+        try:
+            # One is enough: an engine that is being replaced loads the version before it is ready.
+            status = await board.wait_published(version, 1, self._deadline_s)
+        except WeightError as error:
+            raise ActorLost(str(error)) from error
+        found = [
+            replica.check_logprobs
+            for replica in status.replicas
+            if replica.check_logprobs is not None
+        ]
+        return largest_difference(self._own_parity, found)
+
+    async def num_ready(self) -> int:
+        """Engines that hold the current version."""
+        status = await board_handle(self._board, deadline_s=BOARD_DEADLINE_S).status()
+        return len(current_replicas(status))
 
 
 def _in_thread(call: Callable[..., Any], *arguments: Any, **named: Any) -> asyncio.Future[Any]:

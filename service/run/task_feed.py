@@ -7,7 +7,7 @@ from typing import Protocol
 
 from actors.environment.tasks import TaskSource
 from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.messages import Vacancy
+from actors.trajectory_queue.messages import OpenSlot
 
 # Replacement r of group k plays task k + r * 2^32, so that no first choice is ever played twice.
 _REPLACEMENT_STRIDE = 2**32
@@ -16,17 +16,17 @@ _REPLACEMENT_STRIDE = 2**32
 class TaskFeed(Protocol):
     """Gives group numbers their tasks: the configuration's task set, or what clients submit."""
 
-    async def fill(self, vacancies: Sequence[Vacancy]) -> list[GroupRequest]:
-        """Tasks for the first of these vacancies, as far as there are any now.
+    async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
+        """Tasks for the first of these open slots, as far as there are any now.
 
         May wait a moment for the first one; an empty answer means that none came.
         """
         ...
 
 
-def task_index(vacancy: Vacancy) -> int:
-    """The task of a vacancy, the same after every restart."""
-    return vacancy.group_number + vacancy.replacement * _REPLACEMENT_STRIDE
+def task_index(slot: OpenSlot) -> int:
+    """The task of an open slot, the same after every restart."""
+    return slot.group_number + slot.replacement * _REPLACEMENT_STRIDE
 
 
 class ConfiguredTasks:
@@ -39,13 +39,13 @@ class ConfiguredTasks:
         self._group_size = group_size
         self._min_usable_samples = min_usable_samples
 
-    async def fill(self, vacancies: Sequence[Vacancy]) -> list[GroupRequest]:
+    async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
         return [
             GroupRequest(
-                group_number=vacancy.group_number,
-                task=self._source.task(task_index(vacancy)),
+                group_number=slot.group_number,
+                task=self._source.task(task_index(slot)),
                 num_samples=self._group_size,
                 min_usable_samples=self._min_usable_samples,
             )
-            for vacancy in vacancies
+            for slot in slots
         ]

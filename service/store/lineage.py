@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from sqlalchemy import Connection, Table, func, select
 
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from service.store import tables
-from service.store.run_store import RunStore, StoredEvent, checkpoint_of
+from service.store.run_store import RunStore, checkpoint_of
 from service.telemetry.records import EvaluationRecord, StepRecord
 
 
@@ -43,7 +44,7 @@ class History:
 
     steps: tuple[StepRecord, ...]
     evaluations: tuple[EvaluationRecord, ...]
-    events: tuple[StoredEvent, ...]
+    events: tuple[LedgerEvent, ...]
     num_epochs: int
     earlier_wall_s: float = 0.0
 
@@ -154,14 +155,18 @@ def _evaluations(connection: Connection, part: Stretch) -> list[EvaluationRecord
     return [EvaluationRecord.from_json(row.record) for row in connection.execute(query)]
 
 
-def events_of(connection: Connection, part: Stretch) -> list[StoredEvent]:
+def events_of(connection: Connection, part: Stretch) -> list[LedgerEvent]:
     table = tables.events
     query = select(table).where(table.c.epoch == part.epoch).order_by(table.c.seq)
     if part.last_event_seq is not None:
         query = query.where(table.c.seq <= part.last_event_seq)
     return [
-        StoredEvent(
-            seq=row.seq, rollout_id=row.rollout_id, kind=row.kind, reason=row.reason, step=row.step
+        LedgerEvent(
+            seq=row.seq,
+            rollout_id=row.rollout_id,
+            kind=LedgerEventKind(row.kind),
+            reason=None if row.reason is None else EvictionReason(row.reason),
+            step=row.step,
         )
         for row in connection.execute(query)
     ]

@@ -14,12 +14,18 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
+from pydantic import TypeAdapter
 from sqlalchemy import Connection, Engine, create_engine, event, func, insert, select
 from sqlalchemy.exc import DatabaseError, OperationalError
 
+from actors.trajectory_queue.ledger import LedgerEvent
+from actors.trajectory_queue.messages import QueueSnapshot
 from service.intake.submission import RolloutResult
 from service.store import tables
 from service.telemetry.records import EvaluationRecord, StepRecord
+
+# What `Checkpoint.queue_snapshot` holds.
+QUEUE_SNAPSHOT = TypeAdapter(QueueSnapshot)
 
 
 class LeaseLost(Exception):
@@ -28,17 +34,6 @@ class LeaseLost(Exception):
 
 class StoreError(Exception):
     """The durable state cannot be used; the text says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredEvent:
-    """One change of a rollout's ledger state. seq grows within an epoch."""
-
-    seq: int
-    rollout_id: str
-    kind: str
-    reason: str | None = None
-    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +145,7 @@ class RunStore:
         record: StepRecord,
         *,
         epoch: int,
-        new_events: Sequence[StoredEvent],
+        new_events: Sequence[LedgerEvent],
         new_results: Sequence[RolloutResult] = (),
     ) -> None:
         """Raises: LeaseLost."""
@@ -180,7 +175,7 @@ class RunStore:
         policy_version: int,
         directory: str,
         queue_snapshot: Mapping[str, Any],
-        new_events: Sequence[StoredEvent],
+        new_events: Sequence[LedgerEvent],
         last_event_seq: int,
         new_results: Sequence[RolloutResult] = (),
     ) -> None:
@@ -278,7 +273,7 @@ def _name_of(directory: str) -> str:
     return PurePath(directory).name
 
 
-def _insert_events(connection: Connection, epoch: int, new_events: Sequence[StoredEvent]) -> None:
+def _insert_events(connection: Connection, epoch: int, new_events: Sequence[LedgerEvent]) -> None:
     if new_events:
         connection.execute(
             insert(tables.events),
@@ -287,8 +282,8 @@ def _insert_events(connection: Connection, epoch: int, new_events: Sequence[Stor
                     "epoch": epoch,
                     "seq": item.seq,
                     "rollout_id": item.rollout_id,
-                    "kind": item.kind,
-                    "reason": item.reason,
+                    "kind": item.kind.value,
+                    "reason": item.reason.value if item.reason else None,
                     "step": item.step,
                 }
                 for item in new_events

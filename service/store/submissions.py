@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, insert, select, update
 
+from actors.trajectory_queue.ledger import LedgerEvent
 from actors.types import Task
 from service.intake.submission import RolloutResult, Submission, Wanted, as_plain
 from service.store import tables
 from service.store.lineage import events_of, surviving_stretches
-from service.store.run_store import RunStore, StoredEvent
+from service.store.run_store import RunStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class StoredIntake:
     submissions: tuple[Submission, ...]
     bindings: Mapping[str, str]
     results: tuple[RolloutResult, ...]
-    events: tuple[StoredEvent, ...]
+    events: tuple[LedgerEvent, ...]
 
 
 class SubmissionStore:

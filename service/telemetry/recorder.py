@@ -15,9 +15,9 @@ from actors.types import Outcome, TrajectorySummary
 from service.cli.display.step_line import evaluation_line, step_line
 from service.intake.intake import Intake
 from service.intake.submission import RolloutResult
-from service.run.status import Phase
+from service.run.health import Phase
 from service.store.lineage import all_steps, count_events, newest_records
-from service.store.run_store import Lease, RunStore, StoredEvent
+from service.store.run_store import QUEUE_SNAPSHOT, Lease, RunStore
 from service.telemetry.records import EvaluationRecord, StepRecord
 
 log = logging.getLogger("rayloom.run")
@@ -56,7 +56,7 @@ class RunRecorder:
         self._stored = StoredMetrics(metrics, store)
         self.epoch = 0
         self._num_steps = num_steps
-        self._pending: list[StoredEvent] = []
+        self._pending: list[LedgerEvent] = []
         self._pending_results: list[RolloutResult] = []
         self.last_step = 0
         self.steps: list[StepRecord] = []
@@ -126,19 +126,9 @@ class RunRecorder:
             )
 
     def events(self, events: Sequence[LedgerEvent]) -> None:
-        stored = [
-            StoredEvent(
-                seq=event.seq,
-                rollout_id=event.rollout_id,
-                kind=event.kind.value,
-                reason=event.reason.value if event.reason else None,
-                step=None if event.step is None else event.step + 1,
-            )
-            for event in events
-        ]
-        self._pending += stored
+        self._pending += events
         if self._intake is not None:
-            self._intake.note_events(stored)
+            self._intake.note_events(events)
 
     def step(self, record: StepRecord) -> None:
         events = self._take_events()
@@ -165,7 +155,7 @@ class RunRecorder:
             step=step,
             policy_version=version,
             directory=directory,
-            queue_snapshot=cut.snapshot.to_json(),
+            queue_snapshot=QUEUE_SNAPSHOT.dump_python(cut.snapshot, mode="json"),
             new_events=events,
             new_results=self._take_results(),
             last_event_seq=cut.last_event_seq,
@@ -184,7 +174,7 @@ class RunRecorder:
             metrics.admitted.set(ledger.admitted)
             metrics.trained.set(ledger.trained)
             metrics.in_flight.set(ledger.in_flight)
-            # Every reason: one that a lost epoch met is at 0 again in the next.
+            # Every reason: one that a lost term met is at 0 again in the next.
             for reason in EvictionReason:
                 metrics.evicted.labels(reason=reason.value).set(ledger.evicted.get(reason, 0))
             metrics.waiting_items.set(stats.num_waiting)
@@ -194,7 +184,7 @@ class RunRecorder:
                 self._metrics.service.waiting_tasks.set(line.waiting)
                 self._metrics.service.waiting_tasks_limit.set(line.capacity)
 
-    def _take_events(self) -> list[StoredEvent]:
+    def _take_events(self) -> list[LedgerEvent]:
         taken, self._pending = self._pending, []
         return taken
 
@@ -228,13 +218,13 @@ class StoredMetrics:
             self._show_step(step)
             self._show_evaluation(evaluation)
 
-    def step(self, record: StepRecord, events: Iterable[StoredEvent]) -> None:
+    def step(self, record: StepRecord, events: Iterable[LedgerEvent]) -> None:
         with self._metrics.together():
             self.events(events)
             self._count_step(record)
             self._show_step(record)
 
-    def events(self, events: Iterable[StoredEvent]) -> None:
+    def events(self, events: Iterable[LedgerEvent]) -> None:
         with self._metrics.together():
             for item in events:
                 self._count_events(item.kind, item.reason, 1)

@@ -124,7 +124,6 @@ def step_record(
     report: StepReport,
     stats: StepStats,
     *,
-    policy_version: int,
     parity_max: float | None,
     stages: StageSeconds,
 ) -> StepRecord:
@@ -133,7 +132,7 @@ def step_record(
     counted = {each.name: getattr(report, each.name) for each in fields(StepReport)}
     return StepRecord(
         **{**counted, "step": step, "statistics": only_known(known)},
-        policy_version=policy_version,
+        policy_version=step,
         wall_time=time.time(),
         learning_rate=stats.learning_rate,
         is_skipped=stats.is_skipped,

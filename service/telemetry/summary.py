@@ -1,7 +1,7 @@
 """What a run came to: the content of summary.json, derived from its records; pure but for the file.
 
 The report and the closing lines are made from the same RunSummary, so that no two can disagree.
-A mean over nothing is None, never 0. Called by the supervisor when an epoch ends.
+A mean over nothing is None, never 0. Called by the supervisor when a run ends.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from service.api.key import digest_of
 from service.api.port import HttpSettings, RunUnavailable
 from service.config.tree import ServiceSettings
 from service.intake.submission import SubmissionView, SubmitReply, Wanted
-from service.run.readiness import Readiness, readiness
-from service.run.status import Phase
+from service.run.health import Phase, Readiness, readiness
 
 KEY = "0123456789abcdef"
 URL = "/api/v1/rollouts"

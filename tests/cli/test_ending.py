@@ -9,7 +9,7 @@ from test_progress import status_of
 
 from service.cli.train import report_interrupt
 from service.launch.run_dir import RunDir
-from service.run.status import Phase, RunStatus
+from service.run.health import Phase, RunStatus
 
 STOPPED = status_of(
     2, phase=Phase.FINISHED, is_done=True, exit_reason="stopped after step 2 of 120"

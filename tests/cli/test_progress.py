@@ -17,7 +17,7 @@ from service import units
 from service.cli.display.progress import LineDisplay, LiveDisplay, open_display, step_line
 from service.cli.display.progress_state import ProgressState
 from service.cli.display.progress_view import STAGE_STYLES, picture, sparkline
-from service.run.status import Phase, RunStatus
+from service.run.health import Phase, RunStatus
 from service.telemetry.records import StageSeconds
 
 START = 1_795_000_000.0

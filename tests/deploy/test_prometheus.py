@@ -77,8 +77,8 @@ def record(recorder: RunRecorder, ledger: Ledger, step: int) -> None:
         rollout_id = f"g{step:06d}.0-{member}"
         ledger.admit(rollout_id)
         recorder.rollouts([make_summary(rollout_id, reward=0.5)])
-    ledger.train(f"g{step:06d}.0-0", step=step - 1)
-    ledger.evict(f"g{step:06d}.0-1", EvictionReason.MASKED, step=step - 1)
+    ledger.train(f"g{step:06d}.0-0", step=step)
+    ledger.evict(f"g{step:06d}.0-1", EvictionReason.MASKED, step=step)
     recorder.events(ledger.drain())
     recorder.step(step_record(step, policy_age_max=step % 3))
     recorder.queue(queue_stats(ledger.counts()))

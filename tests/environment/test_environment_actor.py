@@ -18,10 +18,10 @@ from actors.environment.settings import (
     RolloutSettings,
 )
 from actors.trainer.tiny.tokenizer import build_tokenizer
-from actors.trajectory_queue.actor import TrajectoryQueue
+from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.columns import decode
 from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.ledger import Settlement
+from actors.trajectory_queue.ledger import RolloutOutcome
 from actors.types import Outcome, RolloutAssignment, Task
 
 pytestmark = [
@@ -176,7 +176,7 @@ def test_evaluation_answers_in_order_and_sends_nothing_to_the_queue(tokenizer_pa
 
 
 def test_a_killed_actor_costs_the_real_queue_nothing(tokenizer_path: Path) -> None:
-    queue = TrajectoryQueue.remote(queue_settings(groups_per_step=8, window_groups=8, num_steps=1))
+    queue = start_queue(queue_settings(groups_per_step=8, window_groups=8, num_steps=1))
     groups = [
         GroupRequest(group_number=i, task=assignment.task, num_samples=4)
         for i, assignment in enumerate(_assignments(8))
@@ -199,8 +199,8 @@ def test_a_killed_actor_costs_the_real_queue_nothing(tokenizer_path: Path) -> No
         for member in group.trajectories:
             trajectory = decode(blocks[member.block], member.row)
             assert trajectory.rollout_id == member.summary.rollout_id and trajectory.turns
-    settled = [Settlement(rollout_id=rollout_id) for rollout_id in step.rollout_ids]
-    ray.get(queue.settle.remote(step.step, settled), timeout=120)
+    settled = [RolloutOutcome(rollout_id=rollout_id) for rollout_id in step.rollout_ids]
+    ray.get(queue.finalise.remote(step.step, settled), timeout=120)
     ledger = ray.get(queue.stats.remote(), timeout=120).ledger
     assert (ledger.admitted, ledger.trained, ledger.in_flight) == (32, 32, 0)
     _finish(second, run)

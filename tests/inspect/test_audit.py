@@ -24,6 +24,7 @@ from worlds.record_builders import step_record
 
 from actors.journal.record import JournalStep
 from actors.merge.advantages import Baseline, Scale, group_advantages
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.types import Outcome
 from service.cli.inspect import run_inspect
 from service.cli.inspect_options import InspectRequest
@@ -33,23 +34,28 @@ from service.inspect.audit.offence import Check
 from service.inspect.audit.tokens import check_trajectory
 from service.inspect.reader import open_journal
 from service.launch.run_dir import RunDir
-from service.store.run_store import RunStore, StoredEvent
+from service.store.run_store import RunStore
+
+EVICTED = LedgerEventKind.EVICTED
 
 
 def audited(run_dir: Path, *steps: JournalStep) -> Audit:
     return audit(open_journal(written(run_dir, *steps)))
 
 
-def rows_of(step: JournalStep) -> list[StoredEvent]:
+def rows_of(step: JournalStep) -> list[LedgerEvent]:
     """The ledger's rows of a step that was settled as its journal says."""
-    admitted = [StoredEvent(seq=0, rollout_id=e.trajectory.rollout_id, kind="admitted")
-                for e in step.entries]  # fmt: skip
+    kind = LedgerEventKind.ADMITTED
+    admitted = [
+        LedgerEvent(seq=0, rollout_id=entry.trajectory.rollout_id, kind=kind)
+        for entry in step.entries
+    ]
     left = [
-        StoredEvent(
+        LedgerEvent(
             seq=0,
             rollout_id=entry.trajectory.rollout_id,
-            kind="evicted" if entry.reason else "trained",
-            reason=entry.reason.value if entry.reason else None,
+            kind=EVICTED if entry.reason else LedgerEventKind.TRAINED,
+            reason=entry.reason,
             step=step.step,
         )
         for entry in step.entries
@@ -57,7 +63,7 @@ def rows_of(step: JournalStep) -> list[StoredEvent]:
     return [*admitted, *left]
 
 
-def stored(run_dir: Path, rows: Sequence[StoredEvent], *, steps: Sequence[int] = (1,)) -> None:
+def stored(run_dir: Path, rows: Sequence[LedgerEvent], *, steps: Sequence[int] = (1,)) -> None:
     """The run's database with these rows, written as a supervisor writes them."""
     run_dir.mkdir(exist_ok=True)
     store = RunStore(RunDir(path=run_dir).database_url)
@@ -139,8 +145,8 @@ def test_a_member_that_left_under_a_reason_is_noted_and_fails_no_audit(tmp_path:
     step = sound_step()
     gone = "g000000.0-4"
     left = [
-        StoredEvent(seq=0, rollout_id=gone, kind="admitted"),
-        StoredEvent(seq=0, rollout_id=gone, kind="evicted", reason="wall_timeout"),
+        LedgerEvent(seq=0, rollout_id=gone, kind=LedgerEventKind.ADMITTED),
+        LedgerEvent(seq=0, rollout_id=gone, kind=EVICTED, reason=EvictionReason.WALL_TIMEOUT),
     ]
     stored(tmp_path, [*rows_of(step), *left])
     result = audited(tmp_path, step)
@@ -152,7 +158,7 @@ def test_a_member_that_left_under_a_reason_is_noted_and_fails_no_audit(tmp_path:
 
 def test_a_group_that_lacks_a_member_without_a_reason_fails_the_audit(tmp_path: Path) -> None:
     step = sound_step()
-    lost = StoredEvent(seq=0, rollout_id="g000000.0-4", kind="admitted")
+    lost = LedgerEvent(seq=0, rollout_id="g000000.0-4", kind=LedgerEventKind.ADMITTED)
     stored(tmp_path, [*rows_of(step), lost])
     (offence,) = audited(tmp_path, step).offences
     assert offence.check is Check.ADMITTED and not offence.is_explained
@@ -161,8 +167,11 @@ def test_a_group_that_lacks_a_member_without_a_reason_fails_the_audit(tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kind": "evicted", "reason": "masked"}, "trained in the journal, evicted as masked"),
-        ({"kind": "admitted", "step": None}, "still in flight in the ledger"),
+        (
+            {"kind": EVICTED, "reason": EvictionReason.MASKED},
+            "trained in the journal, evicted as masked",
+        ),
+        ({"kind": LedgerEventKind.ADMITTED, "step": None}, "still in flight in the ledger"),
         ({"step": 2}, "settled by step 2"),
     ],
 )
@@ -194,7 +203,9 @@ def test_a_rollout_that_the_ledger_never_admitted_is_named(tmp_path: Path) -> No
 def test_a_step_refused_as_not_finite_agrees_with_its_journal(tmp_path: Path) -> None:
     step = sound_step()
     rows = [
-        replace(row, kind="evicted", reason="nonfinite_step") if row.kind == "trained" else row
+        replace(row, kind=EVICTED, reason=EvictionReason.NONFINITE_STEP)
+        if row.kind == "trained"
+        else row
         for row in rows_of(step)
     ]
     stored(tmp_path, rows)
@@ -209,7 +220,9 @@ def test_an_advantage_for_which_the_update_was_refused_fails_no_audit(tmp_path: 
     step = shaped(step_of([group_of(0, [1, 0])]))
     wild = with_sample(step, 0, advantages=step.entries[0].samples[0].advantages * np.nan)
     rows = [
-        replace(row, kind="evicted", reason="nonfinite_step") if row.kind == "trained" else row
+        replace(row, kind=EVICTED, reason=EvictionReason.NONFINITE_STEP)
+        if row.kind == "trained"
+        else row
         for row in rows_of(step)
     ]
     stored(tmp_path / "refused", rows)

@@ -13,6 +13,7 @@ from worlds.chat_examples import example_step, tokenizer
 from worlds.journal_builders import group_of, step_of, written
 
 from actors.journal.files import JournalFile, file_name
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.types import Outcome
 from service.cli.inspect import run_inspect
 from service.cli.inspect_options import InspectRequest
@@ -23,6 +24,7 @@ from service.launch.run_dir import RunDir
 from service.store.lineage import Stretch
 from service.store.run_store import RunStore
 
+EVICTED = LedgerEventKind.EVICTED
 ROOT = Path(__file__).parents[2]
 
 
@@ -190,7 +192,9 @@ def test_what_the_trainer_refused_is_not_called_trained(
     step = step_of([group_of(0, [1, 0])])
     written(tmp_path, step)
     rows = [
-        replace(row, kind="evicted", reason="nonfinite_step") if row.kind == "trained" else row
+        replace(row, kind=EVICTED, reason=EvictionReason.NONFINITE_STEP)
+        if row.kind == "trained"
+        else row
         for row in rows_of(step)
     ]
     stored(tmp_path, rows)

@@ -148,7 +148,7 @@ def test_cutting_turns_into_samples_differently_changes_no_advantage(
     )
     other = group_of(play(0, [1.0, 0.0], number=1), play(1, [0.0], number=1))
     before, after = build(whole, other, **way), build(apart, other, **way)
-    assert before.settlements == after.settlements
+    assert before.outcomes == after.outcomes
     expected, found = advantages(before), advantages(after)
     assert expected.keys() == found.keys()
     np.testing.assert_allclose(
@@ -327,14 +327,14 @@ def test_a_group_whose_baseline_shrank_below_the_minimum_is_not_trained() -> Non
     first, second, third = (play(member, [float(member)]) for member in range(3))
     broken = replace(third, turns=(make_turn([1], [2, 3], logprobs=[-1]),))
     group = group_of(first, second, broken)
-    assert [s.reason for s in build(group, scores={}, min_group_size=2).settlements] == [
+    assert [s.reason for s in build(group, scores={}, min_group_size=2).outcomes] == [
         None,
         None,
         EvictionReason.TOKEN_MISALIGNED,
     ]
     result = build(group, scores={}, min_group_size=3)
     too_small = EvictionReason.GROUP_TOO_SMALL
-    assert [s.reason for s in result.settlements] == [
+    assert [s.reason for s in result.outcomes] == [
         too_small,
         too_small,
         EvictionReason.TOKEN_MISALIGNED,

@@ -1,4 +1,4 @@
-"""A step's batch: settlements, statistics by group, and what must not change what is trained."""
+"""A step's batch: outcomes, statistics by group, and what must not change what is trained."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_step_settles_each_trajectory_once_and_trains_what_it_says() -> None:
     outcomes = {2: Outcome.TRUNCATED_TOKENS, 3: Outcome.MAX_TURNS}
     groups = [make_group(0, [1, 0, 0, 1], outcomes=outcomes), make_group(1, [1, 1])]
     result = build(groups)
-    reasons = {s.rollout_id: s.reason for s in result.settlements}
+    reasons = {s.rollout_id: s.reason for s in result.outcomes}
     assert reasons == {
         "g000000.0-0": None,
         "g000000.0-1": None,
@@ -112,7 +112,7 @@ def test_a_step_settles_each_trajectory_once_and_trains_what_it_says() -> None:
 def test_a_game_that_ran_out_of_turns_is_reported_as_played_and_trained_as_capped() -> None:
     result = build([make_group(0, [0, 1], outcomes={1: Outcome.MAX_TURNS})])
     # min(1, 0) = 0 equals the other's return: the group has no signal.
-    assert {s.reason for s in result.settlements} == {EvictionReason.ZERO_VARIANCE}
+    assert {s.reason for s in result.outcomes} == {EvictionReason.ZERO_VARIANCE}
     assert result.report.statistics["reward_mean"] == 0.5
     assert result.report.statistics["reward_max"] == 1.0
 
@@ -154,7 +154,7 @@ def test_groups_without_a_signal_weaken_the_update_and_do_not_strengthen_the_res
 def test_groups_without_a_signal_are_trained_where_the_loss_has_a_term_for_them() -> None:
     groups = [make_group(0, [1, 0]), make_group(1, [1, 1], outcomes={1: Outcome.TRUNCATED_TOKENS})]
     result = build(groups, loss=LossSettings(entropy_coefficient=0.1))
-    assert [s.reason for s in result.settlements] == [None, None, None, EvictionReason.MASKED]
+    assert [s.reason for s in result.outcomes] == [None, None, None, EvictionReason.MASKED]
     assert result.report.num_zero_variance_groups == 1
     assert sorted({float(advantage) for *_, advantage, _ in trained_tokens(result)})[1] == 0.0
     assert update_weights(result) == [np.float32(1 / 36)] * 36
@@ -210,7 +210,11 @@ def test_misaligned_trajectories_leave_under_their_own_reason_and_the_others_go_
     turn = make_turn([1], [2, 3], logprobs=[-1])
     broken = replace(group.trajectories[2], turns=(turn,))
     result = build([replace(group, trajectories=(*group.trajectories[:2], broken))])
-    assert [s.reason for s in result.settlements] == [None, None, EvictionReason.TOKEN_MISALIGNED]
+    assert [s.reason for s in result.outcomes] == [
+        None,
+        None,
+        EvictionReason.TOKEN_MISALIGNED,
+    ]
 
 
 def test_records_of_another_mixture_cost_their_trajectory_alone() -> None:
@@ -219,7 +223,11 @@ def test_records_of_another_mixture_cost_their_trajectory_alone() -> None:
     foreign = replace(group.trajectories[2], turns=(routed,))
     groups = [replace(group, trajectories=(*group.trajectories[:2], foreign))]
     result = build(groups, shape=ModelShape(vocab_size=100_000))
-    assert [s.reason for s in result.settlements] == [None, None, EvictionReason.TOKEN_MISALIGNED]
+    assert [s.reason for s in result.outcomes] == [
+        None,
+        None,
+        EvictionReason.TOKEN_MISALIGNED,
+    ]
 
 
 @pytest.mark.parametrize("prompt, sampled", [([1, 500], [2, 3]), ([1], [2, 500])])
@@ -230,7 +238,7 @@ def test_ids_outside_the_vocabulary_cost_their_trajectory_alone(
     foreign = replace(group.trajectories[2], turns=(make_turn(prompt, sampled),))
     groups = [replace(group, trajectories=(*group.trajectories[:2], foreign))]
     reasons = [
-        [s.reason for s in build(groups, shape=ModelShape(vocab_size=vocab_size)).settlements]
+        [s.reason for s in build(groups, shape=ModelShape(vocab_size=vocab_size)).outcomes]
         for vocab_size in (500, 501)
     ]
     assert reasons == [[None, None, EvictionReason.TOKEN_MISALIGNED], [None] * 3]
@@ -243,7 +251,7 @@ def with_rewards(rewards: list[float]) -> list[TrajectoryGroup]:
 @pytest.mark.parametrize("reward", [float("nan"), 1e10, -1e200])
 def test_a_reward_that_is_no_number_costs_its_trajectory_alone_and_is_told(reward: float) -> None:
     result = build(with_rewards([reward, 0, 1]))
-    assert [s.reason for s in result.settlements] == [EvictionReason.REWARD_ERROR, None, None]
+    assert [s.reason for s in result.outcomes] == [EvictionReason.REWARD_ERROR, None, None]
     known = result.report.statistics
     assert {"reward_mean", "scaled_reward_mean"} <= known.keys()
     if reward != reward:
@@ -296,7 +304,7 @@ def test_under_scale_mean_a_group_with_a_negative_return_is_counted_and_the_run_
     groups = [make_group(0, [1, -1]), make_group(1, [1, 0]), make_group(2, [0, 0])]
     result = build(groups, scale=Scale.MEAN)
     negative, equal = EvictionReason.NEGATIVE_RETURN, EvictionReason.ZERO_VARIANCE
-    assert [s.reason for s in result.settlements] == [negative, negative, None, None, equal, equal]
+    assert [s.reason for s in result.outcomes] == [negative, negative, None, None, equal, equal]
     report = result.report
     assert (report.num_negative_return_groups, report.num_zero_variance_groups) == (1, 1)
     assert report.evictions == {negative: 2, equal: 2}
@@ -308,7 +316,7 @@ def test_under_scale_mean_a_group_with_a_negative_return_is_counted_and_the_run_
 def test_a_group_with_a_negative_return_is_trained_where_the_loss_has_a_term_for_it() -> None:
     loss = LossSettings(entropy_coefficient=0.1)
     result = build([make_group(0, [1, -1])], scale=Scale.MEAN, loss=loss)
-    assert [s.reason for s in result.settlements] == [None, None]
+    assert [s.reason for s in result.outcomes] == [None, None]
     assert result.report.num_negative_return_groups == 1
     assert {a for *_, a, _ in trained_tokens(result)} == {0.0}
 
@@ -345,7 +353,7 @@ def test_ranks_rows_and_updates_do_not_change_what_is_trained(
         minibatches=num_minibatches,
     )
     assert trained_tokens(split) == trained_tokens(one)
-    assert split.settlements == one.settlements
+    assert split.outcomes == one.outcomes
     total = one.report.num_trained_tokens
     num_idle = round(1 / update_weights(one)[0]) - total if total else 0
     for number, update in enumerate(
@@ -355,7 +363,7 @@ def test_ranks_rows_and_updates_do_not_change_what_is_trained(
         trained = sum(row.num_trained for part in update for row in part.micro_batches)
         expected = trained + (num_idle * trained / total if total else 0)
         assert update_weights(split, number) == [np.float32(1 / max(1, expected))] * trained
-    trained = sum(s.reason is None for s in one.settlements)
+    trained = sum(s.reason is None for s in one.outcomes)
     assert (trained == 0) == (one.report.num_trained_tokens == 0)
 
 

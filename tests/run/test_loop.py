@@ -7,14 +7,14 @@ import asyncio
 import pytest
 from worlds.loop_world import World, make_loop
 
+from actors.deadline import ActorLost
 from actors.trajectory_queue.ledger import EvictionReason
-from actors.trajectory_queue.messages import Vacancy
-from service.run.failing import GivenUp
-from service.run.ports import PartLost
+from actors.trajectory_queue.messages import OpenSlot
+from service.run.health import RunFailed
 from service.run.task_feed import task_index
 
 
-async def test_each_step_is_trained_published_and_settled_before_its_version_counts() -> None:
+async def test_each_step_is_trained_published_and_finalised_before_its_version_counts() -> None:
     world = World()
 
     async def load(version: int) -> None:
@@ -23,23 +23,23 @@ async def test_each_step_is_trained_published_and_settled_before_its_version_cou
     world.engines_load = load
     await make_loop(world).run()
     assert world.published_versions == [1, 2, 3]
-    first = world.calls.index("train 0")
+    first = world.calls.index("train 1")
     assert world.calls[first : first + 6] == [
-        "train 0", "offer 1", "settle 0", "load 1", "published 1", "record 1",
+        "train 1", "publish 1", "finalise 1", "load 1", "published 1", "record 1",
     ]  # fmt: skip
     assert [record.policy_version for record in world.records] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("lose_payloads_at", [None, 1])
+@pytest.mark.parametrize("lose_payloads_at", [None, 2])
 async def test_where_rewards_need_a_model_the_trainer_is_asked_before_a_step_is_built(
     lose_payloads_at: int | None,
 ) -> None:
     world = World(lose_payloads_at=lose_payloads_at)
     await make_loop(world, steps=2, scores_first=True).run()
     assert world.calls_of("plan", "build", "train", "lost") == [
-        "plan 0", "build 0 scores of rows 0", "train 0",
-        *(["lost r1"] if lose_payloads_at else []),
         "plan 1", "build 1 scores of rows 1", "train 1",
+        *(["lost r1"] if lose_payloads_at else []),
+        "plan 2", "build 2 scores of rows 2", "train 2",
     ]  # fmt: skip
     assert world.value_shards == [("values",)] * 2
 
@@ -48,13 +48,13 @@ async def test_with_a_lag_the_next_step_is_trained_while_the_engines_load_this_v
     world = World()
 
     async def load(version: int) -> None:
-        while version == 1 and "train 1" not in world.calls:
+        while version == 1 and "train 2" not in world.calls:
             await asyncio.sleep(0)
 
     world.engines_load = load
     await make_loop(world, max_lag=1).run()
-    assert world.calls_of("train", "offer", "published")[:6] == [
-        "train 0", "offer 1", "train 1", "published 1", "offer 2", "published 2",
+    assert world.calls_of("train", "publish", "published")[:6] == [
+        "train 1", "publish 1", "train 2", "published 1", "publish 2", "published 2",
     ]  # fmt: skip
     assert [record.step for record in world.records] == [1, 2, 3]
 
@@ -62,10 +62,10 @@ async def test_with_a_lag_the_next_step_is_trained_while_the_engines_load_this_v
 @pytest.mark.parametrize("max_lag", [0, 1])
 async def test_engines_that_never_load_end_the_loop(max_lag: int) -> None:
     async def fail(version: int) -> None:
-        raise PartLost(f"no engine took version {version}")
+        raise ActorLost(f"no engine took version {version}")
 
     world = World(engines_load=fail, starve_from=1)
-    with pytest.raises(PartLost, match="no engine took version 1"):
+    with pytest.raises(ActorLost, match="no engine took version 1"):
         await make_loop(world, max_lag=max_lag).run()
     assert world.records == []
 
@@ -112,44 +112,44 @@ async def test_evaluations_come_before_the_first_step_when_due_and_at_the_end() 
     world = World()
     await make_loop(world).run()
     assert world.calls_of("evaluate", "train") == [
-        "evaluate 2", "train 0", "train 1", "evaluate 2", "train 2", "evaluate 2",
+        "evaluate 2", "train 1", "train 2", "evaluate 2", "train 3", "evaluate 2",
     ]  # fmt: skip
 
 
 async def test_lost_payloads_give_the_step_back_and_it_is_taken_again() -> None:
-    world = World(lose_payloads_at=1)
+    world = World(lose_payloads_at=2)
     await make_loop(world).run()
-    assert world.calls_of("lost", "train") == ["train 0", "lost r1", "train 1", "train 2"]
+    assert world.calls_of("lost", "train") == ["train 1", "lost r1", "train 2", "train 3"]
 
 
 async def test_a_skipped_update_trains_nothing_and_still_moves_the_version_on() -> None:
-    world = World(skip_at=1)
+    world = World(skip_at=2)
     await make_loop(world).run()
-    reasons = {item.rollout_id: item.reason for item in world.settled[1]}
+    reasons = {item.rollout_id: item.reason for item in world.finalised[2]}
     assert reasons == {"r0": EvictionReason.NONFINITE_STEP, "r1": EvictionReason.MASKED}
-    assert world.settled[0][0].reason is None
+    assert world.finalised[1][0].reason is None
     assert world.published_versions == [1, 2, 3]
     assert [record.is_skipped for record in world.records] == [False, True, False]
 
 
 async def test_a_run_of_which_no_update_is_finite_any_more_ends_with_the_reason() -> None:
-    world = World(skip_from=1)
-    with pytest.raises(GivenUp, match=r"last 3 steps, up to step 4, was finite"):
+    world = World(skip_from=2)
+    with pytest.raises(RunFailed, match=r"last 3 steps, up to step 4, was finite"):
         await make_loop(world, steps=100).run()
     assert [record.is_skipped for record in world.records] == [False, True, True, True]
     assert world.checkpoints[-1] == (4, "dir-4")
 
 
 async def test_a_run_of_which_nothing_can_be_merged_any_more_ends_with_the_reason() -> None:
-    world = World(misalign_from=1)
-    with pytest.raises(GivenUp, match=r"last 3 steps, up to step 4, ended .* an empty prompt;"):
+    world = World(misalign_from=2)
+    with pytest.raises(RunFailed, match=r"last 3 steps, up to step 4, ended .* an empty prompt;"):
         await make_loop(world, steps=100).run()
     assert world.checkpoints[-1] == (4, "dir-4")
 
 
 async def test_a_lost_part_ends_the_loop_with_its_name_and_commits_nothing_more() -> None:
-    world = World(lose_trainer_at=2)
-    with pytest.raises(PartLost, match="rank 0"):
+    world = World(lose_trainer_at=3)
+    with pytest.raises(ActorLost, match="rank 0"):
         await make_loop(world).run()
     assert world.checkpoints == [(2, "dir-2")]
     assert "cancel_all" not in world.calls
@@ -157,7 +157,7 @@ async def test_a_lost_part_ends_the_loop_with_its_name_and_commits_nothing_more(
 
 async def test_a_run_that_gets_nowhere_leaves_its_last_step_durable_and_says_why() -> None:
     world = World(fail_from=1)
-    with pytest.raises(GivenUp, match="reset: boom"):
+    with pytest.raises(RunFailed, match="reset: boom"):
         await make_loop(world, steps=100).run()
     assert world.published_versions == [1]
     assert world.checkpoints == [(1, "dir-1")]
@@ -184,7 +184,7 @@ async def test_a_resumed_loop_goes_on_behind_its_checkpoint() -> None:
     world = World()
     await make_loop(world, steps=3, first_step=3, checkpoint="dir-2").run()
     assert world.published_versions == [3]
-    assert world.calls_of("evaluate", "train") == ["train 2", "evaluate 2"]
+    assert world.calls_of("evaluate", "train") == ["train 3", "evaluate 2"]
     assert world.checkpoints == [(3, "dir-3")]
 
 
@@ -196,6 +196,6 @@ async def test_a_run_that_is_resumed_when_complete_changes_nothing_but_closes_it
 
 
 def test_a_replacement_plays_a_task_that_no_first_choice_plays() -> None:
-    first = {task_index(Vacancy(group_number=k, replacement=0)) for k in range(1000)}
-    second = {task_index(Vacancy(group_number=k, replacement=1)) for k in range(1000)}
+    first = {task_index(OpenSlot(group_number=k, replacement=0)) for k in range(1000)}
+    second = {task_index(OpenSlot(group_number=k, replacement=1)) for k in range(1000)}
     assert first == set(range(1000)) and not first & second

@@ -17,9 +17,9 @@ from worlds.run_driver import SMALL
 
 from service.cli.train import TrainRequest, run_training
 from service.config.file import ConfigError, load_config
+from service.launch.resume import check_lease_free
 from service.launch.run_dir import RunDir
-from service.launch.stop_signals import StopSignals
-from service.run.holding import check_free
+from service.launch.signals import StopSignals
 from service.store import tables
 from service.store.presence import live_holder, own_name, release, renew
 from service.store.run_store import LeaseLost, RunStore
@@ -39,8 +39,8 @@ def store(place: RunDir) -> Iterator[RunStore]:
 
 
 @pytest.fixture(autouse=True)
-def without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.run.holding.PATIENCE_S", 0.0)
+def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.launch.resume.LEASE_LIMIT_S", 0.0)
 
 
 def hold(store: RunStore, holder: str) -> int:
@@ -55,12 +55,12 @@ def test_a_process_of_this_machine_holds_the_run_until_it_is_killed(
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         hold(store, f"{socket.gethostname()}:{other.pid}")
         with pytest.raises(ConfigError, match=f"held by .*:{other.pid}.*--take-over"):
-            check_free(place)
+            check_lease_free(place)
         # Even where it has been too busy to show itself.
         assert live_holder(store, now=time.time() + 3600) is not None
         other.kill()
         other.wait()
-        check_free(place)
+        check_lease_free(place)
 
 
 def test_a_holder_that_has_died_and_was_not_reaped_is_dead(store: RunStore, place: RunDir) -> None:
@@ -68,7 +68,7 @@ def test_a_holder_that_has_died_and_was_not_reaped_is_dead(store: RunStore, plac
         hold(store, f"{socket.gethostname()}:{other.pid}")
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        check_free(place)
+        check_lease_free(place)
 
 
 def test_another_process_under_the_holders_number_is_not_the_holder(
@@ -77,7 +77,7 @@ def test_another_process_under_the_holders_number_is_not_the_holder(
     epoch = hold(store, own_name())
     with store.fenced(epoch) as connection:
         connection.execute(update(tables.leases).values(acquired_at=1e9))
-    check_free(place)
+    check_lease_free(place)
 
 
 def test_a_holder_of_another_machine_is_alive_as_long_as_it_says_so(store: RunStore) -> None:

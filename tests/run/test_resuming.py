@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
-from worlds.run_driver import SMALL, small_config
-from worlds.settings import rank_settings
+from worlds.run_driver import SMALL, small_config, write_checkpoint
 
-from actors.trainer.checkpoint import FORMAT, MANIFEST, Progress
-from actors.trainer.group import TrainerGroup
+from actors.trainer.checkpoint import MANIFEST
 from service.cli.export import export_checkpoint
 from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
 from service.config.file import ConfigError, load_config
-from service.launch.resuming import fallback_notice, find_faults, finished_step, newest_usable
+from service.launch.resume import (
+    fallback_notice,
+    find_faults,
+    finished_step,
+    newest_usable,
+    prune_checkpoints,
+)
 from service.launch.run_dir import RunDir, check_resumable
-from service.launch.stop_signals import StopSignals
-from service.run.parts import TrainerParts
+from service.launch.signals import StopSignals
 from service.store.run_store import RunStore, StoreError
-
-
-def write_checkpoint(place: RunDir, step: int, epoch: int = 1) -> Path:
-    progress = Progress(
-        step=step, version=step, epoch=epoch, num_updates=step, num_ranks=1, model="/gone"
-    )
-    directory = place.checkpoints / progress.directory_name
-    directory.mkdir(parents=True)
-    (directory / MANIFEST).write_text(json.dumps({"format": FORMAT, **asdict(progress)}))
-    return directory
 
 
 def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3), stored_under: str = "") -> RunDir:
@@ -59,11 +50,6 @@ def commit(store: RunStore, *, epoch: int, step: int, directory: str) -> None:
     )
 
 
-def parts(checkpoints: Path, store: RunStore, *, epoch: int) -> TrainerParts:
-    group = TrainerGroup(rank_settings("none", checkpoints))
-    return TrainerParts(group, store, epoch=epoch, keep=2)
-
-
 def names(place: RunDir) -> list[str]:
     return sorted(path.name for path in place.checkpoints.glob("step-*"))
 
@@ -86,7 +72,7 @@ async def test_pruning_under_another_spelling_keeps_the_newest(tmp_path: Path) -
     epoch = store.acquire_lease(holder="b").epoch
     write_checkpoint(place, 4, epoch)
     commit(store, epoch=epoch, step=4, directory="step-000004-e2")
-    await parts(tmp_path / "link" / "checkpoints", store, epoch=epoch).prune()
+    await prune_checkpoints(tmp_path / "link" / "checkpoints", store, term=epoch, keep=2)
     assert names(place) == ["step-000003-e1", "step-000004-e2"]
 
 
@@ -96,11 +82,11 @@ async def test_nothing_is_pruned_before_a_commit_or_when_no_kept_one_is_there(
     place = make_run(tmp_path / "run")
     store = RunStore(place.database_url)
     epoch = store.acquire_lease(holder="b").epoch
-    await parts(place.checkpoints, store, epoch=epoch).prune()
+    await prune_checkpoints(place.checkpoints, store, term=epoch, keep=2)
     assert len(names(place)) == 3
     for step in (4, 5):
         commit(store, epoch=epoch, step=step, directory=f"elsewhere-{step}")
-    await parts(place.checkpoints, store, epoch=epoch).prune()
+    await prune_checkpoints(place.checkpoints, store, term=epoch, keep=2)
     assert len(names(place)) == 3
 
 

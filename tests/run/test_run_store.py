@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from worlds.record_builders import evaluation_record, step_record
 
+from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
 from service.store import tables
 from service.store.lineage import read_history
-from service.store.run_store import LeaseLost, RunStore, StoredEvent, StoreError
+from service.store.run_store import LeaseLost, RunStore, StoreError
 
 
 def open_store(directory: Path) -> RunStore:
@@ -20,8 +21,8 @@ def open_store(directory: Path) -> RunStore:
 
 def event(
     seq: int, rollout_id: str, kind: str = "admitted", step: int | None = None
-) -> StoredEvent:
-    return StoredEvent(seq=seq, rollout_id=rollout_id, kind=kind, step=step)
+) -> LedgerEvent:
+    return LedgerEvent(seq=seq, rollout_id=rollout_id, kind=LedgerEventKind(kind), step=step)
 
 
 def commit(store: RunStore, *, epoch: int, step: int, last_event_seq: int) -> None:

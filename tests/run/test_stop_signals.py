@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from service.launch.stop_signals import NUMBERS, kept_from_children, stop_signals
+from service.launch.signals import NUMBERS, kept_from_children, stop_signals
 
 
 @pytest.fixture(autouse=True)

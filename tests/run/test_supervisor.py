@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -9,16 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from worlds.run_driver import small_config
+from worlds.queue_builders import end, fill, finalise_all, make_settings, take_all
+from worlds.record_builders import step_record
+from worlds.run_driver import small_config, write_checkpoint
 
+from actors.trajectory_queue.state import QueueState
 from service.cli.train import EXIT_FAILED, _report_loss
 from service.config.file import load_config
 from service.launch.run_dir import RunDir
-from service.run.epoch import RunPlaces, rank_settings
-from service.run.status import Phase
-from service.run.supervisor import Cursor, Supervisor, engine_settings
+from service.run.health import Cursor, Phase
+from service.run.supervisor import Supervisor, engine_settings
+from service.run.term import rank_settings
 from service.store.presence import live_holder
-from service.store.run_store import LeaseLost, RunStore, StoreError
+from service.store.run_store import QUEUE_SNAPSHOT, LeaseLost, RunStore, StoreError
 
 
 @pytest.fixture
@@ -42,8 +46,7 @@ def supervisor(place: RunDir, tiny_models: dict[bool, str]) -> Iterator[Supervis
 
 def test_the_trainer_scores_at_the_temperature_that_is_sampled_at(tmp_path: Path) -> None:
     config = load_config(small_config(tmp_path), ["rollouts.temperature=0.7"])
-    places = RunPlaces(model="m", checkpoints=tmp_path, journal=tmp_path)
-    assert rank_settings(config, places).temperature == 0.7
+    assert rank_settings(config, model="m", checkpoint_dir=tmp_path).temperature == 0.7
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
@@ -107,6 +110,40 @@ async def test_a_supervisor_shows_that_it_holds_the_run_until_its_end(
         await supervisor.run()
     assert live_holder(store, now=time.time()) is None
     store.close()
+
+
+async def test_a_run_that_is_stopped_while_it_starts_reports_the_ledger_of_its_checkpoint(
+    supervisor: Supervisor, place: RunDir
+) -> None:
+    queue = QueueState(make_settings(step=1, lag=0))
+    fill(queue)
+    for assignment in take_all(queue):
+        end(queue, assignment)
+    taken = queue.take_step()
+    assert taken is not None
+    finalise_all(queue, *taken)
+    store = RunStore(place.database_url)
+    epoch = store.acquire_lease(holder="a").epoch
+    store.add_step(step_record(1), epoch=epoch, new_events=())
+    directory = write_checkpoint(place, 1)
+    store.commit_checkpoint(
+        epoch=epoch,
+        step=1,
+        policy_version=1,
+        directory=directory.name,
+        queue_snapshot=QUEUE_SNAPSHOT.dump_python(queue.snapshot(), mode="json"),
+        new_events=(),
+        last_event_seq=-1,
+    )
+    store.close()
+    supervisor._recorder.begin_epoch(supervisor._take_lease())
+    place.config_file.write_text("{}")
+    assert await supervisor._end(Phase.FINISHED, "stopped after step 1 of 4")
+    summary = json.loads(place.summary_file.read_text())
+    assert summary["steps"] == 1
+    assert (summary["ledger"]["admitted"], summary["ledger"]["trained"]) == (2, 2)
+    supervisor._metrics_server.shutdown()
+    supervisor._metrics_server.server_close()
 
 
 def test_who_lost_the_run_to_another_process_is_not_told_to_take_it_back(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service.api.port import RunUnavailable
-from service.run.supervisor_client import SupervisorClient
+from service.run.remote_handles import SupervisorClient
 
 
 class StartingActor:
@@ -30,7 +30,7 @@ async def test_a_supervisor_that_is_being_started_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, question: str
 ) -> None:
     monkeypatch.setattr("ray.get_actor", lambda name, namespace: StartingActor())
-    monkeypatch.setattr("service.run.supervisor_client.CONTACT_DEADLINE_S", 0.2)
+    monkeypatch.setattr("service.run.remote_handles.CONTACT_DEADLINE_S", 0.2)
     client = SupervisorClient("rayloom-test")
     began = time.monotonic()
     with pytest.raises(RunUnavailable, match="the run is starting"):

@@ -78,7 +78,7 @@ def test_at_lag_0_the_engines_hold_what_the_trainer_holds_at_every_step(
 
 
 def test_a_run_survives_the_death_of_each_part(tmp_path: Path, small_model: str) -> None:
-    """An environment actor killed, one frozen; kill -9 of engine and trainer rank.
+    """An environment actor killed, one frozen; kill -9 of engine, trainer rank and supervisor.
 
     With a critic and a reference, which die with the ranks and come back with the checkpoint.
     kill -9 of the whole run: test_serve_scenarios.py, and test_proofs.py to the end.
@@ -107,9 +107,15 @@ def test_a_run_survives_the_death_of_each_part(tmp_path: Path, small_model: str)
         run.wait_for_log("an engine is back; 1 of 1 ready", limit_s=START_S)
         run.kill_part("ray::TrainerRankActor")
         run.wait_for_log("going back to the newest checkpoint", limit_s=START_S)
+        run.advance(2, limit_s=START_S)
+        run.kill_part("ray::Supervisor")
+        run.wait_for_log(
+            "the supervisor died; a new one goes on under a new lease", limit_s=START_S
+        )
+        run.wait_for_output("the supervisor died", limit_s=START_S)
         assert run.wait(limit_s=START_S + steps * STEP_S) == 0, run.log()
         check_finished(run, steps=steps)
-        assert run.history().num_epochs >= 2
+        assert run.history().num_epochs >= 3
         bound = load_config(run.place.config_file).algorithm.max_policy_age
         assert max(record.policy_age_max for record in run.history().steps) <= bound
         assert all(record.stages.score > 0 for record in run.history().steps)

@@ -19,14 +19,14 @@ from worlds.trajectory_builders import make_summary
 from actors.merge.mismatch import MismatchKind
 from actors.metrics import Metrics
 from actors.statistics import BY_NAME
-from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts
+from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts, LedgerEvent
 from actors.trajectory_queue.messages import QueueCut
-from actors.trajectory_queue.queue_state import QueueState
+from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome
-from service.run.status import Phase
+from service.run.health import Phase
 from service.store import tables
 from service.store.lineage import read_history
-from service.store.run_store import RunStore, StoredEvent
+from service.store.run_store import RunStore
 from service.telemetry.recorder import RunRecorder
 
 
@@ -57,19 +57,19 @@ def statistics_shown(metrics: Metrics) -> dict[str, float]:
     }
 
 
-def rows_of_events(store: RunStore) -> list[StoredEvent]:
+def rows_of_events(store: RunStore) -> list[LedgerEvent]:
     """Of every epoch, whether or not it survives."""
     with store.reading() as connection:
         rows = connection.execute(select(tables.events)).mappings().all()
     fields = ("seq", "rollout_id", "kind", "reason", "step")
-    return [StoredEvent(**{field: row[field] for field in fields}) for row in rows]
+    return [LedgerEvent(**{field: row[field] for field in fields}) for row in rows]
 
 
 def test_a_step_is_stored_with_the_events_before_it_counted_from_one(tmp_path: Path) -> None:
     recorder, store, _ = make_recorder(tmp_path)
     ledger = Ledger()
     ledger.admit("r0")
-    ledger.train("r0", step=0)
+    ledger.train("r0", step=1)
     recorder.events(ledger.drain())
     recorder.step(step_record(1))
     history = read_history(store)

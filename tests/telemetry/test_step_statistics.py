@@ -44,9 +44,7 @@ REPORT = StepReport(
 def record_of(
     stats: StepStats, report: StepReport, *, parity_max: float | None = EVERY["parity_max"]
 ) -> StepRecord:
-    return make_step_record(
-        1, report, stats, policy_version=1, parity_max=parity_max, stages=StageSeconds()
-    )
+    return make_step_record(1, report, stats, parity_max=parity_max, stages=StageSeconds())
 
 
 def test_each_number_of_each_part_is_in_the_record_once_under_its_name() -> None:

@@ -10,17 +10,16 @@ from worlds.queue_builders import end, fill, make_settings, take_all
 from worlds.trajectory_builders import make_summary
 
 from actors.algorithm import AlgorithmSettings
+from actors.deadline import ActorLost
 from actors.environment.settings import RolloutSettings
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trainer.settings import TrainerSettings
-from actors.trajectory_queue.failures import FailedGroups
-from actors.trajectory_queue.groups import BlockRow
+from actors.trajectory_queue.groups import BlockRow, FailedGroups
 from actors.trajectory_queue.ledger import EvictionReason
-from actors.trajectory_queue.queue_state import QueueState
+from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, RolloutAssignment
 from service.inference.settings import InferenceSettings
-from service.run.failing import FailureLimits, FailureWatch, GivenUp
-from service.run.ports import PartLost
+from service.run.health import FailureLimits, FailureWatch, RunFailed
 
 LIMITS = FailureLimits(
     rollouts=RolloutSettings(max_failed_groups=4, failed_groups_grace_s=30.0),
@@ -39,28 +38,28 @@ def fail(queue: QueueState, assignment: RolloutAssignment, outcome: Outcome, det
 
 
 def fail_round(queue: QueueState, *, outcome: Outcome, detail: str = "") -> None:
-    """Fill every vacancy and play it to a bad end, retries included."""
+    """Fill every slot and play it to a bad end, retries included."""
     fill(queue)
     while taken := take_all(queue):
         for assignment in taken:
             fail(queue, assignment, outcome, detail)
 
 
-def look(queue: QueueState) -> FailedGroups | None:
+def failed_groups(queue: QueueState) -> FailedGroups | None:
     return queue.drain().failed_groups
 
 
 def test_groups_without_a_usable_member_are_counted_with_their_attempts_and_last_error() -> None:
     queue = QueueState(make_settings(step=2, lag=0, window=1))
-    assert look(queue) is None
+    assert failed_groups(queue) is None
     fail_round(queue, outcome=Outcome.ENVIRONMENT_ERROR, detail="reset: OSError: no server")
-    failed = look(queue)
+    failed = failed_groups(queue)
     # Two groups of two, three attempts each.
-    assert failed is not None and (failed.num_groups, failed.num_attempts) == (2, 12)
+    assert failed is not None and failed.num_groups == 2
     assert failed.outcomes == {Outcome.ENVIRONMENT_ERROR: 12}
     assert failed.last_detail == "reset: OSError: no server"
     fail_round(queue, outcome=Outcome.WALL_TIMEOUT, detail="environment reset: no answer")
-    failed = look(queue)
+    failed = failed_groups(queue)
     assert failed is not None and failed.num_groups == 4
     assert failed.last_outcome is Outcome.WALL_TIMEOUT
     assert failed.main_outcome is Outcome.ENVIRONMENT_ERROR
@@ -70,14 +69,14 @@ def test_groups_without_a_usable_member_are_counted_with_their_attempts_and_last
 def test_a_usable_group_ends_the_row_and_the_next_row_is_another_one() -> None:
     queue = QueueState(make_settings(step=1, lag=0, window=1))
     fail_round(queue, outcome=Outcome.WALL_TIMEOUT)
-    first = look(queue)
+    first = failed_groups(queue)
     fill(queue)
     for assignment in take_all(queue):
         end(queue, assignment)
-    assert look(queue) is None
+    assert failed_groups(queue) is None
     queue.publish(1)
     fail_round(queue, outcome=Outcome.WALL_TIMEOUT)
-    second = look(queue)
+    second = failed_groups(queue)
     assert first is not None and second is not None
     assert (first.num_before, second.num_before, second.num_groups) == (0, 1, 1)
 
@@ -91,7 +90,7 @@ def test_answers_that_are_always_cut_off_are_failures_although_they_are_not_drop
         )
         ungraded = replace(summary, is_graded=False, detail="the turn was cut off")
         queue.put("a", ungraded, BlockRow(block=object(), row=0, num_bytes=1))
-    failed = look(queue)
+    failed = failed_groups(queue)
     assert failed is not None and failed.outcomes == {Outcome.TRUNCATED_TOKENS: 2}
 
 
@@ -100,7 +99,7 @@ def test_a_rule_that_trains_a_failure_makes_it_usable() -> None:
     policy = OutcomePolicy(overrides={Outcome.WALL_TIMEOUT: rule})
     queue = QueueState(make_settings(step=1, lag=0, window=1, policies={"game": policy}))
     fail_round(queue, outcome=Outcome.WALL_TIMEOUT)
-    assert look(queue) is None
+    assert failed_groups(queue) is None
 
 
 def test_dead_environment_actors_are_failures_too() -> None:
@@ -109,7 +108,7 @@ def test_dead_environment_actors_are_failures_too() -> None:
     for number in range(3):
         queue.take_rollouts(f"a{number}", max_count=9)
         queue.release_actor(f"a{number}")
-    failed = look(queue)
+    failed = failed_groups(queue)
     assert failed is not None and failed.last_detail == "its environment actor died"
     assert failed.outcomes == {Outcome.INFRASTRUCTURE_ERROR: 6}
 
@@ -130,10 +129,10 @@ def row(num_groups: int, *, num_before: int = 0, **fields: object) -> FailedGrou
 
 def test_enough_groups_for_long_enough_end_the_run_with_the_whole_story() -> None:
     watch = FailureWatch(LIMITS)
-    watch.look(row(2), num_engines_ready=1, now=100.0)
-    watch.look(row(9), num_engines_ready=1, now=129.0)
-    with pytest.raises(GivenUp) as told:
-        watch.look(row(9), num_engines_ready=1, now=130.0)
+    watch.check_groups(row(2), num_engines_ready=1, now=100.0)
+    watch.check_groups(row(9), num_engines_ready=1, now=129.0)
+    with pytest.raises(RunFailed) as told:
+        watch.check_groups(row(9), num_engines_ready=1, now=130.0)
     for words in (
         "the last 9 groups in a row",
         "2 of 8",
@@ -149,37 +148,37 @@ def test_enough_groups_for_long_enough_end_the_run_with_the_whole_story() -> Non
 def test_few_groups_are_borne_however_long_it_lasts() -> None:
     watch = FailureWatch(LIMITS)
     for now in range(0, 10_000, 100):
-        watch.look(row(3), num_engines_ready=1, now=float(now))
-    with pytest.raises(GivenUp):
-        watch.look(row(4), num_engines_ready=1, now=10_000.0)
+        watch.check_groups(row(3), num_engines_ready=1, now=float(now))
+    with pytest.raises(RunFailed):
+        watch.check_groups(row(4), num_engines_ready=1, now=10_000.0)
 
 
 def test_a_usable_group_between_two_looks_starts_the_count_and_the_clock_anew() -> None:
     watch = FailureWatch(LIMITS)
-    watch.look(row(3), num_engines_ready=1, now=0.0)
-    watch.look(row(5, num_before=1), num_engines_ready=1, now=40.0)
-    watch.look(None, num_engines_ready=1, now=45.0)
-    watch.look(row(5, num_before=2), num_engines_ready=1, now=50.0)
-    with pytest.raises(GivenUp):
-        watch.look(row(5, num_before=2), num_engines_ready=1, now=80.0)
+    watch.check_groups(row(3), num_engines_ready=1, now=0.0)
+    watch.check_groups(row(5, num_before=1), num_engines_ready=1, now=40.0)
+    watch.check_groups(None, num_engines_ready=1, now=45.0)
+    watch.check_groups(row(5, num_before=2), num_engines_ready=1, now=50.0)
+    with pytest.raises(RunFailed):
+        watch.check_groups(row(5, num_before=2), num_engines_ready=1, now=80.0)
 
 
 def test_what_fails_while_no_engine_is_ready_does_not_count() -> None:
     watch = FailureWatch(LIMITS)
-    watch.look(row(50), num_engines_ready=0, now=0.0)
-    watch.look(row(500), num_engines_ready=0, now=500.0)
-    watch.look(row(502), num_engines_ready=1, now=540.0)
-    watch.look(row(503), num_engines_ready=1, now=800.0)
-    with pytest.raises(GivenUp, match="the last 4 groups"):
-        watch.look(row(504), num_engines_ready=1, now=801.0)
+    watch.check_groups(row(50), num_engines_ready=0, now=0.0)
+    watch.check_groups(row(500), num_engines_ready=0, now=500.0)
+    watch.check_groups(row(502), num_engines_ready=1, now=540.0)
+    watch.check_groups(row(503), num_engines_ready=1, now=800.0)
+    with pytest.raises(RunFailed, match="the last 4 groups"):
+        watch.check_groups(row(504), num_engines_ready=1, now=801.0)
 
 
 def test_engines_that_stay_away_are_a_lost_part() -> None:
     watch = FailureWatch(LIMITS)
-    watch.look(row(1), num_engines_ready=0, now=0.0)
-    watch.look(row(9), num_engines_ready=0, now=600.0)
-    with pytest.raises(PartLost, match=r"no engine has been ready for 601 s.*start_deadline_s"):
-        watch.look(row(9), num_engines_ready=0, now=601.0)
+    watch.check_groups(row(1), num_engines_ready=0, now=0.0)
+    watch.check_groups(row(9), num_engines_ready=0, now=600.0)
+    with pytest.raises(ActorLost, match=r"no engine has been ready for 601 s.*start_deadline_s"):
+        watch.check_groups(row(9), num_engines_ready=0, now=601.0)
 
 
 @pytest.mark.parametrize(
@@ -194,16 +193,16 @@ def test_the_remedy_is_that_of_the_most_frequent_failure(outcome: Outcome, remed
     at_once = replace(LIMITS.rollouts, failed_groups_grace_s=0.0)
     watch = FailureWatch(replace(LIMITS, rollouts=at_once))
     counts = {Outcome.REWARD_ERROR: 2, outcome: 5}
-    with pytest.raises(GivenUp, match=remedy):
-        watch.look(row(4, outcomes=counts), num_engines_ready=1, now=0.0)
+    with pytest.raises(RunFailed, match=remedy):
+        watch.check_groups(row(4, outcomes=counts), num_engines_ready=1, now=0.0)
 
 
 def test_steps_in_a_row_without_a_finite_update_end_the_run() -> None:
     watch = FailureWatch(LIMITS)
     for step, was_trained in enumerate([False, False, True, False, False], start=1):
-        watch.look_at_step(step, was_trained=was_trained)
-    with pytest.raises(GivenUp, match="last 3 steps, up to step 6, was finite") as told:
-        watch.look_at_step(6, was_trained=False)
+        watch.check_step(step, was_trained=was_trained)
+    with pytest.raises(RunFailed, match="last 3 steps, up to step 6, was finite") as told:
+        watch.check_step(6, was_trained=False)
     for words in ("checkpoints/skipped", "trainer.learning_rate", "trainer.max_skipped_steps"):
         assert words in str(told.value)
 
@@ -214,14 +213,14 @@ def test_steps_in_a_row_of_which_nothing_could_be_merged_end_the_run() -> None:
     def look(step: int, num_misaligned: int, *, num_trajectories: int = 4) -> None:
         found = {EvictionReason.TOKEN_MISALIGNED: num_misaligned, EvictionReason.MASKED: 1}
         told = replace(report(step), num_trajectories=num_trajectories, evictions=found)
-        watch.look_at_merge(step, told, notices=["g1.a0: turn 0: expert records", "g2.a0: also"])
+        watch.check_merge(step, told, notices=["g1.a0: turn 0: expert records", "g2.a0: also"])
 
     for step, num_misaligned in enumerate([4, 4, 3, 4, 4], start=1):
         look(step, num_misaligned)
-    with pytest.raises(GivenUp, match="last 3 steps, up to step 6, ended as token_mis") as told:
+    with pytest.raises(RunFailed, match="last 3 steps, up to step 6, ended as token_mis") as told:
         look(6, 4)
     for words in ("g1.a0: turn 0: expert records", "trainer.max_skipped_steps"):
         assert words in str(told.value)
     other = FailureWatch(LIMITS)
     for step in range(1, 6):
-        other.look_at_merge(step, replace(report(step), num_trajectories=0), notices=[])
+        other.check_merge(step, replace(report(step), num_trajectories=0), notices=[])

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from worlds.queue_builders import through_json
 
 from actors.trajectory_queue.ledger import (
     EvictionReason,
     Ledger,
     LedgerError,
     LedgerEventKind,
-    LedgerSnapshot,
 )
 from actors.types import Outcome
 
@@ -65,8 +63,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        stored = json.loads(json.dumps(self.ledger.snapshot().to_json()))
-        self.ledger = Ledger(snapshot=LedgerSnapshot.from_json(stored))
+        self.ledger = Ledger(snapshot=through_json(self.ledger.snapshot()))
 
     @invariant()
     def balances(self) -> None:

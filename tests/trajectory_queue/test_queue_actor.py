@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ray
 from ray.exceptions import ObjectLostError, RayActorError
+from worlds.queue_builders import through_json
 from worlds.settings import queue_settings, step_settings
 from worlds.trajectory_builders import linear_turns, make_task, make_trajectory
 
@@ -19,7 +20,7 @@ from actors.batch import RowScores
 from actors.merge.actor import MergeActor
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.payloads import PayloadsLost
-from actors.trajectory_queue.actor import TrajectoryQueue
+from actors.trajectory_queue import actor as queue_actor
 from actors.trajectory_queue.columns import decode, encode
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.messages import ActorReleased, QueueSnapshot
@@ -74,17 +75,17 @@ def get(reference: Any) -> Any:
 
 def start_queue(*, step: int = 2, lag: int = 0, snapshot: QueueSnapshot | None = None) -> Any:
     settings = queue_settings(groups_per_step=step, max_lag=lag, window_groups=1)
-    return TrajectoryQueue.remote(settings, snapshot)
+    return queue_actor.start_queue(settings, snapshot)
 
 
 def admit_all(queue: Any, *, num_samples: int = 4) -> None:
     requests = [
         GroupRequest(
-            group_number=vacancy.group_number,
-            task=make_task(vacancy.group_number),
+            group_number=slot.group_number,
+            task=make_task(slot.group_number),
             num_samples=num_samples,
         )
-        for vacancy in get(queue.admissible.remote(LIMIT_S))
+        for slot in get(queue.admissible.remote(LIMIT_S))
     ]
     get(queue.admit.remote(requests))
 
@@ -129,13 +130,13 @@ def test_finished_trajectories_outlive_their_player_and_its_rollouts_are_played_
         assert trajectory.num_sampled == 2 * sampled
     reply = get(merge.build.remote(step_input, 0))
     shards = get(list(reply.shards))
-    assert [shard.step for shard in shards] == [0, 0]
+    assert [shard.step for shard in shards] == [1, 1]
     trained = sum(row.num_trained for s in shards for m in s.minibatches for row in m.micro_batches)
     assert trained == reply.report.num_trained_tokens == 8 * 2 * sampled
-    get(queue.settle.remote(0, reply.settlements))
+    get(queue.finalise.remote(1, reply.outcomes))
     ledger = get(queue.stats.remote()).ledger
     assert ledger.is_balanced and (ledger.trained, ledger.in_flight) == (8, 0)
-    drained = get(queue.drain_events.remote())
+    drained = get(queue.drain.remote())
     assert len(drained.events) == 16 and len(drained.summaries) == 8
 
 
@@ -187,13 +188,13 @@ def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:
     with pytest.raises(PayloadsLost) as caught:
         get(merge.build.remote(step_input, 0))
     assert caught.value.cause.rollout_ids == ("g000001.0-2", "g000001.0-3")
-    assert get(queue.lost.remote(caught.value.cause.rollout_ids)) == (0,)
+    assert get(queue.lost.remote(caught.value.cause.rollout_ids)) == (1,)
     assert get(queue.take_step.remote(0.0)) is None
     assert get(player.take.remote(8, LIMIT_S)) == ["g000001.0-2.a1", "g000001.0-3.a1"]
     get(player.hand_in.remote(8, 2))
     step_input = get(queue.take_step.remote(LIMIT_S))
     reply = get(merge.build.remote(step_input, 0))
-    get(queue.settle.remote(0, reply.settlements))
+    get(queue.finalise.remote(1, reply.outcomes))
     assert get(queue.stats.remote()).ledger.trained == 8
 
 
@@ -209,7 +210,7 @@ def test_waits_end_when_something_comes_or_the_time_is_over() -> None:
     assert get(queue.admissible.remote(0.05)) == []
     admissible = queue.admissible.remote(LIMIT_S)
     get(queue.published.remote(1))
-    assert [vacancy.group_number for vacancy in get(admissible)] == [1]
+    assert [slot.group_number for slot in get(admissible)] == [1]
     with pytest.raises(ValueError, match="version 0 published after 1"):
         get(queue.published.remote(0))
 
@@ -232,9 +233,9 @@ def test_a_run_starts_again_from_a_stored_cut() -> None:
     get(player.hand_in.remote(3, 2))
     cut = get(queue.cut.remote())
     assert cut.last_event_seq == cut.drained.events[-1].seq == 3
-    stored = cut.snapshot.to_json()
+    stored = through_json(cut.snapshot)
     ray.kill(queue)
-    later = start_queue(step=1, lag=1, snapshot=QueueSnapshot.from_json(stored))
+    later = start_queue(step=1, lag=1, snapshot=stored)
     assert get(later.admissible.remote(0.0)) == []
     again = get(later.take_rollouts.remote("other", 9, LIMIT_S))
     assert [x.attempt for x in again] == [1, 1, 1, 1] and again[0].task == make_task(0)

@@ -6,14 +6,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from worlds.queue_builders import end, evicted, fill, make_settings, restart, settle_all, take_all
+from worlds.queue_builders import end, evicted, fill, finalise_all, make_settings, restart, take_all
 from worlds.trajectory_builders import make_summary, make_task
 
 from actors.limits import MIB
 from actors.trajectory_queue.groups import BlockRow, GroupRequest
-from actors.trajectory_queue.ledger import LedgerEventKind, Settlement
-from actors.trajectory_queue.messages import Vacancy
-from actors.trajectory_queue.queue_state import QueueState
+from actors.trajectory_queue.ledger import LedgerEventKind, RolloutOutcome
+from actors.trajectory_queue.messages import OpenSlot
+from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome
 
 
@@ -32,16 +32,16 @@ def test_rollouts_are_handed_out_oldest_group_first_and_retries_before_all() -> 
     assert queue.stats().num_retries == 1
 
 
-def test_a_step_is_taken_settled_and_balances() -> None:
+def test_a_step_is_taken_finalised_and_balances() -> None:
     queue = QueueState(make_settings())
     fill(queue)
     for assignment in take_all(queue):
         assert queue.stats().ledger.is_balanced
         end(queue, assignment)
     taken = queue.take_step()
-    assert taken is not None and taken[0] == 0
+    assert taken is not None and taken[0] == 1
     assert [group.number for group in taken[1]] == [0, 1]
-    assert settle_all(queue, *taken) == [f"g00000{g}.0-{m}" for g in (0, 1) for m in (0, 1)]
+    assert finalise_all(queue, *taken) == [f"g00000{g}.0-{m}" for g in (0, 1) for m in (0, 1)]
     stats = queue.stats()
     assert stats.ledger.trained == 4 and stats.ledger.in_flight == 4 and stats.num_waiting == 4
     kinds = Counter(event.kind for event in queue.drain().events)
@@ -70,7 +70,7 @@ def test_a_group_that_closes_too_small_is_evicted_and_its_number_gets_another_ta
     end(queue, dropped, outcome=Outcome.WALL_TIMEOUT)
     assert evicted(queue) == {"group_too_small": 1, "wall_timeout": 1}
     assert queue.stats().ledger.is_balanced and queue.stats().num_replaced_groups == 1
-    assert queue.admissible() == [Vacancy(group_number=0, replacement=1)]
+    assert queue.admissible() == [OpenSlot(group_number=0, replacement=1)]
     assert fill(queue) == [0]
     assert [x.rollout_id for x in take_all(queue)] == ["g000000.1-0", "g000000.1-1"]
 
@@ -149,36 +149,36 @@ def test_lost_payloads_give_their_step_and_all_later_ones_back() -> None:
         end(queue, assignment)
     steps = [queue.take_step() for _ in range(3)]
     assert all(steps)
-    settle_all(queue, *steps[0])  # type: ignore[misc]
-    assert queue.lost(["g000001.0-1", "g000000.0-0", "nobody"]) == (1, 2)
+    finalise_all(queue, *steps[0])  # type: ignore[misc]
+    assert queue.lost(["g000001.0-1", "g000000.0-0", "nobody"]) == (2, 3)
     assert queue.take_step() is None
     again = take_all(queue)
     assert [(x.rollout_id, x.attempt) for x in again] == [("g000001.0-1", 1)]
     end(queue, again[0])
     taken = [queue.take_step() for _ in range(3)]
-    assert [t and (t[0], t[1][0].number) for t in taken] == [(1, 1), (2, 2), (3, 3)]
-    with pytest.raises(ValueError, match="step 0 is not taken"):
-        queue.settle(0, [])
+    assert [t and (t[0], t[1][0].number) for t in taken] == [(2, 1), (3, 2), (4, 3)]
+    with pytest.raises(ValueError, match="step 1 is not taken"):
+        queue.finalise(1, [])
 
 
-def test_a_settlement_that_leaves_a_rollout_out_is_refused_whole() -> None:
+def test_an_outcome_list_that_leaves_a_rollout_out_is_refused_whole() -> None:
     queue = QueueState(make_settings(step=1, lag=0))
     fill(queue)
     for assignment in take_all(queue):
         end(queue, assignment)
     taken = queue.take_step()
     assert taken is not None
-    one = Settlement(rollout_id="g000000.0-0")
-    for wrong in ([one], [one, one], [one, Settlement(rollout_id="g000009.0-0")]):
+    one = RolloutOutcome(rollout_id="g000000.0-0")
+    for wrong in ([one], [one, one], [one, RolloutOutcome(rollout_id="g000009.0-0")]):
         with pytest.raises(ValueError, match="expected each once"):
-            queue.settle(0, wrong)
+            queue.finalise(1, wrong)
     assert queue.stats().ledger.trained == 0
-    settle_all(queue, *taken)
+    finalise_all(queue, *taken)
 
 
 def test_groups_that_nobody_asked_for_or_that_could_never_be_trained_are_refused() -> None:
     queue = QueueState(make_settings(step=1, lag=0))
-    with pytest.raises(ValueError, match="group 5 does not want a task"):
+    with pytest.raises(ValueError, match="group 5 is not free for a task"):
         queue.admit([GroupRequest(group_number=5, task=make_task(5), num_samples=2)])
     with pytest.raises(ValueError, match="1 usable samples"):
         queue.admit([GroupRequest(group_number=0, task=make_task(0), num_samples=1)])
@@ -196,14 +196,14 @@ def test_cancelling_ends_the_run_with_nothing_in_flight() -> None:
     assert stats.ledger.in_flight == 0 and evicted(queue) == {"cancelled": 8}
     assert queue.admissible() == [] and take_all(queue) == [] and queue.take_step() is None
     with pytest.raises(ValueError, match="after cancel_all"):
-        queue.settle(0, [])
+        queue.finalise(1, [])
     # A later run goes on with the same numbers, under ids that were never used.
     later = restart(queue)
     assert fill(later)[0] == 0
     assert take_all(later)[0].rollout_id == "g000000.1-0"
 
 
-def test_a_restart_plays_again_what_was_not_settled_with_its_budget_and_fresh_attempts() -> None:
+def test_a_restart_plays_again_what_was_not_finalised_with_its_budget_and_fresh_attempts() -> None:
     queue = QueueState(make_settings(step=1, lag=2, window=1))
     fill(queue, num_samples=3)
     for assignment in take_all(queue):
@@ -211,7 +211,7 @@ def test_a_restart_plays_again_what_was_not_settled_with_its_budget_and_fresh_at
         end(queue, assignment, outcome=Outcome.AGENT_ERROR if is_first else Outcome.COMPLETED)
     first = queue.take_step()
     assert first is not None
-    settle_all(queue, *first)
+    finalise_all(queue, *first)
     assert queue.take_step() is None  # group 1 waits for its retry
     queue.publish(1)
     later = restart(queue)

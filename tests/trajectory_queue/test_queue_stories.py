@@ -9,12 +9,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from worlds.queue_builders import end, fill, make_settings, restart, settle_all, take_all
+from worlds.queue_builders import end, fill, finalise_all, make_settings, restart, take_all
 
 from actors.trajectory_queue.groups import Group, Rollout
 from actors.trajectory_queue.ledger import LedgerEventKind
 from actors.trajectory_queue.messages import ActorReleased
-from actors.trajectory_queue.queue_state import QueueState
+from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, RolloutAssignment
 
 OUTCOMES = st.sampled_from(
@@ -28,7 +28,7 @@ def attempt_of(rollout: Rollout) -> str:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Actors take, bring back and die; steps are taken, settled and lost; runs start again."""
+    """Actors take, bring back and die; steps are taken, finalised and lost; runs start again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.taken)
     @rule()
-    def settle_the_oldest_step(self) -> None:
-        self.settle(*self.taken.pop(0))
+    def finalise_the_oldest_step(self) -> None:
+        self.finalise(*self.taken.pop(0))
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
@@ -108,7 +108,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def willing_actors_complete_the_next_step_whatever_the_bounds(self) -> None:
         while self.taken:
-            self.settle(*self.taken.pop(0))
+            self.finalise(*self.taken.pop(0))
         while (step := self.queue.take_step()) is None:
             fill(self.queue)
             self.hold("willing", take_all(self.queue, actor="willing"))
@@ -116,7 +116,7 @@ class QueueMachine(RuleBasedStateMachine):
             for actor, assignment in self.held:
                 end(self.queue, assignment, actor=actor)
             self.held = []
-        self.settle(*step)
+        self.finalise(*step)
 
     @rule()
     def cancel_the_run_and_start_another(self) -> None:
@@ -158,14 +158,14 @@ class QueueMachine(RuleBasedStateMachine):
             self.held.append((actor, assignment))
             self.version_when_taken[assignment.trajectory_id] = version
 
-    def settle(self, step: int, groups: Sequence[Group]) -> None:
+    def finalise(self, step: int, groups: Sequence[Group]) -> None:
         for rollout in (rollout for group in groups for rollout in group.finished()):
             attempt = attempt_of(rollout)
             assert attempt not in self.lost_attempts
-            age = step - self.version_when_taken[attempt]
+            age = step - 1 - self.version_when_taken[attempt]
             assert age <= self.queue.settings.algorithm.max_policy_age
-        settle_all(self.queue, step, groups)
-        self.queue.publish(step + 1)
+        finalise_all(self.queue, step, groups)
+        self.queue.publish(step)
 
     def drain(self) -> None:
         for event in self.queue.drain().events:

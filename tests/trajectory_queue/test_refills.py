@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.queue_builders import end, evicted, fill, make_settings, restart, settle_all, take_all
+from worlds.queue_builders import end, evicted, fill, finalise_all, make_settings, restart, take_all
 
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
-from actors.trajectory_queue.messages import Vacancy
-from actors.trajectory_queue.queue_state import QueueState
-from actors.trajectory_queue.refills import Refills
+from actors.trajectory_queue.groups import Refills
+from actors.trajectory_queue.messages import OpenSlot
+from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome
 
 EQUAL, DIFFERENT = (1.0, 1.0), (1.0, 0.0)
@@ -25,7 +25,7 @@ def make_queue(*, refills: int = 2, **fields: object) -> QueueState:
 def play(
     queue: QueueState, rewards: Sequence[float], *, outcome: Outcome = Outcome.COMPLETED
 ) -> None:
-    """Fill the one vacancy and play its group to these rewards, the last one to the outcome."""
+    """Fill the one slot and play its group to these rewards, the last one to the outcome."""
     fill(queue, num_samples=len(rewards))
     assignments = take_all(queue)
     for reward, assignment in zip(rewards, assignments, strict=True):
@@ -39,7 +39,7 @@ def test_a_group_of_equal_returns_is_replaced_under_its_number() -> None:
     assert evicted(queue) == {"zero_variance": 2} and queue.stats().ledger.is_balanced
     assert queue.stats().num_replaced_groups == 1 and queue.stats().waiting_bytes == 0
     assert queue.take_step() is None
-    assert queue.admissible() == [Vacancy(group_number=0, replacement=1)]
+    assert queue.admissible() == [OpenSlot(group_number=0, replacement=1)]
     play(queue, DIFFERENT)
     assert evicted(queue) == {"zero_variance": 2} and queue.take_step() is not None
 
@@ -67,7 +67,7 @@ def test_the_next_number_has_refills_of_its_own() -> None:
         play(queue, DIFFERENT)
         taken = queue.take_step()
         assert taken is not None and taken[1][0].group_id == f"g00000{step}.1"
-        settle_all(queue, *taken)
+        finalise_all(queue, *taken)
         assert queue.snapshot().variance_refills == {}
         queue.publish(step + 1)
 
@@ -120,7 +120,7 @@ def test_a_lost_payload_opens_its_group_and_it_is_looked_at_again() -> None:
     queue = make_queue()
     play(queue, DIFFERENT)
     assert queue.take_step() is not None
-    assert queue.lost(["g000000.0-0"]) == (0,)
+    assert queue.lost(["g000000.0-0"]) == (1,)
     (again,) = take_all(queue)
     end(queue, again, reward=0.0)
     assert evicted(queue) == {"zero_variance": 2} and queue.stats().ledger.is_balanced

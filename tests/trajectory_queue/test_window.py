@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds.queue_builders import through_json
 
 from actors.algorithm import AlgorithmSettings
-from actors.trajectory_queue.window import AdmissionWindow, WindowSnapshot
+from actors.trajectory_queue.window import AdmissionWindow
 
 settings_strategy = st.builds(
     lambda p, s, w: AlgorithmSettings(groups_per_step=p, max_lag=s, window_groups=w),
@@ -37,16 +36,16 @@ class Run:
         return sorted(set(self.sampled_at) - self.closed)
 
     def train(self) -> bool:
-        """Take, settle and publish one step, if it is complete."""
+        """Take, finalise and publish one step, if it is complete."""
         result = self.window.take(self.closed.__contains__)
         if result is None:
             return False
         step, numbers = result
         self.taken += numbers
-        # The trainer holds version `step` when it trains step `step`.
-        self.oldest_age = max(self.oldest_age, *(step - self.sampled_at[k] for k in numbers))
-        self.window.settle(step)
-        self.window.publish(step + 1)
+        # The trainer holds version n - 1 when it trains step n.
+        self.oldest_age = max(self.oldest_age, *(step - 1 - self.sampled_at[k] for k in numbers))
+        self.window.finalise(step)
+        self.window.publish(step)
         return True
 
 
@@ -89,7 +88,7 @@ def test_the_bound_of_the_worked_examples(lag: int, groups: int, window: int, bo
 
 def test_the_bound_of_the_first_worked_example_is_reached() -> None:
     # S=1, P=3, W=3: group 5 is let in at version 0 (5 // 3 <= 0 + 1), is overtaken by 6 and 7,
-    # and so is trained in step 2, by version 2.
+    # and so is trained in step 3, by version 2.
     run = Run(AlgorithmSettings(groups_per_step=3, max_lag=1, window_groups=3))
     run.admit()
     for number in (0, 1, 2, 3, 4):
@@ -109,7 +108,7 @@ def test_lag_zero_and_window_one_is_synchronous() -> None:
     window = AdmissionWindow(AlgorithmSettings(groups_per_step=2, max_lag=0, window_groups=1))
     assert window.admissible_end == 2
     assert window.take({1}.__contains__) is None
-    assert window.take({0, 1}.__contains__) == (0, (0, 1))
+    assert window.take({0, 1}.__contains__) == (1, (0, 1))
     assert window.admissible_end == 2
     window.publish(1)
     assert window.admissible_end == 4
@@ -123,15 +122,15 @@ def test_a_version_that_goes_backwards_is_refused() -> None:
         window.publish(2)
 
 
-def test_steps_are_settled_in_order_and_once() -> None:
+def test_steps_are_finalised_in_order_and_once() -> None:
     window = AdmissionWindow(AlgorithmSettings(groups_per_step=1, max_lag=3, window_groups=1))
-    assert window.take(lambda _: True) == (0, (0,))
-    assert window.take(lambda _: True) == (1, (1,))
-    with pytest.raises(ValueError, match="step 1 settled before step 0"):
-        window.settle(1)
-    window.settle(0)
-    with pytest.raises(ValueError, match="step 0 is not taken and unsettled"):
-        window.settle(0)
+    assert window.take(lambda _: True) == (1, (0,))
+    assert window.take(lambda _: True) == (2, (1,))
+    with pytest.raises(ValueError, match="step 2 finalised before step 1"):
+        window.finalise(2)
+    window.finalise(1)
+    with pytest.raises(ValueError, match="step 1 is not taken, expected one of"):
+        window.finalise(1)
 
 
 @given(settings_strategy, st.data())
@@ -145,16 +144,16 @@ def test_steps_given_back_are_taken_again_as_if_for_the_first_time(
         first.append(taken)
     if not first:
         return
-    step = data.draw(st.integers(0, len(first) - 1))
-    assert window.roll_back(step) == tuple(range(step, len(first)))
+    step = data.draw(st.integers(1, len(first)))
+    assert window.roll_back(step) == tuple(range(step, len(first) + 1))
     assert window.next_step == step
-    again = [window.take(closed.__contains__) for _ in first[step:]]
-    assert again == first[step:]
+    again = [window.take(closed.__contains__) for _ in first[step - 1 :]]
+    assert again == first[step - 1 :]
     assert window.take(closed.__contains__) is None
 
 
 @given(settings_strategy, st.data())
-def test_a_restored_window_goes_on_after_the_last_settled_step(
+def test_a_restored_window_goes_on_after_the_last_finalised_step(
     settings: AlgorithmSettings, data: st.DataObject
 ) -> None:
     window = AdmissionWindow(settings)
@@ -162,21 +161,20 @@ def test_a_restored_window_goes_on_after_the_last_settled_step(
     steps = []
     while (taken := window.take(closed.__contains__)) is not None:
         steps.append(taken)
-    num_settled = data.draw(st.integers(0, len(steps)))
-    for step in range(num_settled):
-        window.settle(step)
-    window.publish(num_settled)
-    stored = json.loads(json.dumps(window.snapshot().to_json()))
-    restored = AdmissionWindow(settings, snapshot=WindowSnapshot.from_json(stored))
-    assert restored.published == num_settled and restored.next_step == num_settled
-    settled = {k for _, numbers in steps[:num_settled] for k in numbers}
-    assert {k for k in range(60) if restored.is_taken(k)} == settled
-    assert [restored.take(closed.__contains__) for _ in steps[num_settled:]] == steps[num_settled:]
+    num_final = data.draw(st.integers(0, len(steps)))
+    for step in range(1, num_final + 1):
+        window.finalise(step)
+    window.publish(num_final)
+    restored = AdmissionWindow(settings, snapshot=through_json(window.snapshot()))
+    assert restored.published == num_final and restored.next_step == num_final + 1
+    finalised = {k for _, numbers in steps[:num_final] for k in numbers}
+    assert {k for k in range(60) if restored.is_taken(k)} == finalised
+    assert [restored.take(closed.__contains__) for _ in steps[num_final:]] == steps[num_final:]
 
 
 def test_a_run_admits_no_group_beyond_its_last_step_and_can_finish_it() -> None:
     settings = AlgorithmSettings(groups_per_step=2, max_lag=3, window_groups=5)
     window = AdmissionWindow(settings, num_steps=2)
     assert window.admissible_end == 4
-    assert window.take({0, 1, 3}.__contains__) == (0, (0, 1))
-    assert window.take({2, 3}.__contains__) == (1, (2, 3))
+    assert window.take({0, 1, 3}.__contains__) == (1, (0, 1))
+    assert window.take({2, 3}.__contains__) == (2, (2, 3))

@@ -9,15 +9,15 @@ from actors.algorithm import AlgorithmSettings
 from actors.metrics import Metrics
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.groups import Group
-from actors.trajectory_queue.messages import QueueCut, QueueSnapshot
-from actors.trajectory_queue.queue_state import QueueState
+from actors.trajectory_queue.messages import QueueCut
+from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, Task
 from service.config.tree import ServiceSettings
 from service.intake.intake import Intake, IntakeSettings
 from service.intake.submission import Wanted
-from service.store.run_store import RunStore
+from service.store.run_store import QUEUE_SNAPSHOT, RunStore
 from service.telemetry.recorder import RunRecorder
-from worlds.queue_builders import end, make_settings, settle_all, take_all
+from worlds.queue_builders import end, finalise_all, make_settings, take_all
 from worlds.record_builders import step_record
 
 GROUPS_PER_STEP = 2
@@ -53,7 +53,7 @@ class Desk:
         lease = self.store.acquire_lease(holder="desk")
         self.recorder.begin_epoch(lease)
         parent = lease.parent
-        snapshot = QueueSnapshot.from_json(parent.queue_snapshot) if parent else None
+        snapshot = QUEUE_SNAPSHOT.validate_python(parent.queue_snapshot) if parent else None
         self.step = parent.step if parent else 0
         self.queue = QueueState(make_settings(step=GROUPS_PER_STEP, lag=1), snapshot=snapshot)
         if snapshot is not None:
@@ -90,7 +90,7 @@ class Desk:
         self.take()
         if self.taken is None:
             return []
-        rollouts = settle_all(self.queue, *self.taken)
+        rollouts = finalise_all(self.queue, *self.taken)
         self.taken = None
         self.step += 1
         self.queue.publish(self.step)

@@ -1,13 +1,15 @@
-"""What the loop's tests share: parts that answer at once and write down what they were asked."""
+"""What the loop's tests share: fakes that answer at once and write down what they were asked."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from actors.algorithm import AlgorithmSettings
+from actors.deadline import ActorLost
 from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import GeneratedTasks
 from actors.merge.actor import BuiltStep
@@ -16,17 +18,15 @@ from actors.merge.payloads import PayloadsLost
 from actors.merge.report import MergeReport, StepReport
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import PhaseSeconds, StepStats
-from actors.trajectory_queue.failures import FailedGroups
-from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, Settlement
-from actors.trajectory_queue.messages import Drained, QueueCut, StepInput, Vacancy
-from actors.trajectory_queue.queue_state import QueueState
+from actors.trajectory_queue.groups import FailedGroups, GroupRequest
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, RolloutOutcome
+from actors.trajectory_queue.messages import Drained, OpenSlot, QueueCut, StepInput
+from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, Task, TrajectorySummary
 from service.config.tree import RunSettings
 from service.inference.settings import InferenceSettings
-from service.run.failing import FailureLimits
-from service.run.loop import Loop, LoopSettings, Parts
-from service.run.ports import PartLost, PublishedVersion
+from service.run.health import FailureLimits
+from service.run.loop import Handles, Loop, LoopSettings
 from service.run.task_feed import ConfiguredTasks
 from service.telemetry.records import EvaluationRecord, StepRecord
 from worlds.settings import queue_settings
@@ -74,7 +74,7 @@ async def at_once(version: int) -> None:
 
 @dataclass
 class World:
-    """Every part at once, writing down what is asked of it."""
+    """Every handle at once, writing down what is asked of it."""
 
     calls: list[str] = field(default_factory=list)
     tasks_given: dict[int, Task] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class World:
     scaled_returns: Sequence[float | None] = ()
     engines_load: Callable[[int], Awaitable[None]] = at_once
     on_publish: Callable[[int], None] = lambda version: None
-    settled: dict[int, list[Settlement]] = field(default_factory=dict)
+    finalised: dict[int, list[RolloutOutcome]] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
     checkpoints: list[tuple[int, str]] = field(default_factory=list)
     published_versions: list[int] = field(default_factory=list)
@@ -98,25 +98,25 @@ class World:
     def calls_of(self, *kinds: str) -> list[str]:
         return [call for call in self.calls if call.startswith(kinds)]
 
-    async def admissible(self, *, timeout_s: float) -> Sequence[Vacancy]:
+    async def admissible(self, timeout_s: float) -> Sequence[OpenSlot]:
         await asyncio.sleep(0)
         number = len(self.tasks_given)
-        return [Vacancy(group_number=number, replacement=0)] if number < 3 else []
+        return [OpenSlot(group_number=number, replacement=0)] if number < 3 else []
 
     async def admit(self, groups: Sequence[GroupRequest]) -> None:
         for group in groups:
             self.tasks_given[group.group_number] = group.task
 
-    async def take_step(self, *, timeout_s: float) -> StepInput | None:
+    async def take_step(self, timeout_s: float) -> StepInput | None:
         await asyncio.sleep(0)
         if self.num_taken in (self.fail_from, self.starve_from):
             return None
-        step, self.num_taken = self.num_taken, self.num_taken + 1
-        return StepInput(step=step, groups=(), blocks=())
+        self.num_taken += 1
+        return StepInput(step=self.num_taken, groups=(), blocks=())
 
-    async def settle(self, step: int, settlements: Sequence[Settlement]) -> None:
-        self.calls.append(f"settle {step}")
-        self.settled[step] = list(settlements)
+    async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> None:
+        self.calls.append(f"finalise {step}")
+        self.finalised[step] = list(outcomes)
 
     async def lost(self, rollout_ids: Sequence[str]) -> None:
         self.calls.append(f"lost {','.join(rollout_ids)}")
@@ -141,7 +141,7 @@ class World:
             self.lose_payloads_at = None
             raise PayloadsLost(["r1"])
 
-    async def plan(self, step_input: StepInput, *, version: int) -> Sequence[Any]:
+    async def plan(self, step_input: StepInput, version: int) -> Sequence[Any]:
         self._lose_payloads(step_input.step)
         self.calls.append(f"plan {step_input.step}")
         return (f"rows {step_input.step}",)
@@ -149,9 +149,7 @@ class World:
     async def score(self, shards: Sequence[Any]) -> Sequence[Any]:
         return [f"scores of {rows}" for rows in shards]
 
-    async def build(
-        self, step_input: StepInput, *, version: int, scores: Sequence[Any] = ()
-    ) -> BuiltStep:
+    async def build(self, step_input: StepInput, version: int, scores: Sequence[Any]) -> BuiltStep:
         self._lose_payloads(step_input.step)
         self.calls.append(f"build {step_input.step} {' '.join(scores)}".rstrip())
         told = report(step_input.step, scaled_return=self._scaled_return(step_input.step))
@@ -161,40 +159,40 @@ class World:
             step=step_input.step,
             shards=("shard",),
             value_shards=("values",) if scores else (),
-            settlements=(
-                Settlement(rollout_id="r0"),
-                Settlement(rollout_id="r1", reason=EvictionReason.MASKED),
+            outcomes=(
+                RolloutOutcome(rollout_id="r0"),
+                RolloutOutcome(rollout_id="r1", reason=EvictionReason.MASKED),
             ),
             report=told,
             notices=("r0.a0: turn 0: an empty prompt",) if told.evictions else (),
         )
 
     def _scaled_return(self, step: int) -> float | None:
-        return self.scaled_returns[step] if step < len(self.scaled_returns) else None
+        return self.scaled_returns[step - 1] if step <= len(self.scaled_returns) else None
 
-    async def step(self, built: BuiltStep) -> StepStats:
-        step = self.num_taken - 1
-        self.value_shards.append(built.value_shards)
+    async def step(self, shards: Sequence[Any], value_shards: Sequence[Any]) -> StepStats:
+        step = self.num_taken
+        self.value_shards.append(tuple(value_shards))
         if self.lose_trainer_at == step:
-            raise PartLost("rank 0 is gone")
+            raise ActorLost("rank 0 is gone")
         self.calls.append(f"train {step}")
         return stats(step, num_skipped=int(step == self.skip_at or step >= self.skip_from))
 
-    async def save(self, *, step: int, version: int) -> str:
+    async def save(self, step: int, *, version: int, epoch: int) -> Path:
         self.calls.append(f"save {step}")
-        return f"dir-{step}"
+        return Path(f"dir-{step}")
 
     async def prune(self) -> None:
         self.calls.append("prune")
 
-    async def offer(self, version: int) -> None:
-        self.calls.append(f"offer {version}")
+    async def publish(self, version: int) -> None:
+        self.calls.append(f"publish {version}")
 
-    async def wait(self, version: int) -> PublishedVersion:
+    async def wait_until_loaded(self, version: int) -> float:
         await self.engines_load(version)
         self.on_publish(version)
         self.published_versions.append(version)
-        return PublishedVersion(version=version, num_engines=1, parity_max=0.0, wall_s=0.0)
+        return 0.0
 
     async def num_ready(self) -> int:
         return 1
@@ -242,12 +240,15 @@ def make_loop(
 ) -> Loop:
     tasks = GeneratedTasks("guessing", run_seed=0)
     world.num_taken = first_step - 1
-    parts = Parts(
-        queue=world, merge=world, trainer=world, engines=world, environments=world,
-        tasks=ConfiguredTasks(tasks, group_size=2), evaluation_tasks=tasks.held_out(2),
-        recorder=Notebook(world),
+    fakes: dict[str, Any] = dict.fromkeys(
+        ("queue", "merge", "trainer", "publisher", "environments"), world
+    )
+    handles = Handles(
+        **fakes, recorder=Notebook(world), tasks=ConfiguredTasks(tasks, group_size=2),
+        evaluation_tasks=tasks.held_out(2), prune_checkpoints=world.prune,
     )  # fmt: skip
     settings = LoopSettings(
+        term=1,
         run=RunSettings(
             steps=steps, checkpoint_every=2, evaluate_every=2, stop_at_reward=stop_at_reward
         ),
@@ -258,4 +259,4 @@ def make_loop(
         failures=LIMITS,
         checkpoint=checkpoint,
     )
-    return Loop(parts, settings)
+    return Loop(handles, settings)

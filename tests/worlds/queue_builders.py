@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
+
+from pydantic import TypeAdapter
 
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
-from actors.trajectory_queue.ledger import LedgerCounts, Settlement
-from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
-from actors.trajectory_queue.queue_state import QueueState
+from actors.trajectory_queue.ledger import LedgerCounts, RolloutOutcome
+from actors.trajectory_queue.messages import QueueStats
 from actors.trajectory_queue.settings import QueueStateSettings
+from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, RolloutAssignment
 from worlds.settings import queue_settings
 from worlds.trajectory_builders import make_summary, make_task
+
+Value = TypeVar("Value")
 
 
 def make_settings(
@@ -25,8 +29,8 @@ def make_settings(
 
 
 def fill(queue: QueueState, *, num_samples: int = 2, enough: int | None = None) -> list[int]:
-    """Admit a group for every vacancy; the groups' numbers."""
-    numbers = [vacancy.group_number for vacancy in queue.admissible()]
+    """Admit a group for every slot; the groups' numbers."""
+    numbers = [slot.group_number for slot in queue.admissible()]
     queue.admit(
         [
             GroupRequest(
@@ -72,17 +76,22 @@ def end(
     return queue.put(actor, summary, BlockRow(block=object(), row=0, num_bytes=num_bytes))
 
 
-def settle_all(queue: QueueState, step: int, groups: Sequence[Group]) -> list[str]:
-    """Settle a step with every finished rollout trained; the rollouts' ids."""
+def finalise_all(queue: QueueState, step: int, groups: Sequence[Group]) -> list[str]:
+    """Finalise a step with every finished rollout trained; the rollouts' ids."""
     rollouts = [rollout.rollout_id for group in groups for rollout in group.finished()]
-    queue.settle(step, [Settlement(rollout_id=each) for each in rollouts])
+    queue.finalise(step, [RolloutOutcome(rollout_id=each) for each in rollouts])
     return rollouts
 
 
 def restart(queue: QueueState) -> QueueState:
     """A new queue from what the old one would have stored, through JSON."""
-    stored = json.loads(json.dumps(queue.snapshot().to_json()))
-    return QueueState(queue.settings, snapshot=QueueSnapshot.from_json(stored))
+    return QueueState(queue.settings, snapshot=through_json(queue.snapshot()))
+
+
+def through_json(value: Value) -> Value:
+    """A dataclass, written as JSON and read again."""
+    adapter = TypeAdapter(type(value))
+    return adapter.validate_json(adapter.dump_json(value))
 
 
 def evicted(queue: QueueState) -> dict[str, int]:

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
+from actors.trainer.checkpoint import FORMAT, MANIFEST, Progress
 from service.launch.run_dir import RunDir
 from service.store.lineage import History, read_history
 from service.store.run_store import RunStore
@@ -52,6 +53,17 @@ def small_config(directory: Path, built: str | None = None, **sections: dict[str
     file = directory / "config.yaml"
     file.write_text(yaml.safe_dump(tree))
     return file
+
+
+def write_checkpoint(place: RunDir, step: int, epoch: int = 1) -> Path:
+    """The manifest of a checkpoint without its weights; returns its directory."""
+    progress = Progress(
+        step=step, version=step, epoch=epoch, num_updates=step, num_ranks=1, model="/gone"
+    )
+    directory = place.checkpoints / progress.directory_name
+    directory.mkdir(parents=True)
+    (directory / MANIFEST).write_text(json.dumps({"format": FORMAT, **asdict(progress)}))
+    return directory
 
 
 @dataclass

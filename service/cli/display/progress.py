@@ -19,7 +19,7 @@ from service.cli.display.outlet import OutletConsole, outlet
 from service.cli.display.progress_state import Line, ProgressState
 from service.cli.display.progress_view import picture
 from service.cli.display.step_line import step_line
-from service.run.status import RunStatus
+from service.run.health import RunStatus
 
 __all__ = ["Display", "LineDisplay", "LiveDisplay", "open_display", "step_line"]
 

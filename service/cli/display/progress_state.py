@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from service import units
 from service.cli.display.step_line import evaluation_line, step_line
-from service.run.status import Phase, RunStatus
+from service.run.health import Phase, RunStatus
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 from service.visible import visible_lines
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from actors.limits import MIB
 from service import units
 from service.cli.display.progress_state import Line, ProgressState
-from service.run.status import Phase, RunStatus
+from service.run.health import Phase, RunStatus
 from service.telemetry.records import StageSeconds
 from service.visible import visible_text
 

@@ -12,27 +12,26 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
 from actors.outcomes import OutcomePolicy
-from actors.trajectory_queue.failures import FailureRow
 from actors.trajectory_queue.groups import (
-    AttemptEnd,
     BlockRow,
+    FailureCounter,
     Group,
     GroupRequest,
+    Refills,
     Rollout,
     RolloutState,
-    check_size,
+    check_request,
     new_group,
     restore_group,
 )
-from actors.trajectory_queue.ledger import EvictionReason, Ledger, Settlement, check_settlements
+from actors.trajectory_queue.ledger import EvictionReason, Ledger, RolloutOutcome, check_outcomes
 from actors.trajectory_queue.messages import (
     ActorReleased,
     Drained,
+    OpenSlot,
     QueueSnapshot,
     QueueStats,
-    Vacancy,
 )
-from actors.trajectory_queue.refills import Refills
 from actors.trajectory_queue.settings import QueueStateSettings
 from actors.trajectory_queue.window import AdmissionWindow
 from actors.types import Outcome, RolloutAssignment, TrajectorySummary
@@ -47,19 +46,17 @@ class QueueState:
         self, settings: QueueStateSettings, *, snapshot: QueueSnapshot | None = None
     ) -> None:
         self.settings = settings
+        snapshot = snapshot or QueueSnapshot()
         self._window = AdmissionWindow(
-            settings.algorithm,
-            num_steps=settings.num_steps,
-            snapshot=snapshot.window if snapshot else None,
+            settings.algorithm, num_steps=settings.num_steps, snapshot=snapshot.window
         )
-        self._ledger = Ledger(snapshot=snapshot.ledger if snapshot else None)
-        self._replacements = dict(snapshot.replacements) if snapshot else dict[int, int]()
+        self._ledger = Ledger(snapshot=snapshot.ledger)
+        self._replacements = dict(snapshot.replacements)
         self._refills = Refills(
-            limit=settings.algorithm.max_variance_refills,
-            counts=snapshot.variance_refills if snapshot else None,
+            limit=settings.algorithm.max_variance_refills, counts=snapshot.variance_refills
         )
         self._groups: dict[int, Group] = {}
-        self._home: dict[str, int] = {}
+        self._group_numbers: dict[str, int] = {}
         self._closed: set[int] = set()
         self._ready: list[tuple[bool, int, int, str]] = []
         self._handed_out: dict[str, None] = {}
@@ -67,25 +64,25 @@ class QueueState:
         self._waiting_bytes = 0
         self._summaries: list[TrajectorySummary] = []
         self._num_refused = self._num_retries = self._num_replaced_groups = 0
-        self._failures = FailureRow()
+        self._failures = FailureCounter()
         self._released: set[str] = set()
         self._is_ended = False
-        self._news = 0
-        for each in snapshot.groups if snapshot else ():
+        self._num_changes = 0
+        for each in snapshot.groups:
             self._add(restore_group(each, policy=self._policy(each.task.environment)))
 
     @property
-    def news(self) -> int:
-        """A number that grows whenever what a caller waits for may have come."""
-        return self._news
+    def num_changes(self) -> int:
+        """It grows whenever something that a caller may wait for has changed."""
+        return self._num_changes
 
-    def admissible(self) -> list[Vacancy]:
-        """Group numbers that want a task now, replacements included, ascending."""
+    def admissible(self) -> list[OpenSlot]:
+        """Group numbers that have no task now, replacements included, ascending."""
         if self._is_ended:
             return []
         numbers = range(self._window.oldest, self._window.admissible_end)
         return [
-            Vacancy(group_number=number, replacement=self._replacements.get(number, 0))
+            OpenSlot(group_number=number, replacement=self._replacements.get(number, 0))
             for number in numbers
             if number not in self._groups and not self._window.is_taken(number)
         ]
@@ -93,17 +90,17 @@ class QueueState:
     def admit(self, requests: Sequence[GroupRequest]) -> None:
         """Give tasks to group numbers; all or none.
 
-        Raises: ValueError when a number does not want a task, or a group could never be trained.
+        Raises: ValueError when a number is not free, or a group could never be trained.
         """
-        wanted = {vacancy.group_number for vacancy in self.admissible()}
+        free = {slot.group_number for slot in self.admissible()}
         for request in requests:
-            if request.group_number not in wanted:
+            if request.group_number not in free:
                 raise ValueError(
-                    f"queue: group {request.group_number} does not want a task, expected one of "
-                    f"{sorted(wanted)[:8]}; ask admissible() first"
+                    f"queue: group {request.group_number} is not free for a task, expected one of "
+                    f"{sorted(free)[:8]}; ask admissible() first"
                 )
-            wanted.remove(request.group_number)
-            check_size(request, min_group_size=self.settings.algorithm.min_group_size)
+            free.remove(request.group_number)
+            check_request(request, min_group_size=self.settings.algorithm.min_group_size)
         groups = [
             new_group(
                 request,
@@ -148,7 +145,8 @@ class QueueState:
         group = self._group_of(rollout)
         del self._handed_out[rollout.rollout_id]
         self._summaries.append(summary)
-        self._after_attempt(rollout, summary.outcome, group.end_attempt(rollout, summary, payload))
+        group.end_attempt(rollout, summary, payload)
+        self._after_attempt(rollout, summary.outcome)
         if not group.is_usable(rollout):
             self._failures.add_attempt(summary.outcome, detail=summary.detail, task=group.task)
         self._close_if_done(group)
@@ -160,7 +158,7 @@ class QueueState:
         Returns: how many rollouts it held.
         """
         self._released.add(actor_id)
-        self._news += 1
+        self._num_changes += 1
         held = [r for r in map(self._find, list(self._handed_out)) if r and r.actor_id == actor_id]
         for rollout in held:
             del self._handed_out[rollout.rollout_id]
@@ -174,28 +172,28 @@ class QueueState:
         taken = self._window.take(self._closed.__contains__)
         if taken is None:
             return None
-        self._news += 1
+        self._num_changes += 1
         groups = [self._groups[number] for number in taken[1]]
         for rollout in _finished(groups):
             self._waiting_bytes -= self._waiting.pop(rollout.rollout_id)
         return taken[0], groups
 
-    def settle(self, step: int, settlements: Sequence[Settlement]) -> None:
-        """Let a step's rollouts leave the ledger; all or none. Steps are settled in order.
+    def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> None:
+        """Let a step's rollouts leave the ledger; all or none. Steps are finalised in order.
 
         Raises: ValueError when a rollout of the step is missing, named twice or not in the step,
         when the step is not taken, and after cancel_all.
         """
         if self._is_ended:
-            raise ValueError(f"queue: step {step} settled after cancel_all, which ended the run")
-        groups = [self._groups[number] for number in self._window.unsettled(step)]
-        check_settlements(step, {rollout.rollout_id for rollout in _finished(groups)}, settlements)
-        self._window.settle(step)
-        for settlement in settlements:
-            if settlement.reason is None:
-                self._ledger.train(settlement.rollout_id, step=step)
+            raise ValueError(f"queue: step {step} finalised after cancel_all, which ended the run")
+        groups = [self._groups[number] for number in self._window.taken_groups(step)]
+        check_outcomes(step, {rollout.rollout_id for rollout in _finished(groups)}, outcomes)
+        self._window.finalise(step)
+        for outcome in outcomes:
+            if outcome.reason is None:
+                self._ledger.train(outcome.rollout_id, step=step)
             else:
-                self._ledger.evict(settlement.rollout_id, settlement.reason, step=step)
+                self._ledger.evict(outcome.rollout_id, outcome.reason, step=step)
         for group in groups:
             self._forget(group)
             self._replacements.pop(group.number, None)
@@ -220,7 +218,7 @@ class QueueState:
     def publish(self, version: int) -> None:
         """Every ready engine holds `version`. Raises: ValueError when it goes backwards."""
         self._window.publish(version)
-        self._news += 1
+        self._num_changes += 1
 
     def cancel_group(self, group_id: str) -> bool:
         """Evict a group as cancelled. Returns: False when it has left, or a step has taken it."""
@@ -246,33 +244,23 @@ class QueueState:
         return Drained(
             events=tuple(self._ledger.drain()),
             summaries=tuple(summaries),
-            failed_groups=self._failures.look(),
+            failed_groups=self._failures.current(),
         )
 
     def stats(self) -> QueueStats:
-        ledger = self._ledger.counts()
-        taken = (g for g in self._groups.values() if self._window.is_taken(g.number))
-        num_taken = sum(1 for _ in _finished(taken))
         return QueueStats(
-            num_pending=ledger.in_flight - len(self._handed_out) - len(self._waiting) - num_taken,
             num_handed_out=len(self._handed_out),
             num_waiting=len(self._waiting),
-            num_taken=num_taken,
             waiting_bytes=self._waiting_bytes,
-            num_groups=len(self._groups),
-            num_closed_groups=sum(not self._window.is_taken(number) for number in self._closed),
             num_replaced_groups=self._num_replaced_groups,
             num_refused=self._num_refused,
             num_retries=self._num_retries,
             published=self._window.published,
-            next_step=self._window.next_step,
-            oldest_group=self._window.oldest,
-            admissible_end=self._window.admissible_end,
-            ledger=ledger,
+            ledger=self._ledger.counts(),
         )
 
     def snapshot(self) -> QueueSnapshot:
-        """The state as it would start again; taken and not settled counts as not taken."""
+        """The state as it would start again; taken and not finalised counts as not taken."""
         return QueueSnapshot(
             window=self._window.snapshot(),
             ledger=self._ledger.snapshot(),
@@ -285,11 +273,11 @@ class QueueState:
         return self.settings.policies.get(environment, _DEFAULT_POLICY)
 
     def _find(self, rollout_id: str) -> Rollout | None:
-        number = self._home.get(rollout_id)
+        number = self._group_numbers.get(rollout_id)
         return None if number is None else self._groups[number].rollouts[rollout_id]
 
     def _group_of(self, rollout: Rollout) -> Group:
-        return self._groups[self._home[rollout.rollout_id]]
+        return self._groups[self._group_numbers[rollout.rollout_id]]
 
     def _is_full(self) -> bool:
         num_items, settings = len(self._handed_out) + len(self._waiting), self.settings
@@ -310,7 +298,7 @@ class QueueState:
         self._groups[group.number] = group
         for rollout in group.rollouts.values():
             if rollout.state is RolloutState.PENDING:
-                self._home[rollout.rollout_id] = group.number
+                self._group_numbers[rollout.rollout_id] = group.number
                 self._make_ready(rollout)
 
     def _make_ready(self, rollout: Rollout) -> None:
@@ -318,7 +306,7 @@ class QueueState:
         member = int(rollout.rollout_id.rpartition("-")[2])
         is_first = rollout.next_attempt == 0
         self._closed.discard(group.number)
-        self._news += 1
+        self._num_changes += 1
         heapq.heappush(self._ready, (is_first, group.number, member, rollout.rollout_id))
 
     def _wait(self, rollout: Rollout) -> None:
@@ -336,23 +324,24 @@ class QueueState:
 
     def _fail(self, rollouts: Iterable[Rollout], *, detail: str) -> None:
         for rollout in rollouts:
-            # The rollout before it may have closed their group, and then this one has left too.
+            # The rollout before it may have closed their group, with which this one has left.
             if self._find(rollout.rollout_id) is None or rollout.state is RolloutState.GONE:
                 continue
             group = self._group_of(rollout)
             outcome = Outcome.INFRASTRUCTURE_ERROR
-            self._after_attempt(rollout, outcome, rollout.fail(outcome, group.policy))
+            rollout.fail(outcome, group.policy)
+            self._after_attempt(rollout, outcome)
             self._failures.add_attempt(outcome, detail=detail, task=group.task)
             self._close_if_done(group)
 
-    def _after_attempt(self, rollout: Rollout, outcome: Outcome, end: AttemptEnd) -> None:
-        match end:
-            case AttemptEnd.FINISHED:
+    def _after_attempt(self, rollout: Rollout, outcome: Outcome) -> None:
+        match rollout.state:
+            case RolloutState.FINISHED:
                 self._wait(rollout)
-            case AttemptEnd.RETRIED:
+            case RolloutState.PENDING:
                 self._num_retries += 1
                 self._make_ready(rollout)
-            case AttemptEnd.DROPPED:
+            case RolloutState.GONE:
                 self._leave(rollout, EvictionReason.of(outcome))
 
     def _close_if_done(self, group: Group) -> None:
@@ -364,7 +353,7 @@ class QueueState:
         if not group.is_closed:
             return
         self._closed.add(group.number)
-        self._news += 1
+        self._num_changes += 1
         is_usable = group.num_usable >= self.settings.algorithm.min_group_size
         self._failures.add_group(is_usable=is_usable)
         if is_usable and not self._refills.claim(group.number, group.baseline_returns()):
@@ -385,14 +374,14 @@ class QueueState:
         self._handed_out.pop(rollout.rollout_id, None)
         self._waiting_bytes -= self._waiting.pop(rollout.rollout_id, 0)
         rollout.clear(RolloutState.GONE)
-        self._news += 1
+        self._num_changes += 1
         self._ledger.evict(rollout.rollout_id, reason)
 
     def _forget(self, group: Group) -> None:
         del self._groups[group.number]
         self._closed.discard(group.number)
         for rollout_id in group.rollouts:
-            self._home.pop(rollout_id, None)
+            self._group_numbers.pop(rollout_id, None)
 
 
 def _finished(groups: Iterable[Group]) -> Iterator[Rollout]:

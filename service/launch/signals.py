@@ -76,8 +76,8 @@ class StopSignals:
 def kept_from_children() -> Iterator[None]:
     """Children that are started within, and theirs, never get a closed terminal's SIGHUP.
 
-    It goes to all processes of the terminal at once, and without them no orderly end is left. Here
-    one that comes within is told at the end.
+    A terminal sends it to all its processes at once, and an orderly end needs the children. One
+    that comes to this process within is delivered at the end.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:

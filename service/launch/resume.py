@@ -1,17 +1,44 @@
-"""What a run can go on from: the newest committed checkpoint that can be read, or an older one.
+"""Whether a stored run can go on: is it free, and which checkpoint can be read.
 
-Looked at before anything starts, and again by the supervisor at each epoch's begin.
+Checked before anything starts, and again by the supervisor at the start of each term.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from actors.trainer.checkpoint import CheckpointError, read_manifest
+from actors.deadline import poll
+from actors.trainer.checkpoint import CheckpointError, list_checkpoints, read_manifest
+from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
-from service.store.run_store import Commit, RunStore, StoreError
+from service.store.presence import TOLERANCE_S, live_holder
+from service.store.run_store import Commit, LeaseLost, RunStore, StoreError
+
+# A supervisor outlives the kill -9 of its command for a moment.
+LEASE_LIMIT_S = 10.0
+
+
+def check_lease_free(run_dir: RunDir) -> None:
+    """Wait a moment for a lease owner that is ending. Raises: ConfigError for one that lives on."""
+    store = RunStore(run_dir.database_url)
+    try:
+        poll(lambda: live_holder(store, now=time.time()) is None or None, limit_s=LEASE_LIMIT_S)
+        owner = live_holder(store, now=time.time())
+    finally:
+        store.close()
+    if owner is not None:
+        raise ConfigError(
+            f"--resume {run_dir.path}: the run is held by {owner.name} (its supervisor; "
+            f"last sign of life {time.time() - owner.renewed_at:.0f} s ago), expected one "
+            "that nobody holds; end it with Ctrl-C or SIGTERM where it was started, wait "
+            f"{TOLERANCE_S:g} s where its machine is dead, or take the run from it with "
+            "--take-over"
+        )
 
 
 def find_faults(checkpoints: Path, commits: Sequence[Commit]) -> dict[str, str]:
@@ -47,8 +74,35 @@ def newest_usable(checkpoints: Path, commits: Sequence[Commit]) -> Commit | None
     )
 
 
+def check_not_taken_over(run_dir: RunDir) -> None:
+    """Raises: LeaseLost when a living process owns the newest lease."""
+    store = RunStore(run_dir.database_url)
+    try:
+        owner = live_holder(store, now=time.time())
+    finally:
+        store.close()
+    if owner is not None:
+        raise LeaseLost(f"{owner.name} has taken the run over")
+
+
+async def prune_checkpoints(checkpoints: Path, store: RunStore, *, term: int, keep: int) -> None:
+    """Remove all checkpoints but the newest `keep` commits of the lineage.
+
+    A directory that no commit names was cut short by a fault, and goes too. Nothing is removed
+    unless this term has committed and a kept directory is there.
+    """
+    commits = store.commits()
+    kept = {commit.directory for commit in commits[:keep]}
+    directories = list_checkpoints(checkpoints)
+    is_ours = bool(commits) and commits[0].epoch == term
+    if is_ours and any(directory.name in kept for directory in directories):
+        for directory in directories:
+            if directory.name not in kept:
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+
 def fallback_notice(faults: Mapping[str, str], newest: Commit, used: Commit) -> str:
-    """A warning that an older checkpoint is gone on from than the newest."""
+    """A warning that the run goes on from an older checkpoint than the newest."""
     again = f"steps {used.step + 1} to {newest.step} are trained again"
     if newest.step == used.step + 1:
         again = f"step {newest.step} is trained again"

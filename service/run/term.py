@@ -1,55 +1,48 @@
-"""One epoch of a run: the parts it starts from a checkpoint (or afresh), its loop, and their end.
+"""One term of a run: the actors it starts from a checkpoint (or afresh), its loop, and their end.
 
-An epoch ends with the run, with a stop, or with the loss of a part; the supervisor then starts the
-next one from the newest committed checkpoint. So a resumed run and a recovered one are one path.
+A term is the time under one lease. It ends with the run, with a stop, or with the loss of an actor
+that cannot be replaced in place; the supervisor then starts the next one from the newest committed
+checkpoint. So a resumed run and a recovered one are one path.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
 
+from actors.environment.actor import EnvironmentActor
 from actors.environment.settings import EnvironmentActorSettings
 from actors.journal.files import JournalSettings
 from actors.merge.actor import MergeActor
 from actors.merge.settings import StepSettings
 from actors.trainer.checkpoint import CheckpointError, claim
-from actors.trainer.group import TrainerGroup, TrainerRankLost
+from actors.trainer.group import TrainerGroup
 from actors.trainer.settings import RankSettings
-from actors.trajectory_queue.actor import TrajectoryQueue
-from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
+from actors.trajectory_queue.actor import TrajectoryQueue, start_queue
 from actors.trajectory_queue.settings import QueueStateSettings
 from service.config.tasks import open_tasks
 from service.config.tree import Config
 from service.intake.intake import Intake
-from service.run.engines import Engines
-from service.run.environment_pool import EnvironmentPool, PoolSettings
-from service.run.failing import FailureLimits
-from service.run.loop import Loop, LoopSettings, Parts
-from service.run.parts import EngineParts, MergeParts, QueueParts, TrainerParts
-from service.run.ports import PartLost
-from service.run.status import Phase
+from service.launch.resume import prune_checkpoints
+from service.launch.run_dir import RunDir
+from service.run.engines import Engines, Publisher
+from service.run.environment_pool import EnvironmentPool
+from service.run.health import FailureLimits, Phase
+from service.run.loop import Handles, Loop, LoopSettings, Merge
+from service.run.remote_handles import MERGE_DEADLINE_S, RPC_DEADLINE_S, remote_handle
 from service.run.task_feed import ConfiguredTasks
-from service.store.run_store import Lease, RunStore
+from service.store.run_store import QUEUE_SNAPSHOT, Lease, RunStore
 from service.telemetry.recorder import RunRecorder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlaces:
-    """Where a run's model, checkpoints and journal lie, as every node sees them."""
-
-    model: str
-    checkpoints: Path
-    journal: Path
-
-
 class ParentUnusable(Exception):
-    """The checkpoint that the epoch was to go on from cannot be loaded. directory: its name."""
+    """The checkpoint that the term was to go on from cannot be loaded. directory: its name."""
 
     def __init__(self, directory: str, reason: str) -> None:
         super().__init__(directory, reason)
@@ -59,38 +52,45 @@ class ParentUnusable(Exception):
         return self.reason
 
 
-class Epoch:
+class Term:
     """Made once per lease; `run` it, then `stop` it, whatever happened."""
 
     def __init__(
         self,
         config: Config,
-        places: RunPlaces,
+        run_dir: RunDir,
         *,
+        model: str,
         lease: Lease,
         engines: Engines,
         store: RunStore,
         recorder: RunRecorder,
         intake: Intake | None = None,
     ) -> None:
-        """intake: where the tasks come from; None: the configuration's own."""
+        """model: its path or name. intake: where tasks come from; None: the configuration."""
         self._config = config
-        self._places = places
+        self._run_dir = run_dir
+        self._model = model
         self._lease = lease
         self._engines = engines
         self._store = store
         self._recorder = recorder
         self._intake = intake
-        queue_class: Any = TrajectoryQueue
+        parent = lease.parent
+        snapshot = QUEUE_SNAPSHOT.validate_python(parent.queue_snapshot) if parent else None
         queue_settings = QueueStateSettings(
             algorithm=config.algorithm,
             queue=config.queue,
             num_steps=config.run.steps,
             policies=config.policies,
         )
-        self._queue_actor = queue_class.remote(queue_settings, self._snapshot())
-        self.queue = QueueParts(self._queue_actor)
-        self._group = TrainerGroup(rank_settings(config, places))
+        self._queue_actor = start_queue(queue_settings, snapshot)
+        self.queue = remote_handle(
+            self._queue_actor, TrajectoryQueue, name="trajectory queue", deadline_s=RPC_DEADLINE_S
+        )
+        self._group = TrainerGroup(
+            rank_settings(config, model=model, checkpoint_dir=run_dir.checkpoints)
+        )
         self._merge_actor: ActorHandle | None = None
         self._pool: EnvironmentPool | None = None
         self._loop: Loop | None = None
@@ -117,21 +117,21 @@ class Epoch:
             self._loop.stop()
 
     async def run(self) -> None:
-        """Start the parts and train, until the end or a stop.
+        """Start the actors and train, until the end or a stop.
 
-        Raises: PartLost; GivenUp; LeaseLost; TrainerStartFailed for a rank that cannot start
-            however often; ParentUnusable; CheckpointError for one that cannot be written.
+        Raises: ActorLost; RunFailed; LeaseLost; TrainerStartFailed for a rank that can never start;
+            ParentUnusable; CheckpointError for one that cannot be written.
         """
-        engine_parts = await self._start_unless_stopped()
-        if engine_parts is None:
+        publisher = await self._start_unless_stopped()
+        if publisher is None:
             return
         self._recorder.phase(Phase.TRAINING, "")
         assert self._pool is not None
-        self._loop = Loop(self._parts(engine_parts), self._loop_settings())
+        self._loop = Loop(self._handles(publisher), self._loop_settings())
         training = asyncio.create_task(self._loop.run())
         watching = [
             asyncio.create_task(self._pool.watch()),
-            asyncio.create_task(self._watch_trainer()),
+            asyncio.create_task(self._group.watch()),
         ]
         try:
             await asyncio.wait({training, *watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,17 +144,10 @@ class Epoch:
                 task.cancel()
             await asyncio.gather(training, *watching, return_exceptions=True)
 
-    async def _watch_trainer(self) -> None:
-        """Raises: PartLost."""
-        try:
-            await self._group.watch()
-        except TrainerRankLost as error:
-            raise PartLost(str(error)) from error
-
     async def stop(self, *, is_orderly: bool) -> None:
-        """End this epoch's actors; the engines stay.
+        """End this term's actors; the engines stay.
 
-        Only parts that are sound, and that began to train, have something to hand over.
+        is_orderly: no actor is lost; only then, and once training began, they hand over their work.
         """
         if is_orderly and self.is_training:
             assert self._pool is not None
@@ -168,14 +161,7 @@ class Epoch:
             if actor is not None:
                 ray.kill(actor)
 
-    async def stats(self) -> QueueStats:
-        return await self.queue.stats()
-
-    def _snapshot(self) -> QueueSnapshot | None:
-        parent = self._lease.parent
-        return None if parent is None else QueueSnapshot.from_json(parent.queue_snapshot)
-
-    async def _start_unless_stopped(self) -> EngineParts | None:
+    async def _start_unless_stopped(self) -> Publisher | None:
         """Start; None when a stop was asked for before the start was over."""
         if self._stop_asked.is_set():
             return None
@@ -189,48 +175,53 @@ class Epoch:
                 task.cancel()
             await asyncio.gather(starting, stopped, return_exceptions=True)
 
-    async def _start(self) -> EngineParts:
+    async def _start(self) -> Publisher:
         config, version = self._config, self.first_step - 1
         self._recorder.starting("engines and trainer")
-        claim(self._places.checkpoints, self._lease.epoch)
-        await self._engines.open_epoch(self._lease.epoch)
-        try:
-            await self._group.start()
-            await self._load_parent()
-        except TrainerRankLost as error:
-            raise PartLost(str(error)) from error
+        claim(self._run_dir.checkpoints, self._lease.epoch)
+        await self._engines.open_term(self._lease.epoch)
+        await self._group.start()
+        await self._load_parent()
         self._merge_actor = self._start_merge_actor()
-        engine_parts = EngineParts(
+        publisher = Publisher(
             self._group,
             self._engines.board,
-            epoch=self._lease.epoch,
+            term=self._lease.epoch,
             deadline_s=config.inference.publish_deadline_s,
         )
-        await engine_parts.offer(version)
-        # Its actors import while the engines start; they play from `watch` on.
+        await publisher.publish(version)
+        # Its actors import while the engines start; they begin to play with `watch`.
         self._pool = EnvironmentPool(
-            PoolSettings(
-                actors=EnvironmentActorSettings(
-                    rollouts=config.rollouts,
-                    environments={config.tasks.environment: config.tasks.options},
-                    max_context_tokens=config.model.max_context_tokens,
-                ),
-                tokenizer_path=self._places.model,
-                make_policy=self._engines.make_policy,
-                epoch=self._lease.epoch,
-            ),
-            queue_actor=self._queue_actor,
+            config.rollouts.num_actors,
+            self._start_environment_actor,
+            term=self._lease.epoch,
+            frozen_after_s=config.rollouts.frozen_after_s,
             queue=self.queue,
-            told=self._recorder,
+            recorder=self._recorder,
         )
         await self._cancel_again()
         self._recorder.starting("waiting for the engines")
         await self._engines.wait_ready(deadline_s=config.inference.start_deadline_s)
-        await engine_parts.wait(version)
-        return engine_parts
+        await publisher.wait_until_loaded(version)
+        return publisher
+
+    def _start_environment_actor(self, actor_id: str) -> ActorHandle:
+        actor_class = ray.remote(EnvironmentActor).options(num_cpus=1, max_concurrency=1000)
+        config = self._config
+        return actor_class.remote(
+            EnvironmentActorSettings(
+                rollouts=config.rollouts,
+                environments={config.tasks.environment: config.tasks.options},
+                max_context_tokens=config.model.max_context_tokens,
+            ),
+            actor_id=actor_id,
+            tokenizer_path=self._model,
+            make_policy=self._engines.make_policy,
+            queue=self._queue_actor,
+        )
 
     def _start_merge_actor(self) -> ActorHandle:
-        """Behind the trainer's start, which tells the shape of the model."""
+        """After the trainer's start, from which the model's shape is known."""
         config, merge_class = self._config, cast(Any, MergeActor)
         actor: ActorHandle = merge_class.options(num_cpus=0).remote(
             StepSettings(
@@ -251,7 +242,7 @@ class Epoch:
         if config.run.journal_steps == 0:
             return None
         return JournalSettings(
-            directory=self._places.journal,
+            directory=self._run_dir.journal,
             epoch=self._lease.epoch,
             keep_steps=config.run.journal_steps,
             max_policy_age=config.algorithm.max_policy_age,
@@ -259,7 +250,7 @@ class Epoch:
         )
 
     async def _cancel_again(self) -> None:
-        """What was cancelled after the checkpoint is in the restored queue once more."""
+        """The restored queue holds the groups that were cancelled after the checkpoint."""
         for group_id in self._intake.groups_to_cancel if self._intake else ():
             await self.queue.cancel_group(group_id)
 
@@ -268,11 +259,11 @@ class Epoch:
         if parent is None:
             return
         try:
-            await self._group.load(self._places.checkpoints / parent.directory)
+            await self._group.load(self._run_dir.checkpoints / parent.directory)
         except CheckpointError as error:
             raise ParentUnusable(parent.directory, str(error)) from error
 
-    def _parts(self, engines: EngineParts) -> Parts:
+    def _handles(self, publisher: Publisher) -> Handles:
         assert self._pool is not None and self._merge_actor is not None
         config, algorithm = self._config, self._config.algorithm
         tasks = open_tasks(config)
@@ -281,20 +272,25 @@ class Epoch:
             group_size=algorithm.group_size,
             min_usable_samples=algorithm.min_usable_samples,
         )
-        return Parts(
+        merge: Merge = remote_handle(
+            self._merge_actor, cast(Any, Merge), name="merge actor", deadline_s=MERGE_DEADLINE_S
+        )
+        return Handles(
             queue=self.queue,
-            merge=MergeParts(self._merge_actor),
-            trainer=TrainerParts(
-                self._group,
-                self._store,
-                epoch=self._lease.epoch,
-                keep=config.run.keep_checkpoints,
-            ),
-            engines=engines,
+            merge=merge,
+            trainer=self._group,
+            publisher=publisher,
             environments=self._pool,
+            recorder=self._recorder,
             tasks=self._intake or own,
             evaluation_tasks=tasks.held_out(config.tasks.evaluation_tasks),
-            recorder=self._recorder,
+            prune_checkpoints=partial(
+                prune_checkpoints,
+                self._run_dir.checkpoints,
+                self._store,
+                term=self._lease.epoch,
+                keep=config.run.keep_checkpoints,
+            ),
         )
 
     def _loop_settings(self) -> LoopSettings:
@@ -308,9 +304,10 @@ class Epoch:
                 inference=config.inference,
             )
         else:
-            # A service ends with its steps: clients may still bring what it cannot do yet.
+            # A service ends with its last step: clients may still submit harder tasks.
             run = replace(run, stop_at_reward=None)
         return LoopSettings(
+            term=self._lease.epoch,
             run=run,
             algorithm=config.algorithm,
             first_step=self.first_step,
@@ -319,13 +316,13 @@ class Epoch:
         )
 
 
-def rank_settings(config: Config, places: RunPlaces) -> RankSettings:
+def rank_settings(config: Config, *, model: str, checkpoint_dir: Path) -> RankSettings:
     """What a run's trainer ranks are told."""
     return RankSettings(
         trainer=config.trainer,
         algorithm=config.algorithm,
-        model=places.model,
-        checkpoint_dir=places.checkpoints,
+        model=model,
+        checkpoint_dir=checkpoint_dir,
         weight_backend=config.inference.weight_backend,
         temperature=config.rollouts.temperature,
         seed=config.run.seed,

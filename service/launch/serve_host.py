@@ -1,4 +1,4 @@
-"""A run as a Ray Serve deployment, for clusters where nobody sits at a command line.
+"""A run as a Ray Serve deployment, for clusters without a command line.
 
 One replica, which starts the run's supervisor and owns it. When either dies, Serve starts the
 replica anew, and the run goes on from its newest checkpoint: the path of `--resume`.
@@ -16,10 +16,8 @@ from ray.exceptions import RayError
 
 from service.config.tree import Config
 from service.launch.cluster import prepare_environment
-from service.launch.preparing import prepared_run, run_id_of
-from service.launch.run_dir import RunDir, check_new, check_resumable
-from service.run.supervisor import Ending
-from service.run.supervisor_start import start_supervisor
+from service.launch.run_dir import RunDir, check_new, check_resumable, prepared_run, run_id_of
+from service.run.supervisor import Ending, start_supervisor
 
 log = logging.getLogger("ray.serve")
 
@@ -67,7 +65,7 @@ def _start(config: Config, run_dir: RunDir) -> Any:
             is_service=True,
             on_head=True,
         )
-        # Once it answers it has its database, and the directory is a run's.
+        # Once it answers, the database is there.
         ray.get(supervisor.readiness.remote(), timeout=ANSWER_LIMIT_S)
         return supervisor
 

@@ -1,0 +1,342 @@
+"""How a run stands: its status, whether it can serve, and when it has failed. Pure.
+
+Kept and asked by the supervisor and its loop. The command line asks for a RunStatus twice a second
+and hands it to a display; lists that only grow (records, evaluations, notices) come as what is new
+since the asker's cursor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from actors.algorithm import AlgorithmSettings
+from actors.deadline import ActorLost
+from actors.environment.settings import RolloutSettings
+from actors.merge.report import StepReport
+from actors.trainer.settings import TrainerSettings
+from actors.trajectory_queue.groups import FailedGroups
+from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
+from actors.types import Outcome
+from actors.weights.board import BoardStatus
+from service.inference.settings import InferenceSettings
+from service.telemetry.records import EvaluationRecord, StepRecord
+
+REMEDIES = {
+    Outcome.TRUNCATED_TOKENS: "raise rollouts.max_tokens_per_turn, or ask for shorter answers",
+    Outcome.TRUNCATED_CONTEXT: "raise model.max_context_tokens, or shorten the prompts",
+    Outcome.WALL_TIMEOUT: "look at what it waits for, or raise rollouts.turn_deadline_s",
+    Outcome.STALE: "lower algorithm.max_lag",
+    Outcome.AGENT_ERROR: "look at the model's chat template and rollouts.template_options",
+    Outcome.ENVIRONMENT_ERROR: "mend the environment, or the tasks that it is given",
+    Outcome.REWARD_ERROR: "mend what scores the answers",
+    Outcome.INFRASTRUCTURE_ERROR: "look at the logs of the engines and environment actors",
+    Outcome.EMPTY: "look at the model: it ends its answers before the first token",
+    Outcome.TOKEN_MISALIGNED: "look at the engines: their log-probabilities cannot be used",
+}
+OTHER_REMEDY = "look at the rules of rollouts.outcomes and at algorithm.min_group_size"
+
+
+class Phase(StrEnum):
+    """What a run is doing, in words that are shown as they are."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    EVALUATING = "evaluating"
+    CHECKPOINTING = "writing a checkpoint"
+    RECOVERING = "recovering"
+    STOPPING = "stopping"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """How much of the growing lists the asker has seen."""
+
+    steps: int = 0
+    evaluations: int = 0
+    notices: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """Where a run stands."""
+
+    name: str
+    phase: Phase
+
+    started_at: float
+    """Seconds since 1970."""
+
+    steps: int
+    """Planned ones."""
+
+    step: int = 0
+    """The last finished one."""
+
+    policy_version: int = 0
+
+    phase_detail: str = ""
+    """A few words, such as "starting 2 engines"."""
+
+    records: tuple[StepRecord, ...] = ()
+    """New ones, in order; of two records of one step the later counts, after a recovery."""
+
+    evaluations: tuple[EvaluationRecord, ...] = ()
+    """New ones, in order."""
+
+    ledger: LedgerCounts = field(default_factory=LedgerCounts)
+    queue_items: int = 0
+    queue_bytes: int = 0
+
+    rollouts_done: int = 0
+    """Trajectories that ended in this process."""
+
+    sampled_tokens: int = 0
+    """Tokens in them."""
+
+    engines_ready: int = 0
+
+    notices: tuple[str, ...] = ()
+    """New ones, in order."""
+
+    metrics_address: str | None = None
+    """A URL; None where nothing listens."""
+
+    run_dir: str = ""
+
+    is_done: bool = False
+
+    exit_reason: str | None = None
+    """One sentence, only once is_done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness:
+    """What /readyz answers."""
+
+    reasons: tuple[str, ...]
+    """What is missing, a sentence each; none when ready."""
+
+    phase: Phase
+    policy_version: int
+
+    engines_ready: int
+    """Engines that hold the current version."""
+
+    engines_expected: int
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.reasons
+
+
+def readiness(
+    *,
+    phase: Phase,
+    detail: str,
+    policy_version: int,
+    engines_ready: int,
+    engines_expected: int,
+    behind_s: float,
+    publish_limit_s: float,
+) -> Readiness:
+    """Whether the run can serve, and why not.
+
+    behind_s: since when an engine lacks the current version; allowed for as long as a publish may
+    take, and given as a reason only while the run trains, since other phases wait for more.
+    """
+    reasons = []
+    if phase is not Phase.TRAINING:
+        reasons.append(f"the run is {phase.value}" + (f": {detail}" if detail else ""))
+    elif behind_s > publish_limit_s:
+        reasons.append(
+            f"{engines_ready} of {engines_expected} engines hold the current version, for "
+            f"{behind_s:.0f} s now; a publish may take {publish_limit_s:g} s; look at the logs of "
+            "the engines"
+        )
+    return Readiness(
+        reasons=tuple(reasons),
+        phase=phase,
+        policy_version=policy_version,
+        engines_ready=engines_ready,
+        engines_expected=engines_expected,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChange:
+    """num_lost: since the last check. text: a sentence for the user; empty without a change."""
+
+    num_lost: int = 0
+    text: str = ""
+
+
+def current_replicas(status: BoardStatus) -> frozenset[str]:
+    """The engines that hold the version that the board calls current."""
+    if status.version is None:
+        return frozenset()
+    return frozenset(
+        replica.replica_id
+        for replica in status.replicas
+        if (replica.epoch, replica.version) == (status.epoch, status.version)
+    )
+
+
+class EngineWatch:
+    """Which engines were lost, which came back, and for how long one has been behind.
+
+    An engine counts from the first time that it holds the current version; lacking a version that
+    was just published is no loss. Replicas never return under the name of one that died.
+    """
+
+    def __init__(self, *, num_expected: int) -> None:
+        self._num_expected = num_expected
+        self._seen: frozenset[str] = frozenset()
+        self._num_missing = 0
+        self._behind_since: float | None = None
+        self.num_current = 0
+
+    def check(self, status: BoardStatus | None, *, now: float) -> EngineChange:
+        """Compare with the last check. status: None while the board does not answer.
+
+        now: monotonic, seconds.
+        """
+        current = current_replicas(status) if status is not None else frozenset()
+        self.num_current = len(current)
+        if self.num_current >= self._num_expected:
+            self._behind_since = None
+        elif self._behind_since is None:
+            self._behind_since = now
+        if status is None:
+            return EngineChange()
+        present = {replica.replica_id for replica in status.replicas}
+        num_lost, num_new = len(self._seen - present), len(current - self._seen)
+        self._seen = (self._seen & present) | current
+        num_back = min(num_new, self._num_missing + num_lost)
+        self._num_missing += num_lost - num_back
+        changes = [_counted(num_lost, "was lost", "were lost")] if num_lost else []
+        changes += [_counted(num_back, "is back", "are back")] if num_back else []
+        if not changes:
+            return EngineChange()
+        count = f"{len(self._seen)} of {self._num_expected} ready"
+        return EngineChange(num_lost=num_lost, text=f"{', '.join(changes)}; {count}")
+
+    def behind_s(self, now: float) -> float:
+        """For how long an engine has lacked the current version."""
+        return 0.0 if self._behind_since is None else now - self._behind_since
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"an engine {one}" if count == 1 else f"{count} engines {many}"
+
+
+class RunFailed(Exception):
+    """The run cannot go on; the text says what failed, how often, and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureLimits:
+    """The leaves of the configuration that say how much is borne."""
+
+    rollouts: RolloutSettings
+    algorithm: AlgorithmSettings
+    trainer: TrainerSettings
+    inference: InferenceSettings
+
+
+class FailureWatch:
+    """Ends a run that gets nowhere. One for a term; asked after each drain and each step.
+
+    A run fails when the last `max_failed_groups` groups in a row could not be trained and this has
+    lasted for `failed_groups_grace_s`, so that a server's short absence is no end. Failures while
+    no engine is ready do not count: the environment did not cause them. It fails as well when no
+    update of `max_skipped_steps` steps in a row was finite, or when the merge actor refused every
+    trajectory of as many.
+    """
+
+    def __init__(self, limits: FailureLimits) -> None:
+        self._limits = limits
+        self._row: int | None = None
+        self._row_since = 0.0
+        self._num_excused = 0
+        self._away_since: float | None = None
+        self._num_skipped = 0
+        self._num_misaligned = 0
+
+    def check_merge(self, step: int, report: StepReport, *, notices: Sequence[str]) -> None:
+        """notices: what the merge actor says of the step. Raises: RunFailed."""
+        num_refused = report.evictions.get(EvictionReason.TOKEN_MISALIGNED, 0)
+        is_refused = 0 < report.num_trajectories <= num_refused
+        self._num_misaligned = self._num_misaligned + 1 if is_refused else 0
+        if self._num_misaligned >= self._limits.trainer.max_skipped_steps:
+            raise RunFailed(
+                f"every trajectory of the last {self._num_misaligned} steps, up to step {step}, "
+                "ended as token_misaligned, and nothing was trained; the last step's first: "
+                f"{next(iter(notices), 'without a notice')}; mend what records the turns; to bear "
+                "more, raise trainer.max_skipped_steps"
+            )
+
+    def check_step(self, step: int, *, was_trained: bool) -> None:
+        """was_trained: whether any update of the step was finite. Raises: RunFailed."""
+        self._num_skipped = 0 if was_trained else self._num_skipped + 1
+        if self._num_skipped >= self._limits.trainer.max_skipped_steps:
+            raise RunFailed(
+                f"no update of the last {self._num_skipped} steps, up to step {step}, was finite, "
+                "and none was applied; their inputs lie in checkpoints/skipped: look at the loss "
+                "and the gradient norm before, and begin again with a lower trainer.learning_rate "
+                "or, with a critic, algorithm.critic.learning_rate; to bear more, raise "
+                "trainer.max_skipped_steps"
+            )
+
+    def check_groups(
+        self, failed: FailedGroups | None, *, num_engines_ready: int, now: float
+    ) -> None:
+        """now: seconds of a clock that never goes back.
+
+        Raises: RunFailed; ActorLost when no engine is ready for too long.
+        """
+        if failed is None:
+            self._row = self._away_since = None
+            return
+        if failed.num_before != self._row:
+            self._row, self._row_since, self._num_excused = failed.num_before, now, 0
+        if num_engines_ready == 0:
+            self._excuse(failed, now)
+            return
+        self._away_since = None
+        num_counted = failed.num_groups - self._num_excused
+        lasted_s = now - self._row_since
+        rollouts = self._limits.rollouts
+        is_long = lasted_s >= rollouts.failed_groups_grace_s
+        if num_counted >= rollouts.max_failed_groups and is_long:
+            raise RunFailed(_failure_text(failed, num_counted, lasted_s, self._limits))
+
+    def _excuse(self, failed: FailedGroups, now: float) -> None:
+        self._away_since = now if self._away_since is None else self._away_since
+        if now - self._away_since > self._limits.inference.start_deadline_s:
+            raise ActorLost(
+                f"no engine has been ready for {now - self._away_since:.0f} s, expected one within "
+                f"{self._limits.inference.start_deadline_s:g} s (inference.start_deadline_s)"
+            )
+        # The count starts again when an engine is back.
+        self._row_since, self._num_excused = now, failed.num_groups
+
+
+def _failure_text(
+    failed: FailedGroups, num_groups: int, lasted_s: float, limits: FailureLimits
+) -> str:
+    algorithm = limits.algorithm
+    ordered = sorted(failed.outcomes.items(), key=lambda item: -item[1])
+    counts = ", ".join(f"{count} {outcome.value}" for outcome, count in ordered)
+    detail = f": {failed.last_detail}" if failed.last_detail else ""
+    return (
+        f"the last {num_groups} groups in a row could not be trained (within {lasted_s:.0f} s): "
+        f"each had fewer usable rollouts than algorithm.min_group_size ({algorithm.min_group_size} "
+        f"of {algorithm.group_size}); of their attempts ended {counts}; the last, on task "
+        f"{failed.task_id!r} of {failed.environment!r}, as {failed.last_outcome.value}{detail}; "
+        f"{REMEDIES.get(failed.main_outcome, OTHER_REMEDY)}; "
+        "to bear more, raise rollouts.max_failed_groups"
+    )

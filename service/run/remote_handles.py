@@ -1,0 +1,124 @@
+"""The run's actors as the service calls them: each call with a deadline, Ray's errors translated.
+
+A handle has its actor's own methods, so that they are stated once, at the actor. Every call may
+raise `ActorLost`; the supervisor answers that with a return to the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from actors.deadline import ActorLost, within
+from service.api.port import RunUnavailable
+from service.intake.submission import SubmissionView, SubmitReply, Wanted
+from service.launch.cluster import NAMESPACE
+from service.run.health import Readiness
+from service.store.run_store import LeaseLost, StoreError
+
+RPC_DEADLINE_S = 60.0
+MERGE_DEADLINE_S = 300.0
+BOARD_DEADLINE_S = 10.0
+SUPERVISOR_DEADLINE_S = 20.0
+# Of the first call: a supervisor that is being started does not answer, and /readyz must.
+CONTACT_DEADLINE_S = 5.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+Answer = TypeVar("Answer")
+Actor = TypeVar("Actor")
+
+
+async def answer(call: Awaitable[Answer], *, name: str, deadline_s: float) -> Answer:
+    """Await a Ray call. An error that the callee raised comes out as itself.
+
+    Raises: ActorLost when the actor has died or does not answer in time.
+    """
+    try:
+        return await within(deadline_s, call)
+    except RayTaskError as error:
+        raise error.cause from error
+    except TimeoutError as error:
+        raise ActorLost(f"the {name} did not answer within {deadline_s:g} s") from error
+    except RayError as error:
+        raise ActorLost(f"the {name} died: {reason_of(error)}") from error
+
+
+def reason_of(error: RayError) -> str:
+    """The line with the cause: of a traceback the last one, else the first."""
+    lines = [line for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    is_traceback = isinstance(error, RayTaskError) or (
+        isinstance(error, RayActorError) and error.actor_init_failed
+    )
+    return lines[-1 if is_traceback else 0].strip() if lines else type(error).__name__
+
+
+def remote_handle(actor: ActorHandle, kind: type[Actor], *, name: str, deadline_s: float) -> Actor:
+    """The actor's methods, awaited as if it were here.
+
+    kind: its class, or a Protocol. name: for an error's text. deadline_s: of each call.
+    """
+    return cast(Actor, _RemoteHandle(actor, name=name, deadline_s=deadline_s))
+
+
+class _RemoteHandle:
+    def __init__(self, actor: ActorHandle, *, name: str, deadline_s: float) -> None:
+        self._actor, self._name, self._deadline_s = actor, name, deadline_s
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        return partial(self._call, method)
+
+    async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        call = getattr(self._actor, method).remote(*arguments, **named)
+        return await answer(call, name=self._name, deadline_s=self._deadline_s)
+
+
+class SupervisorClient:
+    """`service.api.port.RunPort` in any process: the supervisor, found by the run's id."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._actor: Any = None
+
+    async def submit(self, wanted: Sequence[Wanted]) -> SubmitReply:
+        return await self._ask("submit", wanted)
+
+    async def submission(self, submission_id: str) -> SubmissionView | None:
+        return await self._ask("submission", submission_id)
+
+    async def cancel(self, submission_id: str) -> SubmissionView | None:
+        return await self._ask("cancel", submission_id)
+
+    async def readiness(self) -> Readiness:
+        return await self._ask("readiness")
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            call = getattr(await self._find(), method).remote(*arguments)
+            return await answer(call, name="supervisor", deadline_s=SUPERVISOR_DEADLINE_S)
+        except (LeaseLost, StoreError) as error:
+            raise RunUnavailable(str(error)) from error
+        except ActorLost as error:
+            # Looked up anew at the next call: it may have been replaced.
+            self._actor = None
+            raise RunUnavailable(f"the run does not answer: {error}") from error
+
+    async def _find(self) -> Any:
+        """The supervisor, once it has answered. Raises: RunUnavailable for one that starts."""
+        if self._actor is not None:
+            return self._actor
+        try:
+            actor = ray.get_actor(self._run_id, namespace=NAMESPACE)
+        except (ValueError, RayError) as error:
+            raise RunUnavailable(f"the run {self._run_id} is not there: {error}") from error
+        contact = actor.readiness.remote()
+        try:
+            await answer(contact, name="supervisor", deadline_s=CONTACT_DEADLINE_S)
+        except ActorLost as error:
+            raise RunUnavailable(f"the run is starting, or has died: {error}") from error
+        self._actor = actor
+        return actor

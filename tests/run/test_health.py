@@ -1,0 +1,107 @@
+"""How a run stands: the rule behind /readyz, and each engine's loss and return reported once."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.weights.board import BoardStatus, ReplicaReport
+from service.run.health import EngineChange, EngineWatch, Phase, Readiness, readiness
+
+
+def board(version: int, **versions: int | None) -> BoardStatus:
+    """A board at `version`, and the version that each of its replicas holds."""
+    replicas = tuple(
+        ReplicaReport(
+            replica_id=name,
+            epoch=None if held is None else 1,
+            version=held,
+            num_workers=1,
+            load_s=0.1,
+            parity=None,
+            silent_s=0.0,
+        )
+        for name, held in versions.items()
+    )
+    return BoardStatus(
+        epoch=1, version=version, newest_epoch=1, replicas=replicas, needs_rendezvous=False
+    )
+
+
+def test_a_start_and_a_publish_are_no_news() -> None:
+    watch = EngineWatch(num_expected=2)
+    looks = [
+        board(0),
+        board(0, a=None),
+        board(0, a=0, b=None),
+        board(0, a=0, b=0),
+        board(1, a=0, b=0),
+        board(1, a=1, b=0),
+        board(1, a=1, b=1),
+    ]
+    assert {watch.check(status, now=0.0) for status in looks} == {EngineChange()}
+
+
+def test_a_loss_and_a_return_are_told_once_each() -> None:
+    watch = EngineWatch(num_expected=2)
+    watch.check(board(3, a=3, b=3), now=0.0)
+    lost = watch.check(board(3, a=3), now=0.0)
+    assert lost == EngineChange(num_lost=1, text="an engine was lost; 1 of 2 ready")
+    assert watch.check(board(4, a=3, c=None), now=0.0) == EngineChange()
+    assert watch.check(board(4, a=4, c=4), now=0.0).text == "an engine is back; 2 of 2 ready"
+    assert watch.check(board(5, a=5, c=5), now=0.0) == EngineChange()
+
+
+def test_all_engines_at_once_are_one_sentence() -> None:
+    watch = EngineWatch(num_expected=2)
+    watch.check(board(1, a=1, b=1), now=0.0)
+    assert watch.check(board(1), now=0.0) == EngineChange(
+        num_lost=2, text="2 engines were lost; 0 of 2 ready"
+    )
+    assert watch.check(board(1, c=1), now=0.0).text == "an engine is back; 1 of 2 ready"
+    assert watch.check(board(1, c=1, d=1), now=0.0).text == "an engine is back; 2 of 2 ready"
+
+
+def test_a_replacement_between_two_looks_is_both() -> None:
+    watch = EngineWatch(num_expected=1)
+    watch.check(board(1, a=1), now=0.0)
+    news = watch.check(board(1, b=1), now=0.0)
+    assert news == EngineChange(
+        num_lost=1, text="an engine was lost, an engine is back; 1 of 1 ready"
+    )
+
+
+def check(
+    *, phase: Phase = Phase.TRAINING, detail: str = "", behind_s: float = 0.0, ready: int = 2
+) -> Readiness:
+    return readiness(
+        phase=phase, detail=detail, policy_version=7, engines_ready=ready, engines_expected=2,
+        behind_s=behind_s, publish_limit_s=30.0,
+    )  # fmt: skip
+
+
+def test_a_run_that_trains_with_all_engines_current_is_ready() -> None:
+    found = check()
+    assert found.is_ready and found.policy_version == 7
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.TRAINING])
+def test_any_other_phase_is_told_with_its_detail(phase: Phase) -> None:
+    # No engine is there yet, which is no reason of its own.
+    found = check(phase=phase, detail="rank 0 died", ready=0, behind_s=97.0)
+    assert found.reasons == (f"the run is {phase.value}: rank 0 died",)
+
+
+def test_an_engine_may_lack_the_version_for_as_long_as_a_publish_takes() -> None:
+    assert check(ready=1, behind_s=30.0).is_ready
+    [reason] = check(ready=1, behind_s=30.5).reasons
+    assert "1 of 2 engines" in reason and "30 s" in reason
+
+
+def test_the_time_behind_counts_from_the_first_look_and_ends_with_the_last_engine() -> None:
+    watch = EngineWatch(num_expected=2)
+    assert watch.behind_s(5.0) == 0.0
+    watch.check(board(3, a=3, b=2), now=10.0)
+    watch.check(None, now=12.0)
+    assert watch.behind_s(14.0) == 4.0
+    watch.check(board(3, a=3, b=3), now=15.0)
+    assert watch.behind_s(16.0) == 0.0

@@ -1,0 +1,107 @@
+"""A supervisor that dies is started again by its command, as often as the run may recover."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError
+from worlds.run_driver import small_config
+
+from service.cli.train import SupervisorWatcher
+from service.config.file import load_config
+from service.launch.cluster import NAMESPACE
+from service.launch.run_dir import RunDir
+from service.launch.signals import StopSignals
+from service.run.health import Cursor, Phase, RunStatus
+from service.run.supervisor import Ending, start_supervisor
+from service.store.presence import own_name, renew
+from service.store.run_store import LeaseLost, RunStore
+
+pytestmark = [pytest.mark.usefixtures("cluster")]
+
+
+@ray.remote(num_cpus=0)
+class Mortal:
+    """What the command sees of a supervisor: it ends its own process, or the run."""
+
+    def __init__(self, *, dies: bool) -> None:
+        self.dies = dies
+
+    async def status(self, cursor: Cursor) -> RunStatus:
+        return RunStatus(
+            name="small", phase=Phase.TRAINING, started_at=0.0, steps=4, step=cursor.steps
+        )
+
+    async def run(self) -> Ending:
+        if self.dies:
+            os._exit(1)
+        return Ending(reason="all 4 steps are done", has_report=False)
+
+
+class Screen:
+    """A display that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[RunStatus] = []
+
+    def update(self, status: RunStatus) -> None:
+        self.shown.append(status)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> RunDir:
+    (tmp_path / "run").mkdir()
+    RunStore(f"sqlite:///{tmp_path / 'run' / 'rayloom.db'}").close()
+    return RunDir(path=tmp_path / "run")
+
+
+def watcher(*, num_deaths: int, max_restarts: int) -> tuple[SupervisorWatcher, list[Any]]:
+    """A watcher of a supervisor of which the first `num_deaths` die, and those that were lost."""
+    lost_ones: list[Any] = []
+
+    def restart(*, lost: Any) -> Any:
+        lost_ones.append(lost)
+        return Mortal.remote(dies=len(lost_ones) < num_deaths)
+
+    first = Mortal.remote(dies=num_deaths > 0)
+    return SupervisorWatcher(first, Screen(), restart=restart, max_restarts=max_restarts), lost_ones
+
+
+def test_a_run_whose_supervisor_dies_goes_on_to_its_end(place: RunDir) -> None:
+    watching, lost = watcher(num_deaths=2, max_restarts=2)
+    assert watching.run(place, StopSignals()).reason == "all 4 steps are done"
+    assert len(lost) == 2
+
+
+def test_a_supervisor_that_keeps_dying_is_started_so_many_times_and_no_more(place: RunDir) -> None:
+    watching, lost = watcher(num_deaths=9, max_restarts=2)
+    with pytest.raises(ActorDiedError):
+        watching.run(place, StopSignals())
+    assert len(lost) == 2
+
+
+def test_a_run_that_another_process_has_taken_over_is_not_taken_back(place: RunDir) -> None:
+    store = RunStore(place.database_url)
+    renew(store, epoch=store.acquire_lease(holder=own_name()).epoch)
+    store.close()
+    watching, lost = watcher(num_deaths=1, max_restarts=2)
+    with pytest.raises(LeaseLost, match="has taken the run over"):
+        watching.run(place, StopSignals())
+    assert lost == []
+
+
+def test_a_supervisor_that_another_process_has_started_meanwhile_is_left_alone(
+    place: RunDir,
+) -> None:
+    lost = Mortal.remote(dies=False)
+    other = Mortal.options(name="rayloom-small", namespace=NAMESPACE).remote(dies=False)
+    config = load_config(small_config(place.path.parent))
+    with pytest.raises(LeaseLost, match="another process has started a supervisor"):
+        start_supervisor(config, place, model="none", run_id="rayloom-small", lost=lost)
+    assert ray.get(other.run.remote(), timeout=60.0).reason == "all 4 steps are done"
