@@ -13,10 +13,9 @@ from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from actors.merge.mismatch import MismatchKind
 from actors.metric_kinds import LateGauge, LateGauges, OneMomentRegistry
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
-from actors.types import Outcome
+from actors.types import BranchReason, Outcome
 
 AGE_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -221,7 +220,7 @@ class MergeMetrics:
             ["kind"],
             registry=registry,
         )
-        for kind in MismatchKind:
+        for kind in BranchReason:
             self.mismatches.labels(kind=kind.value)
         self.inserted_tokens = Counter(
             "rayloom_inserted_tokens", "Tokens that we inserted, never trained.", registry=registry

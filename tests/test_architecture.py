@@ -108,7 +108,8 @@ for module in pkgutil.iter_modules(actors.merge.__path__):
         importlib.import_module(f"actors.merge.{module.name}")
 import numpy as np
 from actors.merge.settings import StepSettings
-from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.groups import TrajectoryGroup, classify_groups
+from actors.merge.prefix import merge_turns
 from actors.merge.step import build_step
 from actors.types import FinishReason, Outcome, Trajectory, Turn, VersionSpan
 
@@ -123,11 +124,11 @@ def trajectory(member, reward):
     )
     return Trajectory(
         rollout_id=f"g-{member}", group_id="g", group_number=0, attempt=0, task_id="t",
-        environment="e", turns=(turn,), outcome=Outcome.COMPLETED,
+        environment="e", samples=merge_turns([turn]), outcome=Outcome.COMPLETED,
     )
 
 group = TrajectoryGroup(group_id="g", trajectories=(trajectory(0, 1.0), trajectory(1, 0.0)))
-merged = merge_groups([group], StepSettings())
+merged = classify_groups([group], StepSettings())
 result = build_step(merged, StepSettings(), step=0, trainer_version=0)
 print(result.report.num_trained_tokens)
 """

@@ -15,14 +15,17 @@ from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from actors.journal.files import Journal, JournalSettings
 from actors.merge.candidates import NO_SCORES
-from actors.merge.groups import MergedGroup, merge_groups
-from actors.merge.judged import problem_notices
-from actors.merge.payloads import read_groups
+from actors.merge.groups import (
+    ClassifiedGroup,
+    classify_groups,
+    problem_notices,
+    read_groups,
+)
 from actors.merge.report import StepReport
 from actors.merge.scoring import ScorePlan, plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.step import StepResult, build_step
-from actors.trajectory_queue.columns import TrajectoryColumns
+from actors.trajectory_queue.codec import TrajectoryBlock
 from actors.trajectory_queue.ledger import Settlement
 from actors.trajectory_queue.messages import StepInput
 
@@ -49,10 +52,10 @@ class MergeReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
-    """A step whose samples are being scored: it is merged already."""
+    """A step whose samples are being scored: it is read already."""
 
     step: int
-    groups: tuple[MergedGroup, ...]
+    groups: tuple[ClassifiedGroup, ...]
     plan: ScorePlan
 
 
@@ -67,12 +70,12 @@ class MergeActor:
         self._planned: _Planned | None = None
 
     def plan(self, step_input: StepInput, trainer_version: int) -> tuple[Any, ...]:
-        """Merge a taken step; return a reference to what each rank must score before `build`.
+        """Read a taken step; return a reference to what each rank must score before `build`.
 
         Asked for only where rewards or advantages need a reference or a critic.
         Raises: PayloadsLost, naming the rollouts.
         """
-        groups = self._merge(step_input)
+        groups = self._read(step_input)
         plan = plan_scores(
             groups, self._settings, step=step_input.step, trainer_version=trainer_version
         )
@@ -93,7 +96,7 @@ class MergeActor:
             groups = planned.groups
             found = read_scores(planned.plan, ray.get(list(scores), timeout=FETCH_DEADLINE_S))
         else:
-            groups, found = self._merge(step_input), NO_SCORES
+            groups, found = self._read(step_input), NO_SCORES
         result = build_step(
             groups,
             self._settings,
@@ -113,14 +116,14 @@ class MergeActor:
     def _notices(self, result: StepResult) -> tuple[str, ...]:
         unwritten = self._journal.write(result) if self._journal is not None else ""
         # Counted as the run and its journal do: the trainer holds version n - 1 at step n.
-        problems = problem_notices(result.judged, step=result.report.trainer_version + 1)
+        problems = problem_notices(result.classified, step=result.report.trainer_version + 1)
         return (*problems, unwritten) if unwritten else problems
 
-    def _merge(self, step_input: StepInput) -> tuple[MergedGroup, ...]:
-        return merge_groups(read_groups(step_input, _fetch(step_input.blocks)), self._settings)
+    def _read(self, step_input: StepInput) -> tuple[ClassifiedGroup, ...]:
+        return classify_groups(read_groups(step_input, _fetch(step_input.blocks)), self._settings)
 
 
-def _fetch(blocks: Sequence[Any]) -> list[TrajectoryColumns | None]:
+def _fetch(blocks: Sequence[Any]) -> list[TrajectoryBlock | None]:
     """The blocks in their order; None for one that is lost or does not come in time."""
     references = list(blocks)
     try:
@@ -131,9 +134,9 @@ def _fetch(blocks: Sequence[Any]) -> list[TrajectoryColumns | None]:
         return [_fetch_one(block) if block in here else None for block in references]
 
 
-def _fetch_one(block: Any) -> TrajectoryColumns | None:
+def _fetch_one(block: Any) -> TrajectoryBlock | None:
     try:
-        columns: TrajectoryColumns = ray.get(block, timeout=PROBE_DEADLINE_S)
+        found: TrajectoryBlock = ray.get(block, timeout=PROBE_DEADLINE_S)
     except (ObjectLostError, GetTimeoutError):
         return None
-    return columns
+    return found

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.batch import Float32s
-from actors.merge.prefix import Merged, Sample
 from actors.merge.shaping import KlInReward, kl_penalties
-from actors.types import Trajectory
+from actors.types import Sample, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,6 @@ class Candidate:
     """
 
     trajectory: Trajectory
-    merged: Merged
     rewards: NDArray[np.float64]
     baseline_return: float
     token_rewards: NDArray[np.float64]
@@ -57,9 +55,10 @@ class Candidate:
     def bounds(self) -> NDArray[np.int64]:
         """[K + 1]: turn k's trained tokens are number bounds[k] to bounds[k + 1], as played."""
         counts = np.zeros(len(self.trajectory.turns), np.int64)
-        for sample in self.merged.samples:
-            for index in sample.turns:
-                counts[index] = np.count_nonzero(sample.mask[span_of(self.trajectory, index)])
+        for sample in self.trajectory.samples:
+            mask = sample.mask
+            for turn in sample.turns:
+                counts[turn.index] = np.count_nonzero(mask[turn.tokens])
         return np.append(0, np.cumsum(counts))
 
     def scores(self, scores: Scores, *, what: str) -> list[Float32s]:
@@ -69,7 +68,7 @@ class Candidate:
         """
         found = [getattr(scored, what) for scored in scores.get(self.name, ())]
         lengths = [None if values is None else values.shape[0] for values in found]
-        expected = [sample.num_tokens for sample in self.merged.samples]
+        expected = [sample.num_tokens for sample in self.trajectory.samples]
         if lengths != expected:
             raise ValueError(
                 f"merge: trajectory {self.name} has {what} of lengths {lengths} for samples of "
@@ -80,7 +79,6 @@ class Candidate:
 
 def candidate(
     trajectory: Trajectory,
-    merged: Merged,
     *,
     rewards: NDArray[np.float64],
     baseline_return: float,
@@ -91,10 +89,9 @@ def candidate(
 
     Raises: ValueError when KL is charged and the reference's scores are missing or do not fit.
     """
-    num_trained = merged.num_trained_tokens
+    num_trained = trajectory.num_trained
     plain = Candidate(
         trajectory=trajectory,
-        merged=merged,
         rewards=rewards,
         baseline_return=baseline_return,
         token_rewards=np.zeros(num_trained, np.float64),
@@ -104,7 +101,7 @@ def candidate(
     found = plain.scores(scores, what="reference_logprobs")
     charged = np.zeros(num_trained, np.float64)
     bounds = plain.bounds
-    for sample, scored in zip(merged.samples, found, strict=True):
+    for sample, scored in zip(trajectory.samples, found, strict=True):
         trained = sample.mask == 1
         charged[places_of(sample, bounds)] = kl_penalties(
             sample.logprobs[trained], scored[trained], kl=kl, name=plain.name
@@ -112,13 +109,8 @@ def candidate(
     return replace(plain, token_rewards=charged, baseline_return=baseline_return + charged.sum())
 
 
-def span_of(trajectory: Trajectory, index: int) -> slice:
-    """Where a turn's sampled tokens lie in the sample that holds it."""
-    turn = trajectory.turns[index]
-    start = turn.prompt_token_ids.shape[0]
-    return slice(start, start + turn.num_sampled)
-
-
 def places_of(sample: Sample, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
     """The numbers of a sample's trained tokens. Args: bounds: as `Candidate.bounds`."""
-    return np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in sample.turns])
+    return np.concatenate(
+        [np.arange(bounds[turn.index], bounds[turn.index + 1]) for turn in sample.turns]
+    )

@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 
 from actors.batch import Float32s
 from actors.merge.advantages import Baseline, group_advantages, group_divisor
-from actors.merge.candidates import NO_SCORES, Candidate, Scores, places_of, span_of
+from actors.merge.candidates import NO_SCORES, Candidate, Scores, places_of
 from actors.merge.normalization import normalise_over_tokens
-from actors.merge.prefix import Sample
 from actors.merge.settings import StepSettings
 from actors.merge.token_credit import credit_tokens
 from actors.merge.turn_credit import turn_advantages
-from actors.types import Trajectory
+from actors.types import Sample
 
 
 class Level(Enum):
@@ -104,7 +103,7 @@ def credit_group(
         Credit(
             level=Level.TRAJECTORY,
             values=result.values[index : index + 1],
-            num_tokens=np.array([each.merged.num_trained_tokens]),
+            num_tokens=np.array([each.trajectory.num_trained]),
         )
         for index, each in enumerate(candidates)
     )
@@ -119,23 +118,23 @@ def normalised(credits: Sequence[Credit]) -> list[Credit]:
     return [replace(credit, values=new) for credit, new in zip(credits, values, strict=True)]
 
 
-def sample_advantage(credit: Credit, trajectory: Trajectory, sample: Sample) -> float | Float32s:
+def sample_advantage(credit: Credit, sample: Sample) -> float | Float32s:
     """What a sample's trained tokens get: one number, or [T] float32 (0 where not trained)."""
     if credit.level is Level.TRAJECTORY:
         return float(credit.values[0])
     advantages = np.zeros(sample.num_tokens, np.float32)
     if credit.level is Level.TURN:
-        for index in sample.turns:
-            advantages[span_of(trajectory, index)] = credit.values[index]
+        for turn in sample.turns:
+            advantages[turn.tokens] = credit.values[turn.index]
         advantages[sample.mask == 0] = 0
     elif credit.bounds is not None:
         advantages[sample.mask == 1] = credit.values[places_of(sample, credit.bounds)]
     return advantages
 
 
-def trained_advantages(credit: Credit, trajectory: Trajectory, sample: Sample) -> Float32s:
+def trained_advantages(credit: Credit, sample: Sample) -> Float32s:
     """[M] float32, of the sample's trained tokens in order."""
-    advantage = np.asarray(sample_advantage(credit, trajectory, sample), np.float32)
+    advantage = np.asarray(sample_advantage(credit, sample), np.float32)
     return np.broadcast_to(advantage, (sample.num_tokens,))[sample.mask == 1]
 
 
@@ -150,7 +149,7 @@ def _turn_rewards(each: Candidate) -> NDArray[np.float64]:
 def _token_credit(
     each: Candidate, settings: StepSettings, scores: Scores, divisor: float
 ) -> Credit:
-    ones = np.ones(each.merged.num_trained_tokens, np.int64)
+    ones = np.ones(each.trajectory.num_trained, np.int64)
     if not ones.shape[0]:
         return Credit(level=Level.TOKEN, values=np.empty(0), num_tokens=ones)
     values = each.scores(scores, what="values")

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.bounds import MAX_REWARD
-from actors.merge.prefix import Merged
 from actors.merge.shaping import ShapingSettings, add_at_end, shaped_rewards, total
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason
@@ -46,24 +45,23 @@ class Verdict:
 
 def judge(
     trajectory: Trajectory,
-    merged: Merged | None,
     *,
-    misalignment: str | None = None,
+    misfit: str | None = None,
     policies: Mapping[str, OutcomePolicy],
     shaping: ShapingSettings = _NO_SHAPING,
 ) -> Verdict:
     """Shape a trajectory's rewards and apply the environment's outcome policy to it.
 
     train: as it is; train_clamped: with return min(r, 0); train_penalised: r - penalty; mask: in
-    the baseline if it was graded, not in the loss; drop: neither. A trajectory whose turns do not
-    fit together, or whose rewards are not finite or, once shaped, beyond MAX_REWARD, is in neither;
+    the baseline if it was graded, not in the loss; drop: neither. A trajectory that does not fit
+    the model, or whose rewards are not finite or, once shaped, beyond MAX_REWARD, is in neither;
     one with nothing to train is not in the loss; each has its reason.
 
-    Args: merged: None when the turns do not fit together. misalignment: why they do not.
+    Args: misfit: why its tokens do not fit the model that is trained; None: they do.
     """
     rollout_id, outcome = trajectory.rollout_id, trajectory.outcome
-    if merged is None:
-        return _out(rollout_id, EvictionReason.TOKEN_MISALIGNED, misalignment or "")
+    if misfit is not None:
+        return _out(rollout_id, EvictionReason.TOKEN_MISALIGNED, misfit)
     if not math.isfinite(trajectory.episode_return):
         problem = f"return {trajectory.episode_return}, expected a finite number"
         return _out(rollout_id, EvictionReason.REWARD_ERROR, f"{problem}; {_REWARD_REMEDY}")
@@ -81,7 +79,7 @@ def judge(
         case Disposition.DROP:
             reason = EvictionReason.of(outcome)
         case _:
-            reason = _nothing_to_train(merged)
+            reason = _nothing_to_train(trajectory)
     if baseline_return is not None:
         rewards = add_at_end(rewards, baseline_return - shaped_return)
     is_malformed = outcome is Outcome.MALFORMED_TOOL_CALL
@@ -95,10 +93,10 @@ def judge(
     )
 
 
-def _nothing_to_train(merged: Merged) -> EvictionReason | None:
-    if merged.num_trained_tokens:
+def _nothing_to_train(trajectory: Trajectory) -> EvictionReason | None:
+    if trajectory.num_trained:
         return None
-    is_empty = merged.num_masked_tokens == 0
+    is_empty = trajectory.num_sampled == 0
     return EvictionReason.EMPTY if is_empty else EvictionReason.TOKEN_MISALIGNED
 
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from actors.batch import Float32s, MicroBatch, Minibatch
 from actors.merge.placing import place
-from actors.merge.prefix import Sample
 from actors.merge.prefix_tree import build_flat, build_forest
 from actors.merge.row_experts import row_experts
+from actors.types import Sample
 
 _Number = TypeVar("_Number", bound=np.generic)
 # A filler is one token: nothing is predicted from it.

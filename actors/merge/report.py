@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 
 from actors.batch import MicroBatch, RankShard
 from actors.bounds import MAX_REWARD
-from actors.merge.mismatch import MismatchKind
-from actors.merge.prefix import Merged
 from actors.trajectory_queue.ledger import EvictionReason
-from actors.types import Outcome, Trajectory
+from actors.types import BranchReason, Outcome, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,7 @@ class MergeReport:
 
     samples_before: int
     samples_after: int
-    mismatches: Mapping[MismatchKind, int]
+    branches: Mapping[BranchReason, int]
     num_saved_tokens: int
     num_masked_tokens: int
 
@@ -99,13 +97,12 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTallies:
-    """What `step` knows when the batch is made. merged: None for misaligned trajectories.
+    """What `step` knows when the batch is made.
 
     returns: of each trajectory, with all shaping, before the outcome's rule.
     """
 
     trajectories: Sequence[Trajectory]
-    merged: Sequence[Merged | None]
     returns: Sequence[float]
     advantages: Sequence[float]
     evictions: Sequence[EvictionReason]
@@ -135,7 +132,7 @@ def report_step(tallies: StepTallies, shards: Sequence[RankShard]) -> StepReport
         outcomes=dict(Counter(t.outcome for t in trajectories)),
         evictions=dict(Counter(tallies.evictions)),
         num_malformed_rewarded=tallies.num_malformed_rewarded,
-        merge=report_merge([merged for merged in tallies.merged if merged is not None]),
+        merge=report_merge(trajectories),
         returns=Spread.of(shaped),
         scaled_return_mean=float(np.mean(scaled)) if scaled else None,
         advantages=Spread.of(tallies.advantages),
@@ -153,15 +150,18 @@ def report_step(tallies: StepTallies, shards: Sequence[RankShard]) -> StepReport
     )
 
 
-def report_merge(merged: Sequence[Merged]) -> MergeReport:
-    """Add up how merging went over trajectories."""
-    kinds = Counter(mismatch.kind for each in merged for mismatch in each.mismatches)
+def report_merge(trajectories: Sequence[Trajectory]) -> MergeReport:
+    """Add up what merging came to over trajectories."""
+    samples = [sample for trajectory in trajectories for sample in trajectory.samples]
+    turns = [turn for sample in samples for turn in sample.turns]
+    num_sampled = sum(turn.num_sampled for turn in turns)
     return MergeReport(
-        samples_before=sum(each.num_turns for each in merged),
-        samples_after=sum(len(each.samples) for each in merged),
-        mismatches=dict(kinds),
-        num_saved_tokens=sum(each.num_unmerged_tokens - each.num_merged_tokens for each in merged),
-        num_masked_tokens=sum(each.num_masked_tokens for each in merged),
+        samples_before=len(turns),
+        samples_after=len(samples),
+        branches=dict(Counter(each.branch_reason for each in samples if each.branch_reason)),
+        # A row for each turn would end where the turn ends.
+        num_saved_tokens=sum(turn.end for turn in turns) - sum(s.num_tokens for s in samples),
+        num_masked_tokens=num_sampled - sum(sample.num_trained for sample in samples),
     )
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from actors.expert_records import ExpertIndices, ExpertRecords
 from actors.merge.prefix_tree import Int32s, PrefixForest, build_forest
-from actors.merge.sample import Sample
+from actors.types import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

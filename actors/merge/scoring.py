@@ -15,12 +15,12 @@ import numpy as np
 
 from actors.batch import Float32s, Minibatch, RankShard
 from actors.merge.candidates import SampleScores, Scores
-from actors.merge.groups import MergedGroup
+from actors.merge.groups import ClassifiedGroup
 from actors.merge.packing import WeightedSample, filler, pack_row
-from actors.merge.prefix import Sample
 from actors.merge.rows import deal_rows
 from actors.merge.settings import StepSettings
 from actors.row_scores import RowScores
+from actors.types import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +32,15 @@ class ScorePlan:
 
 
 def plan_scores(
-    groups: Sequence[MergedGroup], settings: StepSettings, *, step: int, trainer_version: int
+    groups: Sequence[ClassifiedGroup], settings: StepSettings, *, step: int, trainer_version: int
 ) -> ScorePlan:
     """Lay out all samples that a baseline needs scores of, over ranks and rows."""
     samples = [
         sample
         for group in groups
         for member in group.members
-        if member.merged is not None and member.verdict.baseline_return is not None
-        for sample in member.merged.samples
+        if member.verdict.baseline_return is not None
+        for sample in member.trajectory.samples
     ]
     dealt = deal_rows(
         [sample.num_tokens for sample in samples],
@@ -78,7 +78,7 @@ def read_scores(plan: ScorePlan, answers: Sequence[Sequence[RowScores]]) -> Scor
                     values=_part(answer.values, token_at, sample.num_tokens),
                 )
                 # A sample's first turn tells the samples of a trajectory apart, and their order.
-                found.setdefault(sample.trajectory_id, {})[sample.turns[0]] = scores
+                found.setdefault(sample.trajectory_id, {})[sample.turns[0].index] = scores
                 token_at += sample.num_tokens
                 target_at += sample.num_trained
     return {name: tuple(by[turn] for turn in sorted(by)) for name, by in found.items()}

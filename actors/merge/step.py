@@ -1,6 +1,6 @@
-"""One training step's data, from merged groups to what each rank trains on; pure.
+"""One training step's data, from classified groups to what each rank trains on; pure.
 
-Order: `groups` has merged the turns, shaped the rewards and applied the outcome policy; then group
+Order: `groups` has shaped the rewards and applied the outcome policy; then group
 statistics (by group, over trajectories) or GAE, and packing. Invariant: every trajectory that comes
 in leaves with exactly one settlement, and it is `trained` exactly when its tokens are in the batch.
 A group without a signal (equal returns, or one member) has advantage 0. Where nothing else in the
@@ -30,10 +30,8 @@ from actors.merge.credit import (
     trained_advantages,
 )
 from actors.merge.dispositions import Verdict
-from actors.merge.groups import MergedGroup, MergedTrajectory
-from actors.merge.judged import JudgedTrajectory
+from actors.merge.groups import ClassifiedGroup, ClassifiedTrajectory
 from actors.merge.packing import WeightedSample, pack_minibatch, split_trajectories
-from actors.merge.prefix import Merged
 from actors.merge.report import StepReport, StepTallies, report_step
 from actors.merge.settings import StepSettings
 from actors.merge.value_rows import ValuedSample, pack_values
@@ -44,14 +42,14 @@ from actors.value_batch import ValueShard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """shards: one for each rank. settlements, judged: one for each trajectory, in their order.
+    """shards: one for each rank. settlements, classified: one for each trajectory, in their order.
     value_shards: one for each rank where there is a critic.
     """
 
     shards: tuple[RankShard, ...]
     settlements: tuple[Settlement, ...]
     report: StepReport
-    judged: tuple[JudgedTrajectory, ...]
+    classified: tuple[ClassifiedTrajectory, ...]
     value_shards: tuple[ValueShard, ...] = ()
 
 
@@ -64,7 +62,6 @@ class _Member:
     """
 
     trajectory: Trajectory
-    merged: Merged | None
     verdict: Verdict
     shaped_return: float
     credit: Credit | None = None
@@ -76,7 +73,7 @@ class _Member:
 
 
 def build_step(
-    groups: Sequence[MergedGroup],
+    groups: Sequence[ClassifiedGroup],
     settings: StepSettings,
     *,
     step: int,
@@ -85,7 +82,7 @@ def build_step(
 ) -> StepResult:
     """Make the batch of one step.
 
-    Args: groups: as `merge_groups` made them with these settings. step: its number.
+    Args: groups: as `classify_groups` made them with these settings. step: its number.
     trainer_version: the policy version that the trainer holds. scores: of the samples, where the
     settings need a critic's values or a reference's log-probabilities.
     Raises: ValueError when the advantages refuse a group's returns (scale mean, negative ones),
@@ -107,7 +104,6 @@ def build_step(
     verdicts = [member.verdict for member in members]
     tallies = StepTallies(
         trajectories=[member.trajectory for member in members],
-        merged=[member.merged for member in members],
         returns=[member.shaped_return for member in members],
         advantages=[member.credit.mean for member in trained if member.credit is not None],
         evictions=[verdict.reason for verdict in verdicts if verdict.reason is not None],
@@ -119,12 +115,12 @@ def build_step(
         shards=shards,
         settlements=tuple(Settlement(rollout_id=v.rollout_id, reason=v.reason) for v in verdicts),
         report=report_step(tallies, shards),
-        judged=tuple(_handed_out(member) for member in members),
+        classified=tuple(_handed_out(member) for member in members),
         value_shards=_value_shards(trained, settings, step=step) if settings.needs_values else (),
     )
 
 
-def _check_versions(groups: Sequence[MergedGroup], trainer_version: int) -> None:
+def _check_versions(groups: Sequence[ClassifiedGroup], trainer_version: int) -> None:
     for trajectory in (member.trajectory for group in groups for member in group.members):
         versions = trajectory.versions
         if versions is not None and versions[1] > trainer_version:
@@ -135,20 +131,20 @@ def _check_versions(groups: Sequence[MergedGroup], trainer_version: int) -> None
             )
 
 
-def _handed_out(member: _Member) -> JudgedTrajectory:
-    merged, credit = member.merged, member.credit
+def _handed_out(member: _Member) -> ClassifiedTrajectory:
+    trajectory, credit = member.trajectory, member.credit
     advantages: tuple[Float32s, ...] = ()
-    if merged is not None and credit is not None and member.is_trained:
-        advantages = tuple(
-            trained_advantages(credit, member.trajectory, sample) for sample in merged.samples
-        )
-    return JudgedTrajectory(
-        trajectory=member.trajectory, merged=merged, verdict=member.verdict, advantages=advantages
+    if credit is not None and member.is_trained:
+        advantages = tuple(trained_advantages(credit, sample) for sample in trajectory.samples)
+    return ClassifiedTrajectory(
+        trajectory=trajectory, verdict=member.verdict, advantages=advantages
     )
 
 
-def _credit_members(group: MergedGroup, settings: StepSettings, scores: Scores) -> list[_Member]:
-    members = [_member(merged) for merged in group.members]
+def _credit_members(
+    group: ClassifiedGroup, settings: StepSettings, scores: Scores
+) -> list[_Member]:
+    members = [_member(classified) for classified in group.members]
     try:
         in_baseline = {
             index: found
@@ -169,12 +165,11 @@ def _credit_members(group: MergedGroup, settings: StepSettings, scores: Scores) 
     return [_without_signal(member, settings) for member in members]
 
 
-def _member(merged: MergedTrajectory) -> _Member:
-    trajectory, verdict = merged.trajectory, merged.verdict
+def _member(classified: ClassifiedTrajectory) -> _Member:
+    trajectory, verdict = classified.trajectory, classified.verdict
     shaped = verdict.shaped_return
     return _Member(
         trajectory=trajectory,
-        merged=merged.merged,
         verdict=verdict,
         shaped_return=trajectory.episode_return if shaped is None else shaped,
     )
@@ -182,11 +177,10 @@ def _member(merged: MergedTrajectory) -> _Member:
 
 def _candidate(member: _Member, settings: StepSettings, scores: Scores) -> Candidate | None:
     baseline_return = member.verdict.baseline_return
-    if baseline_return is None or member.merged is None:
+    if baseline_return is None:
         return None
     return candidate(
         member.trajectory,
-        member.merged,
         rewards=member.verdict.rewards,
         baseline_return=baseline_return,
         kl=settings.shaping.kl,
@@ -229,7 +223,7 @@ def _count_idle(members: Sequence[_Member]) -> IdleCounts:
     """What would be trained, had the group's returns differed."""
     idle = [m for m in members if m.verdict.reason is EvictionReason.ZERO_VARIANCE]
     return IdleCounts(
-        num_tokens=sum(m.merged.num_trained_tokens for m in idle if m.merged is not None),
+        num_tokens=sum(m.trajectory.num_trained for m in idle),
         num_trajectories=len(idle),
         num_groups=len({m.trajectory.group_id for m in idle}),
     )
@@ -278,7 +272,7 @@ def _size(member: _Member) -> TrajectorySize:
     return TrajectorySize(
         trajectory_id=member.trajectory.trajectory_id,
         group_id=member.trajectory.group_id,
-        num_tokens=member.merged.num_trained_tokens if member.merged is not None else 0,
+        num_tokens=member.trajectory.num_trained,
     )
 
 
@@ -295,11 +289,11 @@ def _value_shards(
 
 def _valued(member: _Member) -> Iterator[ValuedSample]:
     """The samples that hold a trained token, with the targets of their values."""
-    merged, credit = member.merged, member.credit
-    if merged is None or credit is None or credit.bounds is None:
+    credit = member.credit
+    if credit is None or credit.bounds is None:
         return
     assert credit.old_values is not None and credit.value_targets is not None
-    for sample in merged.samples:
+    for sample in member.trajectory.samples:
         if sample.num_trained:
             places = places_of(sample, credit.bounds)
             yield ValuedSample(
@@ -314,11 +308,11 @@ def _weighted(members: Sequence[_Member], weights: Sequence[float]) -> list[Weig
     return [
         WeightedSample(
             sample=sample,
-            advantage=sample_advantage(member.credit, member.trajectory, sample),
+            advantage=sample_advantage(member.credit, sample),
             loss_weight=weight,
         )
         for member, weight in zip(members, weights, strict=True)
-        if member.merged is not None and member.credit is not None
-        for sample in member.merged.samples
+        if member.credit is not None
+        for sample in member.trajectory.samples
         if sample.num_trained
     ]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.batch import Float32s
-from actors.merge.candidates import Candidate, places_of, span_of
+from actors.merge.candidates import Candidate, places_of
 from actors.merge.gae import CriticSettings, TokenAdvantages, end_value, token_advantages
 
 
@@ -26,10 +26,10 @@ def credit_tokens(
     bounds = each.bounds
     old_values = np.empty(int(bounds[-1]), np.float32)
     last_turn, final_value = len(each.trajectory.turns) - 1, 0.0
-    for sample, of_sample in zip(each.merged.samples, values, strict=True):
+    for sample, of_sample in zip(each.trajectory.samples, values, strict=True):
         # The state in which a token was sampled ends with the token before it.
         old_values[places_of(sample, bounds)] = of_sample[np.flatnonzero(sample.mask) - 1]
-        if sample.turns[-1] == last_turn:
+        if sample.turns[-1].index == last_turn:
             final_value = float(of_sample[-1])
     result = token_advantages(
         _rewards(each, bounds),
@@ -53,14 +53,14 @@ def _rewards(each: Candidate, bounds: NDArray[np.int64]) -> NDArray[np.float64]:
     earned. What falls on no trained token comes with the last one before it, or else the first.
     """
     rewards, of_turns = each.token_rewards.copy(), each.rewards.copy()
-    for sample in each.merged.samples:
+    for sample in each.trajectory.samples:
         if sample.token_rewards is None:
             continue
-        for index in sample.turns:
-            span = span_of(each.trajectory, index)
-            earned = sample.token_rewards[span].astype(np.float64)
-            behind = bounds[index] + np.cumsum(sample.mask[span] == 1) - 1
+        mask = sample.mask
+        for turn in sample.turns:
+            earned = sample.token_rewards[turn.tokens].astype(np.float64)
+            behind = bounds[turn.index] + np.cumsum(mask[turn.tokens] == 1) - 1
             np.add.at(rewards, np.maximum(behind, 0), earned)
-            of_turns[index] -= earned.sum()
+            of_turns[turn.index] -= earned.sum()
     np.add.at(rewards, np.maximum(bounds[1:] - 1, 0), of_turns)
     return rewards

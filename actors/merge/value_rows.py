@@ -12,8 +12,8 @@ import numpy as np
 
 from actors.batch import Float32s
 from actors.merge.packing import WeightedSample, filler, pack_row
-from actors.merge.prefix import Sample
 from actors.merge.rows import deal_rows
+from actors.types import Sample
 from actors.value_batch import ValueRow, ValueShard
 
 

@@ -217,7 +217,7 @@ def journal_settings(config: Config, *, directory: Path, epoch: int) -> JournalS
     )
     return JournalSettings(
         directory=directory,
-        epoch=epoch,
+        term=epoch,
         keep_steps=config.run.journal_steps,
         max_policy_age=algorithm.max_policy_age,
         # What is shaped, or weighed over the step, no group's returns alone can tell.

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from actors.merge.payloads import PayloadsLost
+from actors.merge.groups import PayloadsLost
 from actors.merge.report import StepReport
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.failures import FailedGroups

@@ -40,7 +40,7 @@ def step_record(
         packed_tokens=report.num_packed_tokens,
         samples_before=report.merge.samples_before,
         samples_after=report.merge.samples_after,
-        mismatches={kind.value: count for kind, count in report.merge.mismatches.items()},
+        mismatches={kind.value: count for kind, count in report.merge.branches.items()},
         inserted_tokens=report.num_inserted_tokens,
         zero_variance_groups=report.num_zero_variance_groups,
         malformed_rewarded=report.num_malformed_rewarded,

@@ -9,13 +9,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds.trajectory_builders import ids, linear_turns, make_trajectory, make_turn
+from worlds.trajectory_builders import (
+    ids,
+    linear_turns,
+    make_trajectory,
+    make_turn,
+    replayed,
+    whole_turns,
+)
 
+from actors.expert_records import ModelShape
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.candidates import SampleScores, Scores, candidate
 from actors.merge.gae import CriticSettings, Truncation
-from actors.merge.groups import TrajectoryGroup, merge_groups
-from actors.merge.prefix import merge_turns
+from actors.merge.groups import TrajectoryGroup, classify_groups
 from actors.merge.settings import StepSettings
 from actors.merge.shaping import KlEstimate, KlInReward, ReturnRange, ShapingSettings
 from actors.merge.step import StepResult, build_step
@@ -46,11 +53,11 @@ def group_of(*trajectories: Trajectory) -> TrajectoryGroup:
 
 def cut(trajectory: Trajectory, pieces: list[int]) -> Trajectory:
     """The same turns, but turn t begins a new sample wherever its piece has not been met yet."""
-    turns = tuple(
+    turns = [
         replace(turn, prompt_token_ids=np.concatenate([ids([1000 + piece]), turn.prompt_token_ids]))
-        for turn, piece in zip(trajectory.turns, pieces, strict=True)
-    )
-    return replace(trajectory, turns=turns)
+        for turn, piece in zip(whole_turns(trajectory), pieces, strict=True)
+    ]
+    return replayed(trajectory, turns)
 
 
 def scored(*groups: TrajectoryGroup) -> Scores:
@@ -61,7 +68,7 @@ def scored(*groups: TrajectoryGroup) -> Scores:
                 reference_logprobs=sample.logprobs * 2,
                 values=np.append(sample.logprobs[1:], np.float32(0.8)) / 2,
             )
-            for sample in merge_turns(trajectory).samples
+            for sample in trajectory.samples
         )
         for group in groups
         for trajectory in group.trajectories
@@ -71,7 +78,7 @@ def scored(*groups: TrajectoryGroup) -> Scores:
 def build(*groups: TrajectoryGroup, scores: Scores | None = None, **fields: Any) -> StepResult:
     found = scored(*groups) if scores is None else scores
     settings = StepSettings(**fields)
-    merged = merge_groups(groups, settings)
+    merged = classify_groups(groups, settings)
     return build_step(merged, settings, step=0, trainer_version=0, scores=found)
 
 
@@ -98,7 +105,7 @@ def weights(result: StepResult) -> dict[float, float]:
 def of_turns(result: StepResult, trajectory: Trajectory) -> list[float]:
     """The advantage of each turn, the same for all its tokens."""
     found = advantages(result)
-    by_turn = [{found[float(x)] for x in turn.logprobs} for turn in trajectory.turns]
+    by_turn = [{found[float(x)] for x in turn.logprobs} for turn in whole_turns(trajectory)]
     assert all(len(values) == 1 for values in by_turn)
     return [values.pop() for values in by_turn]
 
@@ -164,7 +171,9 @@ def test_the_kl_penalty_lowers_what_statistics_and_report_see() -> None:
     group = group_of(play(0, [1.0]), play(1, [0.0]))
     first, second = group.trajectories
     # k1 with log p_ref = 2 log p: each token adds beta log p, a negative number.
-    returns = [t.episode_return + 0.5 * float(t.turns[0].logprobs.sum()) for t in (first, second)]
+    returns = [
+        t.episode_return + 0.5 * float(whole_turns(t)[0].logprobs.sum()) for t in (first, second)
+    ]
     result = build(group, shaping=KL, scale=Scale.NONE)
     expected = (returns[0] - returns[1]) / 2
     assert of_turns(result, first) == pytest.approx([expected], rel=1e-5)
@@ -183,11 +192,10 @@ def test_the_kl_of_each_token_is_charged_in_the_order_of_play_however_turns_bran
             make_turn([1, 9], [6, 6], logprobs=[-7, -8]),
         ]
     )
-    merged = merge_turns(trajectory)
-    assert [sample.turns for sample in merged.samples] == [(0, 2), (1, 3), (4,)]
+    turns = [[turn.index for turn in sample.turns] for sample in trajectory.samples]
+    assert turns == [[0, 2], [1, 3], [4]]
     found = candidate(
         trajectory,
-        merged,
         rewards=np.zeros(5),
         baseline_return=1.0,
         kl=KL.kl,
@@ -287,14 +295,17 @@ def small() -> TrajectoryGroup:
 
 def test_a_group_whose_baseline_shrank_below_the_minimum_is_not_trained() -> None:
     first, second, third = (play(member, [float(member)]) for member in range(3))
-    broken = replace(third, turns=(make_turn([1], [2, 3], logprobs=[-1]),))
+    broken = replayed(third, [make_turn([1], [2, 500])])
     group = group_of(first, second, broken)
-    assert [s.reason for s in build(group, scores={}, min_group_size=2).settlements] == [
+    shape = ModelShape(vocab_size=500)
+    assert [
+        s.reason for s in build(group, scores={}, min_group_size=2, shape=shape).settlements
+    ] == [
         None,
         None,
         EvictionReason.TOKEN_MISALIGNED,
     ]
-    result = build(group, scores={}, min_group_size=3)
+    result = build(group, scores={}, min_group_size=3, shape=shape)
     too_small = EvictionReason.GROUP_TOO_SMALL
     assert [s.reason for s in result.settlements] == [
         too_small,
@@ -325,7 +336,9 @@ def test_what_is_trained_without_a_signal_keeps_advantage_zero_when_normalised()
     solved = group_of(play(0, [1.0], number=1), play(1, [1.0], number=1))
     way = {"normalises": True, "scale": Scale.NONE, "trains_without_signal": True}
     found = advantages(build(differing, solved, **way))
-    assert {found[float(x)] for t in solved.trajectories for x in t.turns[0].logprobs} == {0.0}
+    assert {found[float(x)] for t in solved.trajectories for x in whole_turns(t)[0].logprobs} == {
+        0.0
+    }
     alone = advantages(build(differing, **way))
     assert {key: found[key] for key in alone} == alone
 

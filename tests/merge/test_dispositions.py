@@ -7,17 +7,20 @@ from collections.abc import Mapping
 import pytest
 from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn
 
+from actors.expert_records import ModelShape
 from actors.merge.dispositions import Verdict, judge
-from actors.merge.prefix import find_misalignment, merge_turns
+from actors.merge.misalignment import find_misfit
 from actors.merge.shaping import ReturnRange, ShapingSettings
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Trajectory
 
+VOCABULARY = 500
+
 
 def decide(trajectory: Trajectory, policies: Mapping[str, OutcomePolicy] | None = None) -> Verdict:
-    merged = merge_turns(trajectory) if find_misalignment(trajectory) is None else None
-    return judge(trajectory, merged, policies=policies or {})
+    misfit = find_misfit(trajectory, shape=ModelShape(vocab_size=VOCABULARY))
+    return judge(trajectory, misfit=misfit, policies=policies or {})
 
 
 def ended(outcome: Outcome, *, reward: float = 1.0) -> Trajectory:
@@ -100,10 +103,10 @@ def test_a_penalty_belongs_to_one_disposition(disposition: Disposition, penalty:
 def test_shaping_comes_before_the_outcomes_rule() -> None:
     shaping = ShapingSettings(clip=ReturnRange(low=-1.0, high=0.5))
     trajectory = ended(Outcome.MAX_TURNS, reward=-3.0)
-    verdict = judge(trajectory, merge_turns(trajectory), policies={}, shaping=shaping)
+    verdict = judge(trajectory, policies={}, shaping=shaping)
     assert (verdict.baseline_return, verdict.shaped_return) == (-1.0, -1.0)
     malformed = ended(Outcome.MALFORMED_TOOL_CALL)
-    verdict = judge(malformed, merge_turns(malformed), policies={}, shaping=shaping)
+    verdict = judge(malformed, policies={}, shaping=shaping)
     assert (verdict.baseline_return, verdict.shaped_return) == (0.0, 0.5)
     assert verdict.is_malformed_rewarded and verdict.rewards.tolist() == [0.0, 0.0]
 
@@ -116,7 +119,7 @@ def test_a_malformed_trajectory_with_a_positive_reward_is_an_alarm() -> None:
 
 def test_what_cannot_be_trained_leaves_under_a_reason_of_its_own() -> None:
     nan = float("nan")
-    misaligned = decide(make_trajectory([make_turn([1], [2, 3], logprobs=[-1])]))
+    misaligned = decide(make_trajectory([make_turn([1], [2, VOCABULARY])]))
     assert (misaligned.baseline_return, misaligned.reason) == (
         None,
         EvictionReason.TOKEN_MISALIGNED,

@@ -13,8 +13,7 @@ from worlds.trajectory_builders import linear_turns, make_trajectory, random_tur
 from actors.batch import MicroBatch
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.credit import Scores
-from actors.merge.groups import TrajectoryGroup, merge_groups
-from actors.merge.prefix import merge_turns
+from actors.merge.groups import TrajectoryGroup, classify_groups
 from actors.merge.scoring import ScorePlan, plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.step import build_step
@@ -57,7 +56,7 @@ def answers(plan: ScorePlan) -> list[list[RowScores]]:
 
 def plan_for(groups: list[TrajectoryGroup], **fields: int) -> ScorePlan:
     settings = StepSettings(**fields)  # type: ignore[arg-type]
-    return plan_scores(merge_groups(groups, settings), settings, step=0, trainer_version=0)
+    return plan_scores(classify_groups(groups, settings), settings, step=0, trainer_version=0)
 
 
 def score(groups: list[TrajectoryGroup], **fields: int) -> Scores:
@@ -76,10 +75,9 @@ def test_every_sample_gets_its_own_scores_back_however_rows_are_packed(
     assert len({len(of_rank) for of_rank in rows}) == 1
     scores = read_scores(plan, answers(plan))
     for trajectory in (t for group in groups for t in group.trajectories):
-        merged = merge_turns(trajectory)
         found = scores.get(trajectory.trajectory_id, ())
-        assert len(found) == len(merged.samples)
-        for sample, scored in zip(merged.samples, found, strict=True):
+        assert len(found) == len(trajectory.samples)
+        for sample, scored in zip(trajectory.samples, found, strict=True):
             places = np.arange(sample.num_tokens) / 64
             np.testing.assert_allclose(scored.values, sample.token_ids + places, rtol=1e-6)
             np.testing.assert_array_equal(scored.reference_logprobs, sample.logprobs * 2)
@@ -97,7 +95,7 @@ def test_only_what_is_in_a_baseline_is_scored() -> None:
 def test_a_step_of_a_critic_is_built_with_the_scores_that_come_back() -> None:
     group = make_group([1.0, 0.0])
     wanted = StepSettings(baseline=Baseline.CRITIC, scale=Scale.NONE)
-    merged = merge_groups([group], wanted)
+    merged = classify_groups([group], wanted)
     result = build_step(merged, wanted, step=0, trainer_version=0, scores=score([group]))
     assert result.report.num_trained_tokens == 24
 

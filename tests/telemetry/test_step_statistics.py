@@ -62,7 +62,7 @@ REPORT = StepReport(
     step=0, trainer_version=0, num_groups=1, num_zero_variance_groups=0, num_trajectories=2,
     outcomes={}, evictions={}, num_malformed_rewarded=0,
     merge=MergeReport(
-        samples_before=2, samples_after=1, mismatches={}, num_saved_tokens=0, num_masked_tokens=0
+        samples_before=2, samples_after=1, branches={}, num_saved_tokens=0, num_masked_tokens=0
     ),
     returns=Spread(mean=0.5, std=0.25, min=-0.75, max=1.25), scaled_return_mean=None,
     advantages=Spread(mean=0.12, std=0.8, min=-1.1, max=1.7), policy_age_max=0, policy_age_mean=0.0,

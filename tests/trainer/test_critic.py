@@ -13,7 +13,7 @@ from worlds.critic_world import update_twice
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
 from actors.merge.advantages import Baseline, Scale
-from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.groups import TrajectoryGroup, classify_groups
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.step import StepResult, build_step
@@ -41,7 +41,7 @@ def make_critic(model: str, mesh: DeviceMesh, **fields: float | None) -> Critic:
 
 def build_with_values_of_zero(num_ranks: int) -> StepResult:
     settings = replace(STEP, num_ranks=num_ranks)
-    plan = plan_scores(merge_groups([GROUP], settings), settings, step=0, trainer_version=0)
+    plan = plan_scores(classify_groups([GROUP], settings), settings, step=0, trainer_version=0)
     answers = [
         [
             RowScores(values=np.zeros(row.num_tokens, np.float32))
@@ -51,17 +51,19 @@ def build_with_values_of_zero(num_ranks: int) -> StepResult:
     ]
     scores = read_scores(plan, answers)
     return build_step(
-        merge_groups([GROUP], settings), settings, step=0, trainer_version=0, scores=scores
+        classify_groups([GROUP], settings), settings, step=0, trainer_version=0, scores=scores
     )
 
 
 def build(critic: Critic) -> StepResult:
     """A whole step: rows out, values back, advantages and the critic's own batch."""
-    plan = plan_scores(merge_groups([GROUP], STEP), STEP, step=0, trainer_version=0)
+    plan = plan_scores(classify_groups([GROUP], STEP), STEP, step=0, trainer_version=0)
     values = [critic.score(shard.minibatches[0].micro_batches) for shard in plan.shards]
     answers = [[RowScores(values=row) for row in of_rank] for of_rank in values]
     scores = read_scores(plan, answers)
-    return build_step(merge_groups([GROUP], STEP), STEP, step=0, trainer_version=0, scores=scores)
+    return build_step(
+        classify_groups([GROUP], STEP), STEP, step=0, trainer_version=0, scores=scores
+    )
 
 
 def test_a_new_critic_makes_the_advantages_the_returns_to_go(model: str, mesh: DeviceMesh) -> None:
@@ -91,14 +93,14 @@ def test_rows_are_only_a_way_of_cutting(model: str, mesh: DeviceMesh) -> None:
     shard = build(apart).value_shards[0]
     wide = replace(STEP, tokens_per_micro_batch=4096)
     scores = read_scores(
-        plan := plan_scores(merge_groups([GROUP], wide), wide, step=0, trainer_version=0),
+        plan := plan_scores(classify_groups([GROUP], wide), wide, step=0, trainer_version=0),
         [
             [RowScores(values=v) for v in together.score(shard.minibatches[0].micro_batches)]
             for shard in plan.shards
         ],
     )
     whole = build_step(
-        merge_groups([GROUP], wide), wide, step=0, trainer_version=0, scores=scores
+        classify_groups([GROUP], wide), wide, step=0, trainer_version=0, scores=scores
     ).value_shards[0]
     assert (len(shard.rows), len(whole.rows)) == (3, 1)
     left, right = apart.update(shard), together.update(whole)

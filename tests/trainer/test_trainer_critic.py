@@ -14,7 +14,7 @@ from worlds.trajectory_builders import linear_turns, make_trajectory
 
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.credit import Scores
-from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.groups import TrajectoryGroup, classify_groups
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.shaping import KlEstimate, KlInReward, ShapingSettings
@@ -64,7 +64,7 @@ def play(world: World, *, version: int) -> Step:
         tokens_per_micro_batch=64,
         shaping=ShapingSettings(kl=KL),
     )
-    merged = merge_groups([GROUP], merging)
+    merged = classify_groups([GROUP], merging)
     plan = plan_scores(merged, merging, step=version, trainer_version=version)
     answers = world.call_each("score_rows", [{"shard": shard} for shard in plan.shards])
     scores = read_scores(plan, answers)
@@ -91,7 +91,7 @@ def test_a_new_critic_knows_nothing_and_the_reference_is_the_model_as_it_began(
     first, second = (play(one_rank, version=version) for version in range(2))
     assert not values_of(first).any() and values_of(second).any()
     np.testing.assert_array_equal(reference_of(first), reference_of(second))
-    (sample,) = merge_groups([GROUP], StepSettings())[0].members[0].merged.samples  # type: ignore[union-attr]
+    (sample,) = classify_groups([GROUP], StepSettings())[0].members[0].trajectory.samples
     causal_lm = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
     expected = obvious_logprobs(causal_lm, sample.token_ids).detach().numpy()
     trained = sample.mask[1:] == 1
@@ -107,8 +107,8 @@ def test_what_kl_takes_is_in_the_returns_that_the_critic_learns(
 ) -> None:
     step = play(one_rank.start(settings), version=0)
     charged = 0.0
-    for member in merge_groups([GROUP], StepSettings())[0].members:
-        (sample,) = member.merged.samples  # type: ignore[union-attr]
+    for member in classify_groups([GROUP], StepSettings())[0].members:
+        (sample,) = member.trajectory.samples
         (scored,) = step.scores[sample.trajectory_id]
         delta = sample.logprobs - scored.reference_logprobs
         charged += 0.1 * float(delta[sample.mask == 1].astype(np.float64).sum())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.environment.tasks import GeneratedTasks
-from actors.merge.payloads import PayloadsLost
+from actors.merge.groups import PayloadsLost
 from actors.merge.report import MergeReport, StepReport
 from actors.trainer.statistics import PhaseSeconds, StepStats
 from actors.trajectory_queue.failures import FailedGroups
@@ -52,7 +52,7 @@ def stats(step: int, *, num_skipped: int = 0) -> StepStats:
 
 def report(step: int, *, scaled_return: float | None = None) -> StepReport:
     merge = MergeReport(
-        samples_before=2, samples_after=1, mismatches={}, num_saved_tokens=0, num_masked_tokens=0
+        samples_before=2, samples_after=1, branches={}, num_saved_tokens=0, num_masked_tokens=0
     )
     return StepReport(
         step=step, trainer_version=step, num_groups=1, num_zero_variance_groups=0,
