@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +23,6 @@ from actors.merge.branches import branch_reason, common_prefix
 from actors.types import (
     NO_VERSION,
     BranchReason,
-    FinishReason,
     LogProbs,
     Sample,
     TokenIds,
@@ -31,19 +32,11 @@ from actors.types import (
 )
 
 
-@dataclass(slots=True)
-class _Recorded:
-    """A turn without its prompt. start: where its sampled tokens begin in the sample."""
+class _Recorded(NamedTuple):
+    """What was recorded of a turn's sampled tokens, as in `Turn`."""
 
-    index: int
-    start: int
-    num_sampled: int
     logprobs: LogProbs
     version_spans: tuple[VersionSpan, ...]
-    finish_reason: FinishReason
-    reward: float
-    reward_components: Mapping[str, float]
-    is_malformed: bool
     token_rewards: NDArray[np.float32] | None
     expert_indices: ExpertIndices | None
 
@@ -59,7 +52,8 @@ class _OpenSample:
     sampled: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     length: int = 0
     last_id: int = -1
-    turns: list[_Recorded] = field(default_factory=list)
+    turns: list[TurnSpan] = field(default_factory=list)
+    recorded: list[_Recorded] = field(default_factory=list)
 
     def id_at(self, position: int) -> int:
         num_prompt = self.prompt.shape[0]
@@ -86,7 +80,7 @@ class _OpenSample:
 
     def regions(self) -> NDArray[np.int32]:
         """[T] int32: the first prompt is 0, each action odd, each observation even."""
-        borders = [0, *(each for t in self.turns for each in (t.start, t.start + t.num_sampled))]
+        borders = [0, *(each for turn in self.turns for each in (turn.start, turn.end))]
         lengths = np.diff(borders)
         return np.repeat(np.arange(lengths.shape[0], dtype=np.int32), lengths)
 
@@ -125,13 +119,15 @@ class SampleBuilder:
     def score(self, *, reward: float, components: Mapping[str, float], is_malformed: bool) -> None:
         """Say what the environment gave for the last turn."""
         assert self._newest is not None, "a score before the first turn"
-        last = self._newest.turns[-1]
-        last.reward, last.reward_components, last.is_malformed = reward, components, is_malformed
+        turns = self._newest.turns
+        turns[-1] = msgspec.structs.replace(
+            turns[-1], reward=reward, reward_components=components, is_malformed=is_malformed
+        )
 
     def samples(self) -> tuple[Sample, ...]:
         """The samples of all turns so far, in the order in which they began."""
         has_rewards = any(
-            turn.token_rewards is not None for sample in self._open for turn in sample.turns
+            each.token_rewards is not None for sample in self._open for each in sample.recorded
         )
         return tuple(self._sample(sample, has_rewards=has_rewards) for sample in self._open)
 
@@ -142,19 +138,18 @@ class SampleBuilder:
         sample.prompt, sample.sampled, sample.length = prompt, sampled, start + num_sampled
         sample.last_id = int(sampled[-1] if num_sampled else prompt[-1])
         sample.turns.append(
-            _Recorded(
-                self._num_turns,
-                start,
-                num_sampled,
-                turn.logprobs,
-                turn.version_spans,
-                turn.finish_reason,
-                turn.reward,
-                turn.reward_components,
-                turn.is_malformed,
-                turn.token_rewards,
-                turn.expert_indices,
+            TurnSpan(
+                index=self._num_turns,
+                start=start,
+                end=start + num_sampled,
+                finish_reason=turn.finish_reason,
+                reward=turn.reward,
+                reward_components=turn.reward_components,
+                is_malformed=turn.is_malformed,
             )
+        )
+        sample.recorded.append(
+            _Recorded(turn.logprobs, turn.version_spans, turn.token_rewards, turn.expert_indices)
         )
         self._num_turns += 1
         self._newest = sample
@@ -193,60 +188,45 @@ class SampleBuilder:
         logprobs = np.zeros(sample.length, np.float32)
         versions = np.full(sample.length, NO_VERSION, np.int32)
         rewards = np.zeros(sample.length, np.float32) if has_rewards else None
-        for turn in sample.turns:
-            start, end = turn.start, turn.start + turn.num_sampled
-            logprobs[start:end] = turn.logprobs
-            for span in turn.version_spans:
+        for turn, recorded in zip(sample.turns, sample.recorded, strict=True):
+            start, end = turn.start, turn.end
+            logprobs[start:end] = recorded.logprobs
+            for span in recorded.version_spans:
                 versions[start + span.start : start + span.end] = span.version
-            if rewards is not None and turn.token_rewards is not None:
-                rewards[start:end] = turn.token_rewards
-            elif rewards is not None and turn.num_sampled:
+            if rewards is not None and recorded.token_rewards is not None:
+                rewards[start:end] = recorded.token_rewards
+            elif rewards is not None and end > start:
                 rewards[end - 1] = turn.reward
-        is_unusable = ~np.isfinite(logprobs)
-        if is_unusable.any():
-            logprobs[is_unusable] = 0
-            versions[is_unusable] = NO_VERSION
+        is_usable = np.isfinite(logprobs)
+        if not is_usable.all():
+            logprobs[~is_usable] = 0
+            versions[~is_usable] = NO_VERSION
         return Sample(
             trajectory_id=self._trajectory_id,
-            turns=tuple([_span(turn) for turn in sample.turns]),
+            turns=tuple(sample.turns),
             token_ids=token_ids,
             logprobs=logprobs,
             versions=versions,
             token_rewards=rewards,
-            experts=_experts(sample.turns),
+            experts=_experts(sample),
             parent=sample.parent,
             num_shared=sample.num_shared,
             branch_reason=sample.reason,
         )
 
 
-def _span(turn: _Recorded) -> TurnSpan:
-    return TurnSpan(
-        index=turn.index,
-        start=turn.start,
-        end=turn.start + turn.num_sampled,
-        finish_reason=turn.finish_reason,
-        reward=turn.reward,
-        reward_components=turn.reward_components,
-        is_malformed=turn.is_malformed,
-    )
-
-
-def _experts(turns: list[_Recorded]) -> ExpertRecords | None:
+def _experts(sample: _OpenSample) -> ExpertRecords | None:
     """The recorded routing of a sample's tokens, each at its own position."""
-    recorded = [
-        (np.arange(turn.start, turn.start + len(turn.expert_indices), dtype=np.int32), turn)
-        for turn in turns
-        if turn.expert_indices is not None and len(turn.expert_indices)
-    ]
-    if not recorded:
+    positions: list[NDArray[np.int32]] = []
+    indices: list[ExpertIndices] = []
+    for turn, recorded in zip(sample.turns, sample.recorded, strict=True):
+        chosen = recorded.expert_indices
+        if chosen is not None and len(chosen):
+            positions.append(np.arange(turn.start, turn.start + len(chosen), dtype=np.int32))
+            indices.append(chosen)
+    if not indices:
         return None
-    return ExpertRecords(
-        positions=np.concatenate([positions for positions, _ in recorded]),
-        indices=np.concatenate(
-            [t.expert_indices for _, t in recorded if t.expert_indices is not None]
-        ),
-    )
+    return ExpertRecords(positions=np.concatenate(positions), indices=np.concatenate(indices))
 
 
 def build_samples(turns: Iterable[Turn], *, trajectory_id: str) -> tuple[Sample, ...]:

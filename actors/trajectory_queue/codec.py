@@ -41,7 +41,7 @@ def encode(trajectories: Sequence[Trajectory]) -> TrajectoryBlock:
     """Lay trajectories out; row i of the block is trajectories[i]."""
     offsets, data = [0], bytearray()
     for trajectory in trajectories:
-        data += to_bytes(without_shared(trajectory))
+        _encoder.encode_into(without_shared(trajectory), data, len(data))
         offsets.append(len(data))
     return TrajectoryBlock(data=np.frombuffer(data, np.uint8), offsets=tuple(offsets))
 
@@ -95,9 +95,9 @@ def _joined(own: Sample, parent: Sample) -> Sample:
     )
 
 
-def _from_array(value: Any) -> tuple[str, tuple[int, ...], bytes]:
+def _from_array(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
     if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).data
     raise TypeError(f"codec: a {type(value).__name__} in a trajectory, expected plain values")
 
 
