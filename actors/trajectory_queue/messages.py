@@ -45,7 +45,7 @@ class StepGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
-    """P closed groups. blocks: references to TrajectoryColumns, each once."""
+    """P closed groups. blocks: references to TrajectoryBlock, each once."""
 
     step: int
     groups: tuple[StepGroup, ...]

@@ -262,7 +262,7 @@ class Epoch:
             return None
         return JournalSettings(
             directory=self._places.journal,
-            epoch=self._lease.epoch,
+            term=self._lease.epoch,
             keep_steps=config.run.journal_steps,
             max_policy_age=config.algorithm.max_policy_age,
             group_rule=config.group_rule,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from actors.algorithm import AlgorithmSettings
 from actors.merge.actor import BuiltStep
-from actors.merge.payloads import PayloadsLost
+from actors.merge.groups import PayloadsLost
 from actors.merge.report import StepReport
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.failures import FailedGroups

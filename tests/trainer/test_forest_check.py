@@ -11,7 +11,6 @@ from worlds.trajectory_builders import ids, make_trajectory, make_turn
 from actors.batch import MicroBatch, Minibatch, RankShard
 from actors.expert_records import ModelShape
 from actors.merge.packing import WeightedSample, pack_row
-from actors.merge.prefix import merge_turns
 from actors.trainer.shard_check import ShardRefused, check_shard
 
 
@@ -22,7 +21,7 @@ def make_row() -> MicroBatch:
         make_trajectory([make_turn([1, 2], answer)], rollout_id=f"g000000.0-{number}")
         for number, answer in enumerate(answers)
     ]
-    samples = [merge_turns(trajectory).samples[0] for trajectory in trajectories]
+    samples = [trajectory.samples[0] for trajectory in trajectories]
     return pack_row([WeightedSample(sample=s, advantage=1.0, loss_weight=0.25) for s in samples])
 
 
