@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ExpertIndices = NDArray[np.uint8] | NDArray[np.int16]
+# uint8 or int16.
+ExpertIndices = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

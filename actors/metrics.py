@@ -17,10 +17,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from actors.merge.mismatch import MismatchKind
 from actors.statistics import STATISTICS
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
-from actors.types import Outcome
+from actors.types import BranchReason, Outcome
 
 AGE_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -250,7 +249,7 @@ class StepMetrics:
             "Turns that extended no open sample, by kind of divergence.",
             "kind",
         )
-        for kind in MismatchKind:
+        for kind in BranchReason:
             self.mismatches.labels(kind=kind.value)
 
 

@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from actors.expert_records import ExpertIndices
-from actors.types import FinishReason, LogProbs, Outcome, TokenIds, VersionSpan
+from actors.merge.misalignment import find_misalignment
+from actors.types import FinishReason, LogProbs, Outcome, TokenIds, Turn, VersionSpan
 
 
 class PolicyUnavailable(Exception):
@@ -80,33 +81,33 @@ class UnusableReply(Exception):
         self.outcome = outcome
 
 
-def check_reply(reply: GenerateReply) -> GenerateReply:
-    """Give the reply with its arrays as int32 and float32.
+def check_reply(prompt: TokenIds, reply: GenerateReply) -> Turn:
+    """Make the turn of a prompt that was sent and the reply that came back.
 
-    Raises: UnusableReply for no sampled token (empty); for lengths that differ, a negative id, a
-    log-probability that is not finite, or version spans that do not cover the tokens (misaligned).
+    Raises: UnusableReply for no sampled token (empty); for what `find_misalignment` finds, or a
+    log-probability that is not finite (misaligned).
     """
     token_ids = np.asarray(reply.token_ids, dtype=np.int32)
     logprobs = np.asarray(reply.logprobs, dtype=np.float32)
     if token_ids.shape == (0,) and logprobs.shape == (0,):
         raise UnusableReply(Outcome.EMPTY, f"no sampled token, finish reason {reply.finish_reason}")
-    if token_ids.ndim != 1 or logprobs.shape != token_ids.shape:
-        problem = f"{logprobs.size} log-probabilities for {token_ids.size} sampled tokens"
-    elif token_ids.min() < 0:
-        problem = "a sampled token id is negative"
-    elif not np.isfinite(logprobs).all():
-        problem = "a log-probability is not finite"
-    elif not _covers(reply.version_spans, token_ids.shape[0]):
-        problem = "the version spans do not cover the sampled tokens"
-    else:
-        return replace(reply, token_ids=token_ids, logprobs=logprobs)
-    raise UnusableReply(Outcome.TOKEN_MISALIGNED, problem)
-
-
-def _covers(spans: tuple[VersionSpan, ...], num_tokens: int) -> bool:
-    position = 0
-    for span in spans:
-        if span.start != position or span.end <= span.start:
-            return False
-        position = span.end
-    return position == num_tokens
+    if token_ids.ndim != 1 or logprobs.ndim != 1:
+        raise UnusableReply(
+            Outcome.TOKEN_MISALIGNED,
+            f"ids of shape {token_ids.shape} and log-probabilities of shape {logprobs.shape}, "
+            "expected one row of each",
+        )
+    turn = Turn(
+        prompt_token_ids=prompt,
+        sampled_token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=reply.finish_reason,
+        version_spans=reply.version_spans,
+        expert_indices=reply.expert_indices,
+    )
+    problem = find_misalignment(turn)
+    if problem is None and not np.isfinite(logprobs).all():
+        problem = "a log-probability is not finite; look at the engine's logits"
+    if problem is not None:
+        raise UnusableReply(Outcome.TOKEN_MISALIGNED, problem)
+    return turn

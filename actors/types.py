@@ -1,4 +1,4 @@
-"""The vocabulary that every room shares: turns, trajectories, rollouts, groups.
+"""The vocabulary that every package shares: turns, samples, trajectories, rollouts.
 
 Plain frozen values; no Ray, no torch. Token ids are the source of truth: a trajectory holds what
 was sent to the engine and what came back, never text. Words and rules follow docs/semantics.md.
@@ -7,18 +7,21 @@ was sent to the engine and what came back, never text. Words and rules follow do
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.expert_records import ExpertIndices
-from actors.lineage import Lineage
+from actors.expert_records import ExpertIndices, ExpertRecords
 
 TokenIds = NDArray[np.int32]
 LogProbs = NDArray[np.float32]
+# In a sample's versions: the token is not trained.
+NO_VERSION = -1
 
 
 class FinishReason(StrEnum):
@@ -61,39 +64,45 @@ class VersionSpan:
     end: int
 
 
+class BranchReason(StrEnum):
+    """What changed between a sample and the prompt that should have extended it."""
+
+    RETOKENISED = "retokenised"
+    TEMPLATE = "template"
+    HISTORY_REWRITTEN = "history_rewritten"
+    TOOLS_CHANGED = "tools_changed"
+
+
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _EXPERT_TYPES = (np.dtype(np.uint8), np.dtype(np.int16))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One model call.
+    """One model call with its whole prompt, as it is recorded. Merging makes samples of turns.
 
-    prompt_token_ids: [P] int32, exactly the ids sent to the engine.
-    sampled_token_ids: [A] int32, exactly the ids that came back, stop token included.
-    logprobs: [A] float32, nats, of the behaviour policy (processed: temperature applied).
-    version_spans: contiguous, covering [0, A).
-    reward: of this turn, with its named components (their sum is not required to be the reward).
-    token_rewards: [A] float32, what each sampled token earned, their sum is the reward; None: not
-    recorded. expert_indices: [R, L, K] uint8 or int16, the K experts that each of L routed layers
-    chose in the forward passes that processed the first R <= A sampled tokens (an engine does not
-    process the last one); None: not recorded.
-    Raises: ValueError for a column of another type or of more dimensions, or one that is not in one
-    piece of memory: what merges and stores turns joins their bytes. Whether their lengths and
-    numbers fit together is asked later (`actors.merge.misalignment`), so that a turn that does not
-    can be shown.
+    Raises: ValueError for a column of another type or of more dimensions. Whether lengths and
+    numbers fit together is the question of `actors.merge.misalignment`.
     """
 
     prompt_token_ids: TokenIds
+    """[P] int32, exactly the ids sent to the engine."""
     sampled_token_ids: TokenIds
+    """[A] int32, exactly the ids that came back, stop token included."""
     logprobs: LogProbs
+    """[A] float32, nats, of the behaviour policy (processed: temperature applied)."""
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
+    """Contiguous, covering [0, A)."""
     reward: float = 0.0
     reward_components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward; their sum is not required to be the reward."""
     is_malformed: bool = False
     token_rewards: NDArray[np.float32] | None = None
+    """[A] float32, what each sampled token earned, their sum is the reward. None: not recorded."""
     expert_indices: ExpertIndices | None = None
+    """[R, L, K] uint8 or int16, the K experts that each of L routed layers chose in the forward
+    passes that processed the first R <= A sampled tokens. None: not recorded."""
 
     def __post_init__(self) -> None:
         _check_column("prompt_token_ids", self.prompt_token_ids, _INT32)
@@ -114,13 +123,92 @@ class Turn:
 
 
 def _check_column(name: str, column: NDArray[Any], wanted: np.dtype[Any]) -> None:
-    if column.dtype == wanted and column.ndim == 1 and column.flags.c_contiguous:
-        return
-    lies = "" if column.flags.c_contiguous else ", not in one piece of memory"
-    raise ValueError(
-        f"turn: {name} of type {column.dtype} and shape {column.shape}{lies}, expected one row of "
-        f"{wanted}; convert it where it is recorded, with np.ascontiguousarray(values, {wanted})"
-    )
+    if column.dtype != wanted or column.ndim != 1:
+        raise ValueError(
+            f"turn: {name} of type {column.dtype} and shape {column.shape}, expected one row of "
+            f"{wanted}; convert it where it is recorded, with np.asarray(values, {wanted})"
+        )
+
+
+class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn in the sample that holds it: its prompt is the sample's ids before `start`.
+
+    A Struct, which is made six times faster than a frozen dataclass: there is one for every turn,
+    and again wherever a trajectory is read.
+    """
+
+    index: int
+    """Of the turn in its trajectory: 0, 1, ... in the order of play."""
+    start: int
+    end: int
+    """Its sampled tokens are the sample's tokens [start, end)."""
+    finish_reason: FinishReason
+    reward: float = 0.0
+    reward_components: Mapping[str, float] = msgspec.field(default_factory=dict)
+    is_malformed: bool = False
+
+    @property
+    def num_sampled(self) -> int:
+        return self.end - self.start
+
+    @property
+    def tokens(self) -> slice:
+        """Its sampled tokens, as an index into the sample's columns."""
+        return slice(self.start, self.end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One row of training data: turns that each extend the one before. Its arrays are read-only.
+
+    Example: prompts [10,20,30] and [10,20,30,40,50,60,70], actions [40,50] and [80,90] give the ids
+    [10,20,30,40,50,60,70,80,90] with the mask [0,0,0,1,1,0,0,1,1].
+    """
+
+    trajectory_id: str
+    turns: tuple[TurnSpan, ...]
+    """At least one, in the order of play."""
+    token_ids: TokenIds
+    """[T] int32."""
+    logprobs: LogProbs
+    """[T] float32, nats, of the behaviour policy; 0 where the mask is 0."""
+    versions: NDArray[np.int32]
+    """[T] int32, the policy version that sampled each trained token; NO_VERSION elsewhere."""
+    token_rewards: NDArray[np.float32] | None = None
+    """[T] float32, 0 where nothing was sampled. None: no turn of the trajectory recorded any. A
+    turn that recorded none beside others that did has its reward on its last token."""
+    experts: ExpertRecords | None = None
+    """Recorded routing, each record at the position of the token whose forward pass it is of, also
+    where the mask is 0. None: there is none."""
+    parent: int | None = None
+    """Number of the earlier sample that its first prompt shares most with. None: it shares nothing,
+    or is the first."""
+    num_shared: int = 0
+    """How many tokens it shares with its parent, from the start: where it branched off."""
+    branch_reason: BranchReason | None = None
+    """Why its first turn extended no sample. None: it is the first."""
+
+    @property
+    def mask(self) -> NDArray[np.uint8]:
+        """[T] uint8, 1 = sampled and fit to be trained: with a finite log-probability."""
+        return (self.versions != NO_VERSION).view(np.uint8)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the first turn's prompt."""
+        return self.turns[0].start
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_trained(self) -> int:
+        return int(np.count_nonzero(self.versions != NO_VERSION))
+
+    def without_experts(self) -> Sample:
+        """The sample for a model that routes by itself."""
+        return self if self.experts is None else replace(self, experts=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +251,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One attempt of one rollout: its turns, rewards and outcome.
-
-    best_return: the return of best possible play, where the environment knows it.
-    render_breaks: reasons why the history could not be appended to, with their counts.
-    detail: one sentence on an outcome that is not `completed`; never a payload.
-    lineage: which turns continue which; None: not known, to be found by comparison.
-    """
+    """One attempt of one rollout: its samples, rewards and outcome."""
 
     rollout_id: str
     group_id: str
@@ -177,18 +259,29 @@ class Trajectory:
     attempt: int
     task_id: str
     environment: str
-    turns: tuple[Turn, ...]
+    samples: tuple[Sample, ...]
+    """In the order in which they began; every turn is in exactly one. None without turns."""
     outcome: Outcome
     best_return: float | None = None
+    """The return of best possible play, where the environment knows it."""
     num_inserted_tokens: int = 0
     render_breaks: Mapping[str, int] = field(default_factory=dict)
+    """Reasons why the history could not be appended to, with their counts."""
     timings: Timings = field(default_factory=Timings)
     detail: str = ""
-    lineage: Lineage | None = None
+    """One sentence on an outcome that is not `completed`; never a payload."""
 
     @property
     def trajectory_id(self) -> str:
         return f"{self.rollout_id}.a{self.attempt}"
+
+    @property
+    def turns(self) -> tuple[TurnSpan, ...]:
+        """In the order of play."""
+        if len(self.samples) == 1:
+            return self.samples[0].turns
+        of_samples = (turn for sample in self.samples for turn in sample.turns)
+        return tuple(sorted(of_samples, key=attrgetter("index")))
 
     @property
     def episode_return(self) -> float:
@@ -197,7 +290,12 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        return sum(turn.num_sampled for turn in self.turns)
+        return sum(turn.num_sampled for sample in self.samples for turn in sample.turns)
+
+    @property
+    def num_trained(self) -> int:
+        """Sampled tokens with a finite log-probability, before any disposition."""
+        return sum(sample.num_trained for sample in self.samples)
 
     @property
     def is_truncated(self) -> bool:
@@ -207,26 +305,28 @@ class Trajectory:
     def is_graded(self) -> bool:
         """Whether its return may stand in a baseline as it is.
 
-        What was played to an end of its own is graded; what was cut off or broke off only where
-        its last turn was scored; a score that could not be had is none.
+        True for what was played to an end of its own. What was cut off or broke off is graded only
+        where its last turn was scored. A reward that could not be computed is no grade.
         """
         if self.outcome in PLAYED_OUT:
             return True
-        if self.outcome is Outcome.REWARD_ERROR:
+        turns = self.turns
+        if self.outcome is Outcome.REWARD_ERROR or not turns:
             return False
-        return bool(self.turns) and bool(
-            self.turns[-1].reward_components or self.turns[-1].reward != 0.0
-        )
+        return bool(turns[-1].reward_components or turns[-1].reward != 0.0)
 
     @property
     def num_malformed_turns(self) -> int:
-        return sum(turn.is_malformed for turn in self.turns)
+        return sum(turn.is_malformed for sample in self.samples for turn in sample.turns)
 
     @property
     def versions(self) -> tuple[int, int] | None:
-        """Oldest and newest policy version that sampled a token; None when nothing was sampled."""
-        seen = [span.version for turn in self.turns for span in turn.version_spans]
-        return (min(seen), max(seen)) if seen else None
+        """Oldest and newest policy version of its trained tokens. None: there is none."""
+        seen = [sample.versions[sample.versions != NO_VERSION] for sample in self.samples]
+        known = [versions for versions in seen if versions.size]
+        if not known:
+            return None
+        return min(int(each.min()) for each in known), max(int(each.max()) for each in known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

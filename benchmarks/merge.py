@@ -1,11 +1,12 @@
-"""Merging turns, by comparison and by delta, against SkyRL 0.3.0's merge_stepwise_output.
+"""From recorded turns to rows, as a run goes, against SkyRL 0.3.0's merge_stepwise_output.
 
     python -m benchmarks.merge --peer-python build/peers/skyrl/bin/python
 
-Both sides merge the same trajectories in one run, in turn (ours, theirs, ours, ...), each in its
-own form of input: Rayloom int32 arrays, SkyRL lists of ints that share their objects, as its own
-generator makes them. *Comparison*: whole prompts, each with memory of its own, nobody says which
-continues which. *Delta*: what a turn loop hands over, observed and sampled ids of each turn. CPU
+Both sides make rows of the same trajectories in one run, in turn (ours, theirs, ours, ...), each in
+its own form of input: Rayloom turns with int32 arrays, SkyRL lists of ints that share their
+objects, as its own generator makes them. *Run*: a turn loop's turns, each known to go on from the
+last, through the sample builder, the codec and back. *Comparison*: the same, where nobody says what
+a turn extends. *Obvious*: the rule in plain loops over Python's lists, without the codec. CPU
 seconds of one thread. Prints one JSON line; exits with 1 when the upper quartile of a ratio misses
 its goal.
 """
@@ -21,21 +22,22 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.merge.buffer import TrajectoryBuffer
-from actors.merge.prefix import Merged, Played, SideData, merge_all, merge_played
-from actors.trajectory_queue.columns import decode, encode
-from actors.types import Trajectory
+from actors.environment.sample_builder import SampleBuilder, build_samples
+from actors.merge.prefix import merge_turns
+from actors.trajectory_queue.codec import decode, encode
+from actors.types import Sample, Turn
 from benchmarks.environment import describe_environment
 from benchmarks.line_process import LineProcess
 from benchmarks.merge_inputs import (
     Play,
     Shape,
     as_trajectory,
+    as_turns,
     linear,
     rewritten,
     with_sub_agent,
@@ -48,7 +50,7 @@ BATCHES = {4: 8, 16: 8, 64: 8, 200: 3}
 # costs caches, and is not what is measured.
 WINDOWS = 3
 WINDOW_S = 0.03
-GOALS = {"comparison": 8.0, "delta": 25.0}
+GOALS = {"run": 8.0}
 GOAL_TURNS = (16, 64, 200)
 # For both sides: one thread, and freed memory is kept, as in a process that goes on working, or
 # each pass would pay the kernel for the same pages.
@@ -76,37 +78,32 @@ class Peer(LineProcess):
         return float(self.ask(f"time {passes}"))
 
 
-Deltas: TypeAlias = list[tuple[NDArray[np.int32], NDArray[np.int32]]]
+def as_a_run_does(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
+    """Append each turn, send the trajectories, read them back."""
+    trajectories = []
+    for number, turns in enumerate(plays):
+        builder = SampleBuilder(str(number))
+        for turn in turns:
+            builder.append(turn)
+        trajectories.append(as_trajectory(builder.samples(), number=number))
+    block = encode(trajectories)
+    return [sample for row in range(block.num_rows) for sample in decode(block, row).samples]
 
 
-def by_delta(played: Sequence[tuple[Trajectory, Deltas]]) -> list[Merged]:
-    """Append what each turn adds, then take the samples."""
-    found: list[Played] = []
-    for trajectory, deltas in played:
-        buffer = TrajectoryBuffer()
-        buffer.add(*deltas[0])
-        extend = buffer.extend
-        for observed, sampled in deltas[1:]:
-            extend(0, observed, sampled)
-        side = SideData.of(trajectory.turns)
-        found.append(Played(trajectory_id=trajectory.trajectory_id, buffer=buffer, side=side))
-    return merge_played(found)
+def by_comparison(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
+    """Find what each turn extends, send the trajectories, read them back."""
+    block = encode(
+        [
+            as_trajectory(build_samples(turns, trajectory_id=str(number)), number=number)
+            for number, turns in enumerate(plays)
+        ]
+    )
+    return [sample for row in range(block.num_rows) for sample in decode(block, row).samples]
 
 
-def through_queue(trajectories: Sequence[Trajectory]) -> list[Merged]:
-    """Store trajectories whose lineage is known as columns, read them back, and merge them."""
-    columns = encode(trajectories)
-    return merge_all([decode(columns, row) for row in range(columns.num_rows)])
-
-
-def deltas_of(play: Play) -> Deltas:
-    """(observed, sampled) a turn of a linear play, each with memory of its own."""
-    found = [(play.prompts[0].copy(), play.sampled[0].copy())]
-    known = len(play.prompts[0]) + len(play.sampled[0])
-    for prompt, sampled in zip(play.prompts[1:], play.sampled[1:], strict=True):
-        found.append((prompt[known:].copy(), sampled.copy()))
-        known = len(prompt) + len(sampled)
-    return found
+def by_the_rule(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
+    """The rule's plain loops."""
+    return [sample for turns in plays for sample in merge_turns(turns)]
 
 
 def cpu_seconds(function: Callable[[], object]) -> float:
@@ -138,17 +135,15 @@ def measure(
     """Times and ratios at one number of turns."""
     number = BATCHES[num_turns]
     plays = [linear(num_turns, shape, seed=seed) for seed in range(number)]
-    trajectories = [as_trajectory(play, number=i) for i, play in enumerate(plays)]
-    played = [(t, deltas_of(play)) for t, play in zip(trajectories, plays, strict=True)]
+    recorded = [as_turns(play, number=i) for i, play in enumerate(plays)]
     ways: dict[str, Callable[[], object]] = {
-        "comparison": lambda: merge_all(trajectories),
-        "delta": lambda: by_delta(played),
+        "run": lambda: as_a_run_does(recorded),
+        "comparison": lambda: by_comparison(recorded),
     }
     path = folder / "plays.npz"
     write_for_peer(plays, path)
     peer.ask(f"load {path} 1")
-    merged = merge_all(trajectories)
-    by_delta(played)
+    samples = as_a_run_does(recorded)
     gc.collect()
     gc.freeze()
     times: dict[str, list[float]] = {name: [] for name in (*ways, "peer")}
@@ -158,16 +153,14 @@ def measure(
         times["peer"].append(float(peer.ask("time 1")) / number)
     peer.ask(f"load {path} 0")
     own_ints = quietest(peer.seconds) / number
-    queued = [decode(encode([t]), 0) for t in trajectories]
+    obvious = cpu_seconds(lambda: by_the_rule(recorded[:1]))
     return {
         "turns": num_turns,
-        "merged_tokens": merged[0].num_merged_tokens,
-        "input_tokens": merged[0].num_unmerged_tokens,
+        "merged_tokens": samples[0].num_tokens,
+        "input_tokens": sum(turn.end for turn in samples[0].turns),
         "us": {name: quartiles([t * 1e6 for t in each]) for name, each in times.items()},
         "us_peer_own_ints": round(own_ints * 1e6, 1),
-        "us_encode_decode_merge": round(
-            cpu_seconds(lambda: through_queue(queued)) / number * 1e6, 1
-        ),
+        "us_obvious": round(obvious * 1e6, 1),
         "ratio": {
             name: quartiles([b / a for a, b in zip(times[name], times["peer"], strict=True)])
             for name in ways
@@ -180,12 +173,12 @@ def is_equal(plays: Sequence[Play], peer: Peer, folder: Path) -> bool:
     """Whether both give the same rows, field by field: prompt, response, mask, log-probabilities
     and rewards by token, of the same trajectories in the same order.
     """
-    trajectories = [as_trajectory(play, number=i) for i, play in enumerate(plays)]
+    recorded = [as_turns(play, number=i) for i, play in enumerate(plays)]
     write_for_peer(list(plays), folder / "plays.npz")
     peer.ask(f"load {folder / 'plays.npz'} 1")
     peer.ask(f"save {folder / 'merged.npz'}")
     theirs = np.load(folder / "merged.npz")
-    ours = [(i, s) for i, m in enumerate(merge_all(trajectories)) for s in m.samples]
+    ours = [(i, sample) for i, turns in enumerate(recorded) for sample in by_comparison([turns])]
     rows = [(i, s.prompt_length, s.num_tokens - s.prompt_length) for i, s in ours]
     if rows != [tuple(row) for row in theirs["rows"].tolist()]:
         return False
@@ -212,7 +205,7 @@ def compare_shapes(peer: Peer, folder: Path, shape: Shape) -> dict[str, Any]:
     return {
         "rewritten_is_equal": equal,
         "sub_agent_rows_peer": len(np.load(folder / "merged.npz")["rows"]) // 2,
-        "sub_agent_rows": len(merge_all([as_trajectory(woven[0], number=0)])[0].samples),
+        "sub_agent_rows": len(by_comparison([as_turns(woven[0], number=0)])),
     }
 
 
@@ -282,7 +275,7 @@ def main() -> int:
         }
     if len({*options.turns} & {*GOAL_TURNS}) > 1:
         result["slope"] = {
-            "delta_over_merged_tokens": slope(rows, "delta", "merged_tokens"),
+            "run_over_merged_tokens": slope(rows, "run", "merged_tokens"),
             "comparison_over_input_tokens": slope(rows, "comparison", "input_tokens"),
             "comparison_over_merged_tokens": slope(rows, "comparison", "merged_tokens"),
             "peer_over_merged_tokens": slope(rows, "peer", "merged_tokens"),

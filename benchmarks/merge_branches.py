@@ -20,15 +20,16 @@ import numpy as np
 
 from actors.algorithm import AlgorithmSettings
 from actors.batch import RowScores
-from actors.merge.groups import TrajectoryGroup, merge_groups
-from actors.merge.prefix import merge_turns
+from actors.environment.sample_builder import build_samples
+from actors.merge.groups import TrajectoryGroup, classify_groups
 from actors.merge.settings import StepSettings
 from actors.merge.shaping import KlRewardSettings, RewardSettings
 from actors.merge.step import build_step
 from actors.trainer.settings import TrainerSettings
-from actors.types import Trajectory
+from actors.trajectory_queue.codec import decode, encode
+from actors.types import Trajectory, Turn
 from benchmarks.environment import describe_environment
-from benchmarks.merge_inputs import Play, Shape, as_trajectory, branches, rewritten
+from benchmarks.merge_inputs import Play, Shape, as_trajectory, as_turns, branches, rewritten
 
 PASSES = 3
 NEW_TOKENS = (1, 20)
@@ -48,22 +49,33 @@ def stripped(num_turns: int, new_tokens: int) -> dict[str, float]:
     """Merge one trajectory whose history grows by so many tokens a turn."""
     thought = max(1, new_tokens // 3)
     shape = Shape(prompt=50, sampled=2 * thought, observed=new_tokens - thought)
-    trajectory = as_trajectory(rewritten(num_turns, shape, seed=0), number=0)
-    merged = merge_turns(trajectory)
+    turns = as_turns(rewritten(num_turns, shape, seed=0), number=0)
+    trajectory = merged(turns, number=0)
+    block = encode([trajectory])
     return {
         "turns": num_turns,
         "new_tokens": new_tokens,
-        "samples": len(merged.samples),
-        "input_tokens": merged.num_unmerged_tokens,
-        "merge_s": quietest_s(lambda: merge_turns(trajectory)),
+        "samples": len(trajectory.samples),
+        "input_tokens": sum(turn.end for turn in trajectory.turns),
+        "bytes": block.row_num_bytes(0),
+        "merge_s": quietest_s(lambda: merged(turns, number=0)),
+        "encode_s": quietest_s(lambda: encode([trajectory])),
+        "decode_s": quietest_s(lambda: decode(block, 0)),
     }
+
+
+def merged(turns: list[Turn], *, number: int) -> Trajectory:
+    """Find what each turn extends."""
+    return as_trajectory(build_samples(turns, trajectory_id=f"g-{number}.a0"), number=number)
 
 
 def branched(num_turns: int) -> dict[str, float]:
     """Merge two trajectories of branches, and make a step of them."""
     plays = [branches(num_turns, Shape(prompt=50, sampled=2), seed=seed) for seed in range(2)]
+    recorded = [_recorded(play, i) for i, play in enumerate(plays)]
     group = TrajectoryGroup(
-        group_id="g", trajectories=tuple(_recorded(play, i) for i, play in enumerate(plays))
+        group_id="g",
+        trajectories=tuple(merged(turns, number=i) for i, turns in enumerate(recorded)),
     )
     plain = StepSettings(
         algorithm=AlgorithmSettings(),
@@ -73,7 +85,7 @@ def branched(num_turns: int) -> dict[str, float]:
     )
     reward = RewardSettings(kl=KlRewardSettings(coefficient=0.1))
     charged = replace(plain, algorithm=AlgorithmSettings(reward=reward))
-    merged = merge_groups([group], plain)
+    groups = classify_groups([group], plain)
     scored = [
         tuple(
             replace(
@@ -83,28 +95,29 @@ def branched(num_turns: int) -> dict[str, float]:
                     for sample in member.samples
                 ),
             )
-            for member in merged[0]
+            for member in groups[0]
         )
     ]
     return {
         "turns": num_turns,
-        "merge_s": quietest_s(lambda: merge_groups([group], plain)),
-        "step_s": quietest_s(lambda: build_step(merged, plain, step=1, trainer_version=1)),
+        "merge_s": quietest_s(
+            lambda: [merged(turns, number=i) for i, turns in enumerate(recorded)]
+        ),
+        "step_s": quietest_s(lambda: build_step(groups, plain, step=1, trainer_version=1)),
         "step_with_kl_s": quietest_s(
             lambda: build_step(scored, charged, step=1, trainer_version=1)
         ),
     }
 
 
-def _recorded(play: Play, number: int) -> Trajectory:
-    trajectory = as_trajectory(play, number=number)
+def _recorded(play: Play, number: int) -> list[Turn]:
     turns = [
         replace(turn, expert_indices=np.zeros((turn.num_sampled, 1, 2), np.uint8))
-        for turn in trajectory.turns
+        for turn in as_turns(play, number=0)
     ]
     # Returns that differ, or the group would have no signal.
     turns[-1] = replace(turns[-1], reward=float(number), token_rewards=None)
-    return replace(trajectory, turns=tuple(turns))
+    return turns
 
 
 def main() -> None:

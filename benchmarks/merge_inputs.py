@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.types import FinishReason, Outcome, Trajectory, Turn, VersionSpan
+from actors.types import FinishReason, Outcome, Sample, Trajectory, Turn, VersionSpan
 
 VOCAB_SIZE = 151_936
 
@@ -91,9 +91,9 @@ def with_sub_agent(num_turns: int, shape: Shape, *, seed: int) -> Play:
     return Play(**woven)
 
 
-def as_trajectory(play: Play, *, number: int) -> Trajectory:
-    """A play as foreign turns: whole prompts, and nobody says which continues which."""
-    turns = tuple(
+def as_turns(play: Play, *, number: int) -> list[Turn]:
+    """A play as it is recorded: whole prompts, and the reply to each."""
+    return [
         Turn(
             prompt_token_ids=prompt,
             sampled_token_ids=sampled,
@@ -106,7 +106,11 @@ def as_trajectory(play: Play, *, number: int) -> Trajectory:
         for prompt, sampled, logprobs, rewards in zip(
             play.prompts, play.sampled, play.logprobs, play.rewards, strict=True
         )
-    )
+    ]
+
+
+def as_trajectory(samples: tuple[Sample, ...], *, number: int) -> Trajectory:
+    """What an episode hands over, with these samples."""
     return Trajectory(
         rollout_id=f"g-{number}",
         group_id="g",
@@ -114,7 +118,7 @@ def as_trajectory(play: Play, *, number: int) -> Trajectory:
         attempt=0,
         task_id="t",
         environment="benchmark",
-        turns=turns,
+        samples=samples,
         outcome=Outcome.COMPLETED,
     )
 

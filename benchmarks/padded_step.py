@@ -49,12 +49,13 @@ def turn_rows(trajectories: Sequence[Trajectory]) -> list[TurnRow]:
     """One row a turn, in the order of trajectories."""
     return [
         TurnRow(
-            token_ids=np.concatenate([turn.prompt_token_ids, turn.sampled_token_ids]),
-            logprobs=turn.logprobs,
+            token_ids=sample.token_ids[: turn.end],
+            logprobs=sample.logprobs[turn.tokens],
             advantage=advantage,
         )
         for trajectory, advantage in zip(trajectories, advantages_of(trajectories), strict=True)
-        for turn in trajectory.turns
+        for sample in trajectory.samples
+        for turn in sample.turns
     ]
 
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
+from actors.environment.sample_builder import build_samples
 from actors.merge.packing import WeightedSample
-from actors.merge.prefix import merge_all
 from actors.types import FinishReason, Outcome, Trajectory, Turn, VersionSpan
 
 VOCABULARY = 8192
@@ -75,7 +75,7 @@ def make_trajectories(
                     attempt=0,
                     task_id=str(group),
                     environment="benchmark",
-                    turns=turns,
+                    samples=build_samples(turns, trajectory_id=f"{group}-{member}.a0"),
                     outcome=Outcome.COMPLETED,
                 )
             )
@@ -120,12 +120,11 @@ def return_of(trajectory: Trajectory) -> float:
 
 
 def weigh(trajectories: Sequence[Trajectory]) -> list[WeightedSample]:
-    """Merge the turns; every trained token weighs 1 / D, D their number in the update."""
-    merged = merge_all(trajectories)
-    weight = 1 / sum(each.num_trained_tokens for each in merged)
+    """Every trained token weighs 1 / D, D their number in the update."""
+    weight = 1 / sum(each.num_trained for each in trajectories)
     return [
         WeightedSample(sample=sample, advantage=advantage, loss_weight=weight)
-        for each, advantage in zip(merged, advantages_of(trajectories), strict=True)
+        for each, advantage in zip(trajectories, advantages_of(trajectories), strict=True)
         for sample in each.samples
     ]
 

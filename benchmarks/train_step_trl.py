@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from actors.merge.prefix import merge_all
 from benchmarks.environment import describe_environment
 from benchmarks.pairs import Seconds, interleave, ratios_of
 from benchmarks.side import Side, StepTaken, quiet_environment
@@ -43,7 +42,7 @@ def write_completions(shape: UpdateShape, path: Path) -> None:
     prompts: [N, P]. completions, masks: [N, C], 1 where sampled. rewards: [N].
     """
     trajectories = make_trajectories(shape)
-    samples = [merged.samples[0] for merged in merge_all(trajectories)]
+    samples = [trajectory.samples[0] for trajectory in trajectories]
     np.savez(
         path,
         prompts=np.stack([each.token_ids[: each.prompt_length] for each in samples]),

@@ -93,7 +93,8 @@ import numpy as np
 from actors.algorithm import AlgorithmSettings
 from actors.merge.settings import StepSettings
 from actors.trainer.settings import TrainerSettings
-from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.groups import TrajectoryGroup, classify_groups
+from actors.merge.prefix import merge_turns
 from actors.merge.step import build_step
 from actors.types import FinishReason, Outcome, Trajectory, Turn, VersionSpan
 
@@ -108,14 +109,14 @@ def trajectory(member, reward):
     )
     return Trajectory(
         rollout_id=f"g-{member}", group_id="g", group_number=0, attempt=0, task_id="t",
-        environment="e", turns=(turn,), outcome=Outcome.COMPLETED,
+        environment="e", samples=merge_turns([turn]), outcome=Outcome.COMPLETED,
     )
 
 group = TrajectoryGroup(group_id="g", trajectories=(trajectory(0, 1.0), trajectory(1, 0.0)))
 settings = StepSettings(
     algorithm=AlgorithmSettings(), trainer=TrainerSettings(), max_context_tokens=64, seed=0
 )
-merged = merge_groups([group], settings)
+merged = classify_groups([group], settings)
 result = build_step(merged, settings, step=0, trainer_version=0)
 print(result.report.num_trained_tokens)
 """

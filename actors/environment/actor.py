@@ -26,7 +26,7 @@ from actors.environment.settings import EnvironmentActorSettings, EnvironmentAct
 from actors.environment.turn_loop import play_episode
 from actors.environment.user_code import describe, num_abandoned
 from actors.policy import PolicyClient
-from actors.trajectory_queue.columns import encode
+from actors.trajectory_queue.codec import encode
 from actors.types import (
     Outcome,
     RolloutAssignment,
@@ -291,16 +291,16 @@ class EnvironmentActor:
             self._has_free_slots.set()
 
     async def _send(self, block: Sequence[Trajectory]) -> list[bool]:
-        columns = encode(block)
+        encoded = encode(block)
         summaries = [
-            summarize(trajectory, num_bytes=columns.row_num_bytes(row))
+            summarize(trajectory, num_bytes=encoded.row_num_bytes(row))
             for row, trajectory in enumerate(block)
         ]
         settings = self._settings
 
         async def put() -> list[bool]:
             # By value: the queue stores it as its own, so that it outlives this actor.
-            call = self._queue.put.remote(self._actor_id, columns, summaries)
+            call = self._queue.put.remote(self._actor_id, encoded, summaries)
             try:
                 taken: list[bool] = await within(settings.queue_deadline_s, call)
             except (RayError, TimeoutError) as error:
@@ -338,7 +338,7 @@ def _unplayed(assignment: RolloutAssignment, outcome: Outcome, *, detail: str) -
         attempt=assignment.attempt,
         task_id=assignment.task.task_id,
         environment=assignment.task.environment,
-        turns=(),
+        samples=(),
         outcome=outcome,
         detail=detail,
     )

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from actors.environment.played import PlayedTurns
 from actors.environment.protocol import (
     Action,
     Environment,
@@ -25,12 +24,12 @@ from actors.environment.protocol import (
     StepResult,
     is_finite_reward,
 )
-from actors.environment.rendering import ChatRenderer, RenderError
+from actors.environment.rendering import BreakReason, ChatRenderer, RenderError
+from actors.environment.sample_builder import SampleBuilder
 from actors.environment.settings import RolloutSettings
 from actors.environment.tool_calls import parse_tool_calls
 from actors.environment.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe
 from actors.policy import (
-    GenerateReply,
     GenerateRequest,
     PolicyClient,
     PolicyDeadlineExceeded,
@@ -38,18 +37,26 @@ from actors.policy import (
     check_reply,
 )
 from actors.types import (
+    BranchReason,
     FinishReason,
     Outcome,
     RolloutAssignment,
     Timings,
     TokenIds,
     Trajectory,
+    Turn,
 )
 
 # The client is told the deadline and ends by itself; only one that does not is cut off.
 _POLICY_GRACE_S = 2.0
 _CLOSE_LIMIT_S = 5.0
 _RESCORE_DELAYS_S = (0.1, 0.5)
+# Why a prompt that was rendered anew began a sample, should it extend none.
+_BRANCH_REASONS = {
+    BreakReason.TEMPLATE_REFUSED: BranchReason.TEMPLATE,
+    BreakReason.TEMPLATE_LOOKS_BACK: BranchReason.TEMPLATE,
+    BreakReason.RETOKENISED: BranchReason.RETOKENISED,
+}
 # One for the process: its episodes share an environment, and so its faults.
 _faults = FaultLog(logging.getLogger(__name__))
 
@@ -117,7 +124,8 @@ class _Episode:
         self._settings = settings
         self._max_context_tokens = max_context_tokens
         self._environment: Environment | None = None
-        self._played = PlayedTurns()
+        self._samples = SampleBuilder(assignment.trajectory_id)
+        self._break: BreakReason | None = None  # of the prompt in hand
         self._best_return: float | None = None
         self._cache_salt: str | None = None
         self._replica = ""
@@ -133,19 +141,18 @@ class _Episode:
         """Play up to max_turns turns; returning means that they did not end the episode."""
         self._start_turn()
         start = await self._reset(make_environment)
-        self._best_return = start.best_return
         history = list(start.messages)
         prompt = self._first_prompt(start)
         for number in range(1, self._settings.max_turns + 1):
             self._start_turn()
-            reply = await self._generate(prompt)
-            text = self._renderer.decode(reply.token_ids)
+            turn = await self._generate(prompt)
+            text = self._renderer.decode(turn.sampled_token_ids)
             calls = parse_tool_calls(text, start.tools) if start.tools else ()
             result = await self._step(Action(text=text, calls=calls))
             if number == self._settings.max_turns:
                 return
             history.append(Message(role=Role.ASSISTANT, content=text))
-            prompt = self._extend(prompt, reply.token_ids, history, result, start)
+            prompt = self._extend(turn, history, result, start)
             history.extend(result.messages)
 
     def trajectory(self, end: _Ended) -> Trajectory:
@@ -157,7 +164,7 @@ class _Episode:
             attempt=assignment.attempt,
             task_id=assignment.task.task_id,
             environment=assignment.task.environment,
-            turns=self._played.turns(),
+            samples=self._samples.samples(),
             outcome=end.outcome,
             best_return=self._best_return,
             num_inserted_tokens=self._num_inserted,
@@ -168,7 +175,6 @@ class _Episode:
                 wall_s=time.monotonic() - self._started,
             ),
             detail=end.detail,
-            lineage=self._played.lineage(),
         )
 
     async def close(self) -> None:
@@ -205,6 +211,8 @@ class _Episode:
             self._environment_s += time.monotonic() - started
         if not isinstance(start, Observation):
             raise _wrong_type("reset", start)
+        if start.best_return is not None:
+            self._best_return = float(start.best_return)
         return start
 
     def _first_prompt(self, start: Observation) -> TokenIds:
@@ -214,17 +222,12 @@ class _Episode:
             raise _Ended(Outcome.AGENT_ERROR, describe(error)) from error
 
     def _extend(
-        self,
-        prompt: TokenIds,
-        sampled: TokenIds,
-        history: list[Message],
-        result: StepResult,
-        start: Observation,
+        self, turn: Turn, history: list[Message], result: StepResult, start: Observation
     ) -> TokenIds:
         try:
             extension = self._renderer.extend(
-                prompt,
-                sampled,
+                turn.prompt_token_ids,
+                turn.sampled_token_ids,
                 history=history,
                 new_messages=result.messages,
                 tools=start.tools,
@@ -234,10 +237,10 @@ class _Episode:
         self._num_inserted += extension.num_inserted
         if extension.break_reason is not None:
             self._breaks[extension.break_reason.value] += 1
-            self._played.break_off(extension.break_reason)
+        self._break = extension.break_reason
         return extension.prompt_token_ids
 
-    async def _generate(self, prompt: TokenIds) -> GenerateReply:
+    async def _generate(self, prompt: TokenIds) -> Turn:
         room = self._max_context_tokens - prompt.shape[0]
         if room < 1:
             raise _Ended(
@@ -246,21 +249,23 @@ class _Episode:
                 f"{self._max_context_tokens}",
             )
         limit = min(self._settings.max_tokens_per_turn, room)
-        reply = await self._call_policy(prompt, max_tokens=limit)
-        self._cache_salt = reply.cache_salt if self._cache_salt is None else self._cache_salt
-        self._replica = self._replica or reply.replica
-        self._played.record(prompt, reply)
-        if reply.finish_reason is FinishReason.ABORT:
+        turn = await self._call_policy(prompt, max_tokens=limit)
+        if self._break is None:
+            self._samples.append(turn)
+        else:
+            # Rendered anew, it may extend any sample all the same.
+            self._samples.add(turn, reason=_BRANCH_REASONS[self._break])
+        if turn.finish_reason is FinishReason.ABORT:
             raise _Ended(Outcome.INFRASTRUCTURE_ERROR, "the engine aborted the turn")
-        if reply.finish_reason is FinishReason.LENGTH:
+        if turn.finish_reason is FinishReason.LENGTH:
             is_context = limit < self._settings.max_tokens_per_turn
             raise _Ended(
                 Outcome.TRUNCATED_CONTEXT if is_context else Outcome.TRUNCATED_TOKENS,
                 f"the turn was cut off after {limit} tokens",
             )
-        return reply
+        return turn
 
-    async def _call_policy(self, prompt: TokenIds, *, max_tokens: int) -> GenerateReply:
+    async def _call_policy(self, prompt: TokenIds, *, max_tokens: int) -> Turn:
         left = self._time_left()
         request = GenerateRequest(
             prompt_token_ids=prompt,
@@ -271,8 +276,13 @@ class _Episode:
             replica=self._replica,
         )
 
-        async def generate() -> GenerateReply:
-            return check_reply(await self._policy.generate(request))
+        async def generate() -> Turn:
+            reply = await self._policy.generate(request)
+            turn = check_reply(prompt, reply)
+            if self._cache_salt is None:
+                self._cache_salt = reply.cache_salt
+            self._replica = self._replica or reply.replica
+            return turn
 
         started = time.monotonic()
         try:
@@ -298,7 +308,7 @@ class _Episode:
             raise _wrong_type("step", result)
         if not is_finite_reward(result):
             raise _Ended(Outcome.REWARD_ERROR, "the reward is not a finite number")
-        self._played.score(result)
+        self._score(result)
         if result.ended_by_malformed:
             raise _Ended(Outcome.MALFORMED_TOOL_CALL, "too many malformed turns in a row")
         if result.terminated:
@@ -306,6 +316,18 @@ class _Episode:
         if result.truncated:
             raise _Ended(Outcome.MAX_TURNS, "the environment's own limit")
         return result
+
+    def _score(self, result: StepResult) -> None:
+        """Keep a turn's score; copied, because the environment may go on to change it."""
+        self._samples.score(
+            reward=float(result.reward),
+            # Names that are no text of UTF-8 could not be sent.
+            components={
+                str(name).encode(errors="replace").decode(): float(value)
+                for name, value in result.reward_components.items()
+            },
+            is_malformed=bool(result.is_malformed),
+        )
 
     async def _scored(self, action: Action) -> StepResult:
         """Step once; where only the score is missing, ask for the score alone again."""

@@ -1,23 +1,115 @@
-"""The journal's directory: a file a step and epoch, written aside and renamed, the newest kept.
+"""The journal: a file a step and term, written aside and renamed, the newest kept.
 
-A step that is played again in a later epoch gets a file of its own; which of them is the run's is
-the question of `service.store.lineage`. What cannot be written is told once and never ends a run:
-the journal is for people, the training needs none of it. Called by the merge actor.
+A file is a line with the format's number, then two sections, each with its length and a checksum:
+who is in the step, and the step itself, compressed. A step that is played again in a later term
+gets a file of its own; which of them is the run's is the question of `service.store.lineage`. What
+cannot be written is reported once and never ends a run: the journal is for people, the training
+needs none of it. Written by the merge actor, read by `rayloom inspect`.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import struct
+import zlib
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
-from actors.journal.codec import write_step
+import msgspec
+
 from actors.journal.record import GroupRule, JournalStep, journal_step
 from actors.merge.step import StepResult
+from actors.trajectory_queue.codec import decoder_of, to_bytes, with_shared, without_shared
 
-_NAME = re.compile(r"step-([0-9]+)-epoch-([0-9]+)\.npz")
+FORMAT = 2
+_FIRST_WORDS = b"rayloom journal "
+_SECTION = struct.Struct("<QI")
+# A training step waits for it.
+_COMPRESSION = 1
+_NAME = re.compile(r"step-([0-9]+)-term-([0-9]+)\.journal")
+
+
+class JournalDamaged(ValueError):
+    """The bytes are no journal step of this format; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepIndex:
+    """Who is in a step. trajectory_ids: in the order of the entries."""
+
+    step: int
+    term: int
+    trajectory_ids: tuple[str, ...]
+
+
+_STEPS, _INDICES = decoder_of(JournalStep), decoder_of(StepIndex)
+
+
+def write_step(file: IO[bytes], step: JournalStep) -> None:
+    """Write a step. Raises: OSError."""
+    index = StepIndex(
+        step=step.step,
+        term=step.term,
+        trajectory_ids=tuple(entry.trajectory.trajectory_id for entry in step.entries),
+    )
+    entries = (replace(e, trajectory=without_shared(e.trajectory)) for e in step.entries)
+    body = to_bytes(replace(step, entries=tuple(entries)))
+    file.write(_FIRST_WORDS + f"{FORMAT}\n".encode())
+    for section in (to_bytes(index), zlib.compress(body, _COMPRESSION)):
+        file.write(_SECTION.pack(len(section), zlib.crc32(section)) + section)
+
+
+def read_step(file: IO[bytes]) -> JournalStep:
+    """Read a step. Raises: JournalDamaged; OSError."""
+    _check_format(file)
+    _read_section(file)
+    body = _read_section(file)
+    try:
+        step: JournalStep = _STEPS.decode(zlib.decompress(body))
+    except (zlib.error, msgspec.MsgspecError, ValueError) as error:
+        raise JournalDamaged(f"its content is no step: {error}") from error
+    entries = (replace(e, trajectory=with_shared(e.trajectory)) for e in step.entries)
+    return replace(step, entries=tuple(entries))
+
+
+def read_index(file: IO[bytes]) -> StepIndex:
+    """Read who is in it. Raises: JournalDamaged; OSError."""
+    _check_format(file)
+    try:
+        index: StepIndex = _INDICES.decode(_read_section(file))
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise JournalDamaged(f"its content is no index: {error}") from error
+    return index
+
+
+def _check_format(file: IO[bytes]) -> None:
+    expected = _FIRST_WORDS + f"{FORMAT}\n".encode()
+    line = file.read(len(expected))
+    if line == expected:
+        return
+    if line.startswith(_FIRST_WORDS):
+        found = line.removeprefix(_FIRST_WORDS).split(b"\n")[0].decode(errors="replace")
+        raise JournalDamaged(f"format {found}, expected {FORMAT}: another Rayloom wrote it")
+    raise JournalDamaged(f"no journal of format {FORMAT}: damaged, or another Rayloom wrote it")
+
+
+def _read_section(file: IO[bytes]) -> bytes:
+    head = file.read(_SECTION.size)
+    if len(head) < _SECTION.size:
+        raise JournalDamaged("it was cut short")
+    length, checksum = _SECTION.unpack(head)
+    try:
+        section = file.read(length)
+    except (MemoryError, OverflowError):
+        raise JournalDamaged("a section that no memory can hold") from None
+    if len(section) < length:
+        raise JournalDamaged("it was cut short")
+    if zlib.crc32(section) != checksum:
+        raise JournalDamaged("its checksum is another than its content's")
+    return section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,24 +118,24 @@ class JournalSettings:
 
     directory: Path
     """Of the run, as the merge actor's node sees it."""
-    epoch: int
+    term: int
     keep_steps: int
     """The newest so many."""
     max_policy_age: int
-    """Of the run, written into each file, as the rule is."""
     group_rule: GroupRule | None
+    """These two, of the run, are written into each file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalFile:
     path: Path
     step: int
-    epoch: int
+    term: int
 
 
-def file_name(step: int, *, epoch: int) -> str:
-    """Example: file_name(12, epoch=2) -> step-000012-epoch-0002.npz"""
-    return f"step-{step:06d}-epoch-{epoch:04d}.npz"
+def file_name(step: int, *, term: int) -> str:
+    """Example: file_name(12, term=2) -> step-000012-term-0002.journal"""
+    return f"step-{step:06d}-term-{term:04d}.journal"
 
 
 def named_file(path: Path) -> JournalFile | None:
@@ -51,20 +143,20 @@ def named_file(path: Path) -> JournalFile | None:
     match = _NAME.fullmatch(path.name)
     if match is None:
         return None
-    return JournalFile(path=path, step=int(match[1]), epoch=int(match[2]))
+    return JournalFile(path=path, step=int(match[1]), term=int(match[2]))
 
 
 def list_files(directory: Path) -> list[JournalFile]:
-    """The journal's files by step, then epoch; none where there is no directory."""
-    found = [file for path in directory.glob("step-*.npz") if (file := named_file(path))]
-    return sorted(found, key=lambda file: (file.step, file.epoch))
+    """The journal's files by step, then term; none where there is no directory."""
+    found = [file for path in directory.glob("step-*.journal") if (file := named_file(path))]
+    return sorted(found, key=lambda file: (file.step, file.term))
 
 
 def write_file(directory: Path, step: JournalStep) -> Path:
     """Write a step aside and rename it. Raises: OSError, with nothing left behind."""
     # The run's directory is not made: where it is not seen, nothing of it is to be invented.
     directory.mkdir(exist_ok=True)
-    path = directory / file_name(step.step, epoch=step.epoch)
+    path = directory / file_name(step.step, term=step.term)
     aside = directory / f".{path.name}.{os.getpid()}.tmp"
     try:
         # Not synced to the disk: after a loss of power a file may be damaged, and is found so.
@@ -86,7 +178,7 @@ def prune(directory: Path, *, newest: int, keep_steps: int) -> None:
 
 
 class Journal:
-    """Writes the steps of one epoch."""
+    """Writes the steps of one term."""
 
     def __init__(self, settings: JournalSettings) -> None:
         self._settings = settings
@@ -97,7 +189,7 @@ class Journal:
         settings = self._settings
         step = journal_step(
             result,
-            epoch=settings.epoch,
+            term=settings.term,
             max_policy_age=settings.max_policy_age,
             group_rule=settings.group_rule,
         )

@@ -15,13 +15,12 @@ from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from actors.journal.files import Journal, JournalSettings
 from actors.merge.disposition import problem_notices
-from actors.merge.groups import Group, merge_groups
-from actors.merge.payloads import read_groups
+from actors.merge.groups import Group, classify_groups, read_groups
 from actors.merge.report import StepReport
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.step import StepResult, build_step
-from actors.trajectory_queue.columns import TrajectoryColumns
+from actors.trajectory_queue.codec import TrajectoryBlock
 from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome
 from actors.trajectory_queue.messages import StepInput
 
@@ -73,7 +72,7 @@ class MergeActor:
         Raises: PayloadsLost, naming the rollouts.
         """
         shards = plan_scores(
-            self._merge(step_input),
+            self._read(step_input),
             self._settings,
             step=step_input.step,
             trainer_version=trainer_version,
@@ -89,7 +88,7 @@ class MergeActor:
         asked for.
         Raises: PayloadsLost, naming the rollouts; ValueError, as build_step and read_scores.
         """
-        groups = self._merge(step_input)
+        groups = self._read(step_input)
         if scores:
             answers = ray.get(list(scores), timeout=FETCH_DEADLINE_S)
             groups = read_scores(groups, self._settings, answers)
@@ -111,11 +110,11 @@ class MergeActor:
         problems = problem_notices(result.members, step=result.report.trainer_version + 1)
         return (*problems, unwritten) if unwritten else problems
 
-    def _merge(self, step_input: StepInput) -> tuple[Group, ...]:
-        return merge_groups(read_groups(step_input, _fetch(step_input.blocks)), self._settings)
+    def _read(self, step_input: StepInput) -> tuple[Group, ...]:
+        return classify_groups(read_groups(step_input, _fetch(step_input.blocks)), self._settings)
 
 
-def _fetch(blocks: Sequence[Any]) -> list[TrajectoryColumns | None]:
+def _fetch(blocks: Sequence[Any]) -> list[TrajectoryBlock | None]:
     """The blocks in their order; None for one that is lost or does not come in time."""
     references = list(blocks)
     try:
@@ -126,9 +125,9 @@ def _fetch(blocks: Sequence[Any]) -> list[TrajectoryColumns | None]:
         return [_fetch_one(block) if block in here else None for block in references]
 
 
-def _fetch_one(block: Any) -> TrajectoryColumns | None:
+def _fetch_one(block: Any) -> TrajectoryBlock | None:
     try:
-        columns: TrajectoryColumns = ray.get(block, timeout=PROBE_DEADLINE_S)
+        found: TrajectoryBlock = ray.get(block, timeout=PROBE_DEADLINE_S)
     except (ObjectLostError, GetTimeoutError):
         return None
-    return columns
+    return found

@@ -18,14 +18,7 @@ from enum import StrEnum
 import numpy as np
 
 from actors.limits import STRICT, Fraction, ModelName, Natural, NotNegative, Rate
-from actors.merge.member import (
-    Float64s,
-    Int64s,
-    Member,
-    sampled_span,
-    token_numbers,
-    turn_bounds,
-)
+from actors.merge.member import Float64s, Int64s, Member, token_numbers, turn_bounds
 from actors.outcomes import Disposition, OutcomeRule, are_equal
 from actors.trajectory_queue.ledger import EvictionReason
 
@@ -279,7 +272,7 @@ def _turn_rewards(member: Member) -> Float64s:
 
 def _credit_turns(member: Member, of_turns: Float64s) -> Member:
     counts = np.diff(turn_bounds(member))
-    chains = [list(sample.turns) for sample in member.samples]
+    chains = [[turn.index for turn in sample.turns] for sample in member.samples]
     return replace(
         member, advantages=tuple(np.repeat(of_turns[turns], counts[turns]) for turns in chains)
     )
@@ -335,7 +328,7 @@ def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
         assert scores.values is not None
         # The state in which a token was sampled ends with the token before it.
         old_values[own] = scores.values[np.flatnonzero(sample.mask) - 1]
-        if sample.turns[-1] == last_turn:
+        if sample.turns[-1].index == last_turn:
             # s_T ends with the sample: with an observation behind the last action, or with that.
             final_value = float(scores.values[-1])
     values = old_values.astype(np.float64)
@@ -370,12 +363,12 @@ def _token_rewards(member: Member, bounds: Int64s) -> Float64s:
     for sample in member.samples:
         if sample.token_rewards is None:
             continue
+        mask = sample.mask
         for turn in sample.turns:
-            span = sampled_span(member, turn)
-            earned = sample.token_rewards[span].astype(np.float64)
-            behind = bounds[turn] + np.cumsum(sample.mask[span] == 1) - 1
+            earned = sample.token_rewards[turn.tokens].astype(np.float64)
+            behind = bounds[turn.index] + np.cumsum(mask[turn.tokens] == 1) - 1
             np.add.at(rewards, np.maximum(behind, 0), earned)
-            of_turns[turn] -= earned.sum()
+            of_turns[turn.index] -= earned.sum()
     np.add.at(rewards, np.maximum(bounds[1:] - 1, 0), of_turns)
     return rewards
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from actors.limits import MAX_REWARD
 from actors.merge.member import Member
-from actors.merge.prefix import Merged
 from actors.merge.shaping import RewardSettings, add_at_end, shaped_rewards, total
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason
@@ -29,29 +28,27 @@ _REWARD_REMEDY = "look at what the environment gave, or set algorithm.reward.cli
 
 def classify(
     trajectory: Trajectory,
-    merged: Merged | None,
     *,
-    misalignment: str | None = None,
+    misfit: str | None = None,
     policies: Mapping[str, OutcomePolicy],
     reward: RewardSettings = _NO_SHAPING,
 ) -> Member:
     """Shape a trajectory's rewards and apply the environment's outcome policy to it.
 
     train: as it is; train_clamped: with return min(r, 0); train_penalised: r - penalty; mask: in
-    the baseline if it was graded, not in the loss; drop: neither. A trajectory whose turns do not
-    fit together, or whose rewards are not finite or, once shaped, beyond MAX_REWARD, is in neither;
+    the baseline if it was graded, not in the loss; drop: neither. A trajectory that does not fit
+    the model, or whose rewards are not finite or, once shaped, beyond MAX_REWARD, is in neither;
     one with nothing to train is not in the loss; each has its reason.
 
-    Args: merged: None when the turns do not fit together. misalignment: why they do not.
+    Args: misfit: why its tokens do not fit the model that is trained; None: they do.
     """
     left_out = Member(
         trajectory=trajectory,
-        merged=merged,
         reason=EvictionReason.TOKEN_MISALIGNED,
-        problem=misalignment or "",
+        problem=misfit or "",
         shaped_return=trajectory.episode_return,
     )
-    if merged is None:
+    if misfit is not None:
         return left_out
     if not math.isfinite(trajectory.episode_return):
         return _bad_reward(
@@ -71,13 +68,12 @@ def classify(
         case Disposition.DROP:
             reason = EvictionReason.of(trajectory.outcome)
         case _:
-            reason = _nothing_to_train(merged)
+            reason = _nothing_to_train(trajectory)
     baseline_return = rule.baseline_return(shaped_return, is_graded=trajectory.is_graded)
     if baseline_return is not None:
         rewards = add_at_end(rewards, baseline_return - shaped_return)
     return Member(
         trajectory=trajectory,
-        merged=merged,
         reason=reason,
         rewards=rewards,
         baseline_return=baseline_return,
@@ -91,10 +87,10 @@ def _bad_reward(member: Member, problem: str) -> Member:
     )
 
 
-def _nothing_to_train(merged: Merged) -> EvictionReason | None:
-    if merged.num_trained_tokens:
+def _nothing_to_train(trajectory: Trajectory) -> EvictionReason | None:
+    if trajectory.num_trained:
         return None
-    is_empty = merged.num_masked_tokens == 0
+    is_empty = trajectory.num_sampled == 0
     return EvictionReason.EMPTY if is_empty else EvictionReason.TOKEN_MISALIGNED
 
 

@@ -1,4 +1,4 @@
-"""Closed groups as they come into a step, and their members merged and classified; pure.
+"""Closed groups as they come into a step, and what the outcome's rule says of each member; pure.
 
 The first stage of a step, done once: what a model is asked to score and what is trained are both
 read from its result. Called by the merge actor.
@@ -12,13 +12,26 @@ from dataclasses import dataclass
 
 from actors.merge.disposition import classify
 from actors.merge.member import Member
-from actors.merge.misalignment import find_misalignment
-from actors.merge.prefix import merge_turns
+from actors.merge.misalignment import find_misfit
 from actors.merge.settings import StepSettings
+from actors.trajectory_queue.codec import TrajectoryBlock, decode
+from actors.trajectory_queue.messages import StepGroup, StepInput
 from actors.types import Trajectory
 
 Group = tuple[Member, ...]
 """The members of one group, in the order of the queue."""
+
+
+class PayloadsLost(Exception):
+    """Payloads of finished rollouts are gone; tell the queue (`lost`) and take the step again."""
+
+    def __init__(self, rollout_ids: Sequence[str]) -> None:
+        super().__init__(tuple(rollout_ids))
+        self.rollout_ids = tuple(rollout_ids)
+
+    def __str__(self) -> str:
+        first = ", ".join(self.rollout_ids[:4])
+        return f"merge: the payloads of {len(self.rollout_ids)} rollouts were lost: {first}, ..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +42,32 @@ class TrajectoryGroup:
     trajectories: tuple[Trajectory, ...]
 
 
-def merge_groups(groups: Sequence[TrajectoryGroup], settings: StepSettings) -> tuple[Group, ...]:
-    """Merge the turns of every trajectory, shape its rewards and apply the outcome's rule.
+def read_groups(
+    step_input: StepInput, blocks: Sequence[TrajectoryBlock | None]
+) -> list[TrajectoryGroup]:
+    """Decode a step's trajectories from its blocks, in the order of step_input.blocks.
+
+    Raises: PayloadsLost, naming every rollout whose block is None.
+    """
+    lost = [
+        member.summary.rollout_id
+        for group in step_input.groups
+        for member in group.trajectories
+        if blocks[member.block] is None
+    ]
+    if lost:
+        raise PayloadsLost(lost)
+    return [_read_group(group, blocks) for group in step_input.groups]
+
+
+def _read_group(group: StepGroup, blocks: Sequence[TrajectoryBlock | None]) -> TrajectoryGroup:
+    rows = [(blocks[member.block], member.row) for member in group.trajectories]
+    trajectories = tuple(decode(block, row) for block, row in rows if block is not None)
+    return TrajectoryGroup(group_id=group.group_id, trajectories=trajectories)
+
+
+def classify_groups(groups: Sequence[TrajectoryGroup], settings: StepSettings) -> tuple[Group, ...]:
+    """Shape the rewards of every trajectory and apply the outcome's rule.
 
     Raises: ValueError for two trajectories of one rollout, which no ledger could tell apart.
     """
@@ -42,16 +79,15 @@ def merge_groups(groups: Sequence[TrajectoryGroup], settings: StepSettings) -> t
             "expected one; give each rollout an id of its own"
         )
     return tuple(
-        tuple(_merge(trajectory, settings) for trajectory in group.trajectories) for group in groups
+        tuple(_classify(trajectory, settings) for trajectory in group.trajectories)
+        for group in groups
     )
 
 
-def _merge(trajectory: Trajectory, settings: StepSettings) -> Member:
-    misalignment = find_misalignment(trajectory, shape=settings.shape)
+def _classify(trajectory: Trajectory, settings: StepSettings) -> Member:
     return classify(
         trajectory,
-        merge_turns(trajectory) if misalignment is None else None,
-        misalignment=misalignment,
+        misfit=find_misfit(trajectory, shape=settings.shape),
         policies=settings.policies,
         reward=settings.algorithm.reward,
     )

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.batch import Float32s, RowScores
-from actors.merge.prefix import Merged, Sample
 from actors.trajectory_queue.ledger import EvictionReason
-from actors.types import Outcome, Trajectory
+from actors.types import Outcome, Sample, Trajectory
 
 Float64s = NDArray[np.float64]
 Int64s = NDArray[np.int64]
@@ -27,8 +26,6 @@ class Member:
     """One member of a group. K turns, N trained tokens, M of them in a sample."""
 
     trajectory: Trajectory
-    merged: Merged | None
-    """None: its turns do not fit together."""
     reason: EvictionReason | None
     """Why it is not in the loss; None: it is."""
     problem: str = ""
@@ -58,11 +55,7 @@ class Member:
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        return self.merged.samples if self.merged is not None else ()
-
-    @property
-    def num_trained_tokens(self) -> int:
-        return sum(sample.num_trained for sample in self.samples)
+        return self.trajectory.samples
 
     @property
     def is_malformed_rewarded(self) -> bool:
@@ -71,22 +64,18 @@ class Member:
         return is_malformed and not self.problem and self.trajectory.episode_return > 0
 
 
-def sampled_span(member: Member, turn: int) -> slice:
-    """Where a turn's sampled tokens lie in the sample that holds it."""
-    played = member.trajectory.turns[turn]
-    start = played.prompt_token_ids.shape[0]
-    return slice(start, start + played.num_sampled)
-
-
 def turn_bounds(member: Member) -> Int64s:
     """[K + 1]: turn k's trained tokens are number bounds[k] to bounds[k + 1], as played."""
     counts = np.zeros(len(member.trajectory.turns), np.int64)
     for sample in member.samples:
+        mask = sample.mask
         for turn in sample.turns:
-            counts[turn] = np.count_nonzero(sample.mask[sampled_span(member, turn)])
+            counts[turn.index] = np.count_nonzero(mask[turn.tokens])
     return np.append(0, np.cumsum(counts))
 
 
 def token_numbers(sample: Sample, bounds: Int64s) -> Int64s:
     """[M], the numbers of a sample's trained tokens. Args: bounds: as `turn_bounds`."""
-    return np.concatenate([np.arange(bounds[turn], bounds[turn + 1]) for turn in sample.turns])
+    return np.concatenate(
+        [np.arange(bounds[turn.index], bounds[turn.index + 1]) for turn in sample.turns]
+    )

@@ -33,8 +33,7 @@ from actors.merge.prefix_sharing import (
     row_experts,
     sort_trajectories,
 )
-from actors.merge.sample import Sample
-from actors.types import TokenIds
+from actors.types import Sample, TokenIds
 
 BALANCED = 1.05
 """Largest cost of a rank over the mean that is good enough."""

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from actors.batch import Int32s
 from actors.expert_records import ExpertIndices, ExpertRecords
-from actors.merge.sample import Sample
-from actors.types import TokenIds
+from actors.types import Sample, TokenIds
 
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]

@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 from actors.batch import MicroBatch, RankShard
 from actors.limits import MAX_REWARD
 from actors.merge.member import Member
-from actors.merge.mismatch import MismatchKind
-from actors.merge.prefix import Merged
 from actors.statistics import STATISTICS, Reduction, Source
 from actors.trajectory_queue.ledger import EvictionReason
-from actors.types import Outcome
+from actors.types import BranchReason, Outcome, Trajectory
 
 _REDUCE: Mapping[Reduction, Callable[[NDArray[np.float64]], np.floating]] = {
     Reduction.MEAN: np.mean,
@@ -34,8 +32,8 @@ class MergeReport:
     samples_before: int
     """Turns: without merging each is a sample."""
     samples_after: int
-    mismatches: Mapping[MismatchKind, int]
-    """Turns that extended no open sample, by kind of divergence."""
+    mismatches: Mapping[BranchReason, int]
+    """Turns that extended no open sample, by reason."""
     num_saved_tokens: int
     """What the turns as rows of their own would hold beyond the merged samples."""
     num_masked_tokens: int
@@ -102,7 +100,7 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
         outcomes=dict(Counter(t.outcome for t in trajectories)),
         evictions=dict(Counter(member.reason for member in members if member.reason is not None)),
         num_malformed_rewarded=sum(member.is_malformed_rewarded for member in members),
-        merge=report_merge([member.merged for member in members if member.merged is not None]),
+        merge=report_merge(trajectories),
         statistics=_statistics(
             {
                 # Before the outcome's rule: what was played, not what training makes of it.
@@ -124,15 +122,18 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
     )
 
 
-def report_merge(merged: Sequence[Merged]) -> MergeReport:
-    """Add up how merging went over trajectories."""
-    kinds = Counter(mismatch.kind for each in merged for mismatch in each.mismatches)
+def report_merge(trajectories: Sequence[Trajectory]) -> MergeReport:
+    """Add up what merging came to over trajectories."""
+    samples = [sample for trajectory in trajectories for sample in trajectory.samples]
+    turns = [turn for sample in samples for turn in sample.turns]
+    num_sampled = sum(turn.num_sampled for turn in turns)
     return MergeReport(
-        samples_before=sum(each.num_turns for each in merged),
-        samples_after=sum(len(each.samples) for each in merged),
-        mismatches=dict(kinds),
-        num_saved_tokens=sum(each.num_unmerged_tokens - each.num_merged_tokens for each in merged),
-        num_masked_tokens=sum(each.num_masked_tokens for each in merged),
+        samples_before=len(turns),
+        samples_after=len(samples),
+        mismatches=dict(Counter(each.branch_reason for each in samples if each.branch_reason)),
+        # A row for each turn would end where the turn ends.
+        num_saved_tokens=sum(turn.end for turn in turns) - sum(s.num_tokens for s in samples),
+        num_masked_tokens=num_sampled - sum(sample.num_trained for sample in samples),
     )
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from actors.batch import Float32s, Minibatch, RankShard, RowScores
 from actors.merge.groups import Group
 from actors.merge.packing import deal_rows, pack_row, unrouted
-from actors.merge.sample import Sample
 from actors.merge.settings import StepSettings
+from actors.types import Sample
 
 
 def plan_scores(

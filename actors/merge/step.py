@@ -1,6 +1,6 @@
-"""One training step's data, from merged groups to what each rank trains on; pure.
+"""One training step's data, from classified groups to what each rank trains on; pure.
 
-Order: `groups` has merged the turns, shaped the rewards and applied the outcome policy, and
+Order: `groups` has shaped the rewards and applied the outcome policy, and
 `scoring` has added what models say, where that is needed; then the KL charge, group statistics (by
 group, over trajectories) or GAE, and packing. Invariant: every trajectory that comes in leaves with
 exactly one outcome, and it is `trained` exactly when its tokens are in the batch. A group
@@ -48,8 +48,8 @@ def build_step(
 ) -> StepResult:
     """Make the batch of one step.
 
-    Args: groups: as `merge_groups` made them with these settings, scored (`read_scores`) where the
-    settings need a critic or a reference. step: its number. trainer_version: the policy version
+    Args: groups: as `classify_groups` made them with these settings, scored (`read_scores`) where
+    the settings need a critic or a reference. step: its number. trainer_version: the policy version
     that the trainer holds.
     Raises: ValueError when scores are missing, or a trajectory was sampled by a version that the
     trainer does not hold yet.
@@ -147,7 +147,7 @@ def _normalise(groups: Sequence[Group]) -> list[Group]:
 
 def _size_of(members: Sequence[Member]) -> UpdateSize:
     return UpdateSize(
-        num_tokens=sum(member.num_trained_tokens for member in members),
+        num_tokens=sum(member.trajectory.num_trained for member in members),
         num_trajectories=len(members),
         num_groups=len({member.trajectory.group_id for member in members}),
     )
@@ -172,7 +172,7 @@ def _pack(
     ):
         members = [trained[index] for index in part]
         weights = trajectory_weights(
-            [member.num_trained_tokens for member in members],
+            [member.trajectory.num_trained for member in members],
             [member.trajectory.group_id for member in members],
             aggregation=settings.algorithm.loss.aggregation,
             without_signal=share_of(without_signal, part=_size_of(members), whole=whole),

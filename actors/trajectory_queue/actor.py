@@ -17,7 +17,7 @@ import ray
 from ray.actor import ActorHandle
 
 from actors.deadline import is_set_within
-from actors.trajectory_queue.columns import TrajectoryColumns
+from actors.trajectory_queue.codec import TrajectoryBlock
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
 from actors.trajectory_queue.ledger import RolloutOutcome
 from actors.trajectory_queue.messages import (
@@ -68,22 +68,22 @@ class TrajectoryQueue:
         return await self._until(take, timeout_s) or []
 
     async def put(
-        self, actor_id: str, columns: TrajectoryColumns, summaries: Sequence[TrajectorySummary]
+        self, actor_id: str, block: TrajectoryBlock, summaries: Sequence[TrajectorySummary]
     ) -> list[bool]:
         """Take in ended attempts: row i of the block is what summaries[i] describes.
 
         Returns: for each whether it was taken; False for a late result, which changes nothing.
         Raises: ValueError when rows and summaries differ in number.
         """
-        if columns.num_rows != len(summaries):
+        if block.num_rows != len(summaries):
             raise ValueError(
-                f"queue: a block of {columns.num_rows} rows with {len(summaries)} summaries, "
+                f"queue: a block of {block.num_rows} rows with {len(summaries)} summaries, "
                 "expected one for each row"
             )
-        block = ray.put(columns)
+        reference = ray.put(block)
         accepted = [
             self._state.put(
-                actor_id, summary, BlockRow(block=block, row=row, num_bytes=summary.num_bytes)
+                actor_id, summary, BlockRow(block=reference, row=row, num_bytes=summary.num_bytes)
             )
             for row, summary in enumerate(summaries)
         ]

@@ -6,7 +6,7 @@ import math
 
 from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.trajectory_queue.ledger import EvictionReason
-from actors.types import Turn
+from actors.types import TurnSpan
 from service.visible import visible_text
 
 REFUSED = "the step's update was not finite, and was refused"
@@ -31,7 +31,7 @@ def facts(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> lis
         ("return", _with_best(trajectory.episode_return, trajectory.best_return)),
         ("in the baseline", "no" if brought is None else number(brought)),
         ("advantage", advantage(entry)),
-        ("turns", f"{len(trajectory.turns)}, samples {len(entry.samples)}"),
+        ("turns", f"{len(trajectory.turns)}, samples {len(trajectory.samples)}"),
         ("tokens", tokens),
         ("policy versions", _versions(step, entry)),
     ]
@@ -48,7 +48,7 @@ def verdict(entry: TrajectoryEntry, *, is_refused: bool) -> str:
 
 def advantage(entry: TrajectoryEntry) -> str:
     """One number, or its range where tokens differ; empty where nothing was trained."""
-    values = [value for sample in entry.samples for value in sample.advantages.tolist()]
+    values = [value for of_sample in entry.advantages for value in of_sample.tolist()]
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -62,7 +62,7 @@ def number(value: float) -> str:
     return f"{value:.4f}".rstrip("0").rstrip(".") or "0"
 
 
-def turn_note(turn: Turn) -> str:
+def turn_note(turn: TurnSpan) -> str:
     """Reward with its components, finish reason, malformed."""
     reward = f"reward {number(turn.reward)}"
     if turn.reward_components:

@@ -103,7 +103,7 @@ def columns(token: Token) -> str:
         None if token.logprob is None else f"logprob {token.logprob:.4f}",
         None if token.version is None else f"version {token.version}",
         None if token.advantage is None else f"advantage {number(token.advantage)}",
-        "the history differs from here" if token.starts_at_mismatch else None,
+        "the history differs from here" if token.starts_branch else None,
         *(f"FAULT: {fault}" for fault in token.faults),
     ]
     return " · ".join(part for part in parts if part is not None)

@@ -1,6 +1,6 @@
 """Where a journal lies, and which of its files holds a trajectory.
 
-A file is what its name says, or damaged. Called by `rayloom inspect`; reads only.
+Called by `rayloom inspect`; reads only.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.journal.codec import JournalDamaged, StepIndex, read_index, read_step
-from actors.journal.files import JournalFile, list_files, named_file
+from actors.journal.files import (
+    JournalDamaged,
+    JournalFile,
+    list_files,
+    read_index,
+    read_step,
+)
 from actors.journal.record import JournalStep, TrajectoryEntry
 from service.config.file import ConfigError
 from service.inspect.surviving import (
-    check_places,
     read_lineage,
     refused_rollouts,
     surviving_files,
@@ -30,7 +34,7 @@ RUNS = Path("runs")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenJournal:
     """place: as the user named it. run_dir: None for a file on its own. files: those that survive,
-    by step. num_superseded: files of steps that a later epoch played again. history: of the run's
+    by step. num_superseded: files of steps that a later term played again. history: of the run's
     database, where there is one. refused: rollouts that were handed to the trainer, and whose
     update it refused as not finite: only the database knows.
     """
@@ -72,18 +76,18 @@ def open_journal(place: Path) -> OpenJournal:
         )
     if place.is_file():
         step = load_step(place)
-        file = JournalFile(path=place, step=step.step, epoch=step.epoch)
+        file = JournalFile(path=place, step=step.step, term=step.term)
         return OpenJournal(place=place, run_dir=None, files=(file,))
     run_dir = RunDir(path=place)
     files = list_files(run_dir.journal)
     if not files:
         raise ConfigError(
             f"inspect: {place} has no journal; expected a run directory with {run_dir.journal.name}"
-            "/step-….npz in it, as `rayloom train` writes them unless run.journal_steps is 0"
+            "/step-….journal in it, as `rayloom train` writes them unless run.journal_steps is 0; "
+            "or another version of Rayloom wrote it"
         )
     lineage = read_lineage(run_dir)
     stretches = lineage.stretches if lineage else None
-    check_places(files, stretches)
     kept = surviving_files(files, stretches)
     if not kept:
         raise ConfigError(
@@ -102,14 +106,12 @@ def open_journal(place: Path) -> OpenJournal:
 
 
 def load_step(path: Path) -> JournalStep:
-    """Raises: ConfigError for a file that cannot be read, or is not what its name says."""
+    """Raises: ConfigError for a file that cannot be read."""
     try:
         with path.open("rb") as file:
-            step = read_step(file)
-        _check_name(path, step)
+            return read_step(file)
     except (JournalDamaged, OSError) as error:
         raise _unreadable(path, error) from error
-    return step
 
 
 def find_entry(journal: OpenJournal, name: str) -> tuple[JournalStep, TrajectoryEntry]:
@@ -136,21 +138,9 @@ def find_entry(journal: OpenJournal, name: str) -> tuple[JournalStep, Trajectory
 def _ids_of(path: Path) -> tuple[str, ...]:
     try:
         with path.open("rb") as file:
-            index = read_index(file)
-        _check_name(path, index)
+            return read_index(file).trajectory_ids
     except (JournalDamaged, OSError) as error:
         raise _unreadable(path, error) from error
-    return index.trajectory_ids
-
-
-def _check_name(path: Path, content: JournalStep | StepIndex) -> None:
-    """A file under a name of another kind is taken as it is. Raises: JournalDamaged."""
-    named = named_file(path)
-    if named is not None and (named.step, named.epoch) != (content.step, content.epoch):
-        raise JournalDamaged(
-            f"it holds step {content.step} of epoch {content.epoch}, and its name says step "
-            f"{named.step} of epoch {named.epoch}"
-        )
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:

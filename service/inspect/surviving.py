@@ -1,15 +1,13 @@
 """Which files of a journal are the run's, by the run's database; read, never written.
 
-A run's directory may hold a step twice, of two epochs; the database says which one the run went on
-from. Of a journal that was copied without one, the newest epoch of each step counts. A file that no
-run could have written where it lies is refused by its name.
+A run's directory may hold a step twice, of two terms; the database says which one the run went on
+from. Of a journal that was copied without one, the newest term of each step counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -26,7 +24,7 @@ _RESTORE = "restore a copy of it, or look at one journal file alone by its path"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLineage:
-    """stretches: of which epochs what survives, at least one. history: the rows that do."""
+    """stretches: of which terms what survives, at least one. history: the rows that do."""
 
     stretches: tuple[Stretch, ...]
     history: History
@@ -76,10 +74,10 @@ def refused_rollouts(history: History) -> frozenset[str]:
 def surviving_files(
     files: Sequence[JournalFile], stretches: Sequence[Stretch] | None
 ) -> list[JournalFile]:
-    """One file a step, those of the run's lineage; None: not known, the newest epoch counts.
+    """One file a step, those of the run's lineage; None: not known, the newest term counts.
 
-    Example: epoch 1 wrote steps 1 to 4, epoch 2 went on from 2 and wrote 3: 1, 2 of epoch 1, and
-    3 of epoch 2.
+    Example: term 1 wrote steps 1 to 4, term 2 went on from 2 and wrote 3: 1, 2 of term 1, and 3 of
+    term 2.
     """
     if stretches is None:
         return list({file.step: file for file in files}.values())
@@ -87,37 +85,9 @@ def surviving_files(
     return [
         file
         for file in files
-        if file.epoch in last_steps
-        and ((last := last_steps[file.epoch]) is None or file.step <= last)
+        if file.term in last_steps
+        and ((last := last_steps[file.term]) is None or file.step <= last)
     ]
-
-
-def check_places(files: Sequence[JournalFile], stretches: Sequence[Stretch] | None) -> None:
-    """Raises: ConfigError for a file that no run could have written here, by its name."""
-    for file, why in _misplaced(files, stretches or ()):
-        raise ConfigError(
-            f"inspect: {file.path} cannot be of this run: {why}; expected a file for each step, as "
-            "a run writes it; remove it, or restore the run's directory from a copy"
-        )
-
-
-def _misplaced(
-    files: Sequence[JournalFile], stretches: Sequence[Stretch]
-) -> Iterator[tuple[JournalFile, str]]:
-    seen: dict[tuple[int, int], JournalFile] = {}
-    for file in files:
-        other = seen.setdefault((file.step, file.epoch), file)
-        if other is not file:
-            yield file, f"{other.path.name} is of step {file.step} and epoch {file.epoch} too"
-    if not stretches:
-        return
-    newest = stretches[-1].epoch
-    begun_after = {later.epoch: earlier.last_step or 0 for earlier, later in pairwise(stretches)}
-    for file in files:
-        if file.epoch > newest:
-            yield file, f"the newest epoch that the database knows is {newest}"
-        if file.step <= begun_after.get(file.epoch, 0):
-            yield file, f"epoch {file.epoch} went on from step {begun_after.get(file.epoch, 0)}"
 
 
 def _check_copied(run_dir: RunDir) -> None:

@@ -54,7 +54,7 @@ def _heading(view: TrajectoryView) -> Text:
     text = Text(visible_text(title), style="bold")
     for label, value in facts(view.step, view.entry, is_refused=view.is_refused):
         text.append(f"\n  {label:<16} ", style="bright_black").append(value)
-    for fault in (*view.faults, *_summary(view)):
+    for fault in _summary(view):
         text.append("\n  ").append(f" {fault} ", style=FAULT)
     if view.note:
         text.append(f"\n  token ids without their text: {visible_text(view.note)}", style="yellow")
@@ -74,7 +74,7 @@ def _segment(segment: Segment) -> Text:
     note = f"; {segment.note}" if segment.note else ""
     text = Text(f"[{segment.title}: {parts}{note}]\n", style="bright_black")
     for token in segment.tokens:
-        if token.starts_at_mismatch:
+        if token.starts_branch:
             text.append("⟪differs from here⟫", style=BOUNDARY)
         text.append(token.text, style=FAULT if token.faults else STYLES[token.kind])
         if token.ends_line:

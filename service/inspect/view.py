@@ -1,8 +1,8 @@
 """A trajectory as it is looked at: samples, segments, tokens, each with its columns and faults.
 
-What was sampled is told by the raw turns, what was trained by the record of what the trainer was
-handed, and what is template by the tokenizer; the three are told apart here and held against each
-other. A fault is a token where they disagree. Pure; drawn by `terminal` and `page`.
+What was sampled is told by the spans of the turns, what was trained by the advantages that the
+trainer was handed, and what is template by the tokenizer. A fault is a token where they disagree.
+Pure; drawn by `terminal` and `page`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Token:
     """position: in its sample. text: on one line. turn: that sampled it, None: nobody did.
 
     logprob: nats, of the sampler, None: not recorded. version: that sampled it. advantage: that the
-    trainer was given. starts_at_mismatch: here its history leaves the sample it should extend.
+    trainer was given. starts_branch: here its history leaves the sample it should extend.
     """
 
     position: int
@@ -53,7 +53,7 @@ class Token:
     version: int | None = None
     advantage: float | None = None
     faults: tuple[str, ...] = ()
-    starts_at_mismatch: bool = False
+    starts_branch: bool = False
     ends_line: bool = False
 
 
@@ -84,14 +84,13 @@ class SampleView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryView:
-    """faults: those of no single token. note: what could not be shown. is_refused: the trainer was
-    given it, and refused the step's update.
+    """note: what could not be shown. is_refused: the trainer was given it, and refused the step's
+    update.
     """
 
     step: JournalStep
     entry: TrajectoryEntry
     samples: tuple[SampleView, ...]
-    faults: tuple[str, ...]
     note: str
     is_refused: bool = False
 

@@ -9,9 +9,8 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from actors.merge.mismatch import MismatchKind
 from actors.statistics import BY_NAME, GROUPS, STATISTICS
-from actors.types import Outcome
+from actors.types import BranchReason, Outcome
 from service import units
 from service.report.drawing import Records
 from service.telemetry.summary import RunSummary
@@ -254,7 +253,7 @@ def _tokens_table(summary: RunSummary) -> Table:
 
 
 def _counted(
-    caption: str, noun: str, counts: Mapping[Outcome, int] | Mapping[MismatchKind, int]
+    caption: str, noun: str, counts: Mapping[Outcome, int] | Mapping[BranchReason, int]
 ) -> Table:
     total = sum(counts.values())
     return Table(

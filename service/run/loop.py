@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.algorithm import AlgorithmSettings
-from actors.merge.payloads import PayloadsLost
+from actors.merge.groups import PayloadsLost
 from actors.merge.report import StepReport
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups

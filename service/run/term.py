@@ -243,7 +243,7 @@ class Term:
             return None
         return JournalSettings(
             directory=self._run_dir.journal,
-            epoch=self._lease.epoch,
+            term=self._lease.epoch,
             keep_steps=config.run.journal_steps,
             max_policy_age=config.algorithm.max_policy_age,
             group_rule=config.group_rule,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from actors.algorithm import AlgorithmSettings
 from service.config.file import (
     ConfigError,
     config_schema,
@@ -348,3 +349,8 @@ def test_no_setting_is_declared_twice(tmp_path: Path) -> None:
         "class EngineSettings:\n    num_replicas: int\n    enforce_eager: bool = True\n"
     )
     assert list(_repeated_settings(copy, declared)) == ["copy.py: EngineSettings.enforce_eager"]
+
+
+def test_engines_forget_their_cached_prefixes_at_a_publish_where_there_is_no_lag() -> None:
+    assert AlgorithmSettings(max_lag=0).is_in_step
+    assert not AlgorithmSettings(max_lag=1).is_in_step

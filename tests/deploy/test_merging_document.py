@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from worlds.same import assert_same_samples
 from worlds.trajectory_builders import make_trajectory, make_turn
 
-from actors.lineage import Mismatch, MismatchKind
 from actors.merge.prefix import merge_turns
-from actors.trajectory_queue.columns import encode
+from actors.merge.report import report_merge
+from actors.trajectory_queue.codec import without_shared
+from actors.types import BranchReason
+
+TURNS = [
+    make_turn([10, 20, 30], [40, 50]),
+    make_turn([10, 21], [22]),
+    make_turn([10, 20, 30, 40, 50, 60], [70]),
+    make_turn([10, 20, 30, 40, 60, 70, 61], [80]),
+]
 
 
 def test_the_worked_branch() -> None:
-    trajectory = make_trajectory(
-        [
-            make_turn([10, 20, 30], [40, 50]),
-            make_turn([10, 21], [22]),
-            make_turn([10, 20, 30, 40, 50, 60], [70]),
-            make_turn([10, 20, 30, 40, 60, 70, 61], [80]),
-        ]
-    )
-    merged = merge_turns(trajectory)
-    assert [sample.turns for sample in merged.samples] == [(0, 2), (1,), (3,)]
-    assert [sample.mask.tolist() for sample in merged.samples] == [
+    trajectory = make_trajectory(TURNS)
+    samples = trajectory.samples
+    assert_same_samples(merge_turns(TURNS, trajectory_id=trajectory.trajectory_id), samples)
+    assert [[turn.index for turn in sample.turns] for sample in samples] == [[0, 2], [1], [3]]
+    assert [sample.mask.tolist() for sample in samples] == [
         [0, 0, 0, 1, 1, 0, 1],
         [0, 0, 1],
         [0, 0, 0, 0, 0, 0, 0, 1],
     ]
-    assert merged.mismatches[0] == Mismatch(turn=1, position=1, kind=MismatchKind.HISTORY_REWRITTEN)
-    assert (merged.mismatches[1].turn, merged.mismatches[1].position) == (3, 4)
-    assert encode([trajectory]).token_ids.shape[0] == 7 + 2 + 4
-    assert (merged.num_unmerged_tokens, merged.num_merged_tokens) == (23, 18)
+    assert [(sample.parent, sample.num_shared) for sample in samples] == [(None, 0), (0, 1), (0, 4)]
+    assert samples[1].branch_reason is BranchReason.HISTORY_REWRITTEN
+    assert [each.num_tokens for each in without_shared(trajectory).samples] == [7, 2, 4]
+    assert report_merge([trajectory]).num_saved_tokens == 23 - 18

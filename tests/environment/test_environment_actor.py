@@ -19,7 +19,7 @@ from actors.environment.settings import (
 )
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.trajectory_queue.actor import start_queue
-from actors.trajectory_queue.columns import decode
+from actors.trajectory_queue.codec import decode
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.ledger import RolloutOutcome
 from actors.types import Outcome, RolloutAssignment, Task

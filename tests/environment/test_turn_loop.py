@@ -23,6 +23,7 @@ from worlds.episode_builders import (
     reply,
     tokenizer,
 )
+from worlds.trajectory_builders import whole_turns
 
 from actors.environment.builtin.calculator import CalculatorEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
@@ -40,7 +41,7 @@ async def test_a_finished_game_is_completed_with_its_rewards_and_exact_ids() -> 
     assert (trajectory.trajectory_id, trajectory.group_number) == ("r1.a1", 4)
     assert (trajectory.episode_return, trajectory.best_return) == (1.25, 2.0)
     assert trajectory.turns[1].reward_components == {"hit": 1.0}
-    first, second = trajectory.turns
+    first, second = whole_turns(trajectory)
     assert [request.prompt_token_ids.tolist() for request in policy.requests] == [
         first.prompt_token_ids.tolist(),
         second.prompt_token_ids.tolist(),
@@ -191,7 +192,7 @@ async def test_the_calculator_is_played_through_its_tool() -> None:
     trajectory = await play(CalculatorEnvironment(), policy)
     assert trajectory.outcome is Outcome.COMPLETED
     assert [turn.reward for turn in trajectory.turns] == [-0.1, 0.0, 1.0]
-    last = tokenizer().decode(trajectory.turns[-1].prompt_token_ids.tolist())
+    last = tokenizer().decode(whole_turns(trajectory)[-1].prompt_token_ids.tolist())
     assert f"<tool_response>\n{answer}\n</tool_response>" in last
     assert "error: <tool_call> without </tool_call>." in last
 

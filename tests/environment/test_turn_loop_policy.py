@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from worlds.chatml import chatml_tokenizer
 from worlds.episode_builders import DONE, GO_ON, SETTINGS, FakeEnvironment, FakePolicy, play, reply
+from worlds.same import assert_same_samples
+from worlds.trajectory_builders import whole_turns
 
 from actors.environment.rendering import ChatRenderer
-from actors.lineage import Lineage, MismatchKind, SampleLineage
-from actors.merge.buffer import fill
 from actors.merge.prefix import merge_turns
 from actors.policy import PolicyDeadlineExceeded, PolicyUnavailable
-from actors.types import FinishReason, Outcome, VersionSpan
+from actors.types import BranchReason, FinishReason, Outcome, VersionSpan
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,7 @@ def spans(*bounds: tuple[int, int]) -> tuple[VersionSpan, ...]:
         {"token_ids": np.zeros(0, dtype=np.int32)},
         {"token_ids": np.array([-1, 5], dtype=np.int32)},
         {"token_ids": np.zeros((2, 1), dtype=np.int32)},
+        {"logprobs": np.array([math.nan, 0.5], dtype=np.float32)},
         {"version_spans": ()},
         {"version_spans": spans((0, 1))},
         {"version_spans": spans((1, 2))},
@@ -105,10 +106,10 @@ async def test_a_template_that_looks_back_breaks_the_prompt_and_is_counted() -> 
     trajectory = await play(FakeEnvironment(GO_ON, GO_ON, DONE), chat=counts_turns)
     assert trajectory.outcome is Outcome.COMPLETED
     assert trajectory.render_breaks == {"template_looks_back": 2}
-    merged = merge_turns(trajectory)
-    assert [mismatch.kind for mismatch in merged.mismatches] == [MismatchKind.TEMPLATE] * 2
-    compared = merge_turns(replace(trajectory, lineage=None))
-    assert [sample.turns for sample in compared.samples] == [(0,), (1,), (2,)]
+    reasons = [sample.branch_reason for sample in trajectory.samples]
+    assert reasons == [None, BranchReason.TEMPLATE, BranchReason.TEMPLATE]
+    compared = merge_turns(whole_turns(trajectory))
+    assert [[turn.index for turn in sample.turns] for sample in compared] == [[0], [1], [2]]
 
 
 async def test_a_template_that_looks_back_in_vain_goes_on_with_the_same_sample() -> None:
@@ -119,15 +120,15 @@ async def test_a_template_that_looks_back_in_vain_goes_on_with_the_same_sample()
     )
     trajectory = await play(FakeEnvironment(GO_ON, GO_ON, DONE), chat=numbers_questions)
     assert trajectory.render_breaks == {"template_looks_back": 2}
-    assert trajectory.lineage is not None and len(trajectory.turns) == 3
-    assert len(trajectory.lineage.samples) == 1
+    assert len(trajectory.turns) == 3 and len(trajectory.samples) == 1
 
 
 async def test_an_episode_keeps_each_token_once_and_sends_each_prompt_whole() -> None:
     policy = FakePolicy(reply())
     trajectory = await play(FakeEnvironment(GO_ON, GO_ON, DONE), policy)
-    assert trajectory.lineage == Lineage(samples=(SampleLineage(turns=(0, 1, 2)),))
-    assert trajectory.lineage == fill(trajectory.turns).lineage()
-    for turn, request in zip(trajectory.turns, policy.requests, strict=True):
-        np.testing.assert_array_equal(turn.prompt_token_ids, request.prompt_token_ids)
-        assert np.shares_memory(turn.prompt_token_ids, trajectory.turns[-1].prompt_token_ids)
+    (sample,) = trajectory.samples
+    assert_same_samples(
+        merge_turns(whole_turns(trajectory), trajectory_id=trajectory.trajectory_id), [sample]
+    )
+    for turn, request in zip(sample.turns, policy.requests, strict=True):
+        np.testing.assert_array_equal(sample.token_ids[: turn.start], request.prompt_token_ids)

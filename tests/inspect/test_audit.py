@@ -19,8 +19,17 @@ from worlds.journal_builders import (
     through_a_file,
     written,
 )
-from worlds.planted_faults import FIRST, PLANTS, SECOND, shaped, sound_step, with_entry, with_sample
+from worlds.planted_faults import (
+    FIRST,
+    PLANTS,
+    SECOND,
+    shaped,
+    sound_step,
+    with_advantages,
+    with_entry,
+)
 from worlds.record_builders import step_record
+from worlds.trajectory_builders import replayed, whole_turns
 
 from actors.journal.record import JournalStep
 from actors.merge.advantages import Baseline, Scale, group_advantages
@@ -136,8 +145,9 @@ def test_a_malformed_trajectory_with_a_positive_reward_is_named(tmp_path: Path) 
 
 def test_a_rewarded_malformed_turn_is_named(tmp_path: Path) -> None:
     won, lost = group_of(0, [1, 0]).trajectories
-    turns = (replace(won.turns[0], is_malformed=True, reward=0.5), won.turns[1])
-    (offence,) = audited(tmp_path, step_of([one_group([replace(won, turns=turns), lost])])).offences
+    first, second = whole_turns(won)
+    wild = replayed(won, [replace(first, is_malformed=True, reward=0.5), second])
+    (offence,) = audited(tmp_path, step_of([one_group([wild, lost])])).offences
     assert offence.check is Check.MALFORMED and "turn 0 is malformed" in offence.text
 
 
@@ -218,7 +228,7 @@ def test_a_step_refused_as_not_finite_agrees_with_its_journal(tmp_path: Path) ->
 
 def test_an_advantage_for_which_the_update_was_refused_fails_no_audit(tmp_path: Path) -> None:
     step = shaped(step_of([group_of(0, [1, 0])]))
-    wild = with_sample(step, 0, advantages=step.entries[0].samples[0].advantages * np.nan)
+    wild = with_advantages(step, 0, step.entries[0].advantages[0] * np.nan)
     rows = [
         replace(row, kind=EVICTED, reason=EvictionReason.NONFINITE_STEP)
         if row.kind == "trained"

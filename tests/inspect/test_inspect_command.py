@@ -92,7 +92,7 @@ def test_a_trajectory_is_found_by_its_id_and_by_its_rollouts(
 def test_a_journal_file_alone_is_listed_shown_and_audited(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = run_dir / "journal" / file_name(1, epoch=1)
+    file = run_dir / "journal" / file_name(1, term=1)
     assert "2 trajectories, step 1" in inspected(capsys, file)
     assert "g000000.0-0.a0, step 1" in inspected(capsys, "g000000.0-0.a0", run=file)
     assert inspected(capsys, file, audit=True).splitlines()[-1] == "clean"
@@ -130,9 +130,13 @@ def test_what_holds_no_journal_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_is_named(run_dir: Path) -> None:
-    file = run_dir / "journal" / file_name(2, epoch=1)
+    file = run_dir / "journal" / file_name(2, term=1)
     file.write_bytes(file.read_bytes()[:-40])
-    for text in (refused(run_dir), refused("x", run=run_dir), refused(run_dir, audit=True)):
+    for text in (
+        refused(run_dir),
+        refused("g000001.0-0", run=run_dir),
+        refused(run_dir, audit=True),
+    ):
         assert str(file) in text and "cannot be read" in text and "remove it" in text
 
 
@@ -155,7 +159,7 @@ def test_without_a_run_the_newest_journal_under_runs_is_taken(tmp_path: Path) ->
 
 
 def files(*pairs: tuple[int, int]) -> list[JournalFile]:
-    return [JournalFile(path=Path(file_name(s, epoch=e)), step=s, epoch=e) for s, e in pairs]
+    return [JournalFile(path=Path(file_name(s, term=e)), step=s, term=e) for s, e in pairs]
 
 
 def test_the_lineage_chooses_among_the_files_of_a_step() -> None:
@@ -165,9 +169,9 @@ def test_the_lineage_chooses_among_the_files_of_a_step() -> None:
         Stretch(epoch=2, last_step=None, last_event_seq=None),
     ]
     kept = surviving_files(everything, stretches)
-    assert [(file.step, file.epoch) for file in kept] == [(1, 1), (2, 1), (3, 2)]
+    assert [(file.step, file.term) for file in kept] == [(1, 1), (2, 1), (3, 2)]
     kept = surviving_files(everything, None)
-    assert [(file.step, file.epoch) for file in kept] == [(1, 1), (2, 1), (3, 2), (4, 1)]
+    assert [(file.step, file.term) for file in kept] == [(1, 1), (2, 1), (3, 2), (4, 1)]
 
 
 def test_the_audit_of_a_run_reads_its_database_and_imports_nothing_heavy(tmp_path: Path) -> None:
@@ -230,7 +234,7 @@ def test_of_a_step_that_was_played_again_the_surviving_file_is_shown(
         step_of(groups[:1]),
         step_of(groups[1:2], number=2),
         step_of(groups[2:3], number=3),
-        step_of(groups[3:], number=2, epoch=2),
+        step_of(groups[3:], number=2, term=2),
     )
     lines = inspected(capsys, tmp_path).splitlines()
     assert [line.split()[:2] for line in lines[1:-2]] == [

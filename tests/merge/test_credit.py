@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds.settings import step_settings
-from worlds.trajectory_builders import ids, linear_turns, make_trajectory, make_turn
+from worlds.trajectory_builders import (
+    ids,
+    linear_turns,
+    make_trajectory,
+    make_turn,
+    replayed,
+    whole_turns,
+)
 
 from actors.batch import RowScores
+from actors.expert_records import ModelShape
 from actors.merge.advantages import Baseline, CriticSettings, Scale, Truncation
-from actors.merge.groups import Group, TrajectoryGroup, merge_groups
-from actors.merge.prefix import merge_turns
+from actors.merge.groups import Group, TrajectoryGroup, classify_groups
 from actors.merge.shaping import KlRewardSettings, RewardSettings, charge_kl
 from actors.merge.step import StepResult, build_step
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
@@ -49,11 +56,11 @@ def group_of(*trajectories: Trajectory) -> TrajectoryGroup:
 
 def cut(trajectory: Trajectory, pieces: list[int]) -> Trajectory:
     """The same turns, but turn t begins a new sample wherever its piece has not been met yet."""
-    turns = tuple(
+    turns = [
         replace(turn, prompt_token_ids=np.concatenate([ids([1000 + piece]), turn.prompt_token_ids]))
-        for turn, piece in zip(trajectory.turns, pieces, strict=True)
-    )
-    return replace(trajectory, turns=turns)
+        for turn, piece in zip(whole_turns(trajectory), pieces, strict=True)
+    ]
+    return replayed(trajectory, turns)
 
 
 def scored(*groups: TrajectoryGroup) -> Scores:
@@ -64,7 +71,7 @@ def scored(*groups: TrajectoryGroup) -> Scores:
                 reference_logprobs=sample.logprobs[sample.mask == 1] * 2,
                 values=np.append(sample.logprobs[1:], np.float32(0.8)) / 2,
             )
-            for sample in merge_turns(trajectory).samples
+            for sample in trajectory.samples
         )
         for group in groups
         for trajectory in group.trajectories
@@ -74,7 +81,7 @@ def scored(*groups: TrajectoryGroup) -> Scores:
 def build(*groups: TrajectoryGroup, scores: Scores | None = None, **fields: Any) -> StepResult:
     found = scored(*groups) if scores is None else scores
     settings = step_settings(**fields)
-    merged = with_scores(merge_groups(groups, settings), found)
+    merged = with_scores(classify_groups(groups, settings), found)
     return build_step(merged, settings, step=0, trainer_version=0)
 
 
@@ -108,7 +115,7 @@ def weights(result: StepResult) -> dict[float, float]:
 def of_turns(result: StepResult, trajectory: Trajectory) -> list[float]:
     """The advantage of each turn, the same for all its tokens."""
     found = advantages(result)
-    by_turn = [{found[float(x)] for x in turn.logprobs} for turn in trajectory.turns]
+    by_turn = [{found[float(x)] for x in turn.logprobs} for turn in whole_turns(trajectory)]
     assert all(len(values) == 1 for values in by_turn)
     return [values.pop() for values in by_turn]
 
@@ -174,7 +181,9 @@ def test_the_kl_penalty_lowers_what_statistics_and_report_see() -> None:
     group = group_of(play(0, [1.0]), play(1, [0.0]))
     first, second = group.trajectories
     # k1 with log p_ref = 2 log p: each token adds beta log p, a negative number.
-    returns = [t.episode_return + 0.5 * float(t.turns[0].logprobs.sum()) for t in (first, second)]
+    returns = [
+        t.episode_return + 0.5 * float(whole_turns(t)[0].logprobs.sum()) for t in (first, second)
+    ]
     result = build(group, reward=KL, scale=Scale.NONE)
     expected = (returns[0] - returns[1]) / 2
     assert of_turns(result, first) == pytest.approx([expected], rel=1e-5)
@@ -193,8 +202,9 @@ def test_the_kl_of_each_token_is_charged_in_the_order_of_play_however_turns_bran
         ]
     )
     group = group_of(trajectory)
-    ((member,),) = with_scores(merge_groups([group], step_settings()), scored(group))
-    assert [sample.turns for sample in member.samples] == [(0, 2), (1, 3), (4,)]
+    ((member,),) = with_scores(classify_groups([group], step_settings()), scored(group))
+    turns = [[turn.index for turn in sample.turns] for sample in member.samples]
+    assert turns == [[0, 2], [1, 3], [4]]
     found = charge_kl(member, KL_IN_REWARD)
     assert found.token_rewards is not None
     assert found.token_rewards.tolist() == [-0.5, -1, -1.5, -2.5, -3, -3.5, -4]
@@ -289,20 +299,18 @@ def test_a_state_at_the_end_ends_with_the_last_observation_where_the_sample_keep
         "game": OutcomePolicy(overrides={outcome: OutcomeRule(disposition=Disposition.TRAIN)})
     }
     settings = step_settings(policies=policies, **critic())
-    ((member,),) = merge_groups([group_of(trajectory)], settings)
-    assert member.merged is not None
+    ((member,),) = classify_groups([group_of(trajectory)], settings)
     (sample,) = member.samples
     observed = replace(
         sample,
         token_ids=np.append(sample.token_ids, ids([8, 9])),
-        mask=np.append(sample.mask, np.zeros(2, np.uint8)),
         logprobs=np.append(sample.logprobs, np.zeros(2, np.float32)),
         versions=np.append(sample.versions, ids([-1, -1])),
     )
     values = np.array([0.5, 0.6, 0.7, 9, 9, 0.8], np.float32)
     kept = replace(
         member,
-        merged=replace(member.merged, samples=(observed,)),
+        trajectory=replace(trajectory, samples=(observed,)),
         scores=(RowScores(values=values),),
     )
     result = build_step([(kept,)], settings, step=0, trainer_version=0)
@@ -325,14 +333,15 @@ def small() -> TrajectoryGroup:
 
 def test_a_group_whose_baseline_shrank_below_the_minimum_is_not_trained() -> None:
     first, second, third = (play(member, [float(member)]) for member in range(3))
-    broken = replace(third, turns=(make_turn([1], [2, 3], logprobs=[-1]),))
+    broken = replayed(third, [make_turn([1], [2, 500])])
     group = group_of(first, second, broken)
-    assert [s.reason for s in build(group, scores={}, min_group_size=2).outcomes] == [
+    shape = ModelShape(vocab_size=500)
+    assert [s.reason for s in build(group, scores={}, min_group_size=2, shape=shape).outcomes] == [
         None,
         None,
         EvictionReason.TOKEN_MISALIGNED,
     ]
-    result = build(group, scores={}, min_group_size=3)
+    result = build(group, scores={}, min_group_size=3, shape=shape)
     too_small = EvictionReason.GROUP_TOO_SMALL
     assert [s.reason for s in result.outcomes] == [
         too_small,
@@ -367,7 +376,9 @@ def test_what_is_trained_without_a_signal_keeps_advantage_zero_when_normalised()
         "loss": LossSettings(entropy_coefficient=0.1),
     }
     found = advantages(build(differing, solved, **way))
-    assert {found[float(x)] for t in solved.trajectories for x in t.turns[0].logprobs} == {0.0}
+    assert {found[float(x)] for t in solved.trajectories for x in whole_turns(t)[0].logprobs} == {
+        0.0
+    }
     alone = advantages(build(differing, **way))
     assert {key: found[key] for key in alone} == alone
 

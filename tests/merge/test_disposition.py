@@ -7,18 +7,21 @@ from collections.abc import Mapping
 import pytest
 from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn
 
+from actors.expert_records import ModelShape
 from actors.merge.disposition import classify
 from actors.merge.member import Member
-from actors.merge.prefix import find_misalignment, merge_turns
+from actors.merge.misalignment import find_misfit
 from actors.merge.shaping import RewardSettings
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Trajectory
 
+VOCABULARY = 500
+
 
 def decide(trajectory: Trajectory, policies: Mapping[str, OutcomePolicy] | None = None) -> Member:
-    merged = merge_turns(trajectory) if find_misalignment(trajectory) is None else None
-    return classify(trajectory, merged, policies=policies or {})
+    misfit = find_misfit(trajectory, shape=ModelShape(vocab_size=VOCABULARY))
+    return classify(trajectory, misfit=misfit, policies=policies or {})
 
 
 def ended(outcome: Outcome, *, reward: float = 1.0) -> Trajectory:
@@ -92,10 +95,10 @@ def test_a_penalty_lowers_the_return_and_comes_with_the_last_turn(outcome: Outco
 def test_shaping_comes_before_the_outcomes_rule() -> None:
     reward = RewardSettings(clip=(-1.0, 0.5))
     trajectory = ended(Outcome.MAX_TURNS, reward=-3.0)
-    member = classify(trajectory, merge_turns(trajectory), policies={}, reward=reward)
+    member = classify(trajectory, policies={}, reward=reward)
     assert (member.baseline_return, member.shaped_return) == (-1.0, -1.0)
     malformed = ended(Outcome.MALFORMED_TOOL_CALL)
-    member = classify(malformed, merge_turns(malformed), policies={}, reward=reward)
+    member = classify(malformed, policies={}, reward=reward)
     assert (member.baseline_return, member.shaped_return) == (0.0, 0.5)
     assert member.is_malformed_rewarded and member.rewards.tolist() == [0.0, 0.0]
 
@@ -108,7 +111,7 @@ def test_a_malformed_trajectory_with_a_positive_reward_is_an_alarm() -> None:
 
 def test_what_cannot_be_trained_leaves_under_a_reason_of_its_own() -> None:
     nan = float("nan")
-    misaligned = decide(make_trajectory([make_turn([1], [2, 3], logprobs=[-1])]))
+    misaligned = decide(make_trajectory([make_turn([1], [2, VOCABULARY])]))
     assert (misaligned.baseline_return, misaligned.reason) == (
         None,
         EvictionReason.TOKEN_MISALIGNED,

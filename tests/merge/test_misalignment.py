@@ -9,10 +9,7 @@ import pytest
 from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn
 
 from actors.expert_records import MixtureShape, ModelShape
-from actors.lineage import Lineage, SampleLineage
-from actors.merge.misalignment import find_misalignment
-from actors.merge.prefix import merge_turns
-from actors.trajectory_queue.columns import decode, encode
+from actors.merge.misalignment import find_misalignment, find_misfit
 from actors.types import Turn, VersionSpan
 
 TURN = make_turn([1, 2], [3, 4])
@@ -21,6 +18,28 @@ TURN = make_turn([1, 2], [3, 4])
 @pytest.mark.parametrize(
     ("turn", "words"),
     [
+        (make_turn([1], [2, 3], logprobs=[-1]), "1 log-probabilities for 2 sampled tokens"),
+        (make_turn([], [2]), "an empty prompt; send the ids"),
+        (replace(TURN, version_spans=()), "version spans cover 0 of 2 sampled tokens"),
+        (
+            replace(TURN, version_spans=(VersionSpan(version=1, start=1, end=2),)),
+            "a version span from 1 to 2, expected one from 0",
+        ),
+        (
+            replace(TURN, version_spans=(VersionSpan(version=1, start=0, end=1),)),
+            "version spans cover 1 of 2 sampled tokens",
+        ),
+        (
+            # They meet, and end where they should, but one of them runs backwards.
+            replace(
+                TURN,
+                version_spans=(
+                    VersionSpan(version=1, start=0, end=5),
+                    VersionSpan(version=2, start=5, end=2),
+                ),
+            ),
+            "a version span from 5 to 2, expected one from 5 that is not empty",
+        ),
         (
             replace(TURN, version_spans=(VersionSpan(version=-1, start=0, end=2),)),
             "policy version -1; record",
@@ -47,52 +66,42 @@ TURN = make_turn([1, 2], [3, 4])
             "policy version 2147483648; record",
         ),
         (make_turn([1], [2, 3], logprobs=[-1, 5]), "a log-probability of 5, expected at most 0"),
+        # One that is no number beside it hides it not.
+        (make_turn([1], [2, 3], logprobs=[np.nan, 5]), "a log-probability of 5, expected at most"),
         (make_turn([1, -2], [3]), "1 prompt ids are outside the vocabulary, expected 0 upwards"),
         (make_turn([1], [3, -4, -5]), "2 sampled ids are outside the vocabulary"),
     ],
 )
 def test_what_does_not_fit_is_told_with_a_remedy(turn: Turn, words: str) -> None:
-    found = find_misalignment(make_trajectory([make_turn([9], [9]), turn]))
-    assert found is not None and found.startswith("turn 1: ") and words in found
+    found = find_misalignment(turn)
+    assert found is not None and words in found
+    assert find_misalignment(TURN) is None
 
 
 def test_a_log_probability_is_above_0_by_rounding_at_most() -> None:
-    assert find_misalignment(make_trajectory([make_turn([1], [2], logprobs=[1e-4])])) is None
+    assert find_misalignment(make_turn([1], [2], logprobs=[1e-4])) is None
 
 
-@pytest.mark.parametrize("samples", [((0,), (0,)), ((0, 5),), ((0, 1), ())])
-def test_a_lineage_that_does_not_name_each_turn_once_is_told(
-    samples: tuple[tuple[int, ...], ...],
-) -> None:
-    lineage = Lineage(samples=tuple(SampleLineage(turns=turns) for turns in samples))
-    trajectory = replace(make_trajectory(linear_turns(2)), lineage=lineage)
-    found = find_misalignment(trajectory)
-    assert found is not None and "for 2, expected each of them once" in found
-    with pytest.raises(ValueError, match=r"\.a0: a lineage of .* turns for 2, expected each"):
-        merge_turns(trajectory)
+def test_log_probabilities_that_are_not_finite_fit() -> None:
+    assert find_misalignment(make_turn([1], [2, 3], logprobs=[np.nan, -np.inf])) is None
 
 
 def test_ids_above_the_vocabulary_are_told_where_its_size_is_known() -> None:
-    trajectory = make_trajectory([make_turn([1, 99], [3])])
-    assert find_misalignment(trajectory) is None
-    assert find_misalignment(trajectory, shape=ModelShape(vocab_size=100)) is None
-    found = find_misalignment(trajectory, shape=ModelShape(vocab_size=99))
-    assert (
-        found is not None and "1 prompt ids are outside the vocabulary, expected 0 to 98" in found
+    main, aside = linear_turns(3, seed=1), make_turn([4, 99], [5])
+    trajectory = make_trajectory([main[0], aside, *main[1:]])
+    assert find_misfit(trajectory, shape=None) is None
+    assert find_misfit(trajectory, shape=ModelShape(vocab_size=100)) is None
+    found = find_misfit(make_trajectory([aside]), shape=ModelShape(vocab_size=99))
+    assert found == (
+        "sample 0: 1 token ids are outside the vocabulary, expected 0 to 98; use the policy's own "
+        "tokenizer"
     )
 
 
-def test_ids_are_found_in_every_sample_of_a_trajectory_whose_lineage_is_known() -> None:
-    main, aside = linear_turns(3, seed=1), make_turn([4, -7], [5])
-    known = decode(encode([make_trajectory([main[0], aside, *main[1:]])]), 0)
-    found = find_misalignment(known)
-    assert found is not None and found.startswith("turn 1: 1 prompt ids are outside")
-
-
 def test_routing_of_two_models_in_one_trajectory_is_told() -> None:
-    two, four = np.zeros((2, 1, 2), np.uint8), np.zeros((2, 1, 4), np.uint8)
-    turns = [replace(TURN, expert_indices=two), replace(TURN, expert_indices=four)]
-    found = find_misalignment(make_trajectory(turns))
+    turn = replace(TURN, expert_indices=np.zeros((2, 1, 4), np.uint8))
+    assert find_misalignment(turn, chosen=(1, 4)) is None
+    found = find_misalignment(turn, chosen=(1, 2))
     assert found is not None and "record every turn with one model" in found
 
 
@@ -115,20 +124,20 @@ def test_routing_of_another_mixture_than_the_trained_one_is_told(
     turn = replace(TURN, expert_indices=np.array(indices, np.uint8))
     mixture = MixtureShape(num_layers=2, num_experts=4, num_chosen=2)
     shape = ModelShape(vocab_size=500, mixture=mixture)
-    found = find_misalignment(make_trajectory([turn]), shape=shape)
+    found = find_misfit(make_trajectory([turn]), shape=shape)
     if words is None:
         assert found is None
     else:
-        assert found is not None and found.startswith("turn 0: expert records") and words in found
+        assert found is not None and found.startswith("sample 0: expert records") and words in found
 
 
 def test_routing_for_a_model_without_a_mixture_is_told() -> None:
     turn = replace(TURN, expert_indices=np.zeros((1, 2, 2), np.uint8))
-    found = find_misalignment(make_trajectory([turn]), shape=ModelShape(vocab_size=500))
+    found = find_misfit(make_trajectory([turn]), shape=ModelShape(vocab_size=500))
     assert found == (
-        "turn 0: expert records for a model whose routing cannot be replayed; leave them out"
+        "sample 0: expert records for a model whose routing cannot be replayed; leave them out"
     )
 
 
-def test_no_turns_fit_together() -> None:
-    assert find_misalignment(make_trajectory([])) is None
+def test_a_trajectory_without_turns_fits() -> None:
+    assert find_misfit(make_trajectory([]), shape=ModelShape(vocab_size=5)) is None

@@ -14,7 +14,7 @@ from worlds.trajectory_builders import ids
 from actors.batch import MicroBatch
 from actors.expert_records import ExpertRecords, MixtureShape
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row, padding_row
-from actors.merge.prefix import Sample
+from actors.types import Sample
 
 VOCABULARY = 4
 MIXTURE = MixtureShape(num_layers=2, num_experts=4, num_chosen=2)

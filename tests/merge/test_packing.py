@@ -20,16 +20,16 @@ from actors.merge.packing import (
     padding_row,
     split_trajectories,
 )
-from actors.merge.prefix import Sample, merge_turns
 from actors.merge.prefix_sharing import measure
 from actors.trainer.attention.forest import trace_segments
+from actors.types import Sample
 
 
 def make_sample(
     prompt: list[int], sampled: list[int], *, version: int = 0, member: int = 0
 ) -> Sample:
     turn = make_turn(prompt, sampled, version=version)
-    return merge_turns(make_trajectory([turn], rollout_id=f"g000000.0-{member}")).samples[0]
+    return make_trajectory([turn], rollout_id=f"g000000.0-{member}").samples[0]
 
 
 def weigh(sample: Sample, advantage: float = 1.0, loss_weight: float = 0.25) -> WeightedSample:
@@ -105,9 +105,7 @@ def test_every_trained_token_is_in_exactly_one_row_with_its_own_side_data(
 
 
 def test_the_logits_before_a_trained_token_predict_it() -> None:
-    sample = merge_turns(
-        make_trajectory([make_turn([1, 2], [3]), make_turn([1, 2, 3, 4], [5])])
-    ).samples[0]
+    sample = make_trajectory([make_turn([1, 2], [3]), make_turn([1, 2, 3, 4], [5])]).samples[0]
     other = make_sample([6], [7, 8])
     row = pack_row([weigh(sample), weigh(other, -2.0, 0.5)])
     assert row.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -12,7 +12,7 @@ from worlds.trajectory_builders import make_trajectory, make_turn
 
 from actors.batch import MicroBatch
 from actors.expert_records import ExpertRecords
-from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.groups import TrajectoryGroup, classify_groups
 from actors.merge.packing import (
     WeightedSample,
     pack_minibatch,
@@ -20,10 +20,10 @@ from actors.merge.packing import (
     pack_values,
     padding_row,
 )
-from actors.merge.prefix import Sample, merge_turns
 from actors.merge.scoring import plan_scores
 from actors.merge.step import build_step
-from actors.trajectory_queue.columns import decode, encode
+from actors.trajectory_queue.codec import decode, encode
+from actors.types import NO_VERSION, Sample
 
 Prefix = tuple[int, ...]
 
@@ -57,12 +57,10 @@ def random_samples(seed: int) -> list[Sample]:
         samples.append(
             Sample(
                 trajectory_id=f"g000000.0-{number % 3}.a0",
-                turns=(number,),
-                prompt_length=1,
+                turns=(),
                 token_ids=token_ids,
-                mask=np.ones(length, np.uint8) * (np.arange(length) > 0),
                 logprobs=np.zeros(length, np.float32),
-                versions=np.zeros(length, np.int32),
+                versions=np.where(np.arange(length) > 0, 0, NO_VERSION).astype(np.int32),
                 experts=records if len(positions) else None,
             )
         )
@@ -139,7 +137,7 @@ def test_a_record_is_of_the_token_that_was_processed_at_its_own_position() -> No
     ]
     other = make_turn([1, 2], [8, 9], expert_indices=recorded([c]))
     samples = [
-        merge_turns(make_trajectory(part, rollout_id=f"g000000.0-{number}")).samples[0]
+        make_trajectory(part, rollout_id=f"g000000.0-{number}").samples[0]
         for number, part in enumerate([turns, [other]])
     ]
     tree = pack_row([weigh(sample) for sample in samples])
@@ -152,7 +150,7 @@ def test_a_record_is_of_the_token_that_was_processed_at_its_own_position() -> No
 def test_what_was_sampled_in_one_sample_is_replayed_where_it_is_context_in_another() -> None:
     first = make_turn([1], [2, 3], expert_indices=recorded([[[0, 1]]]))
     second = make_turn([1, 2, 4], [5, 6], expert_indices=recorded([[[2, 0]]]))
-    samples = merge_turns(make_trajectory([first, second])).samples
+    samples = make_trajectory([first, second]).samples
     assert len(samples) == 2 and samples[1].experts is not None
     assert samples[1].experts.positions.tolist() == [3]
     flat = pack_row([weigh(sample) for sample in samples], share_prefixes=False)
@@ -166,7 +164,7 @@ def test_where_two_samples_records_of_a_shared_position_differ_the_first_counts(
     for member, experts in enumerate([[[0, 1]], [[1, 0]], [[0, 2]]]):
         turn = make_turn([1], [2, 3 + member], expert_indices=recorded([experts]))
         trajectory = make_trajectory([turn], rollout_id=f"g000000.0-{member}")
-        weighted.append(weigh(merge_turns(trajectory).samples[0]))
+        weighted.append(weigh(trajectory.samples[0]))
     row = pack_row(weighted)
     assert records_of(row) == {1: [[0, 1]]}
     # The second names the same experts in another order.
@@ -174,7 +172,7 @@ def test_where_two_samples_records_of_a_shared_position_differ_the_first_counts(
 
 
 def test_rows_without_records_say_so() -> None:
-    sample = merge_turns(make_trajectory([make_turn([1], [2])])).samples[0]
+    sample = make_trajectory([make_turn([1], [2])]).samples[0]
     assert pack_row([weigh(sample)]).experts is None
     assert padding_row().experts is None
 
@@ -191,9 +189,9 @@ def test_a_steps_report_counts_the_records_that_do_not_count() -> None:
     settings = step_settings()
     group = make_group()
     # As they come out of the queue.
-    columns = encode(group.trajectories)
-    decoded = tuple(decode(columns, number) for number in range(len(group.trajectories)))
-    merged = merge_groups([replace(group, trajectories=decoded)], settings)
+    block = encode(group.trajectories)
+    decoded = tuple(decode(block, number) for number in range(len(group.trajectories)))
+    merged = classify_groups([replace(group, trajectories=decoded)], settings)
     result = build_step(merged, settings, step=0, trainer_version=0)
     (row,) = result.shards[0].minibatches[0].micro_batches
     assert records_of(row) == {1: [[0, 1]]}
@@ -202,10 +200,10 @@ def test_a_steps_report_counts_the_records_that_do_not_count() -> None:
 
 def test_what_a_reference_or_a_critic_is_given_has_no_records() -> None:
     settings = step_settings()
-    merged = merge_groups([make_group()], settings)
+    merged = classify_groups([make_group()], settings)
     plan = plan_scores(merged, settings, step=0, trainer_version=0)
     rows = [row for shard in plan for row in shard.minibatches[0].micro_batches]
-    sample = merge_turns(make_group().trajectories[0]).samples[0]
+    sample = make_group().trajectories[0].samples[0]
     two = np.zeros(2, np.float32)
     valued = replace(weigh(sample), old_values=two, value_targets=two)
     shards = pack_values([valued], step=0, num_ranks=1, budget=64)
@@ -215,7 +213,7 @@ def test_what_a_reference_or_a_critic_is_given_has_no_records() -> None:
 
 
 def test_a_sample_without_records_is_itself_without_experts() -> None:
-    sample = merge_turns(make_group().trajectories[0]).samples[0]
+    sample = make_group().trajectories[0].samples[0]
     assert sample.experts is not None
     plain = sample.without_experts()
     assert plain.experts is None and plain.without_experts() is plain

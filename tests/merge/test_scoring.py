@@ -13,7 +13,7 @@ from worlds.trajectory_builders import linear_turns, make_trajectory, random_tur
 
 from actors.batch import MicroBatch, RankShard, RowScores
 from actors.merge.advantages import Baseline, Scale
-from actors.merge.groups import Group, TrajectoryGroup, merge_groups
+from actors.merge.groups import Group, TrajectoryGroup, classify_groups
 from actors.merge.scoring import plan_scores, read_scores, score_rows
 from actors.merge.settings import StepSettings
 from actors.merge.step import build_step
@@ -54,7 +54,7 @@ def answers(shards: tuple[RankShard, ...]) -> list[list[RowScores]]:
 
 
 def score(groups: list[TrajectoryGroup], settings: StepSettings) -> tuple[Group, ...]:
-    merged = merge_groups(groups, settings)
+    merged = classify_groups(groups, settings)
     shards = plan_scores(merged, settings, step=0, trainer_version=0)
     return read_scores(merged, settings, answers(shards))
 
@@ -66,7 +66,7 @@ def test_every_sample_gets_its_own_scores_back_however_rows_are_packed(
 ) -> None:
     groups = [random_group(number, seed) for number in range(2)]
     wanted = step_settings(num_ranks=num_ranks, tokens_per_micro_batch=budget)
-    merged = merge_groups(groups, wanted)
+    merged = classify_groups(groups, wanted)
     shards = plan_scores(merged, wanted, step=0, trainer_version=0)
     assert len({len(shard.minibatches[0].micro_batches) for shard in shards}) == 1
     scored = read_scores(merged, wanted, answers(shards))
@@ -85,7 +85,7 @@ def test_only_what_is_in_a_baseline_is_scored() -> None:
     outcomes = {1: Outcome.WALL_TIMEOUT, 2: Outcome.TRUNCATED_TOKENS}
     group = make_group([1.0, 1.0, 0.5], outcomes)
     wanted = step_settings(num_ranks=2)
-    samples, dealt = score_rows(merge_groups([group], wanted), wanted)
+    samples, dealt = score_rows(classify_groups([group], wanted), wanted)
     names = Counter(samples[i].trajectory_id for rows in dealt for row in rows for i in row)
     # Masked and graded: its return is in the baseline.
     assert names == {"g000000.0-0.a0": 1, "g000000.0-2.a0": 1}
@@ -112,6 +112,6 @@ def test_an_answer_that_does_not_fit_its_row_is_refused_with_a_trajectory_named(
     scores: RowScores, words: str
 ) -> None:
     wanted = step_settings()
-    merged = merge_groups([make_group([1.0, 0.0])], wanted)
+    merged = classify_groups([make_group([1.0, 0.0])], wanted)
     with pytest.raises(ValueError, match=r"trajectory g000000\.0-0\." + words):
         read_scores(merged, wanted, [[scores]])

@@ -10,19 +10,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds.settings import step_settings
-from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn, random_turns
+from worlds.trajectory_builders import (
+    linear_turns,
+    make_trajectory,
+    make_turn,
+    random_turns,
+    replayed,
+    whole_turns,
+)
 
 from actors.batch import MicroBatch
 from actors.expert_records import ModelShape
 from actors.merge.advantages import Baseline, Scale
 from actors.merge.aggregation import Aggregation
 from actors.merge.disposition import problem_notices
-from actors.merge.groups import TrajectoryGroup, merge_groups
-from actors.merge.payloads import PayloadsLost, read_groups
+from actors.merge.groups import (
+    PayloadsLost,
+    TrajectoryGroup,
+    classify_groups,
+    read_groups,
+)
 from actors.merge.shaping import RewardSettings
 from actors.merge.step import StepResult, build_step
 from actors.trainer.loss.settings import LossSettings
-from actors.trajectory_queue.columns import encode
+from actors.trajectory_queue.codec import encode
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.messages import StepGroup, StepInput, StepTrajectory
 from actors.types import Outcome, Trajectory, summarize
@@ -50,7 +61,7 @@ def make_group(
 
 def build(groups: list[TrajectoryGroup], *, version: int = 9, **fields: object) -> StepResult:
     settings = step_settings(**fields)  # type: ignore[arg-type]
-    return build_step(merge_groups(groups, settings), settings, step=7, trainer_version=version)
+    return build_step(classify_groups(groups, settings), settings, step=7, trainer_version=version)
 
 
 def update_weights(result: StepResult, number: int = 0) -> list[float]:
@@ -119,15 +130,16 @@ def test_a_game_that_ran_out_of_turns_is_reported_as_played_and_trained_as_cappe
 
 def test_the_report_counts_what_went_into_the_step() -> None:
     retokenised = make_trajectory(
-        [make_turn([1, 2], [3, 4, 5, 6, 7]), make_turn([1, 2, 99, 5, 6, 7, 8], [9])],
+        [
+            make_turn([1, 2], [3, 4, 5, 6, 7]),
+            make_turn([1, 2, 99, 5, 6, 7, 8], [9], reward=0.5, is_malformed=True),
+        ],
         rollout_id="g000000.0-4",
         outcome=Outcome.MALFORMED_TOOL_CALL,
         num_inserted_tokens=2,
     )
-    malformed = replace(retokenised.turns[1], is_malformed=True, reward=0.5)
     group = make_group(0, [1, 0], version=3)
-    broken = replace(retokenised, turns=(retokenised.turns[0], malformed))
-    group = replace(group, trajectories=(*group.trajectories, broken))
+    group = replace(group, trajectories=(*group.trajectories, retokenised))
     report = build([group], version=5, num_ranks=2).report
     assert (report.step, report.trainer_version) == (7, 5)
     assert report.merge.samples_before == 6 and report.merge.samples_after == 4
@@ -207,20 +219,16 @@ def test_statistics_follow_the_group_and_not_the_order() -> None:
 
 def test_misaligned_trajectories_leave_under_their_own_reason_and_the_others_go_on() -> None:
     group = make_group(0, [1, 0, 1])
-    turn = make_turn([1], [2, 3], logprobs=[-1])
-    broken = replace(group.trajectories[2], turns=(turn,))
-    result = build([replace(group, trajectories=(*group.trajectories[:2], broken))])
-    assert [s.reason for s in result.outcomes] == [
-        None,
-        None,
-        EvictionReason.TOKEN_MISALIGNED,
-    ]
+    broken = replayed(group.trajectories[2], [make_turn([1], [2, 500])])
+    groups = [replace(group, trajectories=(*group.trajectories[:2], broken))]
+    result = build(groups, shape=ModelShape(vocab_size=500))
+    assert [s.reason for s in result.outcomes] == [None, None, EvictionReason.TOKEN_MISALIGNED]
 
 
 def test_records_of_another_mixture_cost_their_trajectory_alone() -> None:
     group = make_group(0, [1, 0, 1])
     routed = replace(make_turn([1], [2, 3]), expert_indices=np.zeros((1, 2, 2), np.uint8))
-    foreign = replace(group.trajectories[2], turns=(routed,))
+    foreign = replayed(group.trajectories[2], [routed])
     groups = [replace(group, trajectories=(*group.trajectories[:2], foreign))]
     result = build(groups, shape=ModelShape(vocab_size=100_000))
     assert [s.reason for s in result.outcomes] == [
@@ -235,7 +243,7 @@ def test_ids_outside_the_vocabulary_cost_their_trajectory_alone(
     prompt: list[int], sampled: list[int]
 ) -> None:
     group = make_group(0, [1, 0, 1])
-    foreign = replace(group.trajectories[2], turns=(make_turn(prompt, sampled),))
+    foreign = replayed(group.trajectories[2], [make_turn(prompt, sampled)])
     groups = [replace(group, trajectories=(*group.trajectories[:2], foreign))]
     reasons = [
         [s.reason for s in build(groups, shape=ModelShape(vocab_size=vocab_size)).outcomes]
@@ -270,13 +278,14 @@ def test_a_return_that_is_clipped_may_be_of_any_size() -> None:
 
 def test_what_does_not_fit_is_told_for_three_trajectories_and_counted_beyond() -> None:
     group = make_group(0, [1, 0, 1, 0, 1, 0])
-    broken = make_turn([1], [2, 3], logprobs=[-1])
-    members = tuple(replace(each, turns=(broken,)) for each in group.trajectories[:5])
-    result = build([replace(group, trajectories=(*members, group.trajectories[5]))])
+    broken = make_turn([1], [2, 500])
+    members = tuple(replayed(each, [broken]) for each in group.trajectories[:5])
+    groups = [replace(group, trajectories=(*members, group.trajectories[5]))]
+    result = build(groups, shape=ModelShape(vocab_size=500))
     notices = problem_notices(result.members, step=2)
     assert [notice.split(":")[0] for notice in notices] == ["step 2"] * 4
-    assert "g000000.0-2.a0 left out as token_misaligned: turn 0: 1 log-prob" in notices[2]
-    assert "have the engine give one for each" in notices[2]
+    assert "g000000.0-2.a0 left out as token_misaligned: sample 0: 1 token ids" in notices[2]
+    assert "use the policy's own tokenizer" in notices[2]
     assert notices[3] == "step 2: 2 more like it; `rayloom inspect`"
 
 
@@ -371,12 +380,11 @@ def unmerged(trajectory: Trajectory) -> list[Trajectory]:
     """Each turn as a trajectory of its own, with the whole return."""
     total = trajectory.episode_return
     return [
-        replace(
-            trajectory,
-            rollout_id=f"{trajectory.rollout_id}.{index}",
-            turns=(replace(turn, reward=total),),
+        replayed(
+            replace(trajectory, rollout_id=f"{trajectory.rollout_id}.{index}"),
+            [replace(turn, reward=total)],
         )
-        for index, turn in enumerate(trajectory.turns)
+        for index, turn in enumerate(whole_turns(trajectory))
     ]
 
 

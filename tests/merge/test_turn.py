@@ -18,7 +18,6 @@ TURN = make_turn([1, 2], [3, 4])
         ("prompt_token_ids", np.array([1, 2], np.int64), "prompt_token_ids of type int64"),
         ("sampled_token_ids", np.array([[3, 4]], np.int32), r"shape \(1, 2\), expected one row"),
         ("logprobs", np.array([-1, -2], np.float64), "logprobs of type float64"),
-        ("logprobs", np.zeros((2, 3), np.float32)[:, 0], "not in one piece of memory"),
         ("token_rewards", np.array([0, 1], np.int32), "token_rewards of type int32"),
         ("expert_indices", np.zeros((2, 1, 2), np.int64), "expert_indices of type int64"),
         ("expert_indices", np.zeros((2, 2), np.uint8), r"expected \[tokens, layers, experts\]"),

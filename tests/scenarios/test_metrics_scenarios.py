@@ -13,11 +13,10 @@ from worlds.metric_names import declared
 from worlds.prometheus_server import Prometheus, Series, find_tools, scraping, series
 from worlds.run_driver import Run, running, small_config
 
-from actors.merge.mismatch import MismatchKind
 from actors.metrics import Part
 from actors.statistics import BY_NAME
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
-from actors.types import Outcome
+from actors.types import BranchReason, Outcome
 from deploy.dashboards.grafana import load_dashboard
 from service.store.lineage import History
 from service.telemetry.records import StageSeconds
@@ -31,7 +30,7 @@ LABEL_VALUES = {
     "outcome": {outcome.value for outcome in Outcome},
     "reason": {reason.value for reason in EvictionReason},
     "part": {part.value for part in Part},
-    "kind": {kind.value for kind in (*LedgerEventKind, *MismatchKind)},
+    "kind": {kind.value for kind in (*LedgerEventKind, *BranchReason)},
     "side": {"before", "after"},
     "stage": set(StageSeconds().by_name()),
     "name": set(BY_NAME),

@@ -16,13 +16,12 @@ from worlds.queue_builders import fill, make_settings, queue_stats
 from worlds.record_builders import evaluation_record, step_record, unmeasured_step
 from worlds.trajectory_builders import make_summary
 
-from actors.merge.mismatch import MismatchKind
 from actors.metrics import Metrics
 from actors.statistics import BY_NAME
 from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts, LedgerEvent
 from actors.trajectory_queue.messages import QueueCut
 from actors.trajectory_queue.state import QueueState
-from actors.types import Outcome
+from actors.types import BranchReason, Outcome
 from service.run.health import Phase
 from service.store import tables
 from service.store.lineage import read_history
@@ -167,7 +166,7 @@ def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_path: Pa
     recorder, store, metrics = make_recorder(tmp_path)
     queue = QueueState(make_settings(step=1, lag=2))
     records = [
-        step_record(1, mismatches={MismatchKind.TEMPLATE: 2}),
+        step_record(1, mismatches={BranchReason.TEMPLATE: 2}),
         step_record(2, is_skipped=True),
     ]
     fill(queue)

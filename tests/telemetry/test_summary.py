@@ -14,9 +14,8 @@ from worlds.record_builders import (
     unmeasured_step,
 )
 
-from actors.merge.mismatch import MismatchKind
 from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
-from actors.types import Outcome
+from actors.types import BranchReason, Outcome
 from service.telemetry.records import StageSeconds
 from service.telemetry.summary import write_summary
 
@@ -66,7 +65,7 @@ def test_sums_and_maxima_are_over_all_steps() -> None:
                 1,
                 policy_age_max=2,
                 outcomes={Outcome.COMPLETED: 3},
-                mismatches={MismatchKind.TEMPLATE: 1},
+                mismatches={BranchReason.TEMPLATE: 1},
             ),
             step_record(2, policy_age_max=1, outcomes={Outcome.COMPLETED: 1, Outcome.MAX_TURNS: 5}),
         ),

@@ -15,7 +15,7 @@ from worlds.trajectory_builders import linear_turns, make_trajectory
 
 from actors.batch import RowScores, ValueShard
 from actors.merge.advantages import Baseline, CriticSettings, Scale
-from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.groups import TrajectoryGroup, classify_groups
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.step import StepResult, build_step
 from actors.trainer.critic import Critic
@@ -43,7 +43,7 @@ def make_critic(model: str, mesh: DeviceMesh, **fields: float | None) -> Critic:
 
 def build_with_values_of_zero(num_ranks: int) -> StepResult:
     settings = changed(STEP, num_ranks=num_ranks)
-    merged = merge_groups([GROUP], settings)
+    merged = classify_groups([GROUP], settings)
     plan = plan_scores(merged, settings, step=0, trainer_version=0)
     answers = [
         [
@@ -57,7 +57,7 @@ def build_with_values_of_zero(num_ranks: int) -> StepResult:
 
 def build(critic: Critic) -> StepResult:
     """A whole step: rows out, values back, advantages and the critic's own batch."""
-    merged = merge_groups([GROUP], STEP)
+    merged = classify_groups([GROUP], STEP)
     plan = plan_scores(merged, STEP, step=0, trainer_version=0)
     values = [critic.score(shard.minibatches[0].micro_batches) for shard in plan]
     answers = [[RowScores(values=row) for row in of_rank] for of_rank in values]
@@ -89,7 +89,7 @@ def test_rows_are_only_a_way_of_cutting(model: str, mesh: DeviceMesh) -> None:
     apart, together = make_critic(model, mesh), make_critic(model, mesh)
     shard = build(apart).value_shards[0]
     wide = changed(STEP, tokens_per_micro_batch=4096)
-    merged = merge_groups([GROUP], wide)
+    merged = classify_groups([GROUP], wide)
     answers = [
         [RowScores(values=v) for v in together.score(shard.minibatches[0].micro_batches)]
         for shard in plan_scores(merged, wide, step=0, trainer_version=0)

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from worlds.loss_terms import EVERY_LOSS
-from worlds.trajectory_builders import linear_turns, make_trajectory
+from worlds.trajectory_builders import linear_turns, make_trajectory, replayed, whole_turns
 
 from actors.batch import MicroBatch
 from actors.merge.aggregation import Aggregation, UpdateSize, trajectory_weights
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
-from actors.merge.prefix import Sample, merge_turns
 from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
 from actors.trainer.loss.settings import LossSettings
 from actors.trainer.model import PolicyModel, load_policy, row_tensors
-from actors.types import Trajectory
+from actors.types import Sample, Trajectory
 
 CPU = torch.device("cpu")
 # float32: the same numbers added in another order.
@@ -46,13 +45,13 @@ def make_trajectories() -> list[Trajectory]:
 
 
 def merged_samples(trajectory: Trajectory) -> list[Sample]:
-    return list(merge_turns(trajectory).samples)
+    return list(trajectory.samples)
 
 
 def unmerged_samples(trajectory: Trajectory) -> list[Sample]:
     """Each turn as a sample of its own, of the same trajectory."""
-    parts = [replace(trajectory, turns=(turn,)) for turn in trajectory.turns]
-    return [sample for part in parts for sample in merge_turns(part).samples]
+    parts = [replayed(trajectory, [turn]) for turn in whole_turns(trajectory)]
+    return [sample for part in parts for sample in part.samples]
 
 
 def weigh(trajectory_samples: Sequence[list[Sample]], aggregation: Aggregation) -> list:

@@ -21,11 +21,11 @@ from worlds.trajectory_builders import ids
 
 from actors.batch import MicroBatch, RankShard
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
-from actors.merge.prefix import Sample
 from actors.trainer.loss.settings import LossSettings
 from actors.trainer.model import PolicyModel, load_policy, row_tensors
 from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
+from actors.types import Sample
 
 VOCABULARY = 64
 COMMON = dict(
@@ -80,10 +80,8 @@ def make_sample(
     mask[list(trained)] = 1
     sample = Sample(
         trajectory_id=trajectory,
-        turns=(0,),
-        prompt_length=1,
+        turns=(),
         token_ids=ids(tokens),
-        mask=mask,
         logprobs=rng.normal(-4.2, 0.2, len(tokens)).astype(np.float32) * mask,
         versions=np.where(mask, 0, -1).astype(np.int32),
     )

@@ -14,7 +14,7 @@ from worlds.trainer_world import World, largest_difference, obvious_logprobs, ra
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
 from actors.merge.advantages import Baseline, CriticSettings, Scale
-from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.groups import TrajectoryGroup, classify_groups
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.shaping import KlRewardSettings, RewardSettings
 from actors.merge.step import StepResult, build_step
@@ -62,7 +62,7 @@ def play(world: World, *, version: int) -> Step:
         tokens_per_micro_batch=64,
         reward=REWARD,
     )
-    merged = merge_groups([GROUP], merging)
+    merged = classify_groups([GROUP], merging)
     plan = plan_scores(merged, merging, step=version, trainer_version=version)
     answers = world.call_each("score_rows", [{"shard": shard} for shard in plan])
     scored = read_scores(merged, merging, answers)

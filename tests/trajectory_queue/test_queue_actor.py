@@ -19,9 +19,9 @@ from worlds.trajectory_builders import linear_turns, make_task, make_trajectory
 from actors.batch import RowScores
 from actors.merge.actor import MergeActor
 from actors.merge.advantages import Baseline, Scale
-from actors.merge.payloads import PayloadsLost
+from actors.merge.groups import PayloadsLost
 from actors.trajectory_queue import actor as queue_actor
-from actors.trajectory_queue.columns import decode, encode
+from actors.trajectory_queue.codec import decode, encode
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.messages import ActorReleased, QueueSnapshot
 from actors.types import Outcome, RolloutAssignment, Trajectory, summarize
@@ -60,12 +60,12 @@ class Player:
     async def hand_in(self, count: int, sampled: int) -> list[bool]:
         played, self.held = self.held[:count], self.held[count:]
         trajectories = [play(assignment, sampled=sampled) for assignment in played]
-        columns = encode(trajectories)
+        block = encode(trajectories)
         summaries = [
-            summarize(each, num_bytes=columns.row_num_bytes(row))
+            summarize(each, num_bytes=block.row_num_bytes(row))
             for row, each in enumerate(trajectories)
         ]
-        taken: list[bool] = await self.queue.put.remote(self.actor_id, columns, summaries)
+        taken: list[bool] = await self.queue.put.remote(self.actor_id, block, summaries)
         return taken
 
 
@@ -126,7 +126,6 @@ def test_finished_trajectories_outlive_their_player_and_its_rollouts_are_played_
     assert len(step_input.blocks) == 2 and len(step_input.rollout_ids) == 8
     for block in step_input.blocks:
         trajectory = decode(get(block), 0)
-        assert not trajectory.turns[-1].prompt_token_ids.flags.writeable
         assert trajectory.num_sampled == 2 * sampled
     reply = get(merge.build.remote(step_input, 0))
     shards = get(list(reply.shards))
@@ -245,14 +244,12 @@ def test_a_run_starts_again_from_a_stored_cut() -> None:
 
 def test_a_block_that_does_not_fit_its_summaries_is_refused() -> None:
     queue = start_queue()
-    columns = encode([make_trajectory(linear_turns(1), outcome=Outcome.COMPLETED)])
+    block = encode([make_trajectory(linear_turns(1), outcome=Outcome.COMPLETED)])
     with pytest.raises(ValueError, match="1 rows with 0 summaries"):
-        get(queue.put.remote("a", columns, []))
+        get(queue.put.remote("a", block, []))
 
 
-def test_blocks_are_read_in_place() -> None:
-    reference = ray.put(encode([make_trajectory(linear_turns(400))]))
-    columns = get(reference)
-    turns = decode(columns, 0).turns
-    assert all(np.shares_memory(turn.prompt_token_ids, columns.token_ids) for turn in turns)
-    assert not columns.token_ids.flags.writeable
+def test_a_block_is_one_buffer_in_shared_memory() -> None:
+    block = get(ray.put(encode([make_trajectory(linear_turns(400))])))
+    # What Ray copies out of its store is writable.
+    assert not block.data.flags.writeable and not block.data.flags.owndata

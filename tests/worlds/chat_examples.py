@@ -104,23 +104,16 @@ def cut_off(member: int) -> Trajectory:
 def with_trained(step: JournalStep, row: int, positions: list[int]) -> JournalStep:
     """The step with further positions of a trajectory's first sample handed to the trainer."""
     entry = step.entries[row]
-    sample = entry.samples[0]
-    last = entry.trajectory.turns[sample.turns[-1]]
-    full = np.concatenate([last.prompt_token_ids, last.sampled_token_ids])
-    at = np.array(positions, np.int32)
-    order = np.argsort(np.concatenate([sample.positions, at]), kind="stable")
-
-    def merged(own: np.ndarray, new: np.ndarray) -> np.ndarray:
-        return np.concatenate([own, new.astype(own.dtype)])[order]
-
-    planted = replace(
-        sample,
-        positions=merged(sample.positions, at),
-        token_ids=merged(sample.token_ids, full[at]),
-        logprobs=merged(sample.logprobs, np.zeros(at.size)),
-        versions=merged(sample.versions, np.full(at.size, -1)),
-        advantages=merged(sample.advantages, np.full(at.size, sample.advantages[0])),
+    sample, *others = entry.trajectory.samples
+    versions = sample.versions.copy()
+    versions[positions] = 0
+    planted = replace(sample, versions=versions)
+    advantages = np.full(planted.num_trained, entry.advantages[0][0])
+    changed = replace(
+        entry,
+        trajectory=replace(entry.trajectory, samples=(planted, *others)),
+        advantages=(advantages, *entry.advantages[1:]),
     )
     entries = list(step.entries)
-    entries[row] = replace(entry, samples=(planted, *entry.samples[1:]))
+    entries[row] = changed
     return replace(step, entries=tuple(entries))

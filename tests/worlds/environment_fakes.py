@@ -9,7 +9,7 @@ import numpy as np
 
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
 from actors.policy import GenerateReply, GenerateRequest, PolicyUnavailable
-from actors.trajectory_queue.columns import TrajectoryColumns, decode
+from actors.trajectory_queue.codec import TrajectoryBlock, decode
 from actors.types import (
     FinishReason,
     RolloutAssignment,
@@ -97,14 +97,14 @@ class FakeQueue:
         return taken
 
     async def put(
-        self, actor_id: str, columns: TrajectoryColumns, summaries: list[TrajectorySummary]
+        self, actor_id: str, block: TrajectoryBlock, summaries: list[TrajectorySummary]
     ) -> list[bool]:
         if self.num_failing_puts > 0:
             self.num_failing_puts -= 1
             raise ConnectionError("try again")
         self.num_held -= len(summaries)
-        self.block_sizes.append(columns.num_rows)
-        self.ended += [(summary, decode(columns, i)) for i, summary in enumerate(summaries)]
+        self.block_sizes.append(block.num_rows)
+        self.ended += [(summary, decode(block, i)) for i, summary in enumerate(summaries)]
         return [summary.task_id != "unwanted" for summary in summaries]
 
     async def report(self) -> tuple[list[tuple[TrajectorySummary, Trajectory]], list[int], int]:

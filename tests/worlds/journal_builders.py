@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.journal.codec import read_step, write_step
-from actors.journal.files import write_file
+from actors.journal.files import read_step, write_file, write_step
 from actors.journal.record import GroupRule, JournalStep, journal_step
 from actors.merge.advantages import Baseline, Scale
-from actors.merge.groups import TrajectoryGroup, merge_groups
+from actors.merge.groups import TrajectoryGroup, classify_groups
 from actors.merge.step import build_step
 from actors.trainer.loss.settings import LossSettings
 from actors.types import Outcome, Trajectory
@@ -53,7 +52,7 @@ def random_group(number: int, seed: int) -> TrajectoryGroup:
             random_turns(rng, max_turns=5),
             rollout_id=f"g{number:06d}.0-{member}",
             outcome=outcomes[int(rng.integers(0, 4))],
-            detail="ünusual \udcff" if rng.random() < 0.2 else "",
+            detail="ünusual" if rng.random() < 0.2 else "",
         )
         for member in range(4)
     ]
@@ -64,17 +63,17 @@ def step_of(
     groups: Sequence[TrajectoryGroup],
     *,
     number: int = 1,
-    epoch: int = 1,
+    term: int = 1,
     max_policy_age: int = 9,
     trains_without_signal: bool = False,
 ) -> JournalStep:
     """What step `number` of a run writes for these groups; the trainer holds number - 1."""
     loss = LossSettings(entropy_coefficient=0.1 if trains_without_signal else 0.0)
     settings = step_settings(loss=loss)
-    merged = merge_groups(groups, settings)
-    result = build_step(merged, settings, step=number - 1, trainer_version=number - 1)
+    classified = classify_groups(groups, settings)
+    result = build_step(classified, settings, step=number - 1, trainer_version=number - 1)
     rule = replace(RULE, trains_without_signal=trains_without_signal)
-    return journal_step(result, epoch=epoch, max_policy_age=max_policy_age, group_rule=rule)
+    return journal_step(result, term=term, max_policy_age=max_policy_age, group_rule=rule)
 
 
 def through_a_file(step: JournalStep) -> JournalStep:

@@ -14,7 +14,7 @@ from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import GeneratedTasks
 from actors.merge.actor import BuiltStep
 from actors.merge.advantages import Baseline
-from actors.merge.payloads import PayloadsLost
+from actors.merge.groups import PayloadsLost
 from actors.merge.report import MergeReport, StepReport
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import PhaseSeconds, StepStats

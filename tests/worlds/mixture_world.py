@@ -21,9 +21,8 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from actors.merge.packing import WeightedSample
-from actors.merge.prefix import Sample, merge_turns
-from actors.types import Trajectory
-from worlds.trajectory_builders import make_trajectory, make_turn
+from actors.types import Sample, Trajectory
+from worlds.trajectory_builders import make_trajectory, make_turn, replayed, whole_turns
 
 VOCABULARY = 48
 NUM_EXPERTS = 6
@@ -186,19 +185,19 @@ def make_trajectories(sampler: PreTrainedModel) -> list[Trajectory]:
             history = [*prompt, *first[:3]] if member == 2 else [*later, *second]
             prompts = [prompt, later, [*history, *tokens(4)]]
             trajectories.append(play(sampler, prompts, [first, second, third], number))
-    bare = trajectories[1].turns
-    unrecorded = (bare[0], replace(bare[1], expert_indices=None), bare[2])
-    trajectories[1] = replace(trajectories[1], turns=unrecorded)
+    bare = whole_turns(trajectories[1])
+    unrecorded = [bare[0], replace(bare[1], expert_indices=None), bare[2]]
+    trajectories[1] = replayed(trajectories[1], unrecorded)
     return trajectories
 
 
 def merged_samples(trajectories: Sequence[Trajectory]) -> list[Sample]:
-    return [sample for each in trajectories for sample in merge_turns(each).samples]
+    return [sample for each in trajectories for sample in each.samples]
 
 
 def unmerged_samples(trajectories: Sequence[Trajectory]) -> list[Sample]:
     """Each turn as a sample of its own, of the same trajectory."""
-    parts = [replace(each, turns=(turn,)) for each in trajectories for turn in each.turns]
+    parts = [replayed(each, [turn]) for each in trajectories for turn in whole_turns(each)]
     return merged_samples(parts)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from actors.journal.record import JournalStep
 from actors.trajectory_queue.ledger import EvictionReason
-from actors.types import VersionSpan
 from service.inspect.audit.offence import Check
 from worlds.chat_examples import branched, with_trained
 from worlds.journal_builders import group_of, one_group, step_of
@@ -33,16 +32,20 @@ def with_entry(step: JournalStep, row: int, **changes: Any) -> JournalStep:
     return replace(step, entries=tuple(entries))
 
 
-def with_turn(step: JournalStep, row: int, **changes: Any) -> JournalStep:
-    """Changes a trajectory's first turn, after the merge has seen it."""
-    trajectory = step.entries[row].trajectory
-    turns = (replace(trajectory.turns[0], **changes), *trajectory.turns[1:])
-    return with_entry(step, row, trajectory=replace(trajectory, turns=turns))
-
-
 def with_sample(step: JournalStep, row: int, **changes: Any) -> JournalStep:
-    samples = step.entries[row].samples
-    return with_entry(step, row, samples=(replace(samples[0], **changes), *samples[1:]))
+    """Changes a trajectory's first sample."""
+    trajectory = step.entries[row].trajectory
+    samples = (replace(trajectory.samples[0], **changes), *trajectory.samples[1:])
+    return with_entry(step, row, trajectory=replace(trajectory, samples=samples))
+
+
+def with_advantages(step: JournalStep, row: int, values: np.ndarray) -> JournalStep:
+    """Changes what the trainer was given for a trajectory's first sample."""
+    return with_entry(step, row, advantages=(values, *step.entries[row].advantages[1:]))
+
+
+def advantages_of(step: JournalStep) -> np.ndarray:
+    return step.entries[0].advantages[0]
 
 
 def changed(values: np.ndarray, at: int, value: float) -> np.ndarray:
@@ -51,32 +54,29 @@ def changed(values: np.ndarray, at: int, value: float) -> np.ndarray:
     return copy
 
 
-def without_last(step: JournalStep) -> JournalStep:
-    sample = step.entries[0].samples[0]
-    names = ("positions", "token_ids", "logprobs", "versions", "advantages")
-    return with_sample(step, 0, **{name: getattr(sample, name)[:-1] for name in names})
-
-
 def of_version(step: JournalStep, row: int, version: int) -> JournalStep:
-    """The step with a trajectory that another version sampled, by its turns and by its record."""
-    trajectory, sample = step.entries[row].trajectory, step.entries[row].samples[0]
-    turns = tuple(
-        replace(turn, version_spans=(VersionSpan(version=version, start=0, end=turn.num_sampled),))
-        for turn in trajectory.turns
-    )
-    moved = with_sample(step, row, versions=np.full_like(sample.versions, version))
-    return with_entry(moved, row, trajectory=replace(trajectory, turns=turns))
+    """The step with a trajectory that another version sampled."""
+    sample = step.entries[row].trajectory.samples[0]
+    return with_sample(step, row, versions=np.where(sample.mask, version, -1).astype(np.int32))
+
+
+def without_logprob(step: JournalStep, position: int) -> JournalStep:
+    """A sampled token of which no log-probability came back."""
+    sample = step.entries[0].trajectory.samples[0]
+    versions = changed(sample.versions, position, -1)
+    return with_sample(step, 0, logprobs=changed(sample.logprobs, position, 0), versions=versions)
 
 
 def without_logprobs(step: JournalStep) -> JournalStep:
     """A trajectory called trained, of which nothing could be trained and nothing was."""
-    trajectory, sample = step.entries[0].trajectory, step.entries[0].samples[0]
-    turns = tuple(
-        replace(turn, logprobs=np.full_like(turn.logprobs, np.nan)) for turn in trajectory.turns
+    sample = step.entries[0].trajectory.samples[0]
+    bare = with_sample(
+        step,
+        0,
+        logprobs=np.zeros_like(sample.logprobs),
+        versions=np.full_like(sample.versions, -1),
     )
-    names = ("positions", "token_ids", "logprobs", "versions", "advantages")
-    empty = with_sample(step, 0, **{name: getattr(sample, name)[:0] for name in names})
-    return with_entry(empty, 0, trajectory=replace(trajectory, turns=turns))
+    return with_advantages(bare, 0, np.empty(0, np.float32))
 
 
 def with_again(step: JournalStep, **changes: Any) -> JournalStep:
@@ -92,56 +92,22 @@ def shaped(step: JournalStep) -> JournalStep:
 
 
 PLANTS: dict[str, tuple[Check, str, Callable[[JournalStep], JournalStep]]] = {
-    "no log-probability": (
-        Check.LOGPROBS, f"{FIRST}.a0",
-        lambda s: with_turn(
-            s, 0, logprobs=changed(s.entries[0].trajectory.turns[0].logprobs, 2, np.nan)
-        ),
-    ),
-    "a log-probability too few": (
-        Check.LOGPROBS, f"{FIRST}.a0",
-        lambda s: with_turn(s, 0, logprobs=s.entries[0].trajectory.turns[0].logprobs[:-1]),
-    ),
-    "a span that ends early": (
-        Check.SPANS, f"{FIRST}.a0",
-        lambda s: with_turn(s, 0, version_spans=(VersionSpan(version=0, start=0, end=3),)),
-    ),
-    "spans that overlap": (
-        Check.SPANS, f"{FIRST}.a0",
-        lambda s: with_turn(
-            s, 0,
-            version_spans=(
-                VersionSpan(version=0, start=0, end=6), VersionSpan(version=0, start=2, end=3),
-            ),
-        ),
-    ),
+    "no log-probability": (Check.LOGPROBS, f"{FIRST}.a0", lambda s: without_logprob(s, 11)),
     "an observation that is trained": (
         Check.SAMPLED, f"{FIRST}.a0", lambda s: with_trained(s, 0, [16]),
     ),
     "a prompt token that is trained": (
         Check.SAMPLED, f"{SECOND}.a0", lambda s: with_trained(s, 1, [0]),
     ),
-    "another log-probability": (
-        Check.SIDE_DATA, f"{FIRST}.a0",
-        lambda s: with_sample(s, 0, logprobs=changed(s.entries[0].samples[0].logprobs, 1, -9)),
+    "a sampled token left out": (
+        Check.HANDED_OUT, f"{FIRST}.a0", lambda s: with_advantages(s, 0, advantages_of(s)[:-1]),
     ),
-    "another version": (
-        Check.SIDE_DATA, f"{FIRST}.a0",
-        lambda s: with_sample(s, 0, versions=changed(s.entries[0].samples[0].versions, 1, 7)),
-    ),
-    "another target": (
-        Check.SIDE_DATA, f"{FIRST}.a0",
-        lambda s: with_sample(s, 0, token_ids=changed(s.entries[0].samples[0].token_ids, 1, 0)),
-    ),
-    "a sampled token left out": (Check.MASK, f"{FIRST}.a0", without_last),
-    "a mismatch that was forgotten": (
-        Check.MERGE, "g000003.0-0.a0", lambda s: with_entry(s, 6, mismatches=()),
-    ),
-    "turns that were not merged so": (
-        Check.MERGE, f"{FIRST}.a0", lambda s: with_sample(s, 0, turns=(1,)),
+    "a sample left out": (
+        Check.HANDED_OUT, "g000003.0-0.a0",
+        lambda s: with_entry(s, 6, advantages=s.entries[6].advantages[:1]),
     ),
     "evicted and trained": (
-        Check.EVICTED, f"{FIRST}.a0", lambda s: with_entry(s, 0, reason=EvictionReason.MASKED),
+        Check.HANDED_OUT, f"{FIRST}.a0", lambda s: with_entry(s, 0, reason=EvictionReason.MASKED),
     ),
     "rows that lack a token": (
         Check.PACKED, "step 1", lambda s: replace(s, num_packed_trained=s.num_packed_trained - 1),
@@ -164,14 +130,14 @@ PLANTS: dict[str, tuple[Check, str, Callable[[JournalStep], JournalStep]]] = {
     ),
     "one token with another advantage": (
         Check.ADVANTAGES, "g000000.0",
-        lambda s: with_sample(s, 0, advantages=changed(s.entries[0].samples[0].advantages, 3, 2)),
+        lambda s: with_advantages(s, 0, changed(advantages_of(s), 3, 2)),
     ),
     "advantages that do not add up": (
         Check.ZERO_SUM, "g000000.0",
-        lambda s: with_sample(s, 0, advantages=s.entries[0].samples[0].advantages * 2),
+        lambda s: with_advantages(s, 0, advantages_of(s) * 2),
     ),
     "no log-probability at all": (Check.LOGPROBS, f"{FIRST}.a0", without_logprobs),
-    "trained without a trained token": (Check.MASK, f"{FIRST}.a0", without_logprobs),
+    "trained without a trained token": (Check.HANDED_OUT, f"{FIRST}.a0", without_logprobs),
     "an entry that stands twice": (Check.ONCE, FIRST, with_again),
     "another attempt of a rollout": (
         Check.ONCE, FIRST,
@@ -191,17 +157,12 @@ PLANTS: dict[str, tuple[Check, str, Callable[[JournalStep], JournalStep]]] = {
     ),
     "an advantage that is no number": (
         Check.ADVANTAGES, f"{FIRST}.a0",
-        lambda s: with_sample(
-            shaped(s), 0, advantages=changed(s.entries[0].samples[0].advantages, 3, np.nan)
-        ),
+        lambda s: with_advantages(shaped(s), 0, changed(advantages_of(s), 3, np.nan)),
     ),
     "advantages without an end": (
         Check.ADVANTAGES, f"{FIRST}.a0",
-        lambda s: with_sample(
-            s, 0,
-            advantages=changed(
-                changed(s.entries[0].samples[0].advantages, 0, np.inf), 1, -np.inf
-            ),
+        lambda s: with_advantages(
+            s, 0, changed(changed(advantages_of(s), 0, np.inf), 1, -np.inf)
         ),
     ),
     "evicted as zero variance with a signal": (

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
 
+from actors.environment.sample_builder import build_samples
 from actors.types import (
+    NO_VERSION,
     FinishReason,
     Outcome,
+    Sample,
     Task,
     Timings,
     Trajectory,
     TrajectorySummary,
     Turn,
+    TurnSpan,
     VersionSpan,
     summarize,
 )
@@ -54,6 +59,7 @@ def make_trajectory(
     attempt: int = 0,
     **fields: object,
 ) -> Trajectory:
+    """The samples are built of the turns' whole prompts."""
     group_id = rollout_id.rpartition("-")[0]
     return Trajectory(
         rollout_id=rollout_id,
@@ -62,10 +68,50 @@ def make_trajectory(
         attempt=attempt,
         task_id=f"task-{group_id}",
         environment="game",
-        turns=tuple(turns),
+        samples=build_samples(turns, trajectory_id=f"{rollout_id}.a{attempt}"),
         outcome=outcome,
         **fields,  # type: ignore[arg-type]
     )
+
+
+def whole_turns(trajectory: Trajectory) -> list[Turn]:
+    """The turns that a trajectory's samples were made of, each with its whole prompt."""
+    found = [(turn.index, _whole_turn(s, turn)) for s in trajectory.samples for turn in s.turns]
+    return [turn for _, turn in sorted(found, key=lambda each: each[0])]
+
+
+def _whole_turn(sample: Sample, turn: TurnSpan) -> Turn:
+    logprobs, versions = sample.logprobs[turn.tokens].copy(), sample.versions[turn.tokens].copy()
+    # A token without a log-probability has no version in a sample, and any in a turn.
+    logprobs[versions == NO_VERSION] = np.nan
+    versions[versions == NO_VERSION] = 0
+    rewards, experts = sample.token_rewards, sample.experts
+    routed = experts is not None and [
+        record
+        for position, record in zip(experts.positions.tolist(), experts.indices, strict=True)
+        if turn.start <= position < turn.end
+    ]
+    return Turn(
+        prompt_token_ids=sample.token_ids[: turn.start],
+        sampled_token_ids=sample.token_ids[turn.tokens],
+        logprobs=logprobs,
+        finish_reason=turn.finish_reason,
+        version_spans=tuple(
+            VersionSpan(version=version, start=at, end=at + 1)
+            for at, version in enumerate(versions.tolist())
+        ),
+        reward=turn.reward,
+        reward_components=turn.reward_components,
+        is_malformed=turn.is_malformed,
+        token_rewards=None if rewards is None else rewards[turn.tokens],
+        expert_indices=np.stack(routed) if routed else None,
+    )
+
+
+def replayed(trajectory: Trajectory, turns: Sequence[Turn]) -> Trajectory:
+    """The trajectory with other turns."""
+    samples = build_samples(turns, trajectory_id=trajectory.trajectory_id)
+    return replace(trajectory, samples=samples)
 
 
 def linear_turns(

@@ -102,7 +102,7 @@ def _check_member(
         yield Check.ADVANTAGES, text
     if entry.reason is not None:
         return
-    values = [value for sample in entry.samples for value in sample.advantages.tolist()]
+    values = [value for of_sample in entry.advantages for value in of_sample.tolist()]
     wrong = [value for value in values if not _is_close(value, want)]
     if wrong:
         yield (
@@ -128,7 +128,7 @@ def _check_sum(
 
 
 def _first_advantage(entry: TrajectoryEntry) -> float:
-    values = [value for sample in entry.samples for value in sample.advantages[:1].tolist()]
+    values = [value for of_sample in entry.advantages for value in of_sample[:1].tolist()]
     return values[0] if values else 0.0
 
 

@@ -10,12 +10,8 @@ class Check(StrEnum):
     """An invariant; its value is the sentence that holds where nothing is wrong."""
 
     LOGPROBS = "every sampled token has a finite log-probability"
-    SPANS = "version spans cover each sampled token once"
     SAMPLED = "every trained token was sampled"
-    SIDE_DATA = "trained tokens carry the id, log-probability and version that came back"
-    MASK = "the mask counts the sampled tokens with a log-probability, each once"
-    MERGE = "the samples are what the merge makes of the turns"
-    EVICTED = "what is not in the loss has no trained token"
+    HANDED_OUT = "each token to be trained has an advantage, and what is not in the loss has none"
     PACKED = "the packed rows train as many tokens as were handed out"
     MALFORMED = "no malformed trajectory has a positive reward"
     AGE = "no trained token is older than the policy-age bound"

@@ -1,17 +1,18 @@
-"""Why a turn extended no sample: the first divergence and its kind, as well as ids can tell.
+"""Why a turn extended no sample: the branch reason, as well as token ids can tell it.
 
-Ids say where histories part, not why. The nearest sample (longest common prefix d with the prompt)
-is compared with the prompt as one changed stretch: its last few tokens after d are looked for in
-the prompt; where they come back, the two are alike again, and what lies between is what changed.
+Ids say where two histories part, not why. The sample that shares most with the prompt is compared
+with it as one changed span: the sample's last few tokens behind the divergence are looked for in
+the prompt. Where they come back the two are alike again, and what lies between is what changed.
 
 - comes back nowhere, is a plain deletion (a stripped thought, a rolled-back or compacted history),
-  or spans several regions: history_rewritten
+  or covers several regions: history_rewritten
 - all within the first prompt, where system text and tool schemas stand: tools_changed
-- something was only inserted, or the stretch lies in an observation: template
-- the stretch lies in sampled tokens, which came back as others: retokenised
+- something was only inserted, or the span lies in an observation: template
+- the span lies in sampled tokens, which came back as others: retokenised
 
 A rewritten text that keeps its end looks like a re-tokenised one, and two small changes in one
-turn look like a rewritten history: read the counts as a hint where to look, not as a proof.
+turn look like a rewritten history: read the counts as a hint where to look, not as a proof. Called
+by `prefix` and by the sample builder.
 """
 
 from __future__ import annotations
@@ -19,10 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.lineage import Mismatch, MismatchKind
-from actors.types import TokenIds
-
-__all__ = ["Mismatch", "MismatchKind", "classify", "common_prefix"]
+from actors.types import BranchReason, TokenIds
 
 # As many tokens have to come back for two histories to count as alike again, and in short turns
 # as few.
@@ -30,31 +28,33 @@ ANCHOR_TOKENS = 4
 SHORTEST_ANCHOR_TOKENS = 2
 
 
-def classify(
+def branch_reason(
     sample: TokenIds, prompt: TokenIds, *, regions: NDArray[np.int32], position: int
-) -> MismatchKind:
-    """Classify by the one stretch of `sample` that `prompt` changed.
+) -> BranchReason:
+    """Tell the reason by the one span of `sample` that `prompt` changed.
 
     Args: sample: [T] int32. regions: [T] int32, 0 in the first prompt, then 1, 2, ... by turn
     (odd: sampled, even: observation). position: where the two part, below T.
+
+    Example: a sample with the action 11 12 13 14, a prompt with 11 99 14 in its place: retokenised
     """
     end = _end_of_change(sample, prompt, position)
     if end is None:
-        return MismatchKind.HISTORY_REWRITTEN
+        return BranchReason.HISTORY_REWRITTEN
     num_alike = common_prefix(sample[position:][::-1], prompt[position:end][::-1])
     changed = regions[position : sample.shape[0] - num_alike]
     num_new = end - num_alike - position
     if changed.size and num_new == 0:
         is_head = bool((changed == 0).all())
-        return MismatchKind.TOOLS_CHANGED if is_head else MismatchKind.HISTORY_REWRITTEN
+        return BranchReason.TOOLS_CHANGED if is_head else BranchReason.HISTORY_REWRITTEN
     if changed.size == 0:
         is_head = position < regions.shape[0] and regions[position] == 0
-        return MismatchKind.TOOLS_CHANGED if is_head else MismatchKind.TEMPLATE
+        return BranchReason.TOOLS_CHANGED if is_head else BranchReason.TEMPLATE
     if changed[0] != changed[-1]:
-        return MismatchKind.HISTORY_REWRITTEN
+        return BranchReason.HISTORY_REWRITTEN
     if changed[0] == 0:
-        return MismatchKind.TOOLS_CHANGED
-    return MismatchKind.RETOKENISED if changed[0] % 2 else MismatchKind.TEMPLATE
+        return BranchReason.TOOLS_CHANGED
+    return BranchReason.RETOKENISED if changed[0] % 2 else BranchReason.TEMPLATE
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:

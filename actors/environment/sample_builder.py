@@ -1,0 +1,237 @@
+"""Builds the samples of one trajectory while it is played: what a turn loop appends to.
+
+Two ways in. `append` takes a turn that goes on from the last one, as a turn loop knows it: nothing
+is compared. `add` takes a turn of which nobody says what it extends, and compares its prompt with
+every open sample. Both give the samples of the rule, `actors.merge.prefix.merge_turns`; a property
+test holds them to it. Of each open sample the builder keeps the newest prompt and reply, which are
+all its ids, so that an episode's memory does not grow with its turns times their length. Called by
+the turn loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.expert_records import ExpertIndices, ExpertRecords
+from actors.merge.branches import branch_reason, common_prefix
+from actors.types import (
+    NO_VERSION,
+    BranchReason,
+    LogProbs,
+    Sample,
+    TokenIds,
+    Turn,
+    TurnSpan,
+    VersionSpan,
+)
+
+
+class _Recorded(NamedTuple):
+    """What was recorded of a turn's sampled tokens, as in `Turn`."""
+
+    logprobs: LogProbs
+    version_spans: tuple[VersionSpan, ...]
+    token_rewards: NDArray[np.float32] | None
+    expert_indices: ExpertIndices | None
+
+
+@dataclass(slots=True)
+class _OpenSample:
+    """Its ids are those of its newest turn: prompt, then sampled. last_id: the last of them."""
+
+    parent: int | None
+    num_shared: int
+    reason: BranchReason | None
+    prompt: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    sampled: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    length: int = 0
+    last_id: int = -1
+    turns: list[TurnSpan] = field(default_factory=list)
+    recorded: list[_Recorded] = field(default_factory=list)
+
+    def id_at(self, position: int) -> int:
+        num_prompt = self.prompt.shape[0]
+        if position < num_prompt:
+            return int(self.prompt[position])
+        return int(self.sampled[position - num_prompt])
+
+    def begins(self, prompt: TokenIds) -> bool:
+        """Whether all its ids are an exact prefix of the prompt."""
+        # Its last id first: it tells most samples apart without reading the others.
+        if self.length > prompt.shape[0] or prompt[self.length - 1] != self.last_id:
+            return False
+        num_prompt = self.prompt.shape[0]
+        return np.array_equal(self.prompt, prompt[:num_prompt]) and np.array_equal(
+            self.sampled, prompt[num_prompt : self.length]
+        )
+
+    def num_common(self, prompt: TokenIds) -> int:
+        """How many ids it has in common with the prompt from the start."""
+        shared = common_prefix(self.prompt, prompt)
+        if shared < self.prompt.shape[0]:
+            return shared
+        return shared + common_prefix(self.sampled, prompt[shared:])
+
+    def regions(self) -> NDArray[np.int32]:
+        """[T] int32: the first prompt is 0, each action odd, each observation even."""
+        borders = [0, *(each for turn in self.turns for each in (turn.start, turn.end))]
+        lengths = np.diff(borders)
+        return np.repeat(np.arange(lengths.shape[0], dtype=np.int32), lengths)
+
+
+class SampleBuilder:
+    """The open samples of one trajectory.
+
+    Example: add([1, 2] -> [3]), then append([1, 2, 3, 4] -> [5]), then add([1, 9] -> [7]) give the
+    sample [1, 2, 3, 4, 5] of turns 0 and 1, and [1, 9, 7] of turn 2, which shares 1 token with it.
+    """
+
+    def __init__(self, trajectory_id: str) -> None:
+        self._trajectory_id = trajectory_id
+        self._open: list[_OpenSample] = []
+        self._newest: _OpenSample | None = None  # the sample of the last turn
+        self._num_turns = 0
+
+    def append(self, turn: Turn) -> None:
+        """Take a turn whose prompt begins with all ids of the last turn's sample."""
+        self._put(turn, self._newest or self._opened(turn.prompt_token_ids, None))
+
+    def add(self, turn: Turn, *, reason: BranchReason | None = None) -> None:
+        """Take a turn by its whole prompt: into the sample that it extends, or into a new one.
+
+        The longest sample that begins the prompt wins, the newest among equals.
+        Args: reason: why the prompt may extend none, where the producer knows; None: the ids tell,
+        as well as they can.
+        """
+        prompt = turn.prompt_token_ids
+        found: _OpenSample | None = None
+        for sample in reversed(self._open):
+            if (found is None or sample.length > found.length) and sample.begins(prompt):
+                found = sample
+        self._put(turn, found or self._opened(prompt, reason))
+
+    def score(self, *, reward: float, components: Mapping[str, float], is_malformed: bool) -> None:
+        """Say what the environment gave for the last turn."""
+        assert self._newest is not None, "a score before the first turn"
+        turns = self._newest.turns
+        turns[-1] = msgspec.structs.replace(
+            turns[-1], reward=reward, reward_components=components, is_malformed=is_malformed
+        )
+
+    def samples(self) -> tuple[Sample, ...]:
+        """The samples of all turns so far, in the order in which they began."""
+        has_rewards = any(
+            each.token_rewards is not None for sample in self._open for each in sample.recorded
+        )
+        return tuple(self._sample(sample, has_rewards=has_rewards) for sample in self._open)
+
+    def _put(self, turn: Turn, sample: _OpenSample) -> None:
+        prompt, sampled = turn.prompt_token_ids, turn.sampled_token_ids
+        start, num_sampled = prompt.shape[0], sampled.shape[0]
+        assert start >= max(1, sample.length), "a prompt that is shorter than what it extends"
+        sample.prompt, sample.sampled, sample.length = prompt, sampled, start + num_sampled
+        sample.last_id = int(sampled[-1] if num_sampled else prompt[-1])
+        sample.turns.append(
+            TurnSpan(
+                index=self._num_turns,
+                start=start,
+                end=start + num_sampled,
+                finish_reason=turn.finish_reason,
+                reward=turn.reward,
+                reward_components=turn.reward_components,
+                is_malformed=turn.is_malformed,
+            )
+        )
+        sample.recorded.append(
+            _Recorded(turn.logprobs, turn.version_spans, turn.token_rewards, turn.expert_indices)
+        )
+        self._num_turns += 1
+        self._newest = sample
+
+    def _opened(self, prompt: TokenIds, reason: BranchReason | None) -> _OpenSample:
+        """A new sample, with what it branched off."""
+        if not self._open:
+            sample = _OpenSample(None, 0, None)
+        else:
+            parent, shared = self._nearest(prompt)
+            if reason is None:
+                nearest = self._open[parent]
+                ids = np.concatenate([nearest.prompt, nearest.sampled])
+                reason = branch_reason(ids, prompt, regions=nearest.regions(), position=shared)
+            sample = _OpenSample(parent if shared else None, shared, reason)
+        self._open.append(sample)
+        return sample
+
+    def _nearest(self, prompt: TokenIds) -> tuple[int, int]:
+        """The newest of the samples that share most with a prompt, and how many ids they share."""
+        nearest = len(self._open) - 1
+        most = self._open[nearest].num_common(prompt)
+        for number in range(nearest - 1, -1, -1):
+            if most == prompt.shape[0]:
+                break
+            sample = self._open[number]
+            # Who shares more has the prompt's id where the others part from it.
+            if sample.length > most and sample.id_at(most) == prompt[most]:
+                shared = sample.num_common(prompt)
+                if shared > most:
+                    nearest, most = number, shared
+        return nearest, most
+
+    def _sample(self, sample: _OpenSample, *, has_rewards: bool) -> Sample:
+        token_ids = np.concatenate([sample.prompt, sample.sampled])
+        logprobs = np.zeros(sample.length, np.float32)
+        versions = np.full(sample.length, NO_VERSION, np.int32)
+        rewards = np.zeros(sample.length, np.float32) if has_rewards else None
+        for turn, recorded in zip(sample.turns, sample.recorded, strict=True):
+            start, end = turn.start, turn.end
+            logprobs[start:end] = recorded.logprobs
+            for span in recorded.version_spans:
+                versions[start + span.start : start + span.end] = span.version
+            if rewards is not None and recorded.token_rewards is not None:
+                rewards[start:end] = recorded.token_rewards
+            elif rewards is not None and end > start:
+                rewards[end - 1] = turn.reward
+        is_usable = np.isfinite(logprobs)
+        if not is_usable.all():
+            logprobs[~is_usable] = 0
+            versions[~is_usable] = NO_VERSION
+        return Sample(
+            trajectory_id=self._trajectory_id,
+            turns=tuple(sample.turns),
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=versions,
+            token_rewards=rewards,
+            experts=_experts(sample),
+            parent=sample.parent,
+            num_shared=sample.num_shared,
+            branch_reason=sample.reason,
+        )
+
+
+def _experts(sample: _OpenSample) -> ExpertRecords | None:
+    """The recorded routing of a sample's tokens, each at its own position."""
+    positions: list[NDArray[np.int32]] = []
+    indices: list[ExpertIndices] = []
+    for turn, recorded in zip(sample.turns, sample.recorded, strict=True):
+        chosen = recorded.expert_indices
+        if chosen is not None and len(chosen):
+            positions.append(np.arange(turn.start, turn.start + len(chosen), dtype=np.int32))
+            indices.append(chosen)
+    if not indices:
+        return None
+    return ExpertRecords(positions=np.concatenate(positions), indices=np.concatenate(indices))
+
+
+def build_samples(turns: Iterable[Turn], *, trajectory_id: str) -> tuple[Sample, ...]:
+    """The samples of recorded turns, each by its whole prompt."""
+    builder = SampleBuilder(trajectory_id)
+    for turn in turns:
+        builder.add(turn)
+    return builder.samples()

@@ -1,0 +1,121 @@
+"""How trajectories lie in the object store and in the journal: MessagePack, a message each.
+
+msgspec encodes the dataclasses as they are, with an array as its type, shape and bytes. A sample
+that branched off another is sent without the tokens that it shares with it, so that bytes grow with
+the tokens of the branches, not with branches times their length. Invariant:
+decode(encode(trajectories), row) equals trajectories[row]. Called by environment actors (encode),
+the merge actor (decode) and the journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.types import NO_VERSION, Sample, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryBlock:
+    """R trajectories as they travel."""
+
+    data: NDArray[np.uint8]
+    """Their messages, one behind the other: one buffer, which Ray passes on without a copy."""
+    offsets: tuple[int, ...]
+    """[R + 1], where each message starts in `data`, and where the last one ends."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.offsets) - 1
+
+    def row_num_bytes(self, row: int) -> int:
+        return self.offsets[row + 1] - self.offsets[row]
+
+
+def encode(trajectories: Sequence[Trajectory]) -> TrajectoryBlock:
+    """Lay trajectories out; row i of the block is trajectories[i]."""
+    offsets, data = [0], bytearray()
+    for trajectory in trajectories:
+        _encoder.encode_into(without_shared(trajectory), data, len(data))
+        offsets.append(len(data))
+    return TrajectoryBlock(data=np.frombuffer(data, np.uint8), offsets=tuple(offsets))
+
+
+def decode(block: TrajectoryBlock, row: int) -> Trajectory:
+    """Read one trajectory back. Raises: IndexError when the block has no such row."""
+    if not 0 <= row < block.num_rows:
+        raise IndexError(f"codec: row {row} of a block of {block.num_rows} trajectories")
+    message = block.data[block.offsets[row] : block.offsets[row + 1]]
+    return with_shared(_TRAJECTORIES.decode(message.data))
+
+
+def without_shared(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with each branch cut to what it does not share with its parent."""
+    if len(trajectory.samples) <= 1:
+        return trajectory
+    return replace(trajectory, samples=tuple(_cut(sample) for sample in trajectory.samples))
+
+
+def with_shared(trajectory: Trajectory) -> Trajectory:
+    """The inverse of `without_shared`."""
+    if len(trajectory.samples) <= 1:
+        return trajectory
+    whole: list[Sample] = []
+    for sample in trajectory.samples:
+        whole.append(sample if sample.parent is None else _joined(sample, whole[sample.parent]))
+    return replace(trajectory, samples=tuple(whole))
+
+
+def _cut(sample: Sample) -> Sample:
+    start, rewards = sample.num_shared, sample.token_rewards
+    return replace(
+        sample,
+        token_ids=sample.token_ids[start:],
+        logprobs=sample.logprobs[start:],
+        versions=sample.versions[start:],
+        token_rewards=None if rewards is None else rewards[start:],
+    )
+
+
+def _joined(own: Sample, parent: Sample) -> Sample:
+    """What is shared is of the first prompt: nobody sampled it in this sample."""
+    number, rewards = own.num_shared, own.token_rewards
+    zeros = np.zeros(number, np.float32)
+    return replace(
+        own,
+        token_ids=np.concatenate([parent.token_ids[:number], own.token_ids]),
+        logprobs=np.concatenate([zeros, own.logprobs]),
+        versions=np.concatenate([np.full(number, NO_VERSION, np.int32), own.versions]),
+        token_rewards=None if rewards is None else np.concatenate([zeros, rewards]),
+    )
+
+
+def _from_array(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).data
+    raise TypeError(f"codec: a {type(value).__name__} in a trajectory, expected plain values")
+
+
+def _to_array(kind: type, value: Any) -> NDArray[Any]:
+    """The one type that msgspec does not know is an array. Raises: ValueError, TypeError."""
+    dtype, shape, data = value
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_from_array)
+_TRAJECTORIES = msgspec.msgpack.Decoder(Trajectory, dec_hook=_to_array)
+
+
+def to_bytes(value: Any) -> bytes:
+    """The message of a record: a dataclass of plain values, records and arrays."""
+    return _encoder.encode(value)
+
+
+def decoder_of(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
+    """Reads messages of one type of record; raises msgspec.MsgspecError, ValueError."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_to_array)
