@@ -331,15 +331,15 @@ def test_what_a_cut_short_start_left_is_no_run(model: str, tmp_path: Path) -> No
 
 def test_a_refused_start_leaves_nothing_behind(model: str, tmp_path: Path) -> None:
     place = run_dir.RunDir(path=tmp_path / "runs" / "one")
-    with pytest.raises(ConfigError, match="refused"), run_dir.prepared(place):
+    with pytest.raises(ConfigError, match="refused"), run_dir.prepared_directory(place):
         shutil.copytree(model, place.tiny_model)
         run_dir.write_config(place, config_with(model))
         raise ConfigError("refused")
     assert list(tmp_path.iterdir()) == []
-    with run_dir.prepared(place):
+    with run_dir.prepared_directory(place):
         place.database_file.touch()
     run_dir.write_config(place, config_with(model))
-    with pytest.raises(ConfigError, match="refused"), run_dir.prepared(place):
+    with pytest.raises(ConfigError, match="refused"), run_dir.prepared_directory(place):
         raise ConfigError("refused")
     assert place.config_file.is_file()
 
@@ -348,14 +348,17 @@ def test_a_second_start_in_one_directory_is_refused_and_takes_nothing_away(
     model: str, tmp_path: Path
 ) -> None:
     place = run_dir.RunDir(path=tmp_path / "one")
-    with run_dir.prepared(place):
+    with run_dir.prepared_directory(place):
         run_dir.write_config(place, config_with(model))
-        with pytest.raises(ConfigError, match="another start is at work"), run_dir.prepared(place):
+        with (
+            pytest.raises(ConfigError, match="another start is at work"),
+            run_dir.prepared_directory(place),
+        ):
             raise AssertionError("two starts at once")
         assert place.config_file.is_file()
         place.database_file.touch()
         # From here on the run's own lease says who may go on with it.
-        with run_dir.prepared(place):
+        with run_dir.prepared_directory(place):
             pass
     assert place.config_file.is_file()
 
@@ -364,7 +367,10 @@ def test_a_second_start_in_one_directory_is_refused_and_takes_nothing_away(
 def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("x")
     place = run_dir.RunDir(path=tmp_path / name)
-    with pytest.raises(ConfigError, match=r"cannot be used.*--run-dir"), run_dir.prepared(place):
+    with (
+        pytest.raises(ConfigError, match=r"cannot be used.*--run-dir"),
+        run_dir.prepared_directory(place),
+    ):
         raise AssertionError("it was made")
 
 

@@ -16,15 +16,10 @@ def board(version: int, **versions: int | None) -> BoardStatus:
             epoch=None if held is None else 1,
             version=held,
             num_workers=1,
-            load_s=0.1,
-            parity=None,
-            silent_s=0.0,
         )
         for name, held in versions.items()
     )
-    return BoardStatus(
-        epoch=1, version=version, newest_epoch=1, replicas=replicas, needs_rendezvous=False
-    )
+    return BoardStatus(epoch=1, version=version, replicas=replicas, needs_rendezvous=False)
 
 
 def test_a_start_and_a_publish_are_no_news() -> None:
