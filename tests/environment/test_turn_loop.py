@@ -66,8 +66,12 @@ async def test_the_experts_that_an_engine_recorded_stand_in_the_turn() -> None:
     sound = reply()
     records = np.zeros((len(sound.token_ids) - 1, 2, 2), np.uint8)
     policy = FakePolicy(reply(expert_indices=records), sound)
-    first, second = (await play(FakeEnvironment(GO_ON, DONE), policy)).turns
-    assert first.expert_indices is records and second.expert_indices is None
+    (sample,) = (await play(FakeEnvironment(GO_ON, DONE), policy)).samples
+    # The first turn's alone: the second one has none.
+    assert sample.experts is not None
+    first = sample.turns[0]
+    assert sample.experts.positions.tolist() == list(range(first.start, first.end - 1))
+    np.testing.assert_array_equal(sample.experts.indices, records)
 
 
 async def test_a_game_without_an_end_stops_at_max_turns_and_keeps_its_rewards() -> None:

@@ -14,10 +14,13 @@ from worlds.trajectory_builders import ids
 from actors.batch import MicroBatch
 from actors.expert_records import ExpertRecords, MixtureShape
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row, padding_row
-from actors.types import Sample
+from actors.types import FinishReason, Sample, TurnSpan
 
 VOCABULARY = 4
 MIXTURE = MixtureShape(num_layers=2, num_experts=4, num_chosen=2)
+
+# Packing reads the columns of a sample, not its turns.
+SPAN = TurnSpan(index=0, start=1, end=2, finish_reason=FinishReason.STOP)
 
 
 def make_sample(
@@ -31,10 +34,8 @@ def make_sample(
     records = ExpertRecords(positions=positions, indices=chosen.astype(np.uint8))
     sample = Sample(
         trajectory_id=f"g000000.0-{number}.a0",
-        turns=(0,),
-        prompt_length=1,
+        turns=(SPAN,),
         token_ids=ids(token_ids),
-        mask=mask,
         logprobs=rng.normal(-1, 0.1, length).astype(np.float32) * mask,
         versions=np.where(mask, 3, -1).astype(np.int32),
         experts=records if has_records and len(positions) else None,
@@ -88,10 +89,8 @@ def two_answers() -> MicroBatch:
     samples = [
         Sample(
             trajectory_id=f"g000000.0-{number}.a0",
-            turns=(0,),
-            prompt_length=2,
+            turns=(SPAN,),
             token_ids=ids([1, 2, *answer]),
-            mask=np.array([0, 0, 1, 1], np.uint8),
             logprobs=np.zeros(4, np.float32),
             versions=np.array([-1, -1, 0, 0], np.int32),
         )
