@@ -52,7 +52,7 @@ class StepInput:
     groups: tuple[StepGroup, ...]
 
     blocks: tuple[Any, ...]
-    """References to TrajectoryColumns, each once."""
+    """References to TrajectoryBlock, each once."""
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 Byte-level BPE, so that any text can be encoded. Invariants: a digit is always a token of its own,
 the special tokens are never split, and a chat renders as the concatenation of its messages'
-renderings, so that a longer chat extends the ids of its prefix. `tiny_model.py` writes the result
+renderings, so that a longer chat extends the ids of its prefix. `model.py` writes the result
 to disk and `warmup.py` renders its conversations with it.
 """
 
