@@ -82,7 +82,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What a run of `run_driver.SMALL` builds, once for all runs that do not show the building."""
     from worlds.run_driver import SMALL
 
-    from service.cli.model import build_tiny_for
+    from service.cli.artifacts import build_tiny_for
     from service.config.sections import TinyModel
 
     directory = tmp_path_factory.mktemp("small") / "model"

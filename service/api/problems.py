@@ -12,14 +12,10 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from service.api.port import RunUnavailable
-
 MEDIA_TYPE = "application/problem+json"
 # How long a client should wait for a run that is starting or going back to a checkpoint.
 UNAVAILABLE_RETRY_S = 5
-
-
-# Of what a client sent, so much is sent back.
+# Of each text that a client sent, so much is sent back.
 MAX_ECHO_CHARACTERS = 200
 MAX_ERRORS = 20
 
@@ -27,6 +23,10 @@ MAX_ERRORS = 20
 def shown(text: str) -> str:
     """What a client sent, cut to a length that an answer can hold."""
     return text if len(text) <= MAX_ECHO_CHARACTERS else f"{text[:MAX_ECHO_CHARACTERS]}…"
+
+
+class RunUnavailable(Exception):
+    """The run does not answer, or can write nothing now; the text says why."""
 
 
 class Problem(Exception):

@@ -24,7 +24,6 @@ from service.config.outcome_rules import outcome_rules
 from service.config.rewards import RewardConfig, kl_in_reward
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
-from service.intake.intake import IntakeSettings
 from service.run.failing import FailureLimits
 
 MIB = 1 << 20
@@ -61,14 +60,6 @@ def failure_limits(config: Config) -> FailureLimits:
         min_group_size=config.algorithm.min_group_size,
         group_size=config.algorithm.group_size,
         engines_limit_s=config.inference.start_deadline_s,
-    )
-
-
-def intake_settings(config: Config) -> IntakeSettings:
-    return IntakeSettings(
-        capacity=config.service.max_waiting_tasks,
-        groups_per_step=config.algorithm.groups_per_step,
-        policy=outcome_policy(config),
     )
 
 

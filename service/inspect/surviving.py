@@ -17,9 +17,8 @@ from actors.journal.files import JournalFile
 from actors.trajectory_queue.ledger import EvictionReason
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
-from service.store.lineage import History, Stretch, read_history, surviving_stretches
-from service.store.read_only import ReadOnlyStore
-from service.store.run_store import StoreError
+from service.store.lineage import History, Span, read_history, surviving_spans
+from service.store.run_store import ReadOnlyStore, StoreError
 
 _RESTORE = "restore a copy of it, or look at one journal file alone by its path"
 
@@ -28,7 +27,7 @@ _RESTORE = "restore a copy of it, or look at one journal file alone by its path"
 class RunLineage:
     """stretches: of which epochs what survives, at least one. history: the rows that do."""
 
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[Span, ...]
     history: History
 
 
@@ -49,7 +48,7 @@ def read_lineage(run_dir: RunDir) -> RunLineage | None:
     try:
         store = ReadOnlyStore(database)
         with store.reading() as connection:
-            stretches = surviving_stretches(connection)
+            stretches = surviving_spans(connection)
         history = read_history(store)
     except StoreError as error:
         raise ConfigError(f"inspect: {error}") from error
@@ -74,7 +73,7 @@ def refused_rollouts(history: History) -> frozenset[str]:
 
 
 def surviving_files(
-    files: Sequence[JournalFile], stretches: Sequence[Stretch] | None
+    files: Sequence[JournalFile], stretches: Sequence[Span] | None
 ) -> list[JournalFile]:
     """One file a step, those of the run's lineage; None: not known, the newest epoch counts.
 
@@ -83,7 +82,7 @@ def surviving_files(
     """
     if stretches is None:
         return list({file.step: file for file in files}.values())
-    last_steps = {stretch.epoch: stretch.last_step for stretch in stretches}
+    last_steps = {stretch.term: stretch.last_step for stretch in stretches}
     return [
         file
         for file in files
@@ -92,7 +91,7 @@ def surviving_files(
     ]
 
 
-def check_places(files: Sequence[JournalFile], stretches: Sequence[Stretch] | None) -> None:
+def check_places(files: Sequence[JournalFile], stretches: Sequence[Span] | None) -> None:
     """Raises: ConfigError for a file that no run could have written here, by its name."""
     for file, why in _misplaced(files, stretches or ()):
         raise ConfigError(
@@ -102,7 +101,7 @@ def check_places(files: Sequence[JournalFile], stretches: Sequence[Stretch] | No
 
 
 def _misplaced(
-    files: Sequence[JournalFile], stretches: Sequence[Stretch]
+    files: Sequence[JournalFile], stretches: Sequence[Span]
 ) -> Iterator[tuple[JournalFile, str]]:
     seen: dict[tuple[int, int], JournalFile] = {}
     for file in files:
@@ -111,8 +110,8 @@ def _misplaced(
             yield file, f"{other.path.name} is of step {file.step} and epoch {file.epoch} too"
     if not stretches:
         return
-    newest = stretches[-1].epoch
-    begun_after = {later.epoch: earlier.last_step or 0 for earlier, later in pairwise(stretches)}
+    newest = stretches[-1].term
+    begun_after = {later.term: earlier.last_step or 0 for earlier, later in pairwise(stretches)}
     for file in files:
         if file.epoch > newest:
             yield file, f"the newest epoch that the database knows is {newest}"

@@ -40,7 +40,7 @@ def run_id_of(config: Config, run_dir: RunDir) -> str:
 def _model_path(config: Config, run_dir: RunDir) -> str:
     if config.model.tiny is not None:
         # Two seconds of imports that a model of the user's own does without.
-        from service.cli.model import build_tiny_for
+        from service.cli.artifacts import build_tiny_for
 
         return build_tiny_for(config.model.tiny, run_dir.tiny_model)
     assert config.model.path is not None

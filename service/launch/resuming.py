@@ -11,10 +11,11 @@ from pathlib import Path
 
 from actors.trainer.manifest import CheckpointError, read_manifest
 from service.launch.run_dir import RunDir
-from service.store.run_store import Commit, RunStore, StoreError
+from service.store.lineage import Checkpoint
+from service.store.run_store import RunStore, StoreError
 
 
-def find_faults(checkpoints: Path, commits: Sequence[Commit]) -> dict[str, str]:
+def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, str]:
     """What is wrong with the commits, newest first, down to the first that can be read.
 
     Returns: a sentence for each that cannot be used, by its directory's name.
@@ -30,7 +31,7 @@ def find_faults(checkpoints: Path, commits: Sequence[Commit]) -> dict[str, str]:
     return faults
 
 
-def newest_usable(checkpoints: Path, commits: Sequence[Commit]) -> Commit | None:
+def newest_usable(checkpoints: Path, commits: Sequence[Checkpoint]) -> Checkpoint | None:
     """The newest commit whose manifest can be read; None where nothing was ever committed.
 
     Raises: StoreError when there are commits, but none can be read.
@@ -47,7 +48,7 @@ def newest_usable(checkpoints: Path, commits: Sequence[Commit]) -> Commit | None
     )
 
 
-def fallback_notice(faults: Mapping[str, str], newest: Commit, used: Commit) -> str:
+def fallback_notice(faults: Mapping[str, str], newest: Checkpoint, used: Checkpoint) -> str:
     """A warning that an older checkpoint is gone on from than the newest."""
     again = f"steps {used.step + 1} to {newest.step} are trained again"
     if newest.step == used.step + 1:
@@ -67,7 +68,7 @@ def finished_step(run_dir: RunDir, *, steps: int) -> int | None:
     """
     store = RunStore(run_dir.database_url)
     try:
-        newest = newest_usable(run_dir.checkpoints, store.commits())
+        newest = newest_usable(run_dir.checkpoints, store.checkpoints())
     finally:
         store.close()
     if newest is None or newest.step < steps:

@@ -215,7 +215,7 @@ def _check_database(run_dir: RunDir) -> None:
         store = RunStore(run_dir.database_url)
         try:
             store.check()
-            is_blank = store.newest_epoch() == 0
+            is_blank = store.newest_term() == 0
         finally:
             store.close()
     except StoreError as error:

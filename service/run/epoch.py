@@ -30,7 +30,7 @@ from service.config.settings_of import (
 )
 from service.config.task_source import open_tasks
 from service.config.tree import Config
-from service.intake.intake import Intake
+from service.intake.queue import SubmissionQueue
 from service.run.engines import Engines
 from service.run.environment_pool import EnvironmentPool, PoolSettings
 from service.run.loop import Loop, LoopSettings, Parts
@@ -74,7 +74,7 @@ class Epoch:
         engines: Engines,
         store: RunStore,
         recorder: RunRecorder,
-        intake: Intake | None = None,
+        intake: SubmissionQueue | None = None,
     ) -> None:
         """intake: where the tasks come from; None: the configuration's own."""
         self._config = config
@@ -173,8 +173,7 @@ class Epoch:
         return await self.queue.stats()
 
     def _snapshot(self) -> QueueSnapshot | None:
-        parent = self._lease.parent
-        return None if parent is None else QueueSnapshot.from_json(parent.queue_snapshot)
+        return self._lease.queue_snapshot
 
     async def _start_unless_stopped(self) -> EngineParts | None:
         """Start; None when a stop was asked for before the start was over."""
@@ -193,8 +192,8 @@ class Epoch:
     async def _start(self) -> EngineParts:
         config, version = self._config, self.first_step - 1
         self._recorder.starting("engines and trainer")
-        claim(self._places.checkpoints, self._lease.epoch)
-        await self._engines.open_epoch(self._lease.epoch)
+        claim(self._places.checkpoints, self._lease.term)
+        await self._engines.open_epoch(self._lease.term)
         try:
             await self._group.start()
             await self._load_parent()
@@ -204,7 +203,7 @@ class Epoch:
         engine_parts = EngineParts(
             self._group,
             self._engines.board,
-            epoch=self._lease.epoch,
+            epoch=self._lease.term,
             deadline_s=config.inference.publish_deadline_s,
         )
         await engine_parts.offer(version)
@@ -215,7 +214,7 @@ class Epoch:
                 settings_of=partial(environment_settings, config),
                 tokenizer_path=self._places.model,
                 make_policy=self._engines.make_policy,
-                epoch=self._lease.epoch,
+                epoch=self._lease.term,
                 frozen_after_s=config.rollouts.frozen_after_s,
             ),
             queue_actor=self._queue_actor,
@@ -233,7 +232,7 @@ class Epoch:
         config, merge_class = self._config, cast(Any, MergeActor)
         actor: ActorHandle = merge_class.options(num_cpus=0).remote(
             replace(merge_settings(config), shape=self._group.shape),
-            journal_settings(config, directory=self._places.journal, epoch=self._lease.epoch),
+            journal_settings(config, directory=self._places.journal, epoch=self._lease.term),
         )
         return actor
 
@@ -266,7 +265,7 @@ class Epoch:
             trainer=TrainerParts(
                 self._group,
                 self._store,
-                epoch=self._lease.epoch,
+                epoch=self._lease.term,
                 keep=config.run.keep_checkpoints,
             ),
             engines=engines,

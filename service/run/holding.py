@@ -6,8 +6,7 @@ import time
 
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
-from service.store.presence import TOLERANCE_S, live_holder
-from service.store.run_store import RunStore
+from service.store.run_store import TOLERANCE_S, RunStore
 
 # A supervisor outlives the kill -9 of its command for a moment.
 PATIENCE_S = 10.0
@@ -19,11 +18,11 @@ def check_free(run_dir: RunDir) -> None:
     store = RunStore(run_dir.database_url)
     deadline = time.monotonic() + PATIENCE_S
     try:
-        while (holder := live_holder(store, now=time.time())) is not None:
+        while (owner := store.live_owner(now=time.time())) is not None:
             if time.monotonic() >= deadline:
                 raise ConfigError(
-                    f"--resume {run_dir.path}: the run is held by {holder.name} (its supervisor; "
-                    f"last sign of life {time.time() - holder.renewed_at:.0f} s ago), expected one "
+                    f"--resume {run_dir.path}: the run is held by {owner.name} (its supervisor; "
+                    f"last sign of life {time.time() - owner.renewed_at:.0f} s ago), expected one "
                     "that nobody holds; end it with Ctrl-C or SIGTERM where it was started, wait "
                     f"{TOLERANCE_S:g} s where its machine is dead, or take the run from it with "
                     "--take-over"

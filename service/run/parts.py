@@ -26,7 +26,8 @@ from actors.weights.board import BoardStatus, PublishReport
 from actors.weights.errors import WeightError
 from actors.weights.parity import parity_difference
 from service.run.ports import BuiltStep, PartLost, PublishedVersion
-from service.store.run_store import Commit, RunStore
+from service.store.lineage import Checkpoint
+from service.store.run_store import RunStore
 
 RPC_DEADLINE_S = 60.0
 MERGE_DEADLINE_S = 300.0
@@ -159,7 +160,7 @@ class TrainerParts:
     async def prune(self) -> None:
         for directory in prunable(
             list_checkpoints(self._group.settings.checkpoint_dir),
-            self._store.commits(),
+            self._store.checkpoints(),
             epoch=self._epoch,
             keep=self._keep,
         ):
@@ -167,14 +168,14 @@ class TrainerParts:
 
 
 def prunable(
-    directories: Sequence[Path], commits: Sequence[Commit], *, epoch: int, keep: int
+    directories: Sequence[Path], commits: Sequence[Checkpoint], *, epoch: int, keep: int
 ) -> list[Path]:
     """Which checkpoints go: all but the newest `keep` commits, newest first, of the lineage.
 
     What no commit names was cut short by a fault. Nothing goes unless this epoch has committed
     and a kept one is really there.
     """
-    if not commits or commits[0].epoch != epoch:
+    if not commits or commits[0].term != epoch:
         return []
     kept = {commit.directory for commit in commits[:keep]}
     if not any(directory.name in kept for directory in directories):

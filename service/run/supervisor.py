@@ -22,11 +22,11 @@ from actors.metrics import Metrics, Part
 from actors.trainer.group import TrainerStartFailed
 from actors.trainer.manifest import CheckpointError
 from actors.trajectory_queue.messages import QueueStats
-from service.config.settings_of import engine_settings, intake_settings
+from service.config.settings_of import engine_settings, outcome_policy
 from service.config.stop_tokens import stop_token_ids
 from service.config.tree import Config
-from service.intake.intake import Intake
-from service.intake.submission import SubmissionView, SubmitReply, Wanted
+from service.intake.queue import SubmissionQueue
+from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.launch.resuming import fallback_notice, find_faults
 from service.launch.run_dir import RunDir
 from service.report.page import write_report
@@ -39,8 +39,14 @@ from service.run.ports import PartLost
 from service.run.readiness import BehindWatch, Readiness, readiness
 from service.run.status import Phase, RunStatus
 from service.store.lineage import read_history
-from service.store.presence import RENEW_EVERY_S, own_name, release, renew
-from service.store.run_store import Lease, LeaseLost, RunStore, StoreError
+from service.store.run_store import (
+    RENEW_EVERY_S,
+    Lease,
+    LeaseLost,
+    RunStore,
+    StoreError,
+    own_name,
+)
 from service.telemetry.recorder import RunRecorder, configure_logging
 from service.telemetry.summary import LedgerTotals, summarize_run, write_summary
 
@@ -82,9 +88,18 @@ class Supervisor:
         self._run_dir = run_dir
         self._model = model
         self._store = RunStore(run_dir.database_url)
-        self._first_epoch = self._store.newest_epoch() + 1
+        self._first_epoch = self._store.newest_term() + 1
         self._metrics = Metrics()
-        self._intake = Intake(intake_settings(config), self._store) if is_service else None
+        self._intake = (
+            SubmissionQueue(
+                self._store,
+                capacity=config.service.max_waiting_tasks,
+                groups_per_step=config.algorithm.groups_per_step,
+                policy=outcome_policy(config),
+            )
+            if is_service
+            else None
+        )
         self._recorder = RunRecorder(
             self._store, self._metrics, num_steps=config.run.steps, intake=self._intake
         )
@@ -138,7 +153,7 @@ class Supervisor:
             self._metrics_server.shutdown()
             self._metrics_server.server_close()
             with suppress(LeaseLost, StoreError):
-                release(self._store, epoch=self._recorder.epoch)
+                self._store.release(self._recorder.epoch)
 
     async def stop(self) -> None:
         """Finish the step in hand, leave a checkpoint, end; or give the start up."""
@@ -176,9 +191,9 @@ class Supervisor:
             exit_reason=self._exit_reason,
         )
 
-    async def submit(self, wanted: Sequence[Wanted]) -> SubmitReply:
+    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
         """Accept tasks, all or none. Raises: LeaseLost, StoreError."""
-        return self._own_intake.submit(wanted)
+        return self._own_intake.submit(requests)
 
     async def submission(self, submission_id: str) -> SubmissionView | None:
         return self._own_intake.view(submission_id)
@@ -205,7 +220,7 @@ class Supervisor:
         )
 
     @property
-    def _own_intake(self) -> Intake:
+    def _own_intake(self) -> SubmissionQueue:
         assert self._intake is not None, "this run was not started as a service"
         return self._intake
 
@@ -280,11 +295,11 @@ class Supervisor:
 
     def _take_lease(self) -> Lease:
         """Go on from the newest checkpoint that can be read. Raises: StoreError for none."""
-        commits = self._store.commits()
+        commits = self._store.checkpoints()
         sound = [commit for commit in commits if commit.directory not in self._faults]
         self._faults |= find_faults(self._run_dir.checkpoints, sound)
-        lease = self._store.acquire_lease(holder=own_name(), passed_over=self._faults.keys())
-        renew(self._store, epoch=lease.epoch)
+        lease = self._store.acquire_lease(owner=own_name(), passed_over=self._faults.keys())
+        self._store.renew(lease.term)
         used = [commit for commit in commits if lease.parent and commit.id == lease.parent.id]
         if used and used[0] is not commits[0]:
             self._recorder.notice(fallback_notice(self._faults, commits[0], used[0]))
@@ -305,7 +320,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             with suppress(LeaseLost, StoreError):
-                renew(self._store, epoch=self._recorder.epoch)
+                self._store.renew(self._recorder.epoch)
 
     async def _look_at_engines(self) -> None:
         try:
@@ -333,7 +348,7 @@ class Supervisor:
         has_report = False
         try:
             # What a newer epoch has taken over is no longer ours to report on.
-            if self._store.newest_epoch() == self._recorder.epoch:
+            if self._store.newest_term() == self._recorder.epoch:
                 await self._write_report(reason)
                 has_report = True
         except (OSError, SQLAlchemyError) as error:
@@ -349,7 +364,7 @@ class Supervisor:
         return has_report
 
     async def _write_report(self, reason: str) -> None:
-        history = read_history(self._store, own_epochs_from=self._first_epoch)
+        history = read_history(self._store, own_terms_from=self._first_epoch)
         ledger = LedgerTotals.of(self._stats.ledger) if self._stats else LedgerTotals()
         summary = summarize_run(
             history,

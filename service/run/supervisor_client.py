@@ -8,8 +8,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from service.api.port import RunUnavailable
-from service.intake.submission import SubmissionView, SubmitReply, Wanted
+from service.api.problems import RunUnavailable
+from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.launch.cluster import NAMESPACE
 from service.run.parts import answer
 from service.run.ports import PartLost
@@ -22,14 +22,14 @@ CONTACT_DEADLINE_S = 5.0
 
 
 class SupervisorClient:
-    """`service.api.port.RunPort` in any process of the cluster."""
+    """`service.api.app.RunPort` in any process of the cluster."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._actor: Any = None
 
-    async def submit(self, wanted: Sequence[Wanted]) -> SubmitReply:
-        return await self._ask("submit", wanted)
+    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
+        return await self._ask("submit", requests)
 
     async def submission(self, submission_id: str) -> SubmissionView | None:
         return await self._ask("submission", submission_id)

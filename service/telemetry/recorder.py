@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from actors.metrics import Metrics, Part
 from actors.outcomes import DEFAULT_RULES, Disposition
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent
 from actors.trajectory_queue.messages import QueueCut, QueueStats
 from actors.types import Outcome, TrajectorySummary
-from service.cli.display.step_line import evaluation_line, step_line
-from service.intake.intake import Intake
+from service.cli.progress import evaluation_line, step_line
+from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutResult
 from service.run.status import Phase
-from service.store.run_store import Lease, RunStore, StoredEvent
+from service.store.run_store import Lease, RunStore
 from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.stored_metrics import StoredMetrics
 
@@ -46,7 +47,12 @@ class RunRecorder:
     """
 
     def __init__(
-        self, store: RunStore, metrics: Metrics, *, num_steps: int, intake: Intake | None = None
+        self,
+        store: RunStore,
+        metrics: Metrics,
+        *,
+        num_steps: int,
+        intake: SubmissionQueue | None = None,
     ) -> None:
         """intake: told what becomes of rollouts, where clients submit them."""
         self._store = store
@@ -55,7 +61,7 @@ class RunRecorder:
         self._stored = StoredMetrics(metrics, store)
         self.epoch = 0
         self._num_steps = num_steps
-        self._pending: list[StoredEvent] = []
+        self._pending: list[LedgerEvent] = []
         self._pending_results: list[RolloutResult] = []
         self.last_step = 0
         self.steps: list[StepRecord] = []
@@ -69,14 +75,14 @@ class RunRecorder:
 
     def begin_epoch(self, lease: Lease) -> None:
         """From here on write as `lease`; what an older epoch had not stored yet is void."""
-        self.epoch = lease.epoch
+        self.epoch = lease.term
         self._pending, self._pending_results = [], []
         if self._intake is not None:
-            self._intake.begin_epoch(lease.epoch)
+            self._intake.begin_term(lease.term)
         self._stored.begin_epoch()
         self.last_step = lease.parent.step if lease.parent else 0
-        if lease.epoch > 1:
-            self.notice(f"epoch {lease.epoch} goes on from step {self.last_step}")
+        if lease.term > 1:
+            self.notice(f"term {lease.term} goes on from step {self.last_step}")
 
     def phase(self, phase: Phase, detail: str) -> None:
         if (phase, detail) != (self.current_phase, self.phase_detail):
@@ -126,14 +132,7 @@ class RunRecorder:
 
     def events(self, events: Sequence[LedgerEvent]) -> None:
         stored = [
-            StoredEvent(
-                seq=event.seq,
-                rollout_id=event.rollout_id,
-                kind=event.kind.value,
-                reason=event.reason.value if event.reason else None,
-                step=None if event.step is None else event.step + 1,
-            )
-            for event in events
+            event if event.step is None else replace(event, step=event.step + 1) for event in events
         ]
         self._pending += stored
         if self._intake is not None:
@@ -142,7 +141,7 @@ class RunRecorder:
     def step(self, record: StepRecord) -> None:
         events = self._take_events()
         self._store.add_step(
-            record, epoch=self.epoch, new_events=events, new_results=self._take_results()
+            record, term=self.epoch, new_events=events, new_results=self._take_results()
         )
         self._stored.step(record, events)
         if self._intake is not None:
@@ -152,7 +151,7 @@ class RunRecorder:
         log.info("%s", step_line(record, self._num_steps))
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._store.add_evaluation(record, epoch=self.epoch)
+        self._store.add_evaluation(record, term=self.epoch)
         self.evaluations.append(record)
         self._stored.evaluation(record)
         log.info("%s", evaluation_line(record))
@@ -160,11 +159,11 @@ class RunRecorder:
     def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
         events = self._take_events()
         self._store.commit_checkpoint(
-            epoch=self.epoch,
+            term=self.epoch,
             step=step,
             policy_version=version,
             directory=directory,
-            queue_snapshot=cut.snapshot.to_json(),
+            queue_snapshot=cut.snapshot,
             new_events=events,
             new_results=self._take_results(),
             last_event_seq=cut.last_event_seq,
@@ -189,11 +188,11 @@ class RunRecorder:
             metrics.waiting_items.set(stats.num_waiting)
             metrics.waiting_bytes.set(stats.waiting_bytes)
             if self._intake is not None:
-                line = self._intake.line
-                self._metrics.service.waiting_tasks.set(line.waiting)
-                self._metrics.service.waiting_tasks_limit.set(line.capacity)
+                backlog = self._intake.backlog
+                self._metrics.service.waiting_tasks.set(backlog.waiting)
+                self._metrics.service.waiting_tasks_limit.set(backlog.capacity)
 
-    def _take_events(self) -> list[StoredEvent]:
+    def _take_events(self) -> list[LedgerEvent]:
         taken, self._pending = self._pending, []
         return taken
 

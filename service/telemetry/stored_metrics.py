@@ -12,8 +12,9 @@ import math
 from collections.abc import Iterable
 
 from actors.metrics import Metrics
+from actors.trajectory_queue.ledger import LedgerEvent
 from service.store.lineage import all_steps, count_events, newest_records
-from service.store.run_store import RunStore, StoredEvent
+from service.store.run_store import RunStore
 from service.telemetry.records import EvaluationRecord, StepRecord
 
 
@@ -36,13 +37,13 @@ class StoredMetrics:
             self._show_step(step)
             self._show_evaluation(evaluation)
 
-    def step(self, record: StepRecord, events: Iterable[StoredEvent]) -> None:
+    def step(self, record: StepRecord, events: Iterable[LedgerEvent]) -> None:
         with self._metrics.together():
             self.events(events)
             self._count_step(record)
             self._show_step(record)
 
-    def events(self, events: Iterable[StoredEvent]) -> None:
+    def events(self, events: Iterable[LedgerEvent]) -> None:
         with self._metrics.together():
             for item in events:
                 self._count_events(item.kind, item.reason, 1)

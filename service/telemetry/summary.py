@@ -30,7 +30,7 @@ class HistoryLike(Protocol):
     @property
     def evaluations(self) -> Sequence[EvaluationRecord]: ...
     @property
-    def num_epochs(self) -> int: ...
+    def num_terms(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,7 @@ def summarize_run(
         outcomes=_counts(record.outcomes for record in steps),
         zero_variance_groups=sum(record.zero_variance_groups for record in steps),
         skipped_steps=sum(record.is_skipped for record in steps),
-        num_epochs=history.num_epochs,
+        num_epochs=history.num_terms,
         stages=_stage_totals(steps),
         wall_s=wall_s,
         versions=dict(versions),

@@ -11,8 +11,7 @@ import pytest
 from worlds.journal_builders import group_of, step_of, written
 from worlds.run_driver import ROOT
 
-from service.cli.inspect import run_inspect
-from service.cli.inspect_options import InspectRequest
+from service.cli.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError
 
 ONE = "g000000.0-0.a0"

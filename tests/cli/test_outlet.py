@@ -13,16 +13,16 @@ import pytest
 from test_progress import status_of
 from worlds.run_driver import ROOT
 
-from service.cli.display.outlet import OutletConsole, outlet, say
-from service.cli.display.progress import LineDisplay, LiveDisplay, open_display
+from service.cli.display import LineDisplay, LiveDisplay, open_display
+from service.cli.outlet import OutletConsole, outlet, say
 
 # As `rayloom train` writes: a display, then a sentence, then the interpreter's own flush.
 TALKATIVE = """
 import os, sys
 sys.path[:0] = ["tests", "tests/cli"]
 from test_progress import status_of
-from service.cli.display.outlet import say
-from service.cli.display.progress import open_display
+from service.cli.display import open_display
+from service.cli.outlet import say
 display = open_display(environ={})
 for step in range(1, 5):
     display.update(status_of(step))

@@ -24,32 +24,34 @@ from worlds.record_builders import step_record
 
 from actors.journal.record import JournalStep
 from actors.merge.advantages import Baseline, Scale, group_advantages
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.types import Outcome
-from service.cli.inspect import run_inspect
-from service.cli.inspect_options import InspectRequest
+from service.cli.inspect import InspectRequest, run_inspect
 from service.inspect.audit.audit import Audit, audit, describe
 from service.inspect.audit.groups import GroupRule, expected_advantages
 from service.inspect.audit.offence import Check
 from service.inspect.audit.tokens import check_trajectory
 from service.inspect.reader import open_journal
 from service.launch.run_dir import RunDir
-from service.store.run_store import RunStore, StoredEvent
+from service.store.run_store import RunStore
 
 
 def audited(run_dir: Path, *steps: JournalStep) -> Audit:
     return audit(open_journal(written(run_dir, *steps)))
 
 
-def rows_of(step: JournalStep) -> list[StoredEvent]:
+def rows_of(step: JournalStep) -> list[LedgerEvent]:
     """The ledger's rows of a step that was settled as its journal says."""
-    admitted = [StoredEvent(seq=0, rollout_id=e.trajectory.rollout_id, kind="admitted")
-                for e in step.entries]  # fmt: skip
+    admitted = [
+        LedgerEvent(seq=0, rollout_id=entry.trajectory.rollout_id, kind=LedgerEventKind.ADMITTED)
+        for entry in step.entries
+    ]
     left = [
-        StoredEvent(
+        LedgerEvent(
             seq=0,
             rollout_id=entry.trajectory.rollout_id,
-            kind="evicted" if entry.reason else "trained",
-            reason=entry.reason.value if entry.reason else None,
+            kind=LedgerEventKind.EVICTED if entry.reason else LedgerEventKind.TRAINED,
+            reason=entry.reason,
             step=step.step,
         )
         for entry in step.entries
@@ -57,14 +59,14 @@ def rows_of(step: JournalStep) -> list[StoredEvent]:
     return [*admitted, *left]
 
 
-def stored(run_dir: Path, rows: Sequence[StoredEvent], *, steps: Sequence[int] = (1,)) -> None:
+def stored(run_dir: Path, rows: Sequence[LedgerEvent], *, steps: Sequence[int] = (1,)) -> None:
     """The run's database with these rows, written as a supervisor writes them."""
     run_dir.mkdir(exist_ok=True)
     store = RunStore(RunDir(path=run_dir).database_url)
-    store.acquire_lease(holder="test")
+    store.acquire_lease(owner="test")
     events = [replace(row, seq=seq) for seq, row in enumerate(rows)]
     for step in steps:
-        store.add_step(step_record(step), epoch=1, new_events=events if step == steps[0] else ())
+        store.add_step(step_record(step), term=1, new_events=events if step == steps[0] else ())
     store.close()
 
 
@@ -139,8 +141,10 @@ def test_a_member_that_left_under_a_reason_is_noted_and_fails_no_audit(tmp_path:
     step = sound_step()
     gone = "g000000.0-4"
     left = [
-        StoredEvent(seq=0, rollout_id=gone, kind="admitted"),
-        StoredEvent(seq=0, rollout_id=gone, kind="evicted", reason="wall_timeout"),
+        LedgerEvent(seq=0, rollout_id=gone, kind=LedgerEventKind.ADMITTED),
+        LedgerEvent(
+            seq=0, rollout_id=gone, kind=LedgerEventKind.EVICTED, reason=EvictionReason.WALL_TIMEOUT
+        ),
     ]
     stored(tmp_path, [*rows_of(step), *left])
     result = audited(tmp_path, step)
@@ -152,7 +156,7 @@ def test_a_member_that_left_under_a_reason_is_noted_and_fails_no_audit(tmp_path:
 
 def test_a_group_that_lacks_a_member_without_a_reason_fails_the_audit(tmp_path: Path) -> None:
     step = sound_step()
-    lost = StoredEvent(seq=0, rollout_id="g000000.0-4", kind="admitted")
+    lost = LedgerEvent(seq=0, rollout_id="g000000.0-4", kind=LedgerEventKind.ADMITTED)
     stored(tmp_path, [*rows_of(step), lost])
     (offence,) = audited(tmp_path, step).offences
     assert offence.check is Check.ADMITTED and not offence.is_explained

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from test_audit import audited, rows_of, stored
 from worlds.journal_builders import group_of, step_of, written
+from worlds.store_builders import commit
 
 from actors.journal.codec import write_step
 from actors.journal.files import file_name
 from actors.journal.record import JournalStep
-from service.cli.inspect import run_inspect
-from service.cli.inspect_options import InspectRequest
+from service.cli.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError
 from service.inspect.audit.audit import audit, describe
 from service.inspect.audit.offence import Check
@@ -78,12 +78,9 @@ def resumed(run_dir: Path) -> None:
     """A database whose second epoch went on from step 2."""
     run_dir.mkdir(exist_ok=True)
     store = RunStore(RunDir(path=run_dir).database_url)
-    store.acquire_lease(holder="first")
-    store.commit_checkpoint(
-        epoch=1, step=2, policy_version=2, directory="step-000002", queue_snapshot={},
-        new_events=(), last_event_seq=-1,
-    )  # fmt: skip
-    store.acquire_lease(holder="second")
+    store.acquire_lease(owner="first")
+    commit(store, term=1, step=2)
+    store.acquire_lease(owner="second")
     store.close()
 
 
@@ -162,9 +159,9 @@ def test_a_live_run_is_read_whole_beside_its_writer_and_neither_waits(tmp_path: 
     (first,) = steps(1)
     stored(tmp_path, rows_of(first))
     store = RunStore(RunDir(path=tmp_path).database_url)
-    lease = store.acquire_lease(holder="writer")
+    lease = store.acquire_lease(owner="writer")
     # Its rows are in the log beside the database, and a second writer would wait here.
-    with store.fenced(lease.epoch):
+    with store.fenced(lease.term):
         written(tmp_path, *steps(1, epoch=2))
         journal = open_journal(tmp_path)
     store.close()
@@ -176,15 +173,15 @@ def test_a_run_that_was_killed_is_read_whole_and_left_so(tmp_path: Path) -> None
     killed, copy = tmp_path / "killed", tmp_path / "copy"
     stored(killed, rows_of(step))
     store = RunStore(RunDir(path=killed).database_url)
-    lease = store.acquire_lease(holder="another")
-    written(copy, *steps(1, epoch=lease.epoch))
+    lease = store.acquire_lease(owner="another")
+    written(copy, *steps(1, epoch=lease.term))
     # As after a kill: what was written last is in the log alone.
     for name in ("rayloom.db", "rayloom.db-wal"):
         shutil.copy(killed / name, copy / name)
     store.close()
     before = contents(copy)
     journal = open_journal(copy)
-    assert [(file.step, file.epoch) for file in journal.files] == [(1, lease.epoch)]
+    assert [(file.step, file.epoch) for file in journal.files] == [(1, lease.term)]
     after = contents(copy)
     assert before["rayloom.db-wal"] and {name: after[name] for name in before} == before
 

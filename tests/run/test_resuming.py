@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 from worlds.run_driver import SMALL, small_config
+from worlds.store_builders import commit
 
 from actors.trainer.group import TrainerGroup
 from actors.trainer.manifest import MANIFEST, Progress
 from actors.trainer.settings import TrainerSettings
-from service.cli.export import export_checkpoint
+from service.cli.artifacts import export_checkpoint
 from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
 from service.config.file import ConfigError, load_config
 from service.launch.resuming import fallback_notice, find_faults, finished_step, newest_usable
@@ -33,30 +34,18 @@ def write_checkpoint(place: RunDir, step: int, epoch: int = 1) -> Path:
     return directory
 
 
-def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3), stored_under: str = "") -> RunDir:
-    """A run's directory with committed checkpoints. stored_under: as an older layout had them."""
+def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3)) -> RunDir:
+    """A run's directory with committed checkpoints."""
     place = RunDir(path=path)
     path.mkdir()
     place.config_file.write_text(yaml.safe_dump(SMALL))
     store = RunStore(place.database_url)
-    store.acquire_lease(holder="a")
+    store.acquire_lease(owner="a")
     for step in steps:
         directory = write_checkpoint(place, step)
-        commit(store, epoch=1, step=step, directory=f"{stored_under}{directory.name}")
+        commit(store, term=1, step=step, directory=directory.name)
     store.close()
     return place
-
-
-def commit(store: RunStore, *, epoch: int, step: int, directory: str) -> None:
-    store.commit_checkpoint(
-        epoch=epoch,
-        step=step,
-        policy_version=step,
-        directory=directory,
-        queue_snapshot={},
-        new_events=(),
-        last_event_seq=-1,
-    )
 
 
 def parts(checkpoints: Path, store: RunStore, *, epoch: int) -> TrainerParts:
@@ -80,12 +69,12 @@ def test_a_run_has_one_path_however_it_is_spelt(tmp_path: Path) -> None:
 
 
 async def test_pruning_under_another_spelling_keeps_the_newest(tmp_path: Path) -> None:
-    place = make_run(tmp_path / "run", stored_under="/where/it/was/checkpoints/")
+    place = make_run(tmp_path / "run")
     (tmp_path / "link").symlink_to(place.path)
     store = RunStore(place.database_url)
-    epoch = store.acquire_lease(holder="b").epoch
+    epoch = store.acquire_lease(owner="b").term
     write_checkpoint(place, 4, epoch)
-    commit(store, epoch=epoch, step=4, directory="step-000004-e2")
+    commit(store, term=epoch, step=4, directory="step-000004-e2")
     await parts(tmp_path / "link" / "checkpoints", store, epoch=epoch).prune()
     assert names(place) == ["step-000003-e1", "step-000004-e2"]
 
@@ -95,11 +84,11 @@ async def test_nothing_is_pruned_before_a_commit_or_when_no_kept_one_is_there(
 ) -> None:
     place = make_run(tmp_path / "run")
     store = RunStore(place.database_url)
-    epoch = store.acquire_lease(holder="b").epoch
+    epoch = store.acquire_lease(owner="b").term
     await parts(place.checkpoints, store, epoch=epoch).prune()
     assert len(names(place)) == 3
     for step in (4, 5):
-        commit(store, epoch=epoch, step=step, directory=f"elsewhere-{step}")
+        commit(store, term=epoch, step=step, directory=f"elsewhere-{step}")
     await parts(place.checkpoints, store, epoch=epoch).prune()
     assert len(names(place)) == 3
 
@@ -111,7 +100,7 @@ def test_the_newest_checkpoint_that_can_be_read_is_used_and_the_others_are_named
     (place.checkpoints / "step-000006-e1" / MANIFEST).write_text("{")
     (place.checkpoints / "step-000008-e1" / MANIFEST).unlink()
     (place.checkpoints / "step-000008-e1").rmdir()
-    commits = RunStore(place.database_url).commits()
+    commits = RunStore(place.database_url).checkpoints()
     faults = find_faults(place.checkpoints, commits)
     assert list(faults) == ["step-000008-e1", "step-000006-e1"]
     used = newest_usable(place.checkpoints, commits)
@@ -213,7 +202,7 @@ def test_an_export_of_what_is_no_run_says_so(tmp_path: Path) -> None:
 
 def test_usable_is_nothing_where_nothing_was_committed(tmp_path: Path) -> None:
     place = make_run(tmp_path / "run", steps=())
-    commits = RunStore(place.database_url).commits()
+    commits = RunStore(place.database_url).checkpoints()
     assert newest_usable(place.checkpoints, commits) is None
     with pytest.raises(StoreError, match="cannot be opened"):
         RunStore(f"sqlite:///{tmp_path / 'missing' / 'rayloom.db'}")

@@ -17,14 +17,14 @@ from worlds.record_builders import evaluation_record, step_record, unmeasured_st
 from worlds.trajectory_builders import make_summary
 
 from actors.metrics import Metrics
-from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts
+from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts, LedgerEvent
 from actors.trajectory_queue.messages import QueueCut
 from actors.trajectory_queue.queue_state import QueueState
 from actors.types import Outcome
 from service.run.status import Phase
 from service.store import tables
 from service.store.lineage import read_history
-from service.store.run_store import RunStore, StoredEvent
+from service.store.run_store import RunStore
 from service.telemetry.recorder import RunRecorder
 
 
@@ -32,7 +32,7 @@ def make_recorder(directory: Path) -> tuple[RunRecorder, RunStore, Metrics]:
     store = RunStore(f"sqlite:///{directory / 'run.db'}")
     metrics = Metrics()
     recorder = RunRecorder(store, metrics, num_steps=10)
-    recorder.begin_epoch(store.acquire_lease(holder="test"))
+    recorder.begin_epoch(store.acquire_lease(owner="test"))
     return recorder, store, metrics
 
 
@@ -55,12 +55,12 @@ def statistics_shown(metrics: Metrics) -> dict[str, float]:
     }
 
 
-def rows_of_events(store: RunStore) -> list[StoredEvent]:
+def rows_of_events(store: RunStore) -> list[LedgerEvent]:
     """Of every epoch, whether or not it survives."""
     with store.reading() as connection:
         rows = connection.execute(select(tables.events)).mappings().all()
     fields = ("seq", "rollout_id", "kind", "reason", "step")
-    return [StoredEvent(**{field: row[field] for field in fields}) for row in rows]
+    return [LedgerEvent(**{field: row[field] for field in fields}) for row in rows]
 
 
 def test_a_step_is_stored_with_the_events_before_it_counted_from_one(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_the_statistics_go_back_with_the_run(tmp_path: Path) -> None:
     assert statistics_shown(metrics) == {}
     recorder.step(step_record(1))
     assert statistics_shown(metrics) == step_record(1).statistics
-    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    recorder.begin_epoch(store.acquire_lease(owner="next"))
     assert statistics_shown(metrics) == {}
 
 
@@ -173,7 +173,7 @@ def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_path: Pa
     recorder.step(records[1])
     resumed = Metrics()
     recorder = RunRecorder(store, resumed, num_steps=10)
-    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    recorder.begin_epoch(store.acquire_lease(owner="next"))
     events = rows_of_events(store)
     assert Counter(event.kind for event in events) == {"admitted": 6, "evicted": 6}
     for each in (metrics, resumed):
@@ -191,7 +191,7 @@ def test_the_gauges_go_back_with_the_run(tmp_path: Path) -> None:
     reason = {"reason": "wall_timeout"}
     assert value(metrics, "rayloom_train_newest_step") == 1
     assert value(metrics, "rayloom_ledger_evicted_rollouts", **reason) == 3
-    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    recorder.begin_epoch(store.acquire_lease(owner="next"))
     recorder.queue(queue_stats(LedgerCounts(evicted={})))
     assert value(metrics, "rayloom_train_newest_step") is None
     assert value(metrics, "rayloom_evaluation_scaled_reward_mean_ratio") is None
@@ -251,10 +251,10 @@ def test_what_a_dead_epoch_had_not_stored_is_void_in_the_next(tmp_path: Path) ->
     ledger = Ledger()
     ledger.admit("r0")
     recorder.events(ledger.drain())
-    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    recorder.begin_epoch(store.acquire_lease(owner="next"))
     recorder.step(step_record(1))
     assert read_history(store).events == ()
-    assert "epoch 2 goes on from step 0" in recorder.notices[0]
+    assert "term 2 goes on from step 0" in recorder.notices[0]
 
 
 def test_phases_are_shown_with_their_detail(tmp_path: Path) -> None:

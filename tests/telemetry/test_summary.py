@@ -63,7 +63,7 @@ def test_sums_and_maxima_are_over_all_steps() -> None:
             step_record(1, policy_age_max=2, outcomes={"completed": 3}, mismatches={"template": 1}),
             step_record(2, policy_age_max=1, outcomes={"completed": 1, "max_turns": 5}),
         ),
-        num_epochs=3,
+        num_terms=3,
     )
     summary = summary_of(run)
     assert summary.max_policy_age == 2

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 
 from actors.metrics import AGE_BUCKETS, SECONDS_BUCKETS
-from service.store.run_store import StoredEvent
+from actors.trajectory_queue.ledger import LedgerEvent
 from service.telemetry.records import StepRecord
 from service.telemetry.statistic_names import STATISTIC_NAMES
 from worlds.prometheus_server import Series, series
@@ -59,7 +59,7 @@ def of_steps(records: Sequence[StepRecord]) -> dict[Series, float]:
     return found
 
 
-def of_events(events: Sequence[StoredEvent]) -> dict[Series, float]:
+def of_events(events: Sequence[LedgerEvent]) -> dict[Series, float]:
     counts = Counter((event.kind, event.reason or "") for event in events)
     return {
         series("rayloom_ledger_events_total", kind=kind, reason=reason): count

@@ -16,7 +16,7 @@ class Run:
 
     steps: tuple[StepRecord, ...] = ()
     evaluations: tuple[EvaluationRecord, ...] = ()
-    num_epochs: int = 1
+    num_terms: int = 1
 
 
 def known_statistics(step: int) -> dict[str, float]:

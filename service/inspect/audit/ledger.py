@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from actors.journal.record import JournalStep, TrajectoryEntry
-from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from service.inspect.audit.offence import Check, Offence
-from service.store.run_store import StoredEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +28,7 @@ class Fate:
         return "trained" if self.kind is LedgerEventKind.TRAINED else "still in flight"
 
 
-def fates_of(events: Iterable[StoredEvent]) -> dict[str, Fate]:
+def fates_of(events: Iterable[LedgerEvent]) -> dict[str, Fate]:
     """By rollout, of the events along the surviving lineage in their order."""
     return {
         event.rollout_id: Fate(

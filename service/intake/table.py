@@ -1,8 +1,9 @@
-"""Accepted submissions, their line, and where each rollout stands: one pure state machine.
+"""Accepted submissions, their backlog, and where each rollout stands: one pure state machine.
 
-Invariants: a submission is in the line, or bound to one group, or cancelled; places only grow; a
-group number whose group was evicted whole is filled with the next in line, never with the same
-submission again. Rebuilt from the store at each epoch, then told what the queue tells.
+Invariants: a submission is in the backlog, or bound to one group, or cancelled; positions only
+grow; a group number whose group was evicted whole is filled with the next submission of the
+backlog, never with the same one again. Rebuilt from the store at the start of each term, then
+updated with what the queue reports.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.outcomes import Disposition, OutcomePolicy
+from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
 from actors.types import Outcome
 from service.intake.submission import (
     RolloutResult,
@@ -20,16 +22,6 @@ from service.intake.submission import (
     Submission,
     SubmissionView,
 )
-from service.store.run_store import StoredEvent
-
-
-@dataclass(slots=True)
-class _Fate:
-    """How a rollout left."""
-
-    is_trained: bool
-    reason: str | None
-    step: int | None
 
 
 @dataclass(slots=True)
@@ -38,42 +30,41 @@ class _Entry:
     group_id: str | None = None
     is_cancelled: bool = False
     results: dict[int, RolloutResult] = field(default_factory=dict)
-    fates: dict[int, _Fate] = field(default_factory=dict)
+    # How the rollouts left that have left the ledger.
+    exits: dict[int, LedgerEvent] = field(default_factory=dict)
 
 
-class Book:
-    """Called by the intake alone, from one thread."""
+class SubmissionTable:
+    """Called by the submission queue alone, from one thread."""
 
     def __init__(self, policy: OutcomePolicy) -> None:
         """policy: tells an attempt that is repeated or dropped from one that counts."""
         self._policy = policy
         self._entries: dict[str, _Entry] = {}
         self._by_group: dict[str, _Entry] = {}
-        # Places of those that wait, ascending, and whose they are.
-        self._line: list[int] = []
-        self._at_place: dict[int, Submission] = {}
+        # Ascending by position.
+        self._backlog: list[Submission] = []
 
     def __contains__(self, submission_id: str) -> bool:
         return submission_id in self._entries
 
     @property
     def num_waiting(self) -> int:
-        return len(self._line)
+        return len(self._backlog)
 
-    def digest(self, submission_id: str) -> str:
-        return self._entries[submission_id].submission.wanted.digest
+    def content_of(self, submission_id: str) -> str:
+        return self._entries[submission_id].submission.request.content
 
     def accept(self, submission: Submission) -> None:
-        """Let a stored submission stand in the line; a cancelled one is only remembered."""
+        """Put a stored submission into the backlog; a cancelled one is only remembered."""
         entry = _Entry(submission, is_cancelled=submission.is_cancelled)
-        self._entries[submission.id] = entry
+        self._entries[submission.request.id] = entry
         if not submission.is_cancelled:
-            insort(self._line, submission.place)
-            self._at_place[submission.place] = submission
+            insort(self._backlog, submission, key=_position)
 
-    def next_in_line(self, count: int) -> list[Submission]:
-        """Up to `count` that wait, the first first; they stay in the line until they are bound."""
-        return [self._at_place[place] for place in self._line[:count]]
+    def next_waiting(self, count: int) -> list[Submission]:
+        """The first `count` of the backlog; they stay in it until they are bound."""
+        return self._backlog[:count]
 
     def bind(self, submission_id: str, group_id: str) -> None:
         """Its rollouts are those of this group from here on."""
@@ -81,7 +72,7 @@ class Book:
         assert entry.group_id is None, submission_id
         entry.group_id = group_id
         self._by_group[group_id] = entry
-        self._leave_line(entry)
+        self._leave_backlog(entry)
 
     def group_of(self, submission_id: str) -> str | None:
         """The group of a submission, None while it waits."""
@@ -90,14 +81,14 @@ class Book:
     def cancel(self, submission_id: str) -> None:
         entry = self._entries[submission_id]
         entry.is_cancelled = True
-        self._leave_line(entry)
+        self._leave_backlog(entry)
 
     def cancelled_groups(self) -> list[str]:
         """Groups of cancelled submissions of which a rollout has not left."""
         return [
             group_id
             for group_id, entry in self._by_group.items()
-            if entry.is_cancelled and len(entry.fates) < entry.submission.wanted.num_samples
+            if entry.is_cancelled and len(entry.exits) < entry.submission.request.num_samples
         ]
 
     def note_results(self, results: Iterable[RolloutResult]) -> None:
@@ -107,41 +98,44 @@ class Book:
             if entry is not None:
                 entry.results[index] = result
 
-    def note_events(self, events: Iterable[StoredEvent]) -> None:
-        """What the ledger says of rollouts; those of other sources are passed over."""
+    def note_events(self, events: Iterable[LedgerEvent]) -> None:
+        """The ledger's events; rollouts that no client submitted are skipped."""
         for event in events:
             entry, index = self._find(event.rollout_id)
-            if entry is not None and event.kind != "admitted":
-                is_trained = event.kind == "trained"
-                entry.fates[index] = _Fate(is_trained, event.reason, event.step)
+            if entry is not None and event.kind is not LedgerEventKind.ADMITTED:
+                entry.exits[index] = event
 
     def view(self, submission_id: str) -> SubmissionView:
         entry = self._entries[submission_id]
-        wanted = entry.submission.wanted
-        rollouts = tuple(self._rollout_view(entry, index) for index in range(wanted.num_samples))
+        submission = entry.submission
+        num_samples = submission.request.num_samples
+        rollouts = tuple(self._rollout_view(entry, index) for index in range(num_samples))
         status = _overall(rollouts, is_cancelled=entry.is_cancelled)
-        place = entry.submission.place
         return SubmissionView(
             id=submission_id,
-            place=place,
+            position=submission.position,
             status=status,
-            num_ahead=bisect_left(self._line, place) if status is Status.QUEUED else 0,
+            num_ahead=self._num_ahead(submission) if status is Status.QUEUED else 0,
             rollouts=rollouts,
         )
 
     def _rollout_view(self, entry: _Entry, index: int) -> RolloutView:
-        fate, result = entry.fates.get(index), entry.results.get(index)
-        if fate is not None:
-            status = Status.TRAINED if fate.is_trained else Status.EVICTED
+        event, result = entry.exits.get(index), entry.results.get(index)
+        if event is not None:
+            is_trained = event.kind is LedgerEventKind.TRAINED
             return RolloutView(
-                index=index, status=status, result=result, step=fate.step, reason=fate.reason
+                index=index,
+                status=Status.TRAINED if is_trained else Status.EVICTED,
+                result=result,
+                step=event.step,
+                reason=event.reason,
             )
         if entry.group_id is None:
             status = Status.CANCELLED if entry.is_cancelled else Status.QUEUED
             return RolloutView(index=index, status=status)
-        is_over = result is not None and self._counts(result)
-        status = Status.FINISHED if is_over else Status.RUNNING
-        return RolloutView(index=index, status=status, result=result if is_over else None)
+        if result is None or not self._counts(result):
+            return RolloutView(index=index, status=Status.RUNNING)
+        return RolloutView(index=index, status=Status.FINISHED, result=result)
 
     def _counts(self, result: RolloutResult) -> bool:
         """Whether the attempt was the last: what is dropped is repeated, or leaves at once."""
@@ -151,10 +145,13 @@ class Book:
         group_id, _, member = rollout_id.rpartition("-")
         return self._by_group.get(group_id), int(member)
 
-    def _leave_line(self, entry: _Entry) -> None:
-        place = entry.submission.place
-        if self._at_place.pop(place, None) is not None:
-            del self._line[bisect_left(self._line, place)]
+    def _num_ahead(self, submission: Submission) -> int:
+        return bisect_left(self._backlog, submission.position, key=_position)
+
+    def _leave_backlog(self, entry: _Entry) -> None:
+        index = self._num_ahead(entry.submission)
+        if self._backlog[index : index + 1] == [entry.submission]:
+            del self._backlog[index]
 
 
 def rebuild(
@@ -163,30 +160,38 @@ def rebuild(
     submissions: Sequence[Submission],
     bindings: Mapping[str, str],
     results: Sequence[RolloutResult],
-    events: Sequence[StoredEvent],
-) -> Book:
-    """The book of a run that starts again, from what survives of it.
+    events: Sequence[LedgerEvent],
+) -> SubmissionTable:
+    """The table of a run that starts again, from what survives of it.
 
-    bindings: group id to submission id, later epochs' last. A binding without an admitted rollout
-    is void: its submission stands in the line again, at its old place. What had not left the
-    ledger is played again, so that its results so far are void as well.
+    bindings: group id to submission id. A binding without an admitted rollout is void: its
+    submission is in the backlog again, at its old position. What had not left the ledger is played
+    again, so that its results so far are void as well.
     """
-    book = Book(policy)
+    table = SubmissionTable(policy)
     for submission in submissions:
-        book.accept(submission)
-    admitted = {event.rollout_id.rpartition("-")[0] for event in events if event.kind == "admitted"}
+        table.accept(submission)
+    admitted, left = set(), set()
+    for event in events:
+        if event.kind is LedgerEventKind.ADMITTED:
+            admitted.add(event.rollout_id.rpartition("-")[0])
+        else:
+            left.add(event.rollout_id)
     for group_id, submission_id in bindings.items():
         if group_id in admitted:
-            book.bind(submission_id, group_id)
-    left = {event.rollout_id for event in events if event.kind != "admitted"}
-    book.note_results(result for result in results if result.rollout_id in left)
-    book.note_events(events)
-    return book
+            table.bind(submission_id, group_id)
+    table.note_results(result for result in results if result.rollout_id in left)
+    table.note_events(events)
+    return table
+
+
+def _position(submission: Submission) -> int:
+    return submission.position
 
 
 def _overall(rollouts: Sequence[RolloutView], *, is_cancelled: bool) -> Status:
     found = {item.status for item in rollouts}
-    # A step that had it when the queue was lost may have trained it: what happened is told.
+    # A step that had it when the queue was lost may have trained it all the same.
     if is_cancelled and Status.TRAINED not in found:
         return Status.CANCELLED
     for status in (Status.QUEUED, Status.RUNNING, Status.FINISHED, Status.TRAINED):

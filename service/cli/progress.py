@@ -1,0 +1,199 @@
+"""A run's progress in lines and numbers: one line an event, and what a display accumulates; pure.
+
+The run's log, the plain display and the live display's last lines all show the lines that
+`step_line` and `evaluation_line` make. A status has only what is new, so `ProgressState` gathers
+the statuses; time is passed in.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from service import units
+from service.run.status import Phase, RunStatus
+from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
+from service.telemetry.summary import evaluation_reward
+from service.visible import visible_lines
+
+MAX_OUTCOMES = 4
+RATE_WINDOW_S = 15.0
+RECENT_STEPS = 20
+SHOWN_STEPS = 5
+
+# A return to training from these is not news.
+_INTERLUDES = frozenset({Phase.EVALUATING, Phase.CHECKPOINTING})
+_ENDINGS = frozenset({Phase.RECOVERING, Phase.STOPPING, Phase.FINISHED, Phase.FAILED})
+
+
+def step_line(record: StepRecord, steps: int) -> str:
+    """One step as a person reads it; what was not measured is left out. steps: planned ones.
+
+    Example: step  12/120  v12   reward 0.41 (best 1)  age 0  loss +0.0120  k3  2e-9   3.1k tok/s
+    1.4 s (collect 0.8, merge 0.0, train 0.4, publish 0.1)  256 rollouts: 250 completed, 6 max_turns
+    """
+    width = len(str(steps))
+    parts = [
+        f"step {record.step:>{width}}/{steps}",
+        f"v{record.policy_version:<{width}}",
+        f"reward {units.reward(record.best_known_reward)}{_scale(record)}",
+        f"age {record.policy_age_max}",
+    ]
+    if units.is_known(record.loss):
+        parts.append(f"loss {units.fixed(record.loss, decimals=4, sign='+')}")
+    if units.is_known(record.mismatch_k3):
+        parts.append(f"k3 {units.significant(record.mismatch_k3, digits=1):>5}")
+    seconds = record.stages.total
+    if seconds > 0:
+        stages = {name: value for name, value in record.stages.by_name().items() if value > 0}
+        listed = ", ".join(f"{name} {value:.1f}" for name, value in stages.items())
+        parts.append(f"{units.short_count(round(record.sampled_tokens / seconds)):>5} tok/s")
+        parts.append(f"{units.duration(seconds):>5} ({listed})")
+    parts.append(_rollouts(record.num_trajectories, record.outcomes))
+    if record.is_skipped:
+        parts.append("update skipped: not finite")
+    return "  ".join(parts)
+
+
+def evaluation_line(record: EvaluationRecord) -> str:
+    """Example: evaluation  v20  reward 0.55 (best 1)  64 held-out tasks"""
+    tasks = units.plural(record.num_tasks, "held-out task")
+    reward = units.reward(evaluation_reward(record))
+    return f"evaluation  v{record.policy_version}  reward {reward}{_scale(record)}  {tasks}"
+
+
+def _scale(record: StepRecord | EvaluationRecord) -> str:
+    return "" if record.scaled_reward_mean is None else " (best 1)"
+
+
+def _rollouts(count: int, outcomes: Mapping[str, int]) -> str:
+    ordered = sorted((item for item in outcomes.items() if item[1]), key=lambda item: -item[1])
+    named = [f"{number} {name}" for name, number in ordered[:MAX_OUTCOMES]]
+    if rest := sum(number for _, number in ordered[MAX_OUTCOMES:]):
+        named.append(f"{rest} other" if rest == 1 else f"{rest} others")
+    head = f"{count} rollout" if count == 1 else f"{count} rollouts"
+    return f"{head}: {', '.join(named)}" if named else head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoryLine:
+    """One line for one event."""
+
+    text: str
+    is_notice: bool = False
+    """A fault or a warning, which the live display keeps on the terminal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """A second, over the last RATE_WINDOW_S."""
+
+    rollouts: float
+    tokens: float
+
+
+class ProgressState:
+    """Give it every status, in order. Invariant: rewards[i] is of step i + 1 of this lineage."""
+
+    def __init__(self) -> None:
+        self.status: RunStatus | None = None
+        self.now = 0.0
+        self.recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
+        self.first_evaluation: EvaluationRecord | None = None
+        self.last_evaluation: EvaluationRecord | None = None
+        self.is_reward_scaled = False
+        self._rewards: dict[int, float | None] = {}
+        # Time, rollouts and tokens of the statuses within RATE_WINDOW_S.
+        self._totals: deque[tuple[float, int, int]] = deque()
+
+    def absorb(self, status: RunStatus, *, now: float) -> list[StoryLine]:
+        """Take in a status at `now` (unix seconds); returns the new lines of the story."""
+        previous, self.status, self.now = self.status, status, now
+        lines: list[StoryLine] = []
+        for record in status.records:
+            self._add_step(record)
+            lines.append(StoryLine(text=step_line(record, status.steps)))
+        for evaluation in status.evaluations:
+            self.first_evaluation = self.first_evaluation or evaluation
+            self.last_evaluation = evaluation
+            lines.append(StoryLine(text=evaluation_line(evaluation)))
+        lines += [StoryLine(text=visible_lines(text), is_notice=True) for text in status.notices]
+        if news := _phase_news(previous, status):
+            # An ending comes after its last steps, a beginning before its first.
+            index = len(lines) if status.phase in _ENDINGS else 0
+            lines.insert(index, StoryLine(text=visible_lines(news)))
+        self._add_totals(status, now)
+        return lines
+
+    @property
+    def rewards(self) -> Sequence[float | None]:
+        return tuple(self._rewards.values())
+
+    @property
+    def last(self) -> StepRecord | None:
+        return self.recent[-1] if self.recent else None
+
+    @property
+    def elapsed_s(self) -> float:
+        return 0.0 if self.status is None else max(0.0, self.now - self.status.started_at)
+
+    @property
+    def remaining_s(self) -> float | None:
+        """The steps that are left at the median pace of the last ones; None before the first."""
+        if self.status is None or not self.recent or self.status.is_done:
+            return None
+        pace = statistics.median(record.stages.total for record in self.recent)
+        return pace * max(0, self.status.steps - self.status.step)
+
+    @property
+    def rates(self) -> Rates | None:
+        """None until two statuses are apart."""
+        if not self._totals or (span := self._totals[-1][0] - self._totals[0][0]) <= 0:
+            return None
+        (_, rollouts, tokens), (_, later_rollouts, later_tokens) = self._totals[0], self._totals[-1]
+        return Rates(
+            rollouts=(later_rollouts - rollouts) / span, tokens=(later_tokens - tokens) / span
+        )
+
+    @property
+    def stages(self) -> StageSeconds | None:
+        """Mean seconds of the last SHOWN_STEPS steps, by stage."""
+        shown = [record.stages.by_name() for record in list(self.recent)[-SHOWN_STEPS:]]
+        if not shown:
+            return None
+        return StageSeconds(
+            **{name: statistics.fmean(stages[name] for stages in shown) for name in shown[0]}
+        )
+
+    def _add_step(self, record: StepRecord) -> None:
+        if self.recent and record.step <= self.recent[-1].step:
+            # The run went back to a checkpoint: what this lineage did not keep is forgotten.
+            kept = [known for known in self.recent if known.step < record.step]
+            self.recent = deque(kept, maxlen=RECENT_STEPS)
+            self._rewards = {
+                step: value for step, value in self._rewards.items() if step < record.step
+            }
+        self.recent.append(record)
+        value = record.best_known_reward
+        self._rewards[record.step] = value if units.is_known(value) else None
+        self.is_reward_scaled |= record.scaled_reward_mean is not None
+
+    def _add_totals(self, status: RunStatus, now: float) -> None:
+        if self._totals and status.rollouts_done < self._totals[-1][1]:
+            self._totals.clear()
+        self._totals.append((now, status.rollouts_done, status.sampled_tokens))
+        while len(self._totals) > 2 and self._totals[0][0] < now - RATE_WINDOW_S:
+            self._totals.popleft()
+
+
+def _phase_news(previous: RunStatus | None, status: RunStatus) -> str | None:
+    detail = status.exit_reason or status.phase_detail
+    if previous is not None:
+        before = previous.exit_reason or previous.phase_detail
+        is_same = (previous.phase, before) == (status.phase, detail)
+        is_return = status.phase is Phase.TRAINING and previous.phase in _INTERLUDES
+        if is_same or is_return:
+            return None
+    return f"{status.phase.value}: {detail}" if detail else status.phase.value
