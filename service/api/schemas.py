@@ -135,24 +135,23 @@ class SampleAnswer(_Strict):
         )
 
 
-class PlaceAnswer(_Strict):
-    """Where an accepted task stands."""
-
+class _Positioned(_Strict):
     id: str
     place: int = Field(description="1, 2, 3, … in the order of acceptance")
     ahead: int = Field(description="tasks that will be played before it; 0 once it is admitted")
     status: Status
+
+
+class PlaceAnswer(_Positioned):
+    """Where an accepted task stands."""
+
     is_new: bool = Field(description="false: this very task was accepted before")
     num_samples: int
 
 
-class RolloutAnswer(_Strict):
+class RolloutAnswer(_Positioned):
     """A submitted task and its rollouts."""
 
-    id: str
-    place: int = Field(description="1, 2, 3, … in the order of acceptance")
-    ahead: int = Field(description="tasks that will be played before it; 0 once it is admitted")
-    status: Status
     reward: float | None = Field(description="mean over its rollouts that have ended")
     outcomes: dict[str, int]
     policy_versions: tuple[int, int] | None

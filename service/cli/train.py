@@ -20,7 +20,7 @@ from service.inference.places import session_directory
 from service.launch.cluster import joined
 from service.launch.preparing import prepared_run, run_id_of
 from service.launch.resuming import finished_step
-from service.launch.run_dir import RunDir, check_new, check_resumable, default_run_dir
+from service.launch.run_dir import RunDir, check_new, default_run_dir
 from service.launch.stop_signals import EXIT_INTERRUPTED, StopSignals
 from service.run.holding import check_free
 from service.run.status import Phase, RunStatus
@@ -52,17 +52,23 @@ class TrainRequest:
 def run_training(request: TrainRequest, signals: StopSignals) -> int:
     """Train until the end, or until a signal; returns the exit code.
 
+    The directories of the request have been checked (`check_resumable`, `check_new`).
     Raises: ConfigError before anything starts; KeyboardInterrupt for a signal until then.
     """
     signals.check()
     config = request.config
-    run_dir = _open_run_dir(request, config)
     if request.resume is not None:
+        run_dir = RunDir(path=request.resume)
         code = _look_before_resuming(run_dir, config)
         if code is not None:
             return code
         if not request.takes_over:
             check_free(run_dir)
+    elif request.run_dir is not None:
+        run_dir = RunDir(path=request.run_dir)
+    else:
+        run_dir = default_run_dir(config)
+        check_new(run_dir)
     is_local = request.address is None
     with prepared_run(config, run_dir, is_local=is_local, between=signals.check) as model:
         # A cluster that is half up is started to the end and then stopped.
@@ -107,16 +113,6 @@ def _look_before_resuming(run_dir: RunDir, config: Config) -> int | None:
         f"report: {os.path.relpath(run_dir.report_file)}"
     )
     return EXIT_OK
-
-
-def _open_run_dir(request: TrainRequest, config: Config) -> RunDir:
-    if request.resume is not None:
-        run_dir = RunDir(path=request.resume)
-        check_resumable(run_dir, config)
-        return run_dir
-    run_dir = RunDir(path=request.run_dir) if request.run_dir else default_run_dir(config)
-    check_new(run_dir)
-    return run_dir
 
 
 class _Watcher:

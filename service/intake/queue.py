@@ -52,15 +52,8 @@ class SubmissionQueue:
 
     def begin_term(self, term: int) -> None:
         """Go on from what is stored, as the owner of this lease."""
-        stored = self._store.read()
         self._term = term
-        self._table = rebuild(
-            self._policy,
-            submissions=stored.submissions,
-            bindings=stored.bindings,
-            results=stored.results,
-            events=stored.events,
-        )
+        self._table = rebuild(self._policy, self._store.read())
         self._closed_because = ""
         self._has_news.set()
 

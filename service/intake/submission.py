@@ -7,9 +7,11 @@ a position in the backlog; once a group number is free, the group of its rollout
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+from actors.trajectory_queue.ledger import LedgerEvent
 from actors.types import Task, TrajectorySummary
 
 
@@ -88,6 +90,18 @@ class RolloutResult:
             policy_versions=None if oldest is None or newest is None else (oldest, newest),
             detail=summary.detail,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSubmissions:
+    """All that survives of a run's submissions when it starts again."""
+
+    submissions: tuple[Submission, ...]
+    """Every one, in the order of acceptance."""
+    bindings: Mapping[str, str]
+    """Group id to submission id; where two terms bound a group, the newer one counts."""
+    results: tuple[RolloutResult, ...]
+    events: tuple[LedgerEvent, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ updated with what the queue reports.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from actors.outcomes import Disposition, OutcomePolicy
@@ -19,9 +19,12 @@ from service.intake.submission import (
     RolloutResult,
     RolloutView,
     Status,
+    StoredSubmissions,
     Submission,
     SubmissionView,
 )
+
+_ADMITTED = LedgerEventKind.ADMITTED
 
 
 @dataclass(slots=True)
@@ -102,7 +105,7 @@ class SubmissionTable:
         """The ledger's events; rollouts that no client submitted are skipped."""
         for event in events:
             entry, index = self._find(event.rollout_id)
-            if entry is not None and event.kind is not LedgerEventKind.ADMITTED:
+            if entry is not None and event.kind is not _ADMITTED:
                 entry.exits[index] = event
 
     def view(self, submission_id: str) -> SubmissionView:
@@ -154,34 +157,24 @@ class SubmissionTable:
             del self._backlog[index]
 
 
-def rebuild(
-    policy: OutcomePolicy,
-    *,
-    submissions: Sequence[Submission],
-    bindings: Mapping[str, str],
-    results: Sequence[RolloutResult],
-    events: Sequence[LedgerEvent],
-) -> SubmissionTable:
-    """The table of a run that starts again, from what survives of it.
+def rebuild(policy: OutcomePolicy, stored: StoredSubmissions) -> SubmissionTable:
+    """The table of a run that starts again.
 
-    bindings: group id to submission id. A binding without an admitted rollout is void: its
-    submission is in the backlog again, at its old position. What had not left the ledger is played
-    again, so that its results so far are void as well.
+    A binding without an admitted rollout is void: its submission is in the backlog again, at its
+    old position. What had not left the ledger is played again, so that its results so far are void
+    as well.
     """
     table = SubmissionTable(policy)
-    for submission in submissions:
+    for submission in stored.submissions:
         table.accept(submission)
-    admitted, left = set(), set()
-    for event in events:
-        if event.kind is LedgerEventKind.ADMITTED:
-            admitted.add(event.rollout_id.rpartition("-")[0])
-        else:
-            left.add(event.rollout_id)
-    for group_id, submission_id in bindings.items():
-        if group_id in admitted:
+    admitted = {event.rollout_id for event in stored.events if event.kind is _ADMITTED}
+    left = {event.rollout_id for event in stored.events if event.kind is not _ADMITTED}
+    groups = {rollout_id.rpartition("-")[0] for rollout_id in admitted}
+    for group_id, submission_id in stored.bindings.items():
+        if group_id in groups:
             table.bind(submission_id, group_id)
-    table.note_results(result for result in results if result.rollout_id in left)
-    table.note_events(events)
+    table.note_results(result for result in stored.results if result.rollout_id in left)
+    table.note_events(stored.events)
     return table
 
 

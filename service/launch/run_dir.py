@@ -194,6 +194,8 @@ def check_resumable(run_dir: RunDir, config: Config) -> None:
             f"--resume {run_dir.path}: no run lies there; expected a directory with rayloom.db "
             "and config.yaml, as `rayloom train` makes it"
         )
+    # First: the configuration of another format may be unreadable too.
+    _check_database(run_dir)
     try:
         before = load_config(run_dir.config_file)
     except (ConfigError, OSError) as error:
@@ -201,7 +203,6 @@ def check_resumable(run_dir: RunDir, config: Config) -> None:
             f"--resume {run_dir.path}: the run's own configuration cannot be used "
             f"({' '.join(str(error).split())}); restore it, or start a new run"
         ) from error
-    _check_database(run_dir)
     if refused := refused_changes(before, config):
         raise ConfigError(
             f"--resume {run_dir.path}: {refused[0]}; use the run's own configuration "

@@ -7,27 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from sqlalchemy import insert, select, update
 
-from actors.trajectory_queue.ledger import LedgerEvent
-from service.intake.submission import RolloutRequest, RolloutResult, Submission
+from service.intake.submission import RolloutRequest, StoredSubmissions, Submission
 from service.store import tables
 from service.store.lineage import events_of, surviving_spans
 from service.store.run_store import RunStore
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredSubmissions:
-    """All that is known of submissions."""
-
-    submissions: tuple[Submission, ...]
-    """Every one, in the order of acceptance."""
-    bindings: Mapping[str, str]
-    """Group id to submission id; where two terms bound a group, the newer one counts."""
-    results: tuple[RolloutResult, ...]
-    events: tuple[LedgerEvent, ...]
 
 
 class SubmissionStore:

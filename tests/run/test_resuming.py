@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sqlalchemy import update
+from worlds.journal_builders import group_of, step_of, written
 from worlds.run_driver import SMALL, small_config
 from worlds.store_builders import commit
 
@@ -15,12 +17,14 @@ from actors.trainer.group import TrainerGroup
 from actors.trainer.manifest import MANIFEST, Progress
 from actors.trainer.settings import TrainerSettings
 from service.cli.artifacts import export_checkpoint
+from service.cli.inspect import InspectRequest, run_inspect
 from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
 from service.config.file import ConfigError, load_config
 from service.launch.resuming import fallback_notice, find_faults, finished_step, newest_usable
 from service.launch.run_dir import RunDir, check_resumable
 from service.launch.stop_signals import StopSignals
 from service.run.parts import TrainerParts
+from service.store import tables
 from service.store.run_store import RunStore, StoreError
 
 
@@ -151,6 +155,7 @@ def test_a_broken_configuration_or_database_is_refused_before_anything_starts(
     place.database_file.write_bytes(b"")
     with pytest.raises(ConfigError, match="is empty, but there are checkpoints"):
         check_resumable(place, config)
+    place = make_run(tmp_path / "another")
     for text in ("run: [", "", "- 1", "run: {steps: no}"):
         place.config_file.write_text(text)
         with pytest.raises(ConfigError, match="own configuration cannot be used") as refusal:
@@ -173,10 +178,10 @@ def test_settings_that_stored_groups_rest_on_cannot_change(
     place = make_run(tmp_path / "run")
     own = {"groups_per_step": 4, "group_size": 4, "max_lag": 2, "min_group_size": 2}
     place.config_file.write_text(yaml.safe_dump({**SMALL, "algorithm": own}))
+    changed = load_config(small_config(tmp_path, algorithm={**own, **change}))
     with pytest.raises(ConfigError, match=words) as refusal:
-        resume(place, algorithm={**own, **change})
+        check_resumable(place, changed)
     assert "use the run's own configuration" in str(refusal.value)
-    assert not place.log_file.exists()
 
 
 def test_settings_that_nothing_stored_rests_on_may_change(tmp_path: Path) -> None:
@@ -189,6 +194,24 @@ def test_settings_that_nothing_stored_rests_on_may_change(tmp_path: Path) -> Non
         inference={"num_replicas": 2},
     )
     check_resumable(place, load_config(changed))
+
+
+def test_a_run_of_another_format_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    place = make_run(tmp_path / "run")
+    place.config_file.write_text("key_of_another_version: 1\n")
+    written(place.path, step_of([group_of(0, [1, 0])]))
+    store = RunStore(place.database_url)
+    with store.fenced(1) as connection:
+        connection.execute(update(tables.formats).values(number=1))
+    store.close()
+    config = load_config(small_config(tmp_path))
+    for command in (
+        lambda: check_resumable(place, config),
+        lambda: export_checkpoint(place.path, tmp_path / "out"),
+        lambda: run_inspect(InspectRequest(target=str(place.path))),
+    ):
+        with pytest.raises(ConfigError, match="was written in format 1, this Rayloom reads format"):
+            command()
 
 
 def test_an_export_of_what_is_no_run_says_so(tmp_path: Path) -> None:
