@@ -115,8 +115,8 @@ def _malformed(what: str) -> Problem:
 def _of_validation(error: RequestValidationError) -> Problem:
     found = error.errors()
     if any(item["type"] == "json_invalid" for item in found):
-        place = found[0]["loc"][-1]
-        return _malformed(f"{found[0]['ctx']['error']} at character {place}")
+        position = found[0]["loc"][-1]
+        return _malformed(f"{found[0]['ctx']['error']} at character {position}")
     errors = [
         {"loc": [_shown_part(part) for part in item["loc"]], "message": shown(item["msg"])}
         for item in found[:MAX_ERRORS]

@@ -120,16 +120,17 @@ def _text_of(journal: OpenJournal) -> TokenText:
 
 def _check_options_of_journal(request: InspectRequest) -> None:
     """For a list or an audit. Raises: ConfigError."""
-    place = request.target
+    target = request.target
     if request.html is not None:
         raise ConfigError(
             "inspect: --html shows one trajectory, got a whole journal; expected an id; name one, "
-            f"such as `rayloom inspect ID --run {place} --html {request.html}`"
+            f"such as `rayloom inspect ID --run {target} --html {request.html}`"
         )
     if request.run is not None:
         raise ConfigError(
             f"inspect: --run {request.run} says where an id is looked for, got the journal of "
-            f"{place} to look at; expected one of them; leave --run out, or give an id for {place}"
+            f"{target} to look at; expected one of them; leave --run out, or give an id for "
+            f"{target}"
         )
     if request.audit and (given := request.given("step", "outcome")):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Accepts submissions, shows where they stand, and fills group numbers with them in order.
 
-What a client is told was stored first: an acceptance before its answer, a binding before the group
-is admitted. One for a process; lives in the supervisor and is called from its event loop alone.
+An acceptance is stored before it is answered, a binding before its group is admitted.
+One for a process; lives in the supervisor and is called from its event loop alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a client submits, and what it is told of it. Plain values, no HTTP, no Ray.
+"""What a client submits, and what it is answered. Plain values, no HTTP, no Ray.
 
 A submission is one task and how many rollouts of it are requested; its id is the client's. It has
 a position in the backlog; once a group number is free, the group of its rollouts is admitted.

@@ -41,7 +41,7 @@ class SubmissionTable:
     """Called by the submission queue alone, from one thread."""
 
     def __init__(self, policy: OutcomePolicy) -> None:
-        """policy: tells an attempt that is repeated or dropped from one that counts."""
+        """policy: says which attempts are repeated or dropped, and so do not count."""
         self._policy = policy
         self._entries: dict[str, _Entry] = {}
         self._by_group: dict[str, _Entry] = {}

@@ -88,7 +88,7 @@ class RunStore:
         try:
             with self._engine.begin() as connection:
                 if _has_tables(connection):
-                    _check_format(connection, self._place)
+                    _check_format(connection, self._location)
                 else:
                     tables.metadata.create_all(connection)
                     connection.execute(insert(tables.formats).values(number=tables.FORMAT))
@@ -108,7 +108,7 @@ class RunStore:
         except DatabaseError as error:
             raise self._unusable("read", error) from error
         if found != "ok":
-            raise StoreError(f"the database {self._place} is damaged ({found}); restore a copy")
+            raise StoreError(f"the database {self._location} is damaged ({found}); restore a copy")
 
     def close(self) -> None:
         self._engine.dispose()
@@ -254,13 +254,13 @@ class RunStore:
             )
 
     @property
-    def _place(self) -> str:
+    def _location(self) -> str:
         url = self._engine.url
         return url.database or url.render_as_string(hide_password=True)
 
     def _unusable(self, what: str, error: DatabaseError) -> StoreError:
         return StoreError(
-            f"the database {self._place} cannot be {what} ({error.orig}); expected a run's own, "
+            f"the database {self._location} cannot be {what} ({error.orig}); expected a run's own, "
             "whole and writable, on a disk that is not full"
         )
 
@@ -324,14 +324,15 @@ def _has_tables(connection: Connection) -> bool:
     return inspect(connection).has_table(tables.leases.name)
 
 
-def _check_format(connection: Connection, place: str) -> None:
+def _check_format(connection: Connection, database: str) -> None:
     """Raises: StoreError."""
     has_number = inspect(connection).has_table(tables.formats.name)
     number = connection.scalar(select(tables.formats.c.number)) if has_number else 1
     if number != tables.FORMAT:
         raise StoreError(
-            f"the run in {Path(place).parent} was written in format {number}, this Rayloom reads "
-            f"format {tables.FORMAT}; finish it with the version that began it, or start a new run"
+            f"the run in {Path(database).parent} was written in format {number}, this Rayloom "
+            f"reads format {tables.FORMAT}; finish it with the version that began it, or "
+            "start a new run"
         )
 
 

@@ -1,7 +1,7 @@
 """The tables of a run's database: leases, checkpoints, ledger events, records, submissions.
 
 A row of `checkpoints` is the commit point: what its ledger names as trained is trained. Rows of
-`events`, `steps` and `evaluations` carry the term that wrote them; `lineage.py` tells which of
+`events`, `steps` and `evaluations` carry the term that wrote them; `lineage.py` says which of
 them survive. A row of `submissions` is a promise to a client and belongs to no term.
 """
 

@@ -46,10 +46,9 @@ def leads_nowhere(stream: IO[str]) -> bool:
     return os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
 
 
-@pytest.mark.parametrize("is_live", [True, False], ids=["live", "lines"])
-def test_a_display_survives_the_loss_of_its_reader(closed_pipe: IO[str], is_live: bool) -> None:
-    console = OutletConsole(file=closed_pipe, force_terminal=is_live, width=80, height=24)
-    display = LiveDisplay(console) if is_live else LineDisplay(console)
+def test_a_display_survives_the_loss_of_its_reader(closed_pipe: IO[str]) -> None:
+    console = OutletConsole(file=closed_pipe, force_terminal=True, width=80, height=24)
+    display = LiveDisplay(console)
     for step in range(1, 4):
         display.update(status_of(step, notices=("a part was lost",)))
     display.close()
