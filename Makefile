@@ -11,7 +11,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 SOURCE_ONLY := cellpylib,zss
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo test proof mutants bench-merge bench-train lint lock clean
+.PHONY: help setup deps demo test chaos proof mutants bench-merge bench-train lint lock clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,9 +36,12 @@ $(DEPENDENCIES): locks/cpu.txt
 demo: setup ## train the guessing game on two CPU cores and write a report
 	$(BIN)/rayloom train deploy/configs/guessing-cpu.yaml
 
-test: setup ## all the tests
-	$(BIN)/python -m pytest -m 'not scenario and not proof' --numprocesses 2 --dist loadfile
-	$(BIN)/python -m pytest -m 'scenario and not proof'
+test: setup ## all the tests but those of `chaos` and `proof`
+	$(BIN)/python -m pytest -m 'not scenario and not chaos and not proof' --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'scenario and not chaos and not proof'
+
+chaos: setup ## whole runs whose parts die, freeze or are interrupted
+	$(BIN)/python -m pytest -m 'chaos and not proof'
 
 proof: setup ## the long proofs: three seeds, the other CPU configurations, kill -9
 	$(BIN)/python -m pytest -m proof --timeout 3600

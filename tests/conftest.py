@@ -36,19 +36,19 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
-@pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A Ray cluster of this test file; its workers import the fakes, the builders and the file."""
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """One Ray cluster for all tests of a process; its workers import what is in `worlds`."""
     import ray
 
     from service.launch.cluster import start_ray
 
     here = Path(__file__).parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{here.parent}:{here}:{request.path.parent}")
+        patch.setenv("PYTHONPATH", f"{here.parent}:{here}")
         start_ray(address="local", num_cpus=8, include_dashboard=False)
-        yield
-        ray.shutdown()
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_progress import status_of
+from worlds.record_builders import status_of
 
 from service.cli.train import report_interrupt
 from service.launch.run_dir import RunDir

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import IO
 
 import pytest
-from test_progress import status_of
+from worlds.record_builders import status_of
 from worlds.run_driver import ROOT
 
 from service.cli.display.outlet import OutletConsole, outlet, say
@@ -19,8 +19,8 @@ from service.cli.display.progress import LineDisplay, LiveDisplay, open_display
 # As `rayloom train` writes: a display, then a sentence, then the interpreter's own flush.
 TALKATIVE = """
 import os, sys
-sys.path[:0] = ["tests", "tests/cli"]
-from test_progress import status_of
+sys.path[:0] = ["tests"]
+from worlds.record_builders import status_of
 from service.cli.display.outlet import say
 from service.cli.display.progress import open_display
 display = open_display(environ={})

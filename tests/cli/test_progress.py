@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from worlds.record_builders import evaluation_record, step_record, unmeasured_step
+from worlds.record_builders import START, evaluation_record, status_of, step_record, unmeasured_step
 
-from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
+from actors.trajectory_queue.ledger import LedgerCounts
 from service import units
 from service.cli.display.progress import LineDisplay, LiveDisplay, open_display, step_line
 from service.cli.display.progress_state import ProgressState
 from service.cli.display.progress_view import STAGE_STYLES, picture, sparkline
 from service.run.health import Phase, RunStatus
 from service.telemetry.records import StageSeconds
-
-START = 1_795_000_000.0
-
-
-def status_of(step: int, **changes: object) -> RunStatus:
-    status = RunStatus(
-        name="guessing",
-        phase=Phase.TRAINING,
-        started_at=START,
-        steps=120,
-        step=step,
-        policy_version=step,
-        records=(step_record(step),) if step else (),
-        ledger=LedgerCounts(
-            admitted=20, trained=12, evicted={EvictionReason.MASKED: 2}, in_flight=6
-        ),
-        queue_items=6,
-        queue_bytes=3 * 1024 * 1024,
-        rollouts_done=16 * step,
-        sampled_tokens=400 * step,
-        engines_ready=1,
-        metrics_address="http://127.0.0.1:9090/metrics",
-        run_dir="runs/demo",
-    )
-    return replace(status, **changes)  # type: ignore[arg-type]
 
 
 def lines_of(statuses: list[RunStatus]) -> list[str]:

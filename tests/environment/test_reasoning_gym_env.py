@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("reasoning_gym")
-
 from actors.environment.builtin.reasoning_gym_env import (
     ReasoningGymEnvironment,
     extract_answer,

@@ -177,7 +177,6 @@ def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path) -> None:
 def test_generated_reasoning_gym_tasks_are_the_same_each_time_and_survive_a_file(
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("reasoning_gym")
     tasks = generate_tasks("chain_sum", 20, seed=7, options={"max_terms": 2})
     assert tasks == generate_tasks("chain_sum", 20, seed=7, options={"max_terms": 2})
     assert len(Counter(task.data["question"] for task in tasks)) > 15
@@ -186,7 +185,6 @@ def test_generated_reasoning_gym_tasks_are_the_same_each_time_and_survive_a_file
 
 
 def test_wrong_families_and_options_are_refused() -> None:
-    pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match="unknown family, got 'chain_sm'"):
         generate_tasks("chain_sm", 1, seed=0)
     with pytest.raises(ValueError, match="bad config for family chain_sum"):

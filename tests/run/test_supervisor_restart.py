@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import ActorDiedError
+from worlds.mortal_supervisor import Mortal
 from worlds.run_driver import small_config
 
 from service.cli.train import SupervisorWatcher
@@ -16,30 +16,12 @@ from service.config.file import load_config
 from service.launch.cluster import NAMESPACE
 from service.launch.run_dir import RunDir
 from service.launch.signals import StopSignals
-from service.run.health import Cursor, Phase, RunStatus
-from service.run.supervisor import Ending, start_supervisor
+from service.run.health import RunStatus
+from service.run.supervisor import start_supervisor
 from service.store.presence import own_name, renew
 from service.store.run_store import LeaseLost, RunStore
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
-
-
-@ray.remote(num_cpus=0)
-class Mortal:
-    """What the command sees of a supervisor: it ends its own process, or the run."""
-
-    def __init__(self, *, dies: bool) -> None:
-        self.dies = dies
-
-    async def status(self, cursor: Cursor) -> RunStatus:
-        return RunStatus(
-            name="small", phase=Phase.TRAINING, started_at=0.0, steps=4, step=cursor.steps
-        )
-
-    async def run(self) -> Ending:
-        if self.dies:
-            os._exit(1)
-        return Ending(reason="all 4 steps are done", has_report=False)
 
 
 class Screen:

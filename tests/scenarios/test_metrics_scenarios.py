@@ -11,7 +11,7 @@ import pytest
 from worlds.metric_expectations import differences, of_events, of_newest, of_steps
 from worlds.metric_names import declared
 from worlds.prometheus_server import Prometheus, Series, find_tools, scraping, series
-from worlds.run_driver import Run, running, small_config
+from worlds.run_driver import START_S, Run, running, small_config
 
 from actors.metrics import Part
 from actors.statistics import BY_NAME
@@ -23,7 +23,6 @@ from service.telemetry.records import StageSeconds
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
 
-START_S = 300.0
 STILL_S = 60.0
 LABEL_VALUES = {
     "environment": {"guessing"},

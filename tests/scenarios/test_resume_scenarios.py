@@ -6,12 +6,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from test_run_scenarios import START_S, STEP_S, check_finished
-from worlds.run_driver import Run, running, small_config
+from worlds.run_checks import check_finished
+from worlds.run_driver import START_S, STEP_S, Run, running, small_config
 
 from service.cli.export import export_checkpoint
 
-pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 
 def test_an_interrupted_run_goes_on_though_moved_and_damaged(tmp_path: Path) -> None:

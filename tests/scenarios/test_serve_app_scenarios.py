@@ -18,13 +18,12 @@ import pytest
 import ray
 import yaml
 from worlds.helm_chart import rendered, run_config_text, serve_config_of
-from worlds.run_driver import ROOT
+from worlds.run_driver import ROOT, START_S
 
 from service.launch.cluster import NAMESPACE, start_ray
 
-pytestmark = [pytest.mark.scenario, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
-START_S = 300.0
 KEY = "a key of the scenario, long enough"
 HEADERS = {"authorization": f"Bearer {KEY}"}
 OVER = ("trained", "evicted")

@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from test_run_scenarios import START_S, STEP_S, check_lineage
-from worlds.run_driver import Run, running, small_config
+from worlds.run_checks import check_lineage
+from worlds.run_driver import START_S, STEP_S, Run, running, small_config
 
-pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 KEY = "a key of the scenario, long enough"
 OVER = {"trained", "evicted", "cancelled"}

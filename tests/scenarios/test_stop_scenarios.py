@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_run_scenarios import START_S, STEP_S
-from worlds.run_driver import Run, running, small_config
+from worlds.run_driver import START_S, STEP_S, Run, running, small_config
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
 

@@ -7,10 +7,14 @@ from typing import Any
 
 from actors.merge.report import MergeReport
 from actors.statistics import BY_NAME, only_known
-from actors.trajectory_queue.ledger import LedgerCounts
+from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
 from actors.types import Outcome
+from service.run.health import Phase, RunStatus
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 from service.telemetry.summary import RunSummary, summarize_run
+
+START = 1_795_000_000.0
+"""When the runs of these records started: seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,3 +136,27 @@ def summary_of(run: Run, **changes: Any) -> RunSummary:
         "versions": {"vllm": "0.32.0", "ray": "2.60.0", "torch": "2.13.0"},
     }
     return summarize_run(run, **{**given, **changes})
+
+
+def status_of(step: int, **changes: object) -> RunStatus:
+    """A run that trains and stands at `step` of 120."""
+    status = RunStatus(
+        name="guessing",
+        phase=Phase.TRAINING,
+        started_at=START,
+        steps=120,
+        step=step,
+        policy_version=step,
+        records=(step_record(step),) if step else (),
+        ledger=LedgerCounts(
+            admitted=20, trained=12, evicted={EvictionReason.MASKED: 2}, in_flight=6
+        ),
+        queue_items=6,
+        queue_bytes=3 * 1024 * 1024,
+        rollouts_done=16 * step,
+        sampled_tokens=400 * step,
+        engines_ready=1,
+        metrics_address="http://127.0.0.1:9090/metrics",
+        run_dir="runs/demo",
+    )
+    return replace(status, **changes)  # type: ignore[arg-type]

@@ -24,6 +24,9 @@ from service.store.lineage import History, read_history
 from service.store.run_store import RunStore
 
 ROOT = Path(__file__).parents[2]
+# Bounds of a wait on a busy machine, not measures: until a run trains, and of one step.
+START_S = 300.0
+STEP_S = 120.0
 # Seconds that a process which is there may be missing in the table.
 FOUND_S = 30.0
 

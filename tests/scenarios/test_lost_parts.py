@@ -1,0 +1,58 @@
+"""The parts of a run die, freeze and come back while it trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from worlds.run_checks import check_audit, check_finished
+from worlds.run_driver import START_S, STEP_S, running, small_config
+
+from service.config.file import load_config
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+
+
+def test_a_run_survives_the_death_of_each_part(tmp_path: Path, small_model: str) -> None:
+    """An environment actor killed, one frozen; kill -9 of engine, trainer rank and supervisor.
+
+    With a critic and a reference, which die with the ranks and come back with the checkpoint.
+    kill -9 of the whole run: test_serve_scenarios.py, and test_proofs.py to the end.
+    """
+    steps = 24
+    config = small_config(
+        tmp_path,
+        small_model,
+        run={"steps": steps, "evaluate_every": 50},
+        algorithm={
+            "max_lag": 1, "baseline": "critic", "scale": "none",
+            "reward": {"kl": {"coefficient": 0.01}},
+        },
+        rollouts={"num_actors": 2, "turn_deadline_s": 90, "frozen_after_s": 10},
+    )  # fmt: skip
+    with running(config, tmp_path / "run") as run:
+        run.wait_for_step(2, limit_s=START_S)
+        run.kill_part("ray::EnvironmentActor")
+        run.advance(2, limit_s=START_S)
+        assert "environment actor" in run.log()
+        # No step ends without an engine, so that the two are waited for at once.
+        run.kill_part("VLLM::EngineCore")
+        run.freeze_part("ray::EnvironmentActor")
+        run.wait_for_log("an engine was lost; 0 of 1 ready", limit_s=START_S)
+        run.wait_for_log("answered nothing for 10 s", limit_s=START_S)
+        run.wait_for_log("an engine is back; 1 of 1 ready", limit_s=START_S)
+        run.kill_part("ray::TrainerRankActor")
+        run.wait_for_log("going back to the newest checkpoint", limit_s=START_S)
+        run.advance(2, limit_s=START_S)
+        run.kill_part("ray::Supervisor")
+        run.wait_for_log(
+            "the supervisor died; a new one goes on under a new lease", limit_s=START_S
+        )
+        run.wait_for_output("the supervisor died", limit_s=START_S)
+        assert run.wait(limit_s=START_S + steps * STEP_S) == 0, run.log()
+        check_finished(run, steps=steps)
+        assert run.history().num_epochs >= 3
+        bound = load_config(run.place.config_file).algorithm.max_policy_age
+        assert max(record.policy_age_max for record in run.history().steps) <= bound
+        assert all(record.stages.score > 0 for record in run.history().steps)
+        check_audit(run)

@@ -1,0 +1,39 @@
+"""What holds of a whole run, whatever happened to its parts: looked up in the files it left."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from service.inspect.audit.audit import audit
+from service.inspect.reader import open_journal
+from service.store.lineage import History
+from worlds.run_driver import Run
+
+
+def check_lineage(history: History) -> None:
+    """Along the surviving lineage each rollout is admitted once and leaves at most once."""
+    admitted = Counter(item.rollout_id for item in history.events if item.kind == "admitted")
+    left = Counter(item.rollout_id for item in history.events if item.kind != "admitted")
+    assert set(admitted.values()) == {1}
+    assert set(left.values()) <= {1}
+    assert set(left) <= set(admitted)
+    assert [item.seq for item in history.events] == list(range(len(history.events)))
+
+
+def check_finished(run: Run, *, steps: int) -> None:
+    """A run that came to its end: every version published, every rollout settled."""
+    summary, history = run.summary(), run.history()
+    ledger = summary["ledger"]
+    assert summary["steps"] == summary["policy_version"] == steps
+    assert [record.policy_version for record in history.steps] == list(range(1, steps + 1))
+    assert ledger["in_flight"] == 0
+    assert ledger["admitted"] == ledger["trained"] + sum(ledger["evicted"].values())
+    kinds = Counter(item.kind for item in history.events)
+    assert kinds["admitted"] == ledger["admitted"] and kinds["trained"] == ledger["trained"]
+    check_lineage(history)
+
+
+def check_audit(run: Run) -> None:
+    """What the journal kept of the run breaks no invariant."""
+    found = audit(open_journal(run.place.path))
+    assert found.is_clean and found.num_trained > 0, found.offences
