@@ -42,7 +42,7 @@ def when_the_engines_start(run: Run) -> None:
         pytest.param(before_anything_is_there, marks=pytest.mark.proof),
         when_ray_is_coming_up,
         pytest.param(when_the_trainer_starts, marks=pytest.mark.proof),
-        # `make test` has the second interrupt at that moment, below.
+        # `make chaos` has the second interrupt at that moment, below.
         pytest.param(when_the_engines_start, marks=pytest.mark.proof),
     ],
 )
@@ -59,6 +59,7 @@ def test_an_interrupted_start_is_given_up_and_leaves_nothing_alive(
         assert "Traceback" not in run.output.read_text() + run.log()
 
 
+@pytest.mark.chaos
 def test_a_second_interrupt_leaves_nothing_alive_wherever_it_comes(
     tmp_path: Path, small_model: str
 ) -> None:
