@@ -259,7 +259,7 @@ class Supervisor:
                     raise
                 if self._is_stopping:
                     return f"{loss}; stopped there, the newest checkpoint counts"
-                self._recorder.replaced(Part.EPOCH, f"{loss}; going back to the newest checkpoint")
+                self._recorder.replaced(Part.TERM, f"{loss}; going back to the newest checkpoint")
                 self._recorder.phase(Phase.RECOVERING, str(loss))
 
     async def _run_one_term(self) -> str:

@@ -64,9 +64,9 @@ async def test_pruning_under_another_spelling_keeps_the_newest(tmp_path: Path) -
     store = RunStore(place.database_url)
     term = store.acquire_lease(owner="b").term
     write_checkpoint(place, 4, term)
-    commit(store, term=term, step=4, directory="step-000004-e2")
+    commit(store, term=term, step=4, directory="step-000004-t2")
     await prune_checkpoints(tmp_path / "link" / "checkpoints", store, term=term, keep=2)
-    assert names(place) == ["step-000003-e1", "step-000004-e2"]
+    assert names(place) == ["step-000003-t1", "step-000004-t2"]
 
 
 async def test_nothing_is_pruned_before_a_commit_or_when_no_kept_one_is_there(
@@ -87,17 +87,17 @@ def test_the_newest_checkpoint_that_can_be_read_is_used_and_the_others_are_named
     tmp_path: Path,
 ) -> None:
     place = make_run(tmp_path / "run", steps=(2, 4, 6, 8))
-    (place.checkpoints / "step-000006-e1" / MANIFEST).write_text("{")
-    (place.checkpoints / "step-000008-e1" / MANIFEST).unlink()
-    (place.checkpoints / "step-000008-e1").rmdir()
+    (place.checkpoints / "step-000006-t1" / MANIFEST).write_text("{")
+    (place.checkpoints / "step-000008-t1" / MANIFEST).unlink()
+    (place.checkpoints / "step-000008-t1").rmdir()
     commits = RunStore(place.database_url).checkpoints()
     faults = find_faults(place.checkpoints, commits)
-    assert list(faults) == ["step-000008-e1", "step-000006-e1"]
+    assert list(faults) == ["step-000008-t1", "step-000006-t1"]
     used = newest_usable(place.checkpoints, commits)
     assert used is not None and used.step == 4
     told = fallback_notice(faults, commits[0], used)
-    assert "step-000008-e1 is not there" in told
-    assert "going back to step-000004-e1, steps 5 to 8 are trained again" in told
+    assert "step-000008-t1 is not there" in told
+    assert "going back to step-000004-t1, steps 5 to 8 are trained again" in told
 
 
 def test_where_no_checkpoint_is_left_the_run_ends_before_anything_starts(
@@ -108,7 +108,7 @@ def test_where_no_checkpoint_is_left_the_run_ends_before_anything_starts(
         manifest.unlink()
     assert resume(place) == EXIT_FAILED
     told = capsys.readouterr().err
-    assert "none of the run's 3 committed checkpoints" in told and "step-000003-e1" in told
+    assert "none of the run's 3 committed checkpoints" in told and "step-000003-t1" in told
     assert not place.log_file.exists()
     with pytest.raises(ConfigError, match="none of the run's 3 committed checkpoints"):
         export_checkpoint(place.path, tmp_path / "out")

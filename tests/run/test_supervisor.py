@@ -74,11 +74,11 @@ async def test_a_run_without_a_usable_checkpoint_ends_with_that_sentence(
     supervisor: Supervisor, place: RunDir
 ) -> None:
     store = RunStore(place.database_url)
-    commit(store, term=store.acquire_lease(owner="a").term, step=3, directory="step-000003-e1")
+    commit(store, term=store.acquire_lease(owner="a").term, step=3, directory="step-000003-t1")
     store.close()
     with pytest.raises(StoreError, match="none of the run's 1 checkpoints can be used"):
         await supervisor.run()
-    assert "step-000003-e1" in str((await supervisor.status(Cursor())).exit_reason)
+    assert "step-000003-t1" in str((await supervisor.status(Cursor())).exit_reason)
 
 
 async def test_a_supervisor_renews_its_lease_until_its_end(
@@ -89,7 +89,7 @@ async def test_a_supervisor_renews_its_lease_until_its_end(
     store = RunStore(place.database_url)
     owner = store.live_owner(now=time.time())
     assert owner is not None and owner.name.endswith(f":{os.getpid()}")
-    commit(store, term=lease.term, step=1, directory="step-000001-e1")
+    commit(store, term=lease.term, step=1, directory="step-000001-t1")
     with pytest.raises(StoreError):
         await supervisor.run()
     assert store.live_owner(now=time.time()) is None
