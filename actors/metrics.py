@@ -27,11 +27,11 @@ RETURN_BUCKETS = (-1, -0.5, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 
 class Part(StrEnum):
-    """What is replaced when it dies. EPOCH: every part that an epoch starts, all at once."""
+    """What is replaced when it dies. TERM: every part that a term starts, all at once."""
 
     ENVIRONMENT_ACTOR = "environment_actor"
     ENGINE = "engine"
-    EPOCH = "epoch"
+    TERM = "term"
 
 
 class OptionalGauges(Collector):

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.ingress import ingress_application
-from service.cli.serve import http_settings
+from service.api.settings import http_settings
 from service.config.file import load_config
 from service.launch.run_dir import RunDir, run_id_of
 from service.launch.serve_host import run_host

@@ -1,7 +1,7 @@
 """Numbers as people read them: durations, counts, small values; pure.
 
-One place for the log line, the live display and the report, so that they write alike. A value that
-is not known is an en dash, never a zero.
+The log line, the live display and the report all use these functions, so that they write alike. A
+value that is not known is an en dash, never a zero.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Bytes and texts as one line that hides nothing: no control, no half character, no newline.
+"""Text of models and environments made safe to show: every unprintable character as an escape.
 
-What a model or an environment wrote may move a terminal's cursor or be no UTF-8 at all; it is shown
-as an escape. Called where such text meets a terminal or a page.
+Such text may contain control characters that move a terminal's cursor, or be no UTF-8 at all. Used
+by everything that writes to a terminal or a page.
 """
 
 from __future__ import annotations

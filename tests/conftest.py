@@ -82,11 +82,12 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What a run of `run_driver.SMALL` builds, once for all runs that do not show the building."""
     from worlds.run_driver import SMALL
 
-    from service.cli.model import build_tiny_for
     from service.config.tree import TinyModelSettings
+    from service.launch.run_dir import build_tiny
 
     directory = tmp_path_factory.mktemp("small") / "model"
-    return build_tiny_for(TinyModelSettings(**SMALL["model"]["tiny"]), directory)
+    build_tiny(directory, TinyModelSettings(**SMALL["model"]["tiny"]))
+    return str(directory)
 
 
 @pytest.fixture

@@ -56,6 +56,17 @@ def test_imports_point_down() -> None:
     assert not offenders
 
 
+def test_nothing_is_built_on_the_command_line() -> None:
+    offenders = [
+        f"{file} imports {module}"
+        for file, tree in TREES.items()
+        if file.startswith("service/") and not file.startswith("service/cli/")
+        for module in imported(tree)
+        if module.startswith("service.cli")
+    ]
+    assert not offenders
+
+
 def test_ray_and_vllm_stay_in_the_shells_of_the_actors() -> None:
     offenders = [
         f"{file} imports {module}"

@@ -109,7 +109,7 @@ class TrainerRankActor:
         return Rendezvous(address=address, port=free_port(address))
 
     def send_weights(
-        self, board: ActorHandle, epoch: int, version: int, rendezvous: Rendezvous
+        self, board: ActorHandle, term: int, version: int, rendezvous: Rendezvous
     ) -> None:
         """Send the weights through vLLM's own transfer; CUDA only."""
         from actors.trainer.publish_cuda import CudaPublisher
@@ -124,7 +124,7 @@ class TrainerRankActor:
                 rank.causal_lm,
                 rank=self._rank_number,
                 transport=self._settings.weight_backend,
-                client=BoardClient(board, epoch),
+                client=BoardClient(board, term),
                 read_status=read_status,
                 dtype=rank.param_dtype,
             )

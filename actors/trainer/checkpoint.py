@@ -1,8 +1,8 @@
 """Which directories are whole checkpoints, what each one records, and which run may write them.
 
-A checkpoint is the directory `step-000012-e2`: shards of weights and optimiser, and
+A checkpoint is the directory `step-000012-t2`: shards of weights and optimiser, and
 `manifest.json`, written last. Invariants: a directory with a manifest is whole, anything else is
-not a checkpoint; once an epoch has claimed the parent directory, an older epoch writes and deletes
+not a checkpoint; once a term has claimed the parent directory, an older term writes and deletes
 nothing there. Imports no torch: the command line and the supervisor read this before anything that
 trains is imported. `sharded_model` writes and reads the shards.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 FORMAT = 2
 _TEMPORARY = ".tmp-"
-_CLAIM = ".epoch"
+_CLAIM = ".term"
 
 
 class CheckpointError(Exception):
@@ -33,7 +33,7 @@ class Progress:
     """Training steps done."""
     version: int
     """The policy version of the weights."""
-    epoch: int
+    term: int
     """Of the run's lease."""
     num_updates: int
     """Optimiser updates applied to the policy."""
@@ -46,7 +46,7 @@ class Progress:
 
     @property
     def directory_name(self) -> str:
-        return f"step-{self.step:06d}-e{self.epoch}"
+        return f"step-{self.step:06d}-t{self.term}"
 
 
 def read_manifest(path: Path) -> Progress:
@@ -84,10 +84,10 @@ def read_manifest(path: Path) -> Progress:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """List the whole checkpoints under a directory, oldest first: by epoch, then step.
+    """List the whole checkpoints under a directory, oldest first: by term, then step.
 
-    A newer epoch outranks a later step: it went on from a checkpoint that was committed, and what
-    the older epoch wrote beyond that belongs to no surviving lineage.
+    A newer term outranks a later step: it went on from a checkpoint that was committed, and what
+    the older term wrote beyond that belongs to no surviving lineage.
     """
     found: list[tuple[int, int, Path]] = []
     for manifest in root.glob(f"step-*/{MANIFEST}"):
@@ -95,18 +95,18 @@ def list_checkpoints(root: Path) -> list[Path]:
             progress = read_manifest(manifest.parent)
         except CheckpointError:
             continue
-        found.append((progress.epoch, progress.step, manifest.parent))
+        found.append((progress.term, progress.step, manifest.parent))
     return [path for _, _, path in sorted(found)]
 
 
-def claim(root: Path, epoch: int) -> None:
-    """Take the checkpoint directory for an epoch; an older epoch can no longer save.
+def claim(root: Path, term: int) -> None:
+    """Take the checkpoint directory for a term; an older term can no longer save.
 
     What an interrupted save left there is removed.
 
-    Raises: CheckpointError when a newer epoch has it.
+    Raises: CheckpointError when a newer term has it.
     """
-    _claim(root, epoch)
+    _claim(root, term)
     for leftover in root.glob(f"{_TEMPORARY}step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -118,7 +118,7 @@ def temporary_path(root: Path, progress: Progress) -> Path:
 
 def begin(root: Path, progress: Progress) -> None:
     """Make the directory that the ranks write their shards into. Raises: as `claim`."""
-    claim(root, progress.epoch)
+    claim(root, progress.term)
     temporary_path(root, progress).mkdir()
 
 
@@ -127,7 +127,7 @@ def finish(root: Path, progress: Progress) -> None:
 
     Raises: as `claim`.
     """
-    _claim(root, progress.epoch)
+    _claim(root, progress.term)
     aside, final = temporary_path(root, progress), root / progress.directory_name
     with (aside / MANIFEST).open("w") as file:
         json.dump({"format": FORMAT, **asdict(progress)}, file, indent=1)
@@ -146,15 +146,15 @@ def finish(root: Path, progress: Progress) -> None:
         os.close(descriptor)
 
 
-def _claim(root: Path, epoch: int) -> None:
+def _claim(root: Path, term: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     path = root / _CLAIM
-    newest = int(path.read_text()) if path.exists() else epoch
-    if newest > epoch:
+    newest = int(path.read_text()) if path.exists() else term
+    if newest > term:
         raise CheckpointError(
-            f"checkpoint {root}: got epoch {epoch}, expected at least {newest}; this run was "
+            f"checkpoint {root}: got term {term}, expected at least {newest}; this run was "
             "replaced by a newer one and must stop"
         )
-    aside = root / f"{_TEMPORARY}{_CLAIM}-{epoch}"
-    aside.write_text(str(epoch))
+    aside = root / f"{_TEMPORARY}{_CLAIM}-{term}"
+    aside.write_text(str(term))
     aside.replace(path)

@@ -175,9 +175,7 @@ class TrainerGroup:
         self.version = stats.trainer_version + 1
         return stats
 
-    async def publish(
-        self, board: ActorHandle, epoch: int, version: int
-    ) -> tuple[WeightGroup, ...]:
+    async def publish(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
         """Make the ranks' weights the board's current publication.
 
         Returns: what the board was given, once it holds copies of its own; empty when the weights
@@ -192,11 +190,11 @@ class TrainerGroup:
             # Engines can be on other nodes than the trainer, so never loopback.
             address = self.processes[0].node_address
             meeting = await self._on_first("transfer_port", address, timeout_s=timeout_s)
-            await self._on_all("send_weights", board, epoch, version, meeting, timeout_s=timeout_s)
+            await self._on_all("send_weights", board, term, version, meeting, timeout_s=timeout_s)
             return ()
         groups: tuple[WeightGroup, ...]
         groups = (await self._on_all("put_weights", timeout_s=timeout_s))[0]
-        await _answer(board.publish.remote(epoch, version, groups), timeout_s)
+        await _answer(board.publish.remote(term, version, groups), timeout_s)
         return groups
 
     async def parity_logprobs(self) -> Float32s:
@@ -208,7 +206,7 @@ class TrainerGroup:
         logprobs: Float32s = found[0]
         return logprobs
 
-    async def save(self, step: int, *, version: int, epoch: int) -> Path:
+    async def save(self, step: int, *, version: int, term: int) -> Path:
         """Write a checkpoint; return its directory once it counts.
 
         Raises: ValueError for a version that the ranks do not hold; CheckpointError;
@@ -216,7 +214,7 @@ class TrainerGroup:
         """
         if version != self.version:
             raise ValueError(f"trainer: got version {version}, expected {self.version} to save")
-        paths = await self._call_all("save", step, epoch, timeout_s=self.deadlines.checkpoint_s)
+        paths = await self._call_all("save", step, term, timeout_s=self.deadlines.checkpoint_s)
         return Path(paths[0])
 
     async def load(self, path: Path) -> Progress:

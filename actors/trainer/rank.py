@@ -206,10 +206,10 @@ class TrainerRank:
         """
         return pack_weights(self.causal_lm, dtype=self.param_dtype, is_kept=self.rank == 0)
 
-    def save(self, step: int, epoch: int) -> Path:
+    def save(self, step: int, term: int) -> Path:
         """Write a checkpoint of weights, optimiser and progress; return its directory.
 
-        Args: step, epoch: name it.
+        Args: step, term: name it.
         Raises: as `save_checkpoint`.
         """
         return save_checkpoint(
@@ -217,7 +217,7 @@ class TrainerRank:
             Progress(
                 step=step,
                 version=self.version,
-                epoch=epoch,
+                term=term,
                 num_updates=self._policy.num_updates,
                 num_ranks=self.settings.trainer.num_ranks,
                 model=self.settings.model,

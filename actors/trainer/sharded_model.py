@@ -242,7 +242,7 @@ def save_checkpoint(
     An older checkpoint of the same name (a step done again under the same lease) is replaced.
 
     Returns: its directory, on every rank.
-    Raises: CheckpointError, on every rank, when a newer epoch has claimed the directory or a rank
+    Raises: CheckpointError, on every rank, when a newer term has claimed the directory or a rank
         cannot write its shard.
     """
     aside = checkpoint.temporary_path(root, progress)

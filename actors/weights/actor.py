@@ -1,9 +1,9 @@
 """The weight board as a Ray actor: replicas pull from it, the trainer publishes to it.
 
     board = start_board()                                               # the run's supervisor
-    await board.publish.remote(epoch, version, groups)                  # the trainer's rank 0
-    work = await board.poll.remote(replica, epoch, version, 5.0)        # each replica, for ever
-    await board.report.remote(replica, epoch, version, check_logprobs)  # after it has loaded
+    await board.publish.remote(term, version, groups)                  # the trainer's rank 0
+    work = await board.poll.remote(replica, term, version, 5.0)        # each replica, for ever
+    await board.report.remote(replica, term, version, check_logprobs)  # after it has loaded
     status = await board.wait_published.remote(version, 1, 60.0)        # the training loop
 
 A poll that waits is a replica's heartbeat. The board copies each published buffer into an object
@@ -55,22 +55,22 @@ class WeightBoard:
 
     # The trainer and the supervisor
 
-    async def open_epoch(self, epoch: int) -> None:
+    async def open_term(self, term: int) -> None:
         """Announce a new run (lease): from now on older ones are refused.
 
-        Raises: StaleEpoch.
+        Raises: StaleTerm.
         """
-        self._board.check_epoch(epoch)
+        self._board.check_term(term)
 
-    async def publish(self, epoch: int, version: int, groups: Sequence[WeightGroup]) -> None:
-        """Make (epoch, version) current and wake the replicas; returns before they have loaded it.
+    async def publish(self, term: int, version: int, groups: Sequence[WeightGroup]) -> None:
+        """Make (term, version) current and wake the replicas; returns before they have loaded it.
 
         Args: groups: each `buffer` an object reference to [num_bytes] uint8, put by the caller.
-        Raises: StaleEpoch, StaleVersion; TimeoutError when a buffer cannot be fetched.
+        Raises: StaleTerm, StaleVersion; TimeoutError when a buffer cannot be fetched.
         """
-        self._board.check_epoch(epoch)
+        self._board.check_term(term)
         own = tuple([await self._adopt(group) for group in groups])
-        self._board.publish(Publication(epoch=epoch, version=version, groups=own))
+        self._board.publish(Publication(term=term, version=version, groups=own))
         self._wake()
 
     async def wait_published(
@@ -108,7 +108,7 @@ class WeightBoard:
 
     async def command(
         self,
-        epoch: int,
+        term: int,
         kind: CommandKind,
         payload: Any,
         version: int | None,
@@ -116,12 +116,12 @@ class WeightBoard:
     ) -> None:
         """Have every member replica execute one step of vLLM's handshake and wait for all.
 
-        After FINISH, (epoch, version) is the current publication.
-        Raises: StaleEpoch, RendezvousNeeded, ValueError (see `Board.submit`);
+        After FINISH, (term, version) is the current publication.
+        Raises: StaleTerm, RendezvousNeeded, ValueError (see `Board.submit`);
             WeightCommandFailed when a replica fails or does not answer within timeout_s.
         """
         self._board.forget_silent(now=time.monotonic())
-        sequence = self._board.submit(epoch, kind, payload=payload, version=version)
+        sequence = self._board.submit(term, kind, payload=payload, version=version)
         self._wake()
         deadline = time.monotonic() + timeout_s
         while (silent := self._board.waiting_for(sequence)) and time.monotonic() < deadline:
@@ -135,7 +135,7 @@ class WeightBoard:
                 f"{list(silent)}; initialise the transfer again"
             )
         if kind is CommandKind.FINISH and version is not None:
-            self._board.publish(Publication(epoch=epoch, version=version))
+            self._board.publish(Publication(term=term, version=version))
             self._wake()
 
     # The replicas
@@ -147,12 +147,12 @@ class WeightBoard:
     async def poll(
         self,
         replica_id: str,
-        epoch: int | None,
+        term: int | None,
         version: int | None,
         timeout_s: float,
         num_workers: int = 1,
     ) -> Publication | Command | None:
-        """Say that the replica lives and holds (epoch, version); wait for what it must apply.
+        """Say that the replica lives and holds (term, version); wait for what it must apply.
 
         Args: num_workers: processes of its engine that take part in a transfer group.
         Returns: None when nothing came up within timeout_s.
@@ -161,7 +161,7 @@ class WeightBoard:
         deadline = time.monotonic() + timeout_s
         self._board.heartbeat(
             replica_id,
-            epoch,
+            term,
             version=version,
             num_workers=num_workers,
             lease_s=timeout_s,
@@ -178,14 +178,14 @@ class WeightBoard:
     async def report(
         self,
         replica_id: str,
-        epoch: int,
+        term: int,
         version: int,
         check_logprobs: Float32s | None,
     ) -> None:
-        """A replica has loaded (epoch, version), and scores `board.check_tokens` so."""
+        """A replica has loaded (term, version), and scores `board.check_tokens` so."""
         self._board.report(
             replica_id,
-            epoch,
+            term,
             version=version,
             check_logprobs=check_logprobs,
             now=time.monotonic(),
@@ -247,13 +247,13 @@ class BoardClient:
     def __init__(
         self,
         board: ActorHandle,
-        epoch: int,
+        term: int,
         *,
         timeout_s: float = 300.0,
     ) -> None:
         """timeout_s: of each command."""
         self._board = board
-        self._epoch = epoch
+        self._term = term
         self._timeout_s = timeout_s
         self.version: int | None = None
 
@@ -282,5 +282,5 @@ class BoardClient:
         self._run(CommandKind.FINISH, None, version=version)
 
     def _run(self, kind: CommandKind, payload: Any, *, version: int | None = None) -> None:
-        reference = self._board.command.remote(self._epoch, kind, payload, version, self._timeout_s)
+        reference = self._board.command.remote(self._term, kind, payload, version, self._timeout_s)
         ray.get(reference, timeout=self._timeout_s + RPC_MARGIN_S)

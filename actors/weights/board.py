@@ -1,13 +1,13 @@
 """The weight board's state machine: what is published, who holds it, who is asked to do what.
 
-    board.publish(Publication(epoch=1, version=7, groups=groups))    # by the trainer
+    board.publish(Publication(term=1, version=7, groups=groups))    # by the trainer
     board.heartbeat("a", None, version=None, num_workers=1, lease_s=5.0, now=0.0)
     board.next_for("a", now=0.0)                # -> that publication; the replica loads it
     board.report("a", 1, version=7, check_logprobs=scores, now=2.0)
     board.laggards()                            # -> (), so every live replica samples from it
 
 Pure: times come in as arguments, nothing waits; `actor.WeightBoard` adds the waiting. Invariants: a
-publication's (epoch, version) never goes back, and nothing older than the newest known epoch is
+publication's (term, version) never goes back, and nothing older than the newest known term is
 accepted; a replica is live while its lease lasts, and only live replicas are waited for; a command
 goes, in order, to the members that it was addressed to and to no other replica.
 """
@@ -33,12 +33,12 @@ class WeightError(Exception):
     """Base of this package's errors; the message is the only argument, so that Ray can carry it."""
 
 
-class StaleEpoch(WeightError):
+class StaleTerm(WeightError):
     """An older run (lease) tried to publish or to command; it has been replaced and must stop."""
 
 
 class StaleVersion(WeightError):
-    """A version older than the current one of the same epoch."""
+    """A version older than the current one of the same term."""
 
 
 class NotPublished(WeightError):
@@ -87,7 +87,7 @@ class WeightGroup:
 class Publication:
     """One published policy version."""
 
-    epoch: int
+    term: int
     version: int
     groups: tuple[WeightGroup, ...] = ()
     """Empty when the weights travelled by commands."""
@@ -107,7 +107,7 @@ class Command:
     """One step of the handshake for one replica."""
 
     sequence: int
-    epoch: int
+    term: int
     kind: CommandKind
     payload: Any = None
     """vLLM's own plain dict (or list of dicts) for INIT and UPDATE."""
@@ -122,7 +122,7 @@ class ReplicaReport:
     replica_id: str
     num_workers: int
     """Processes of its engine that take part in a transfer group."""
-    epoch: int | None = None
+    term: int | None = None
     version: int | None = None
     check_logprobs: Float32s | None = None
     """Its scores of `check_tokens` after its last load; None before it."""
@@ -132,7 +132,7 @@ class ReplicaReport:
 class BoardStatus:
     """The current publication, and the live replicas."""
 
-    epoch: int | None
+    term: int | None
     """Of the current publication; None before the first."""
     version: int | None
     """Of the current publication; None before the first."""
@@ -176,7 +176,7 @@ class Board:
     def __init__(self, *, apply_limit_s: float = 120.0) -> None:
         """apply_limit_s: how long a replica may be silent while it applies what it was given."""
         self._apply_limit_s = apply_limit_s
-        self._newest_epoch: int | None = None
+        self._newest_term: int | None = None
         self._current: Publication | None = None
         self._replicas: dict[str, ReplicaReport] = {}
         self._lease_ends: dict[str, float] = {}
@@ -189,30 +189,30 @@ class Board:
 
     # Publications
 
-    def check_epoch(self, epoch: int) -> None:
-        """Take note of an epoch. Raises: StaleEpoch when a newer one was seen."""
-        if self._newest_epoch is not None and epoch < self._newest_epoch:
-            raise StaleEpoch(
-                f"board: got epoch {epoch}, expected at least {self._newest_epoch}; this run was "
+    def check_term(self, term: int) -> None:
+        """Take note of a term. Raises: StaleTerm when a newer one was seen."""
+        if self._newest_term is not None and term < self._newest_term:
+            raise StaleTerm(
+                f"board: got term {term}, expected at least {self._newest_term}; this run was "
                 "replaced by a newer one and must stop"
             )
-        self._newest_epoch = epoch
+        self._newest_term = term
 
     def publish(self, publication: Publication) -> None:
         """Make it the current one.
 
-        Raises: StaleEpoch; StaleVersion when the same epoch already published a later version.
+        Raises: StaleTerm; StaleVersion when the same term already published a later version.
         """
-        self.check_epoch(publication.epoch)
+        self.check_term(publication.term)
         current = self._current
         if (
             current is not None
-            and current.epoch == publication.epoch
+            and current.term == publication.term
             and publication.version < current.version
         ):
             raise StaleVersion(
                 f"board: got policy version {publication.version}, expected at least "
-                f"{current.version}; going back takes a new epoch"
+                f"{current.version}; going back takes a new term"
             )
         self._current = publication
 
@@ -225,7 +225,7 @@ class Board:
     def heartbeat(
         self,
         replica_id: str,
-        epoch: int | None,
+        term: int | None,
         *,
         version: int | None,
         num_workers: int,
@@ -236,7 +236,7 @@ class Board:
         known = self._replicas.get(replica_id) or ReplicaReport(
             replica_id=replica_id, num_workers=num_workers
         )
-        self._replicas[replica_id] = replace(known, epoch=epoch, version=version)
+        self._replicas[replica_id] = replace(known, term=term, version=version)
         self._lease_ends[replica_id] = now + lease_s + POLL_GRACE_S
 
     def next_for(self, replica_id: str, *, now: float) -> Publication | Command | None:
@@ -255,17 +255,17 @@ class Board:
     def report(
         self,
         replica_id: str,
-        epoch: int,
+        term: int,
         *,
         version: int,
         check_logprobs: Float32s | None,
         now: float,
     ) -> None:
-        """A replica holds (epoch, version). Ignored for one that was forgotten."""
+        """A replica holds (term, version). Ignored for one that was forgotten."""
         if (replica := self._replicas.get(replica_id)) is None:
             return
         self._replicas[replica_id] = replace(
-            replica, epoch=epoch, version=version, check_logprobs=check_logprobs
+            replica, term=term, version=version, check_logprobs=check_logprobs
         )
         self._lease_ends[replica_id] = now + POLL_GRACE_S
 
@@ -292,7 +292,7 @@ class Board:
 
     def status(self) -> BoardStatus:
         return BoardStatus(
-            epoch=None if self._current is None else self._current.epoch,
+            term=None if self._current is None else self._current.term,
             version=None if self._current is None else self._current.version,
             replicas=tuple(self._replicas.values()),
             needs_rendezvous=self.needs_rendezvous,
@@ -300,8 +300,8 @@ class Board:
 
     def _holds(self, replica: ReplicaReport) -> bool:
         current = self._current
-        return current is not None and (replica.epoch, replica.version) == (
-            current.epoch,
+        return current is not None and (replica.term, replica.version) == (
+            current.term,
             current.version,
         )
 
@@ -313,16 +313,16 @@ class Board:
         return self._uses_commands and frozenset(self._replicas) != self._members
 
     def submit(
-        self, epoch: int, kind: CommandKind, *, payload: Any = None, version: int | None = None
+        self, term: int, kind: CommandKind, *, payload: Any = None, version: int | None = None
     ) -> int:
         """Queue a command for every member; return its sequence number.
 
         INIT makes the replicas that are live now the members and drops what was queued before; a
         payload with a `rank_offset` (NCCL) is shifted for each member by the workers before it.
-        Raises: StaleEpoch; RendezvousNeeded when the members are not the live replicas;
+        Raises: StaleTerm; RendezvousNeeded when the members are not the live replicas;
             ValueError when INIT names a world size that the members do not add up to.
         """
-        self.check_epoch(epoch)
+        self.check_term(term)
         if kind is CommandKind.INIT:
             payloads = self._init_payloads(payload)
             self._members = frozenset(payloads)
@@ -337,7 +337,7 @@ class Board:
         else:
             payloads = dict.fromkeys(self._members, payload)
         self._sequence += 1
-        command = Command(sequence=self._sequence, epoch=epoch, kind=kind, version=version)
+        command = Command(sequence=self._sequence, term=term, kind=kind, version=version)
         for replica_id, part in payloads.items():
             self._queues.setdefault(replica_id, []).append(replace(command, payload=part))
         self._pending[command.sequence] = set(payloads)

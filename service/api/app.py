@@ -1,15 +1,15 @@
-"""The HTTP API: FastAPI routes over a run's port. Nothing here knows Ray."""
+"""The HTTP API of one run: FastAPI routes over a `RunPort`. Nothing here knows Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from fastapi import FastAPI, Path, Response
 from fastapi.responses import JSONResponse
 
 from service.api import problems
 from service.api.guards import Guards
-from service.api.port import HttpSettings, RunPort
 from service.api.problems import Problem, shown
 from service.api.schemas import (
     ID_PATTERN,
@@ -18,13 +18,28 @@ from service.api.schemas import (
     SubmitAnswer,
     SubmitBody,
 )
-from service.intake.submission import Status, SubmissionView, SubmitReply, Wanted
+from service.api.settings import HttpSettings
+from service.intake.submission import RolloutRequest, Status, SubmissionView, SubmitReply
+from service.run.health import Readiness
 
 PREFIX = "/api/v1"
 
 
+class RunPort(Protocol):
+    """What the routes need of a run. Every call may raise RunUnavailable."""
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
+        """Accept all or none; durable when this returns."""
+        ...
+
+    async def submission(self, submission_id: str) -> SubmissionView | None: ...
+
+    async def cancel(self, submission_id: str) -> SubmissionView | None: ...
+
+    async def readiness(self) -> Readiness: ...
+
+
 def create_app(run: RunPort, settings: HttpSettings) -> FastAPI:
-    """The API of one run."""
     app = FastAPI(title="Rayloom", description="Rollouts for a training run, over HTTP.")
     app.add_middleware(
         Guards, max_body_bytes=settings.service.max_body_kib << 10, key_digest=settings.key_digest
@@ -59,12 +74,12 @@ def _add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
     @app.post(f"{PREFIX}/rollouts", status_code=202)
     async def submit(body: SubmitBody, response: Response) -> SubmitAnswer:
         """Accept a batch of tasks: durable when answered, all or none."""
-        wanted = body.wanted(num_samples=settings.algorithm.group_size)
-        _check(body.environment, wanted, settings)
-        reply = await run.submit(wanted)
+        requests = body.requests(num_samples=settings.algorithm.group_size)
+        _check(body.environment, requests, settings)
+        reply = await run.submit(requests)
         _refuse_if_needed(reply)
-        if len(wanted) == 1:
-            response.headers["Location"] = f"{PREFIX}/rollouts/{wanted[0].task.task_id}"
+        if len(requests) == 1:
+            response.headers["Location"] = f"{PREFIX}/rollouts/{requests[0].id}"
         return SubmitAnswer.of(reply)
 
     @app.get(f"{PREFIX}/rollouts/{{rollout_id}}")
@@ -96,7 +111,8 @@ def _why_not_cancelled(view: SubmissionView) -> str:
     )
 
 
-def _check(environment: str, wanted: Sequence[Wanted], settings: HttpSettings) -> None:
+def _check(environment: str, requests: Sequence[RolloutRequest], settings: HttpSettings) -> None:
+    """Check a body against the run's configuration. Raises: Problem."""
     if environment not in settings.environments:
         raise Problem(
             422,
@@ -106,22 +122,21 @@ def _check(environment: str, wanted: Sequence[Wanted], settings: HttpSettings) -
             "(tasks.environment)",
         )
     most = settings.service.max_tasks_per_request
-    if len(wanted) > most:
+    if len(requests) > most:
         raise Problem(
             413,
             "too-many-tasks",
-            f"got {len(wanted)} tasks, expected at most {most} a request; split the "
+            f"got {len(requests)} tasks, expected at most {most} a request; split the "
             "batch, or raise service.max_tasks_per_request",
         )
     lowest, most = settings.algorithm.min_group_size, settings.service.max_samples_per_task
-    for item in wanted:
+    for item in requests:
         least = item.min_usable_samples or item.num_samples
-        is_in_range = lowest <= least <= item.num_samples <= most
-        if not is_in_range:
+        if not lowest <= least <= item.num_samples <= most:
             raise Problem(
                 422,
                 "num-samples",
-                f"task {item.task.task_id!r} asks for {item.num_samples} rollouts, "
+                f"task {item.id!r} asks for {item.num_samples} rollouts, "
                 f"min_usable_samples {item.min_usable_samples}; expected {lowest} "
                 f"(algorithm.min_group_size) <= min_usable_samples <= num_samples <= "
                 f"{most} (service.max_samples_per_task)",

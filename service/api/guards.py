@@ -8,8 +8,8 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.key import digest_of
 from service.api.problems import Problem, problem_response, shown
+from service.api.settings import digest_of
 
 # What probes and people may read without a key.
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})

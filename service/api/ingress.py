@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 
 from service.api.app import create_app
-from service.api.port import HttpSettings
+from service.api.settings import HttpSettings
 from service.run.remote_handles import SupervisorClient
 
 APP_NAME = "rayloom-api"

@@ -12,14 +12,10 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from service.api.port import RunUnavailable
-
 MEDIA_TYPE = "application/problem+json"
 # How long a client should wait for a run that is starting or going back to a checkpoint.
 UNAVAILABLE_RETRY_S = 5
-
-
-# Of what a client sent, so much is sent back.
+# Of each text that a client sent, so much is sent back.
 MAX_ECHO_CHARACTERS = 200
 MAX_ERRORS = 20
 
@@ -27,6 +23,10 @@ MAX_ERRORS = 20
 def shown(text: str) -> str:
     """What a client sent, cut to a length that an answer can hold."""
     return text if len(text) <= MAX_ECHO_CHARACTERS else f"{text[:MAX_ECHO_CHARACTERS]}…"
+
+
+class RunUnavailable(Exception):
+    """The run does not answer, or can write nothing now; the text says why."""
 
 
 class Problem(Exception):
@@ -115,8 +115,8 @@ def _malformed(what: str) -> Problem:
 def _of_validation(error: RequestValidationError) -> Problem:
     found = error.errors()
     if any(item["type"] == "json_invalid" for item in found):
-        place = found[0]["loc"][-1]
-        return _malformed(f"{found[0]['ctx']['error']} at character {place}")
+        position = found[0]["loc"][-1]
+        return _malformed(f"{found[0]['ctx']['error']} at character {position}")
     errors = [
         {"loc": [_shown_part(part) for part in item["loc"]], "message": shown(item["msg"])}
         for item in found[:MAX_ERRORS]

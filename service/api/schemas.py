@@ -12,16 +12,15 @@ from actors.environment.tasks import derived_seed
 from actors.limits import MAX_TASK_SEED
 from actors.types import Task
 from service.intake.submission import (
-    Line,
+    RolloutRequest,
     RolloutView,
     Status,
     SubmissionView,
     SubmitReply,
-    Wanted,
 )
 
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
-# What stores, copies and shows the data goes down into it by calls.
+# The data is stored, copied and shown recursively.
 MAX_DEPTH = 64
 
 RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
@@ -77,10 +76,10 @@ class SubmitBody(_Strict):
             raise ValueError(f"tasks: the ids {twice[:8]} come more than once; expected each once")
         return self
 
-    def wanted(self, *, num_samples: int) -> list[Wanted]:
+    def requests(self, *, num_samples: int) -> list[RolloutRequest]:
         """num_samples: of a task where neither it nor the batch names any."""
         return [
-            Wanted(
+            RolloutRequest(
                 task=Task(
                     task_id=task.id,
                     environment=self.environment,
@@ -108,45 +107,51 @@ class SampleAnswer(_Strict):
 
     index: int
     status: Status
-    reward: float | None = Field(description="its return; null until an attempt has ended")
-    outcome: str | None
+    reward: float | None = Field(None, description="its return; null until an attempt has ended")
+    outcome: str | None = None
     policy_versions: tuple[int, int] | None = Field(
-        description="oldest and newest version that sampled a token"
+        None, description="oldest and newest version that sampled a token"
     )
-    turns: int
-    sampled_tokens: int
+    turns: int = 0
+    sampled_tokens: int = 0
     step: int | None = Field(description="the training step that it left with")
     reason: str | None = Field(description="why it was evicted")
-    detail: str
+    detail: str = ""
 
     @classmethod
     def of(cls, view: RolloutView) -> SampleAnswer:
-        result = view.result
-        versions = None
-        if result is not None and result.oldest_version is not None:
-            assert result.newest_version is not None
-            versions = (result.oldest_version, result.newest_version)
+        known: dict[str, Any] = {}
+        if (result := view.result) is not None:
+            known = {
+                "reward": result.reward,
+                "outcome": result.outcome,
+                "policy_versions": result.policy_versions,
+                "turns": result.num_turns,
+                "sampled_tokens": result.num_sampled_tokens,
+                "detail": result.detail,
+            }
         return cls(
-            index=view.index,
-            status=view.status,
-            reward=result.reward if result else None,
-            outcome=result.outcome if result else None,
-            policy_versions=versions,
-            turns=result.num_turns if result else 0,
-            sampled_tokens=result.num_sampled_tokens if result else 0,
-            step=view.step,
-            reason=view.reason,
-            detail=result.detail if result else "",
+            index=view.index, status=view.status, step=view.step, reason=view.reason, **known
         )
 
 
-class RolloutAnswer(_Strict):
-    """A submitted task and its rollouts."""
-
+class _Positioned(_Strict):
     id: str
     place: int = Field(description="1, 2, 3, … in the order of acceptance")
     ahead: int = Field(description="tasks that will be played before it; 0 once it is admitted")
     status: Status
+
+
+class PlaceAnswer(_Positioned):
+    """Where an accepted task stands."""
+
+    is_new: bool = Field(description="false: this very task was accepted before")
+    num_samples: int
+
+
+class RolloutAnswer(_Positioned):
+    """A submitted task and its rollouts."""
+
     reward: float | None = Field(description="mean over its rollouts that have ended")
     outcomes: dict[str, int]
     policy_versions: tuple[int, int] | None
@@ -155,44 +160,25 @@ class RolloutAnswer(_Strict):
     @classmethod
     def of(cls, view: SubmissionView) -> RolloutAnswer:
         samples = [SampleAnswer.of(item) for item in view.rollouts]
-        spans = [sample.policy_versions for sample in samples if sample.policy_versions]
-        outcomes = [sample.outcome for sample in samples if sample.outcome]
+        rewards = [sample.reward for sample in samples if sample.reward is not None]
+        versions = [each for sample in samples for each in sample.policy_versions or ()]
         return cls(
             id=view.id,
-            place=view.place,
+            place=view.position,
             ahead=view.num_ahead,
             status=view.status,
-            reward=view.reward,
-            outcomes=dict(Counter(outcomes)),
-            policy_versions=(
-                (min(first for first, _ in spans), max(last for _, last in spans))
-                if spans
-                else None
-            ),
+            reward=sum(rewards) / len(rewards) if rewards else None,
+            outcomes=dict(Counter(sample.outcome for sample in samples if sample.outcome)),
+            policy_versions=(min(versions), max(versions)) if versions else None,
             samples=samples,
         )
 
 
-class PlaceAnswer(_Strict):
-    """Where an accepted task stands."""
-
-    id: str
-    place: int
-    ahead: int
-    status: Status
-    is_new: bool = Field(description="false: this very task was accepted before")
-    num_samples: int
-
-
-class LineAnswer(_Strict):
-    """The line of accepted tasks before the admission window."""
+class BacklogAnswer(_Strict):
+    """The accepted tasks that wait for admission."""
 
     waiting: int
     capacity: int
-
-    @classmethod
-    def of(cls, line: Line) -> LineAnswer:
-        return cls(waiting=line.waiting, capacity=line.capacity)
 
 
 class SubmitAnswer(_Strict):
@@ -200,7 +186,7 @@ class SubmitAnswer(_Strict):
 
     accepted: int = Field(description="tasks that were new")
     rollouts: list[PlaceAnswer]
-    queue: LineAnswer
+    queue: BacklogAnswer
 
     @classmethod
     def of(cls, reply: SubmitReply) -> SubmitAnswer:
@@ -209,7 +195,7 @@ class SubmitAnswer(_Strict):
             rollouts=[
                 PlaceAnswer(
                     id=view.id,
-                    place=view.place,
+                    place=view.position,
                     ahead=view.num_ahead,
                     status=view.status,
                     is_new=view.id in reply.new_ids,
@@ -217,15 +203,15 @@ class SubmitAnswer(_Strict):
                 )
                 for view in reply.views
             ],
-            queue=LineAnswer.of(reply.line),
+            queue=BacklogAnswer(waiting=reply.backlog.waiting, capacity=reply.backlog.capacity),
         )
 
 
 class ReadyAnswer(_Strict):
-    """reasons: what is missing; empty when ready."""
+    """Whether rollouts are played and trained on now."""
 
     ready: bool
-    reasons: list[str]
+    reasons: list[str] = Field(description="what is missing; empty when ready")
     phase: str
     policy_version: int
     engines: dict[str, int]

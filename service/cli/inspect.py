@@ -1,16 +1,17 @@
-"""`rayloom inspect`: the journal of a run, its trajectories, or one of them token by token."""
+"""`rayloom inspect`: the journal of a run, its trajectories, or one of them token by token.
+
+Options that would change nothing are refused.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.types import Outcome
-from service.cli.display.outlet import OutletConsole, outlet, say
-from service.cli.inspect_options import InspectRequest, check_of_journal, check_of_one
+from service.cli.outlet import OutletConsole, outlet, say
 from service.config.file import ConfigError
 from service.inspect.audit.audit import audit, describe
 from service.inspect.build import build_view
@@ -28,40 +29,62 @@ from service.inspect.token_text import TokenText, token_text
 from service.launch.run_dir import RunDir
 
 EXIT_OFFENDERS = 1
+DEFAULT_LIMIT = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectRequest:
+    """What the user asked for."""
+
+    target: str
+    """A run directory, a journal file, or a trajectory's id."""
+    run: Path | None = None
+    """Where an id is looked for; None: the newest run under runs/."""
+    html: Path | None = None
+    """Write a page there instead of to the terminal."""
+    audit: bool = False
+    step: int | None = None
+    outcome: str | None = None
+    limit: int | None = None
+    """Lines at most, 0: all; None: not given."""
+
+    @property
+    def num_lines(self) -> int:
+        return DEFAULT_LIMIT if self.limit is None else self.limit
+
+    def given(self, *names: str) -> str:
+        """The options of these names that were given, as they were typed."""
+        values = {name: getattr(self, name) for name in names}
+        shown = (f"--{name} {value}" for name, value in values.items() if value is not None)
+        return " and ".join(shown)
 
 
 def run_inspect(request: InspectRequest) -> int:
     """Show what was asked for; returns the exit code. Raises: ConfigError."""
-    place = Path(request.target)
+    target = request.target
+    if not target.strip():
+        raise ConfigError(
+            "inspect: got an empty text; expected a run directory, a journal file, or a "
+            "trajectory's id; name one"
+        )
     # os.path, because a path that cannot be looked at raises from Path.exists.
-    is_journal = bool(request.target) and os.path.exists(place)
-    if is_journal or request.audit:
-        check_of_journal(request)
-        journal = open_journal(place)
-        if request.audit:
-            return _audit(request, journal)
-        wanted = _outcome(request.outcome)
-        filters = Filters(step=request.step, outcome=wanted, limit=request.num_lines)
-        say(list_trajectories(journal, filters))
-        return 0
-    check_of_one(request)
-    journal = open_journal(request.run or newest_run())
-    return _show_one(request, journal, *find_entry(journal, request.target))
+    if not request.audit and not os.path.exists(target):
+        _check_options_of_one(request)
+        return _show_one(request, open_journal(request.run or newest_run()))
+    _check_options_of_journal(request)
+    journal = open_journal(Path(target))
+    if request.audit:
+        result = audit(journal)
+        say("\n".join(describe(result, limit=request.num_lines)))
+        return 0 if result.is_clean else EXIT_OFFENDERS
+    filters = Filters(step=request.step, outcome=_outcome(request.outcome), limit=request.num_lines)
+    say(list_trajectories(journal, filters))
+    return 0
 
 
-def _audit(request: InspectRequest, journal: OpenJournal) -> int:
-    result = audit(journal)
-    say("\n".join(describe(result, limit=request.num_lines)))
-    return 0 if result.is_clean else EXIT_OFFENDERS
-
-
-def _show_one(
-    request: InspectRequest,
-    journal: OpenJournal,
-    step: JournalStep,
-    entry: TrajectoryEntry,
-) -> int:
-    view = build_view(step, entry, text_of(journal))
+def _show_one(request: InspectRequest, journal: OpenJournal) -> int:
+    step, entry = find_entry(journal, request.target)
+    view = build_view(step, entry, _text_of(journal))
     view = replace(view, is_refused=is_refused(journal, entry))
     if request.html is None:
         with outlet(sys.__stdout__):
@@ -80,7 +103,7 @@ def _show_one(
     return 0
 
 
-def text_of(journal: OpenJournal) -> TokenText:
+def _text_of(journal: OpenJournal) -> TokenText:
     """The tokenizer of the journal's run: its own tiny model, or the configuration's path."""
     run_dir = journal.run_dir or RunDir(path=journal.place.resolve().parent.parent)
     try:
@@ -88,12 +111,51 @@ def text_of(journal: OpenJournal) -> TokenText:
     except ConfigError as error:
         return token_text(None, template_options={}, why_not=str(error))
     tiny = run_dir.tiny_model if (run_dir.tiny_model / "config.json").is_file() else None
-    model = config.model.path or (str(tiny) if tiny else None)
     return token_text(
-        model,
+        config.model.path or (str(tiny) if tiny else None),
         template_options=config.rollouts.template_options,
         why_not=f"the run's own model is not in {run_dir.tiny_model}",
     )
+
+
+def _check_options_of_journal(request: InspectRequest) -> None:
+    """For a list or an audit. Raises: ConfigError."""
+    target = request.target
+    if request.html is not None:
+        raise ConfigError(
+            "inspect: --html shows one trajectory, got a whole journal; expected an id; name one, "
+            f"such as `rayloom inspect ID --run {target} --html {request.html}`"
+        )
+    if request.run is not None:
+        raise ConfigError(
+            f"inspect: --run {request.run} says where an id is looked for, got the journal of "
+            f"{target} to look at; expected one of them; leave --run out, or give an id for "
+            f"{target}"
+        )
+    if request.audit and (given := request.given("step", "outcome")):
+        raise ConfigError(
+            f"inspect: --audit checks a whole journal, got {given}; expected neither --step nor "
+            "--outcome; leave it out, or audit one step by the path of its journal file"
+        )
+
+
+def _check_options_of_one(request: InspectRequest) -> None:
+    """For one trajectory. Raises: ConfigError."""
+    if "/" in request.target:
+        raise ConfigError(
+            f"inspect: {request.target} is not there; expected a run directory, a journal file, "
+            "or a trajectory's id; `rayloom inspect RUN_DIR` lists the ids"
+        )
+    if given := request.given("step", "outcome", "limit"):
+        raise ConfigError(
+            f"inspect: {given} chooses from a list, got the id {request.target}; expected the id "
+            "alone; leave it out, or give a run directory in place of the id"
+        )
+    if request.html is not None and (not request.html.name or os.path.isdir(request.html)):
+        raise ConfigError(
+            f"--html {request.html}: is a directory; expected a file; name one in it, such as "
+            f"{request.html / 'page.html'}"
+        )
 
 
 def _outcome(name: str | None) -> Outcome | None:

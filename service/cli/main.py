@@ -1,20 +1,24 @@
-"""The command line: train, serve, model, tasks, export, inspect; each has a module of its own."""
+"""The command line `rayloom`: its commands and options; other modules do the work.
+
+What can be refused is refused before packages that take seconds to import; they are imported in
+the commands.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from actors.limits import MAX_SEED
-from service.cli.display.outlet import escape_unencodable, say
+from service.api.settings import checked_service
+from service.cli.outlet import escape_unencodable, say
 from service.config.file import ConfigError, describe_config, load_config
-from service.config.tree import Config
+from service.config.tree import Config, TinyModelSettings
 from service.launch.signals import EXIT_INTERRUPTED, stop_signals
 
 app = typer.Typer(
@@ -34,91 +38,57 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file"
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="such as run.steps=10")
 ]
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED)]
+Count = Annotated[int, typer.Option(min=1)]
+TaskFile = Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")]
 
 
-ModelOption = Annotated[
-    str | None, typer.Option(help="directory or hub name, in place of the configuration's")
-]
-AddressOption = Annotated[
-    str | None, typer.Option(help="join this Ray cluster instead of starting a local one")
-]
-RunDirOption = Annotated[
-    str | None, typer.Option(metavar="DIRECTORY", help="default: runs/NAME-TIME")
-]
-ResumeOption = Annotated[
-    str | None, typer.Option(metavar="RUN_DIR", help="go on from its newest checkpoint")
-]
-TakeOverOption = Annotated[
-    bool, typer.Option("--take-over", help="resume a run although another process holds it")
-]
-
-
-@app.command()
-def train(
+@app.command(
+    "serve",
+    help="Train by CONFIG on the tasks that clients submit over HTTP.\n\n"
+    "Beyond loopback a key is needed: set RAYLOOM_API_KEY.",
+)
+@app.command("train", help="Train by CONFIG until its last step, and write a report.")
+def start(
+    context: typer.Context,
     config: ConfigPath,
-    model: ModelOption = None,
-    address: AddressOption = None,
-    run_dir: RunDirOption = None,
-    resume: ResumeOption = None,
-    take_over: TakeOverOption = False,
+    model: Annotated[
+        str | None, typer.Option(help="directory or hub name, in place of the configuration's")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="join this Ray cluster instead of starting a local one")
+    ] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(metavar="DIRECTORY", help="default: runs/NAME-TIME")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN_DIR", help="go on from its newest checkpoint")
+    ] = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="resume a run although another process holds it")
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Train by CONFIG until its last step, and write a report."""
-    places = _Places(address=address, run_dir=run_dir, resume=resume, takes_over=take_over)
-    _start(config, _with_model(overrides or [], model), places, is_service=False)
-
-
-@app.command()
-def serve(
-    config: ConfigPath,
-    model: ModelOption = None,
-    address: AddressOption = None,
-    run_dir: RunDirOption = None,
-    resume: ResumeOption = None,
-    take_over: TakeOverOption = False,
-    overrides: Overrides = None,
-) -> None:
-    """Train by CONFIG on the tasks that clients submit over HTTP.
-
-    Beyond loopback a key is needed: set RAYLOOM_API_KEY.
-    """
-    places = _Places(address=address, run_dir=run_dir, resume=resume, takes_over=take_over)
-    _start(config, _with_model(overrides or [], model), places, is_service=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Places:
-    """Where a run runs and writes, as the command line gave it."""
-
-    address: str | None
-    run_dir: str | None
-    resume: str | None
-    takes_over: bool
-
-
-def _start(config: Path, overrides: list[str], places: _Places, *, is_service: bool) -> NoReturn:
+    """Both commands that run a run; they differ in where the tasks come from."""
+    is_local, api = address is None, None
     with stop_signals() as signals:
         try:
-            settings = load_config(config, overrides)
-            run_dir = _place("--run-dir", places.run_dir)
-            resume = _place("--resume", places.resume)
-            if places.takes_over and resume is None:
+            settings = load_config(config, _with_model(overrides or [], model))
+            new_run, resumed = _path("--run-dir", run_dir), _path("--resume", resume)
+            if take_over and resumed is None:
                 raise ConfigError("--take-over: got no --resume, expected the run to take; name it")
-            from service.cli.serve import checked_service
-
-            api = None
-            if is_service:
-                settings, api = checked_service(settings, is_local=places.address is None)
-            _check_places(settings, run_dir, resume, is_local=places.address is None)
-            # Seconds of imports, which a Ctrl-C may meet too; what can be refused is by now.
+            if context.info_name == "serve":
+                settings, api = checked_service(settings, is_local=is_local)
+            _check_machine_and_files(settings, new_run, resumed, is_local=is_local)
+            # Ctrl-C may come during these seconds of imports too.
             from service.cli.train import TrainRequest, run_training
 
             request = TrainRequest(
                 config=settings,
-                address=places.address,
-                run_dir=run_dir,
-                resume=resume,
-                takes_over=places.takes_over,
+                address=address,
+                run_dir=new_run,
+                resume=resumed,
+                takes_over=take_over,
                 api=api,
             )
             code = run_training(request, signals)
@@ -128,10 +98,10 @@ def _start(config: Path, overrides: list[str], places: _Places, *, is_service: b
     raise typer.Exit(code)
 
 
-def _check_places(
+def _check_machine_and_files(
     config: Config, new_run: Path | None, resumed: Path | None, *, is_local: bool
 ) -> None:
-    """What a look at this machine and its files tells. Raises: ConfigError."""
+    """Raises: ConfigError."""
     from service.config.preflight import (
         check_machine,
         check_metrics_address,
@@ -160,12 +130,10 @@ def _with_model(overrides: list[str], model: str | None) -> list[str]:
     return [*overrides, f"model.path={json.dumps(model)}", "model.tiny=null"]
 
 
-def _place(option: str, path: str | None, *, what: str = "a directory") -> Path | None:
-    if path is None:
-        return None
-    if not path.strip():
+def _path(option: str, text: str | None, *, what: str = "a directory") -> Path | None:
+    if text is not None and not text.strip():
         raise ConfigError(f"{option}: got an empty text, expected {what}; name one")
-    return Path(path)
+    return None if text is None else Path(text)
 
 
 @app.command()
@@ -180,7 +148,7 @@ def export(
     directory: Annotated[Path, typer.Argument(help="where to write; must not exist")],
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory."""
-    from service.cli.export import export_checkpoint
+    from service.cli.artifacts import export_checkpoint
 
     typer.echo(export_checkpoint(source, directory))
 
@@ -205,13 +173,12 @@ def inspect(
 
     --audit ends with 0 where nothing is wrong, 1 with offenders, 2 where it cannot read.
     """
-    from service.cli.inspect import run_inspect
-    from service.cli.inspect_options import InspectRequest
+    from service.cli.inspect import InspectRequest, run_inspect
 
     request = InspectRequest(
         target=target,
-        run=_place("--run", run),
-        html=_place("--html", html, what="a file"),
+        run=_path("--run", run),
+        html=_path("--html", html, what="a file"),
         audit=audit,
         step=step,
         outcome=outcome,
@@ -223,30 +190,33 @@ def inspect(
 @model_app.command("tiny")
 def model_tiny(
     directory: Annotated[Path, typer.Argument(help="where to write")],
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED)] = 0,
+    seed: Seed = 0,
     untied: Annotated[bool, typer.Option(help="an output head of its own")] = False,
     warmup_steps: Annotated[
         int | None, typer.Option(min=0, help="format warm-up; 0: random weights")
     ] = None,
 ) -> None:
     """Build a Qwen3-architecture model of about a million parameters with its own tokenizer."""
-    from service.cli.model import build_tiny
+    from service.launch.run_dir import build_tiny
 
-    typer.echo(build_tiny(directory, seed=seed, tied=not untied, warmup_steps=warmup_steps))
+    settings = TinyModelSettings(
+        seed=seed, tie_word_embeddings=not untied, warmup_steps=warmup_steps
+    )
+    typer.echo(build_tiny(directory, settings))
 
 
 @tasks_app.command("reasoning-gym")
 def tasks_reasoning_gym(
     family: Annotated[str, typer.Argument(help="such as chain_sum")],
-    out: Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")],
-    count: Annotated[int, typer.Option(min=1)] = 1000,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED)] = 0,
+    out: TaskFile,
+    count: Count = 1000,
+    seed: Seed = 0,
     options: Annotated[
         list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="of the family")
     ] = None,
 ) -> None:
     """Write COUNT tasks of a reasoning-gym family."""
-    from service.cli.tasks import write_reasoning_gym
+    from service.cli.artifacts import write_reasoning_gym
 
     typer.echo(write_reasoning_gym(family, out, count=count, seed=seed, options=options or []))
 
@@ -254,12 +224,12 @@ def tasks_reasoning_gym(
 @tasks_app.command("generate")
 def tasks_generate(
     environment: Annotated[str, typer.Argument(help="such as guessing")],
-    out: Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")],
-    count: Annotated[int, typer.Option(min=1)] = 1000,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED)] = 0,
+    out: TaskFile,
+    count: Count = 1000,
+    seed: Seed = 0,
 ) -> None:
     """Write COUNT tasks of an environment that makes a game from a seed alone."""
-    from service.cli.tasks import write_generated
+    from service.cli.artifacts import write_generated
 
     typer.echo(write_generated(environment, out, count=count, seed=seed))
 

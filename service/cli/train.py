@@ -14,10 +14,9 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from service.api.ingress import open_api, start_serve
-from service.api.port import HttpSettings
-from service.cli.display.outlet import say
-from service.cli.display.progress import Display, open_display
-from service.cli.serve import api_address
+from service.api.settings import HttpSettings, api_address
+from service.cli.display import Display, open_display
+from service.cli.outlet import say
 from service.config.tree import Config
 from service.inference.deployment import session_directory
 from service.launch.cluster import joined
@@ -25,7 +24,6 @@ from service.launch.resume import check_lease_free, check_not_taken_over, finish
 from service.launch.run_dir import (
     RunDir,
     check_new,
-    check_resumable,
     default_run_dir,
     prepared_run,
     run_id_of,
@@ -42,36 +40,43 @@ EXIT_OK, EXIT_FAILED = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRequest:
-    """What the user asked for. api: listen for tasks over HTTP; None: play the own ones.
-
-    takes_over: resume a run although another process holds it.
-    """
+    """What the user asked for."""
 
     config: Config
     address: str | None = None
+    """Of the Ray cluster to join; None: start a local one."""
     run_dir: Path | None = None
     resume: Path | None = None
+    """The directory of the run to go on with; None: start a new one."""
     takes_over: bool = False
+    """Resume a run although another process has its lease."""
     api: HttpSettings | None = None
+    """Accept tasks over HTTP; None: play the configuration's own."""
 
 
 def run_training(request: TrainRequest, signals: StopSignals) -> int:
     """Train until the end, or until a signal; returns the exit code.
 
+    The directories of the request have been checked (`check_resumable`, `check_new`).
     Raises: ConfigError before anything starts; KeyboardInterrupt for a signal until then.
     """
     signals.check()
     config = request.config
-    run_dir = _open_run_dir(request, config)
     if request.resume is not None:
+        run_dir = RunDir(path=request.resume)
         code = _look_before_resuming(run_dir, config)
         if code is not None:
             return code
         if not request.takes_over:
             check_lease_free(run_dir)
+    elif request.run_dir is not None:
+        run_dir = RunDir(path=request.run_dir)
+    else:
+        run_dir = default_run_dir(config)
+        check_new(run_dir)
     is_local = request.address is None
     with prepared_run(config, run_dir, is_local=is_local, check_stop=signals.check) as model:
-        # A cluster that is half up is let up and then ended.
+        # A cluster that is half up is started to the end and then stopped.
         signals.hold()
         with joined(config, address=request.address):
             return _run(config, run_dir, model, api=request.api, signals=signals)
@@ -127,16 +132,6 @@ def _look_before_resuming(run_dir: RunDir, config: Config) -> int | None:
     return EXIT_OK
 
 
-def _open_run_dir(request: TrainRequest, config: Config) -> RunDir:
-    if request.resume is not None:
-        run_dir = RunDir(path=request.resume)
-        check_resumable(run_dir, config)
-        return run_dir
-    run_dir = RunDir(path=request.run_dir) if request.run_dir else default_run_dir(config)
-    check_new(run_dir)
-    return run_dir
-
-
 class SupervisorWatcher:
     """Asks the supervisor how the run stands, shows it, and passes a stop on.
 
@@ -151,14 +146,15 @@ class SupervisorWatcher:
         self._max_restarts = max_restarts
         self.display = display
         self._cursor = Cursor()
-        self._asked: Any = None
+        # One question at a time: an answer says from where the next one goes on.
+        self._question: Any = None
         self.last: RunStatus | None = None
 
     def run(self, run_dir: RunDir, signals: StopSignals) -> Ending:
         """Return when the run has ended.
 
         Raises: RayTaskError for what ended it; ActorDiedError, LeaseLost when no supervisor is
-        left; KeyboardInterrupt when asked to stop before the supervisor was there to be told.
+        left; KeyboardInterrupt for a stop before the supervisor has answered.
         """
         num_restarts = 0
         while True:
@@ -174,15 +170,16 @@ class SupervisorWatcher:
                     raise
             check_not_taken_over(run_dir)
             self._supervisor = self._restart(lost=self._supervisor)
-            self._cursor, self._asked = Cursor(), None
+            self._cursor, self._question = Cursor(), None
 
     def _follow(self, running: Any, signals: StopSignals) -> None:
         """Return when `running` has ended."""
         is_stop_sent = False
         while True:
-            self._ask()
+            if self._question is None:
+                self._question = self._supervisor.status.remote(self._cursor)
             finished, _ = ray.wait([running], timeout=POLL_S)
-            self._hear(limit_s=STATUS_DEADLINE_S if finished else 0.0)
+            self._show_answer(limit_s=STATUS_DEADLINE_S if finished else 0.0)
             if finished:
                 return
             if signals.is_asked and not is_stop_sent:
@@ -191,37 +188,36 @@ class SupervisorWatcher:
                 self._supervisor.stop.remote()
                 is_stop_sent = True
 
-    def _ask(self) -> None:
-        # One question at a time: an answer moves the cursor for the next one.
-        if self._asked is None:
-            self._asked = self._supervisor.status.remote(self._cursor)
-
-    def _hear(self, *, limit_s: float) -> None:
-        answered, _ = ray.wait([self._asked], timeout=limit_s)
+    def _show_answer(self, *, limit_s: float) -> None:
+        answered, _ = ray.wait([self._question], timeout=limit_s)
         if not answered:
             return
-        asked, self._asked = self._asked, None
+        question, self._question = self._question, None
         try:
-            status: RunStatus = ray.get(asked)
+            status: RunStatus = ray.get(question)
         except RayError:
             # What `run` raises says what happened.
             return
         self.last = status
         self.display.update(status)
-        self._cursor = _advance(self._cursor, status)
+        self._cursor = Cursor(
+            steps=self._cursor.steps + len(status.records),
+            evaluations=self._cursor.evaluations + len(status.evaluations),
+            notices=self._cursor.notices + len(status.notices),
+        )
 
 
 def _show_until_done(
     watcher: SupervisorWatcher, run_dir: RunDir, signals: StopSignals, *, stays: bool
 ) -> int:
-    """stays: go on after the last step, for those who still ask, until a signal comes."""
+    """stays: after the last step the API goes on answering, until a signal comes."""
     worker_logs = session_directory() / "logs"
     display = watcher.display
     try:
         ending = watcher.run(run_dir, signals)
         if stays:
             _stay(ending, display, signals)
-        # It has ended: what is left to say is how.
+        # The run has ended: a signal from here on changes nothing.
         signals.ignore()
     except LeaseLost as loss:
         display.close()
@@ -279,14 +275,6 @@ def _report_ending(
 
 def _resume(run_dir: RunDir) -> str:
     return f"--resume {os.path.relpath(run_dir.path)}"
-
-
-def _advance(cursor: Cursor, status: RunStatus) -> Cursor:
-    return Cursor(
-        steps=cursor.steps + len(status.records),
-        evaluations=cursor.evaluations + len(status.evaluations),
-        notices=cursor.notices + len(status.notices),
-    )
 
 
 def _report_loss(loss: LeaseLost, run_dir: RunDir) -> int:

@@ -74,7 +74,7 @@ class ReplicaDescription:
     pid: int
     engine_pids: tuple[int, ...]
     """The processes that it started."""
-    epoch: int | None
+    term: int | None
     version: int | None
 
 
@@ -206,7 +206,7 @@ class InferenceReplica:
             name=self._name,
             pid=os.getpid(),
             engine_pids=tuple(child.pid for child in children),
-            epoch=self._engine.epoch,
+            term=self._engine.term,
             version=self._engine.version,
         )
 
@@ -288,7 +288,7 @@ class InferenceReplica:
     async def _poll(self) -> Publication | Command | None:
         engine = self._engine
         reference = self._board.poll.remote(
-            self._name, engine.epoch, engine.version, POLL_S, engine.num_workers
+            self._name, engine.term, engine.version, POLL_S, engine.num_workers
         )
         sent_at = time.monotonic()
         work = await within(POLL_S + RPC_TIMEOUT_S, reference)
@@ -299,14 +299,14 @@ class InferenceReplica:
         fetching = asyncio.gather(*(group.buffer for group in publication.groups))
         buffers = await within(FETCH_TIMEOUT_S, fetching)
         await self._engine.apply(publication, buffers)
-        await self._report(publication.epoch, publication.version)
+        await self._report(publication.term, publication.version)
 
     async def _execute(self, command: Command) -> None:
         error: str | None = None
         try:
             await self._engine.execute(command)
             if command.kind is CommandKind.FINISH and command.version is not None:
-                await self._report(command.epoch, command.version)
+                await self._report(command.term, command.version)
         except PolicyUnavailable as failure:
             # The board gets the message, the replica's log the traceback.
             logger.exception("inference: command %s failed", command.kind.value)
@@ -314,10 +314,10 @@ class InferenceReplica:
         reference = self._board.acknowledge.remote(self._name, command.sequence, error)
         await within(RPC_TIMEOUT_S, reference)
 
-    async def _report(self, epoch: int, version: int) -> None:
+    async def _report(self, term: int, version: int) -> None:
         check_logprobs = await self._engine.check_logprobs()
         self._heard_at = time.monotonic()
-        reference = self._board.report.remote(self._name, epoch, version, check_logprobs)
+        reference = self._board.report.remote(self._name, term, version, check_logprobs)
         await within(RPC_TIMEOUT_S, reference)
 
 

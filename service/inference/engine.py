@@ -52,7 +52,7 @@ class PolicyEngine:
         """directory: of this engine alone, for its sockets; gone when it is shut down."""
         self.settings = settings
         self._directory = directory
-        self.epoch: int | None = None
+        self.term: int | None = None
         self.version: int | None = None
         self._llm: AsyncLLM | None = None
         self._vocabulary_size = 0
@@ -118,7 +118,7 @@ class PolicyEngine:
         try:
             async with asyncio.timeout(request.deadline_s):
                 await self._admission.wait()
-                salt = request.cache_salt or f"{self.epoch}:{self.version}"
+                salt = request.cache_salt or f"{self.term}:{self.version}"
                 output = await self._sample(
                     request.prompt_token_ids.tolist(),
                     _sampling_params(self.settings, request),
@@ -136,7 +136,7 @@ class PolicyEngine:
         Raises: PolicyUnavailable.
         """
         prompt = check_tokens(self._vocabulary_size).tolist()
-        salt = f"check:{self.epoch}:{self.version}:{next(self._request_ids)}"
+        salt = f"check:{self.term}:{self.version}:{next(self._request_ids)}"
         try:
             async with asyncio.timeout(CHECK_DEADLINE_S):
                 output = await self._sample(prompt, _scoring_params(), salt=salt)
@@ -201,7 +201,7 @@ class PolicyEngine:
                 await self._engine.start_weight_update()
                 for buffer, group in zip(staged, publication.groups, strict=True):
                     await self._update(update_payload(buffer, group.manifest, group.checksum))
-                await self._finish(publication.epoch, publication.version)
+                await self._finish(publication.term, publication.version)
         finally:
             for buffer in staged:
                 buffer.close()
@@ -223,7 +223,7 @@ class PolicyEngine:
                     await self._update(command.payload)
                 case CommandKind.FINISH:
                     assert command.version is not None
-                    await self._finish(command.epoch, command.version)
+                    await self._finish(command.term, command.version)
 
     async def _pause(self) -> None:
         self._admission.clear()
@@ -232,11 +232,11 @@ class PolicyEngine:
     async def _update(self, payload: Any) -> None:
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info=payload))
 
-    async def _finish(self, epoch: int, version: int) -> None:
+    async def _finish(self, term: int, version: int) -> None:
         await self._engine.finish_weight_update(str(version))
         if self.settings.resets_prefix_cache:
             await self._engine.reset_prefix_cache()
-        self.epoch, self.version = epoch, version
+        self.term, self.version = term, version
         await self._engine.resume_generation()
         self._admission.set()
 

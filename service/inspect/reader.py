@@ -87,8 +87,8 @@ def open_journal(place: Path) -> OpenJournal:
             "or another version of Rayloom wrote it"
         )
     lineage = read_lineage(run_dir)
-    stretches = lineage.stretches if lineage else None
-    kept = surviving_files(files, stretches)
+    spans = lineage.spans if lineage else None
+    kept = surviving_files(files, spans)
     if not kept:
         raise ConfigError(
             f"inspect: none of the {len(files)} files in {run_dir.journal} is of the run's "

@@ -15,18 +15,17 @@ from actors.journal.files import JournalFile
 from actors.trajectory_queue.ledger import EvictionReason
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
-from service.store.lineage import History, Stretch, read_history, surviving_stretches
-from service.store.read_only import ReadOnlyStore
-from service.store.run_store import StoreError
+from service.store.lineage import History, Span, read_history, surviving_spans
+from service.store.run_store import ReadOnlyStore, StoreError
 
 _RESTORE = "restore a copy of it, or look at one journal file alone by its path"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLineage:
-    """stretches: of which terms what survives, at least one. history: the rows that do."""
+    """spans: of which terms what survives, at least one. history: the rows that do."""
 
-    stretches: tuple[Stretch, ...]
+    spans: tuple[Span, ...]
     history: History
 
 
@@ -47,7 +46,7 @@ def read_lineage(run_dir: RunDir) -> RunLineage | None:
     try:
         store = ReadOnlyStore(database)
         with store.reading() as connection:
-            stretches = surviving_stretches(connection)
+            spans = surviving_spans(connection)
         history = read_history(store)
     except StoreError as error:
         raise ConfigError(f"inspect: {error}") from error
@@ -57,12 +56,12 @@ def read_lineage(run_dir: RunDir) -> RunLineage | None:
             f"inspect: the database {database} cannot be read ({type(error).__name__}: {error}); "
             f"expected the rows of a run; {_RESTORE}"
         ) from error
-    if not stretches:
+    if not spans:
         raise ConfigError(
             f"inspect: the database {database} knows of no run, and there is a journal beside it; "
             f"expected the journal's own; {_RESTORE}"
         )
-    return RunLineage(stretches=tuple(stretches), history=history)
+    return RunLineage(spans=tuple(spans), history=history)
 
 
 def refused_rollouts(history: History) -> frozenset[str]:
@@ -72,16 +71,16 @@ def refused_rollouts(history: History) -> frozenset[str]:
 
 
 def surviving_files(
-    files: Sequence[JournalFile], stretches: Sequence[Stretch] | None
+    files: Sequence[JournalFile], spans: Sequence[Span] | None
 ) -> list[JournalFile]:
     """One file a step, those of the run's lineage; None: not known, the newest term counts.
 
     Example: term 1 wrote steps 1 to 4, term 2 went on from 2 and wrote 3: 1, 2 of term 1, and 3 of
     term 2.
     """
-    if stretches is None:
+    if spans is None:
         return list({file.step: file for file in files}.values())
-    last_steps = {stretch.epoch: stretch.last_step for stretch in stretches}
+    last_steps = {span.term: span.last_step for span in spans}
     return [
         file
         for file in files

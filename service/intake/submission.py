@@ -1,76 +1,71 @@
-"""What a client submits, and what it is told of it. Plain values, no HTTP, no Ray.
+"""What a client submits, and what it is answered. Plain values, no HTTP, no Ray.
 
-A submission is one task and how many rollouts of it are wanted; its id is the client's. It has a
-place in the line; once a group number is free, the group of its rollouts is admitted.
+A submission is one task and how many rollouts of it are requested; its id is the client's. It has
+a position in the backlog; once a group number is free, the group of its rollouts is admitted.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from hashlib import sha256
-from typing import Any
 
+from actors.trajectory_queue.ledger import LedgerEvent
 from actors.types import Task, TrajectorySummary
 
 
 class Status(StrEnum):
-    """Where a rollout stands, or a submission as a whole.
-
-    queued: accepted, its group not admitted yet. running: admitted; being played, or to be played
-    again. finished: played, waiting for its training step. trained, evicted: it has left, and the
-    checkpoint that holds it may still be to come. cancelled: at the client's request.
-    """
+    """Where a rollout stands, or a submission as a whole."""
 
     QUEUED = "queued"
+    """Accepted; its group is not admitted yet."""
     RUNNING = "running"
+    """Admitted; being played, or to be played again."""
     FINISHED = "finished"
+    """Played; waits for its training step."""
     TRAINED = "trained"
+    """Has left; the checkpoint that contains it may still be to come. So of `evicted`."""
     EVICTED = "evicted"
     CANCELLED = "cancelled"
+    """At the client's request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """One task of a request, before it has a place. min_usable_samples: as GroupRequest's."""
+class RolloutRequest:
+    """One task of a request, before it has a position."""
 
     task: Task
     num_samples: int
+    """Rollouts of the task."""
     min_usable_samples: int | None = None
+    """Train as soon as so many can be used; None: wait for all."""
 
     @property
-    def digest(self) -> str:
-        """SHA-256 of the content, by which a repeated submission is told from a changed one."""
-        content = {
-            "environment": self.task.environment,
-            "seed": self.task.seed,
-            "data": self.task.data,
-            "num_samples": self.num_samples,
-            "min_usable_samples": self.min_usable_samples,
-        }
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return sha256(text.encode()).hexdigest()
+    def id(self) -> str:
+        return self.task.task_id
+
+    @property
+    def content(self) -> str:
+        """Canonical JSON: equal for a repeated request, different for a changed one."""
+        return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """An accepted one. place: 1, 2, 3, … in the order of acceptance, never given twice."""
+    """An accepted request."""
 
-    wanted: Wanted
-    place: int
+    request: RolloutRequest
+    position: int
+    """1, 2, 3, … in the order of acceptance, never given twice."""
     accepted_at: float
+    """Seconds since 1970."""
     is_cancelled: bool = False
-
-    @property
-    def id(self) -> str:
-        return self.wanted.task.task_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """What the last attempt of a rollout came to. versions: oldest and newest, None: no token."""
+    """What the last attempt of a rollout came to."""
 
     rollout_id: str
     attempt: int
@@ -78,12 +73,13 @@ class RolloutResult:
     reward: float
     num_turns: int
     num_sampled_tokens: int
-    oldest_version: int | None
-    newest_version: int | None
+    policy_versions: tuple[int, int] | None
+    """Oldest and newest version that sampled a token; None: no token."""
     detail: str = ""
 
     @classmethod
     def of(cls, summary: TrajectorySummary) -> RolloutResult:
+        oldest, newest = summary.oldest_version, summary.newest_version
         return cls(
             rollout_id=summary.rollout_id,
             attempt=summary.attempt,
@@ -91,77 +87,72 @@ class RolloutResult:
             reward=summary.episode_return,
             num_turns=summary.num_turns,
             num_sampled_tokens=summary.num_sampled,
-            oldest_version=summary.oldest_version,
-            newest_version=summary.newest_version,
+            policy_versions=None if oldest is None or newest is None else (oldest, newest),
             detail=summary.detail,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutView:
-    """One rollout as a client sees it. step: the training step that it left with.
+class StoredSubmissions:
+    """All that survives of a run's submissions when it starts again."""
 
-    reason: why it was evicted. result: None until an attempt of it has ended.
-    """
+    submissions: tuple[Submission, ...]
+    """Every one, in the order of acceptance."""
+    bindings: Mapping[str, str]
+    """Group id to submission id; where two terms bound a group, the newer one counts."""
+    results: tuple[RolloutResult, ...]
+    events: tuple[LedgerEvent, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutView:
+    """One rollout as a client sees it."""
 
     index: int
     status: Status
     result: RolloutResult | None = None
+    """None until an attempt of it has ended."""
     step: int | None = None
+    """The training step that it left with."""
     reason: str | None = None
+    """Why it was evicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmissionView:
-    """A submission as a client sees it.
-
-    num_ahead: submissions that will be admitted before it; 0 for one that is not queued.
-    reward: mean return of its ended rollouts, None before the first.
-    """
+    """A submission as a client sees it."""
 
     id: str
-    place: int
+    position: int
     status: Status
     num_ahead: int
+    """Submissions that will be admitted before it; 0 for one that is not queued."""
     rollouts: tuple[RolloutView, ...]
-
-    @property
-    def reward(self) -> float | None:
-        rewards = [item.result.reward for item in self.rollouts if item.result is not None]
-        return sum(rewards) / len(rewards) if rewards else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """The line before the window. capacity: submissions that may wait in it."""
+class Backlog:
+    """Accepted submissions that wait for a group number."""
 
     waiting: int
     capacity: int
+    """Submissions that may wait at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitReply:
-    """What became of a request: it is accepted whole, or nothing of it is.
+    """What became of a request: it is accepted whole, or nothing of it is."""
 
-    views: one for each task, in order; new_ids: those that were not known before. conflicts: ids
-    that are known with another content. refusal: why nothing can be taken in now, with
-    retry_after_s where waiting helps, and is_too_large where only a smaller request does.
-    """
-
+    backlog: Backlog
     views: tuple[SubmissionView, ...] = ()
+    """One for each task, in order."""
     new_ids: frozenset[str] = frozenset()
+    """Ids that were not known before."""
     conflicts: tuple[str, ...] = ()
+    """Ids that are known with another content."""
     refusal: str = ""
+    """Why nothing can be accepted now."""
     retry_after_s: int | None = None
+    """When to send a refused request again; None: waiting does not help."""
     is_too_large: bool = False
-    line: Line = field(default_factory=lambda: Line(waiting=0, capacity=0))
-
-
-def as_plain(task: Task) -> Mapping[str, Any]:
-    """A task as JSON keeps it."""
-    return {
-        "task_id": task.task_id,
-        "environment": task.environment,
-        "seed": task.seed,
-        "data": dict(task.data),
-    }
+    """Only a smaller request can be accepted."""

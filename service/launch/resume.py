@@ -16,8 +16,8 @@ from actors.deadline import poll
 from actors.trainer.checkpoint import CheckpointError, list_checkpoints, read_manifest
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
-from service.store.presence import TOLERANCE_S, live_holder
-from service.store.run_store import Commit, LeaseLost, RunStore, StoreError
+from service.store.lineage import Checkpoint
+from service.store.run_store import TOLERANCE_S, LeaseLost, RunStore, StoreError
 
 # A supervisor outlives the kill -9 of its command for a moment.
 LEASE_LIMIT_S = 10.0
@@ -27,8 +27,8 @@ def check_lease_free(run_dir: RunDir) -> None:
     """Wait a moment for a lease owner that is ending. Raises: ConfigError for one that lives on."""
     store = RunStore(run_dir.database_url)
     try:
-        poll(lambda: live_holder(store, now=time.time()) is None or None, limit_s=LEASE_LIMIT_S)
-        owner = live_holder(store, now=time.time())
+        poll(lambda: store.live_owner(now=time.time()) is None or None, limit_s=LEASE_LIMIT_S)
+        owner = store.live_owner(now=time.time())
     finally:
         store.close()
     if owner is not None:
@@ -41,7 +41,7 @@ def check_lease_free(run_dir: RunDir) -> None:
         )
 
 
-def find_faults(checkpoints: Path, commits: Sequence[Commit]) -> dict[str, str]:
+def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, str]:
     """What is wrong with the commits, newest first, down to the first that can be read.
 
     Returns: a sentence for each that cannot be used, by its directory's name.
@@ -57,7 +57,7 @@ def find_faults(checkpoints: Path, commits: Sequence[Commit]) -> dict[str, str]:
     return faults
 
 
-def newest_usable(checkpoints: Path, commits: Sequence[Commit]) -> Commit | None:
+def newest_usable(checkpoints: Path, commits: Sequence[Checkpoint]) -> Checkpoint | None:
     """The newest commit whose manifest can be read; None where nothing was ever committed.
 
     Raises: StoreError when there are commits, but none can be read.
@@ -78,7 +78,7 @@ def check_not_taken_over(run_dir: RunDir) -> None:
     """Raises: LeaseLost when a living process owns the newest lease."""
     store = RunStore(run_dir.database_url)
     try:
-        owner = live_holder(store, now=time.time())
+        owner = store.live_owner(now=time.time())
     finally:
         store.close()
     if owner is not None:
@@ -91,17 +91,17 @@ async def prune_checkpoints(checkpoints: Path, store: RunStore, *, term: int, ke
     A directory that no commit names was cut short by a fault, and goes too. Nothing is removed
     unless this term has committed and a kept directory is there.
     """
-    commits = store.commits()
+    commits = store.checkpoints()
     kept = {commit.directory for commit in commits[:keep]}
     directories = list_checkpoints(checkpoints)
-    is_ours = bool(commits) and commits[0].epoch == term
+    is_ours = bool(commits) and commits[0].term == term
     if is_ours and any(directory.name in kept for directory in directories):
         for directory in directories:
             if directory.name not in kept:
                 await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
 
-def fallback_notice(faults: Mapping[str, str], newest: Commit, used: Commit) -> str:
+def fallback_notice(faults: Mapping[str, str], newest: Checkpoint, used: Checkpoint) -> str:
     """A warning that the run goes on from an older checkpoint than the newest."""
     again = f"steps {used.step + 1} to {newest.step} are trained again"
     if newest.step == used.step + 1:
@@ -121,7 +121,7 @@ def finished_step(run_dir: RunDir, *, steps: int) -> int | None:
     """
     store = RunStore(run_dir.database_url)
     try:
-        newest = newest_usable(run_dir.checkpoints, store.commits())
+        newest = newest_usable(run_dir.checkpoints, store.checkpoints())
     finally:
         store.close()
     if newest is None or newest.step < steps:

@@ -15,7 +15,7 @@ from pathlib import Path
 from service.config.file import ConfigError, dump_config, load_config
 from service.config.preflight import check_with_model, check_without_model
 from service.config.resumable import refused_changes
-from service.config.tree import Config
+from service.config.tree import Config, TinyModelSettings
 from service.store.run_store import RunStore, StoreError
 
 
@@ -196,6 +196,8 @@ def check_resumable(run_dir: RunDir, config: Config) -> None:
             f"--resume {run_dir.path}: no run lies there; expected a directory with rayloom.db "
             "and config.yaml, as `rayloom train` makes it"
         )
+    # First: the configuration of another format may be unreadable too.
+    _check_database(run_dir)
     try:
         before = load_config(run_dir.config_file)
     except (ConfigError, OSError) as error:
@@ -203,7 +205,6 @@ def check_resumable(run_dir: RunDir, config: Config) -> None:
             f"--resume {run_dir.path}: the run's own configuration cannot be used "
             f"({' '.join(str(error).split())}); restore it, or start a new run"
         ) from error
-    _check_database(run_dir)
     if refused := refused_changes(before, config):
         raise ConfigError(
             f"--resume {run_dir.path}: {refused[0]}; use the run's own configuration "
@@ -217,7 +218,7 @@ def _check_database(run_dir: RunDir) -> None:
         store = RunStore(run_dir.database_url)
         try:
             store.check()
-            is_blank = store.newest_epoch() == 0
+            is_blank = store.newest_term() == 0
         finally:
             store.close()
     except StoreError as error:
@@ -259,10 +260,39 @@ def run_id_of(config: Config, run_dir: RunDir) -> str:
 
 def _model_path(config: Config, run_dir: RunDir) -> str:
     if config.model.tiny is not None:
-        # Two seconds of imports, needed for the built-in model alone.
-        from service.cli.model import build_tiny_for
-
-        return build_tiny_for(config.model.tiny, run_dir.tiny_model)
+        build_tiny(run_dir.tiny_model, config.model.tiny)
+        return str(run_dir.tiny_model)
     assert config.model.path is not None
     path = Path(config.model.path).expanduser()
     return str(path.absolute()) if path.is_dir() else config.model.path
+
+
+def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
+    """Build the tiny model where it is not there yet; returns a sentence. Raises: ConfigError."""
+    # Two seconds of imports, needed for the built-in model alone.
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    from actors.trainer.tiny.model import WARMUP_STEPS, build_tiny_model
+
+    logging.disable_progress_bar()
+    warmup_steps = WARMUP_STEPS if settings.warmup_steps is None else settings.warmup_steps
+    try:
+        report = build_tiny_model(
+            directory,
+            seed=settings.seed,
+            tie_word_embeddings=settings.tie_word_embeddings,
+            warmup_steps=warmup_steps,
+        )
+    except FileExistsError as error:
+        raise ConfigError(f"model tiny: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"model tiny: {directory} cannot be written ({error}); expected a directory that can "
+            "be made; choose another"
+        ) from error
+    verb = "is already" if report.was_reused else "built"
+    return (
+        f"{verb} in {report.directory}: {report.num_parameters / 1e6:.2f} M parameters, "
+        f"{report.vocab_size} tokens, {report.warmup_steps} warm-up steps"
+    )

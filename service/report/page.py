@@ -1,7 +1,7 @@
 """The report: one HTML file that needs nothing else, on a phone as on a screen, light or dark.
 
 No script, no font, no address: it can be kept, mailed and opened offline. Called by the supervisor
-at the end of an epoch, and by whoever wants a report of a run directory again.
+at the end of a term, and by whoever wants a report of a run directory again.
 """
 
 from __future__ import annotations

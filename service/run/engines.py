@@ -47,7 +47,7 @@ class Engines:
     def __init__(self, settings: EngineSettings, *, run_id: str, first_term: int) -> None:
         """run_id: the same for every process that ever holds this run. first_term: this one's."""
         self.settings = settings
-        self.app_name = f"{run_id}-e{first_term}"
+        self.app_name = f"{run_id}-t{first_term}"
         self._run_id = run_id
         self._board: ActorHandle | None = None
         self._deploying: asyncio.Future[Any] | None = None
@@ -66,7 +66,7 @@ class Engines:
     async def open_term(self, term: int) -> None:
         """Fence off older terms; start what is not there."""
         if self._board is not None and await self._is_alive():
-            await self._board_handle().open_epoch(term)
+            await self._board_handle().open_term(term)
             return
         await asyncio.to_thread(delete_leftovers, self._run_id)
         limit_s = self.settings.inference.publish_deadline_s

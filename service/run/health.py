@@ -181,7 +181,7 @@ def current_replicas(status: BoardStatus) -> frozenset[str]:
     return frozenset(
         replica.replica_id
         for replica in status.replicas
-        if (replica.epoch, replica.version) == (status.epoch, status.version)
+        if (replica.term, replica.version) == (status.term, status.version)
     )
 
 

@@ -308,7 +308,7 @@ class Loop:
 
     async def _save(self, step: int) -> str:
         """Write a checkpoint durably; returns its directory's name."""
-        path = await self._handles.trainer.save(step, version=step, epoch=self._settings.term)
+        path = await self._handles.trainer.save(step, version=step, term=self._settings.term)
         return path.name
 
     async def _commit(self, directory: str, *, step: int) -> None:

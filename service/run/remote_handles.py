@@ -16,8 +16,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.deadline import ActorLost, within
-from service.api.port import RunUnavailable
-from service.intake.submission import SubmissionView, SubmitReply, Wanted
+from service.api.problems import RunUnavailable
+from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.launch.cluster import NAMESPACE
 from service.run.health import Readiness
 from service.store.run_store import LeaseLost, StoreError
@@ -78,14 +78,14 @@ class _RemoteHandle:
 
 
 class SupervisorClient:
-    """`service.api.port.RunPort` in any process: the supervisor, found by the run's id."""
+    """`service.api.app.RunPort` in any process: the supervisor, found by the run's id."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._actor: Any = None
 
-    async def submit(self, wanted: Sequence[Wanted]) -> SubmitReply:
-        return await self._ask("submit", wanted)
+    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
+        return await self._ask("submit", requests)
 
     async def submission(self, submission_id: str) -> SubmissionView | None:
         return await self._ask("submission", submission_id)

@@ -29,8 +29,8 @@ from actors.trajectory_queue.ledger import Ledger, LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
-from service.intake.intake import Intake, IntakeSettings
-from service.intake.submission import SubmissionView, SubmitReply, Wanted
+from service.intake.queue import SubmissionQueue
+from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.launch.cluster import NAMESPACE
 from service.launch.resume import fallback_notice, find_faults
 from service.launch.run_dir import RunDir
@@ -47,8 +47,14 @@ from service.run.health import (
 )
 from service.run.term import ParentUnusable, Term
 from service.store.lineage import read_history
-from service.store.presence import RENEW_EVERY_S, own_name, release, renew
-from service.store.run_store import QUEUE_SNAPSHOT, Lease, LeaseLost, RunStore, StoreError
+from service.store.run_store import (
+    RENEW_EVERY_S,
+    Lease,
+    LeaseLost,
+    RunStore,
+    StoreError,
+    own_name,
+)
 from service.telemetry.recorder import RunRecorder, configure_logging
 from service.telemetry.summary import summarize_run, write_summary
 
@@ -94,16 +100,18 @@ class Supervisor:
         self._run_dir = run_dir
         self._model = model
         self._store = RunStore(run_dir.database_url)
-        self._first_term = self._store.newest_epoch() + 1
+        self._first_term = self._store.newest_term() + 1
         self._metrics = Metrics()
-        self._intake: Intake | None = None
+        self._submissions: SubmissionQueue | None = None
         if is_service:
-            settings = IntakeSettings(
-                service=config.service, algorithm=config.algorithm, policy=config.outcome_policy
+            self._submissions = SubmissionQueue(
+                self._store,
+                capacity=config.service.max_waiting_tasks,
+                groups_per_step=config.algorithm.groups_per_step,
+                policy=config.outcome_policy,
             )
-            self._intake = Intake(settings, self._store)
         self._recorder = RunRecorder(
-            self._store, self._metrics, num_steps=config.run.steps, intake=self._intake
+            self._store, self._metrics, num_steps=config.run.steps, submissions=self._submissions
         )
         self._engines = Engines(
             engine_settings(config, model=model),
@@ -155,7 +163,7 @@ class Supervisor:
             self._metrics_server.shutdown()
             self._metrics_server.server_close()
             with suppress(LeaseLost, StoreError):
-                release(self._store, epoch=self._recorder.epoch)
+                self._store.release(self._recorder.term)
 
     async def stop(self) -> None:
         """Finish the step in hand, leave a checkpoint, end; or give the start up."""
@@ -193,16 +201,16 @@ class Supervisor:
             exit_reason=self._exit_reason,
         )
 
-    async def submit(self, wanted: Sequence[Wanted]) -> SubmitReply:
+    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
         """Accept tasks, all or none. Raises: LeaseLost, StoreError."""
-        return self._own_intake.submit(wanted)
+        return self._own_submissions.submit(requests)
 
     async def submission(self, submission_id: str) -> SubmissionView | None:
-        return self._own_intake.view(submission_id)
+        return self._own_submissions.view(submission_id)
 
     async def cancel(self, submission_id: str) -> SubmissionView | None:
         """Cancel what no step has taken. Raises: LeaseLost, StoreError."""
-        return await self._own_intake.cancel(submission_id, evict=self._evict)
+        return await self._own_submissions.cancel(submission_id, evict=self._evict)
 
     async def _evict(self, group_id: str) -> bool:
         """Returns: False when a step has it. The next term cancels it in a queue of its own."""
@@ -222,9 +230,9 @@ class Supervisor:
         )
 
     @property
-    def _own_intake(self) -> Intake:
-        assert self._intake is not None, "this run was not started as a service"
-        return self._intake
+    def _own_submissions(self) -> SubmissionQueue:
+        assert self._submissions is not None, "this run was not started as a service"
+        return self._submissions
 
     def metrics_address(self) -> str:
         host, port = self._metrics_server.server_address[:2]
@@ -241,22 +249,22 @@ class Supervisor:
             except CheckpointError:
                 # A full disk can fail this check too; then the first error is the one to read.
                 with suppress(StoreError):
-                    self._store.check_lease(self._recorder.epoch)
+                    self._store.check_lease(self._recorder.term)
                 raise
             except ActorLost as loss:
                 # A process that took the run over may have ended our actors.
-                self._store.check_lease(self._recorder.epoch)
+                self._store.check_lease(self._recorder.term)
                 num_recoveries += 1
                 if num_recoveries > self._config.run.max_recoveries:
                     raise
                 if self._is_stopping:
                     return f"{loss}; stopped there, the newest checkpoint counts"
-                self._recorder.replaced(Part.EPOCH, f"{loss}; going back to the newest checkpoint")
+                self._recorder.replaced(Part.TERM, f"{loss}; going back to the newest checkpoint")
                 self._recorder.phase(Phase.RECOVERING, str(loss))
 
     async def _run_one_term(self) -> str:
         lease = self._take_lease()
-        self._recorder.begin_epoch(lease)
+        self._recorder.begin_term(lease)
         term = self._term = Term(
             self._config,
             self._run_dir,
@@ -265,7 +273,7 @@ class Supervisor:
             engines=self._engines,
             store=self._store,
             recorder=self._recorder,
-            intake=self._intake,
+            submissions=self._submissions,
         )
         if self._is_stopping:
             term.request_stop()
@@ -292,11 +300,11 @@ class Supervisor:
 
     def _take_lease(self) -> Lease:
         """Go on from the newest checkpoint that can be read. Raises: StoreError for none."""
-        commits = self._store.commits()
+        commits = self._store.checkpoints()
         sound = [commit for commit in commits if commit.directory not in self._faults]
         self._faults |= find_faults(self._run_dir.checkpoints, sound)
-        lease = self._store.acquire_lease(holder=own_name(), passed_over=self._faults.keys())
-        renew(self._store, epoch=lease.epoch)
+        lease = self._store.acquire_lease(owner=own_name(), passed_over=self._faults.keys())
+        self._store.renew(lease.term)
         self._stats, self._ledger = None, _ledger_of(lease)
         used = [commit for commit in commits if lease.parent and commit.id == lease.parent.id]
         if used and used[0] is not commits[0]:
@@ -325,7 +333,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             with suppress(LeaseLost, StoreError):
-                renew(self._store, epoch=self._recorder.epoch)
+                self._store.renew(self._recorder.term)
 
     async def _check_engines(self) -> None:
         try:
@@ -345,7 +353,7 @@ class Supervisor:
         has_report = False
         try:
             # The report belongs to the newest term.
-            if self._store.newest_epoch() == self._recorder.epoch:
+            if self._store.newest_term() == self._recorder.term:
                 await self._write_report(reason)
                 has_report = True
         except (OSError, SQLAlchemyError) as error:
@@ -356,12 +364,12 @@ class Supervisor:
             )
         self._recorder.phase(phase, reason)
         self._exit_reason = reason
-        if self._intake is not None:
-            self._intake.close(f"the run has ended: {reason}")
+        if self._submissions is not None:
+            self._submissions.close(f"the run has ended: {reason}")
         return has_report
 
     async def _write_report(self, reason: str) -> None:
-        history = read_history(self._store, own_epochs_from=self._first_term)
+        history = read_history(self._store, own_terms_from=self._first_term)
         summary = summarize_run(
             history,
             ledger=self._ledger,
@@ -384,10 +392,8 @@ class Supervisor:
 
 def _ledger_of(lease: Lease) -> LedgerCounts:
     """Where the ledger stood at the checkpoint that the lease goes on from."""
-    if lease.parent is None:
-        return LedgerCounts()
-    snapshot = QUEUE_SNAPSHOT.validate_python(lease.parent.queue_snapshot)
-    return Ledger(snapshot=snapshot.ledger).counts()
+    snapshot = lease.queue_snapshot
+    return Ledger(snapshot=snapshot.ledger).counts() if snapshot else LedgerCounts()
 
 
 def _versions() -> dict[str, str]:

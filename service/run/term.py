@@ -28,7 +28,7 @@ from actors.trajectory_queue.actor import TrajectoryQueue, start_queue
 from actors.trajectory_queue.settings import QueueStateSettings
 from service.config.tasks import open_tasks
 from service.config.tree import Config
-from service.intake.intake import Intake
+from service.intake.queue import SubmissionQueue
 from service.launch.resume import prune_checkpoints
 from service.launch.run_dir import RunDir
 from service.run.engines import Engines, Publisher
@@ -37,7 +37,7 @@ from service.run.health import FailureLimits, Phase
 from service.run.loop import Handles, Loop, LoopSettings, Merge
 from service.run.remote_handles import MERGE_DEADLINE_S, RPC_DEADLINE_S, remote_handle
 from service.run.task_feed import ConfiguredTasks
-from service.store.run_store import QUEUE_SNAPSHOT, Lease, RunStore
+from service.store.run_store import Lease, RunStore
 from service.telemetry.recorder import RunRecorder
 
 
@@ -65,9 +65,9 @@ class Term:
         engines: Engines,
         store: RunStore,
         recorder: RunRecorder,
-        intake: Intake | None = None,
+        submissions: SubmissionQueue | None = None,
     ) -> None:
-        """model: its path or name. intake: where tasks come from; None: the configuration."""
+        """model: its path or name. submissions: where tasks come from; None: the configuration."""
         self._config = config
         self._run_dir = run_dir
         self._model = model
@@ -75,16 +75,14 @@ class Term:
         self._engines = engines
         self._store = store
         self._recorder = recorder
-        self._intake = intake
-        parent = lease.parent
-        snapshot = QUEUE_SNAPSHOT.validate_python(parent.queue_snapshot) if parent else None
+        self._submissions = submissions
         queue_settings = QueueStateSettings(
             algorithm=config.algorithm,
             queue=config.queue,
             num_steps=config.run.steps,
             policies=config.policies,
         )
-        self._queue_actor = start_queue(queue_settings, snapshot)
+        self._queue_actor = start_queue(queue_settings, lease.queue_snapshot)
         self.queue = remote_handle(
             self._queue_actor, TrajectoryQueue, name="trajectory queue", deadline_s=RPC_DEADLINE_S
         )
@@ -178,15 +176,15 @@ class Term:
     async def _start(self) -> Publisher:
         config, version = self._config, self.first_step - 1
         self._recorder.starting("engines and trainer")
-        claim(self._run_dir.checkpoints, self._lease.epoch)
-        await self._engines.open_term(self._lease.epoch)
+        claim(self._run_dir.checkpoints, self._lease.term)
+        await self._engines.open_term(self._lease.term)
         await self._group.start()
         await self._load_parent()
         self._merge_actor = self._start_merge_actor()
         publisher = Publisher(
             self._group,
             self._engines.board,
-            term=self._lease.epoch,
+            term=self._lease.term,
             deadline_s=config.inference.publish_deadline_s,
         )
         await publisher.publish(version)
@@ -194,7 +192,7 @@ class Term:
         self._pool = EnvironmentPool(
             config.rollouts.num_actors,
             self._start_environment_actor,
-            term=self._lease.epoch,
+            term=self._lease.term,
             frozen_after_s=config.rollouts.frozen_after_s,
             queue=self.queue,
             recorder=self._recorder,
@@ -243,7 +241,7 @@ class Term:
             return None
         return JournalSettings(
             directory=self._run_dir.journal,
-            term=self._lease.epoch,
+            term=self._lease.term,
             keep_steps=config.run.journal_steps,
             max_policy_age=config.algorithm.max_policy_age,
             group_rule=config.group_rule,
@@ -251,7 +249,7 @@ class Term:
 
     async def _cancel_again(self) -> None:
         """The restored queue holds the groups that were cancelled after the checkpoint."""
-        for group_id in self._intake.groups_to_cancel if self._intake else ():
+        for group_id in self._submissions.groups_to_cancel if self._submissions else ():
             await self.queue.cancel_group(group_id)
 
     async def _load_parent(self) -> None:
@@ -282,13 +280,13 @@ class Term:
             publisher=publisher,
             environments=self._pool,
             recorder=self._recorder,
-            tasks=self._intake or own,
+            tasks=self._submissions or own,
             evaluation_tasks=tasks.held_out(config.tasks.evaluation_tasks),
             prune_checkpoints=partial(
                 prune_checkpoints,
                 self._run_dir.checkpoints,
                 self._store,
-                term=self._lease.epoch,
+                term=self._lease.term,
                 keep=config.run.keep_checkpoints,
             ),
         )
@@ -296,7 +294,7 @@ class Term:
     def _loop_settings(self) -> LoopSettings:
         config, parent = self._config, self._lease.parent
         run, failures = config.run, None
-        if self._intake is None:
+        if self._submissions is None:
             failures = FailureLimits(
                 rollouts=config.rollouts,
                 algorithm=config.algorithm,
@@ -307,7 +305,7 @@ class Term:
             # A service ends with its last step: clients may still submit harder tasks.
             run = replace(run, stop_at_reward=None)
         return LoopSettings(
-            term=self._lease.epoch,
+            term=self._lease.term,
             run=run,
             algorithm=config.algorithm,
             first_step=self.first_step,

@@ -1,22 +1,21 @@
-"""Which of a run's stored rows survive: the newest epoch and, before it, what it went on from.
+"""Which of a run's stored rows survive: the newest term and, before it, what it went on from.
 
-An epoch that starts from checkpoint c keeps, of c's epoch, the steps up to c and the events up to
-c's; everything that epoch wrote later is superseded. Read by the report and by the proofs; the
+A term that starts from checkpoint c keeps, of c's term, the steps up to c and the events up to
+c's; everything that term wrote later is superseded. Read by the report and by `inspect`; the
 metrics count every row, superseded or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from sqlalchemy import Connection, Table, func, select
+from sqlalchemy import Connection, Select, Table, func, select
 
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from service.store import tables
-from service.store.run_store import RunStore, checkpoint_of
 from service.telemetry.records import EvaluationRecord, StepRecord
 
 
@@ -27,146 +26,173 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """What survives of one epoch; None means all of it."""
+class Checkpoint:
+    """A committed checkpoint."""
 
-    epoch: int
-    last_step: int | None
-    last_event_seq: int | None
+    id: int
+    """1, 2, 3, … in the order of the commits."""
+    term: int
+    step: int
+    policy_version: int
+    directory: str
+    """Its name in the run's directory of checkpoints, so that a run can be moved."""
+    last_event_seq: int
+    """Of its term's ledger events, the last one that its ledger contains; -1: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """What survives of one term; None means all of it."""
+
+    term: int
+    last_step: int | None = None
+    last_event_seq: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """A run along its surviving lineage, in order.
-
-    earlier_wall_s: seconds of the surviving parts of epochs that other processes ran.
-    """
+    """A run along its surviving lineage, in order."""
 
     steps: tuple[StepRecord, ...]
     evaluations: tuple[EvaluationRecord, ...]
     events: tuple[LedgerEvent, ...]
-    num_epochs: int
+    num_terms: int
     earlier_wall_s: float = 0.0
+    """Seconds of the surviving parts of terms that other processes ran."""
 
 
-def read_history(store: Readable, *, own_epochs_from: int = 1) -> History:
-    """Read what survives. own_epochs_from: the first epoch of the process that asks."""
+def read_history(store: Readable, *, own_terms_from: int = 1) -> History:
+    """Read what survives. own_terms_from: the first term of the process that asks."""
+    leases = tables.leases
     with store.reading() as connection:
-        stretches = surviving_stretches(connection)
-        steps = {part: _steps(connection, part) for part in stretches}
-        earlier = [part for part in stretches if part.epoch < own_epochs_from and steps[part]]
-        acquired = {
-            row.epoch: row.acquired_at
-            for row in connection.execute(
-                select(tables.leases.c.epoch, tables.leases.c.acquired_at)
-            )
-        }
+        spans = surviving_spans(connection)
+        steps = {span: _records(connection, tables.steps, span) for span in spans}
+        acquired = dict(connection.execute(select(leases.c.term, leases.c.acquired_at)).all())
         return History(
-            steps=tuple(record for part in stretches for record in steps[part]),
-            earlier_wall_s=sum(
-                max(steps[part][-1].wall_time - acquired[part.epoch], 0.0) for part in earlier
-            ),
+            steps=tuple(record for span in spans for record in steps[span]),
             evaluations=tuple(
-                record for part in stretches for record in _evaluations(connection, part)
+                record
+                for span in spans
+                for record in _records(connection, tables.evaluations, span)
             ),
-            events=tuple(item for part in stretches for item in events_of(connection, part)),
-            num_epochs=stretches[-1].epoch if stretches else 0,
+            events=events_of(connection, spans),
+            num_terms=spans[-1].term if spans else 0,
+            earlier_wall_s=sum(
+                max(steps[span][-1].wall_time - acquired[span.term], 0.0)
+                for span in spans
+                if span.term < own_terms_from and steps[span]
+            ),
         )
 
 
-def newest_records(store: RunStore) -> tuple[StepRecord | None, EvaluationRecord | None]:
+def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord | None]:
     """The newest step and the newest evaluation that survive; None where there is none."""
     with store.reading() as connection:
-        stretches = surviving_stretches(connection)
-        step = _newest(connection, tables.steps, stretches)
-        evaluation = _newest(connection, tables.evaluations, stretches)
-    return (
-        None if step is None else StepRecord.from_json(step),
-        None if evaluation is None else EvaluationRecord.from_json(evaluation),
-    )
+        spans = surviving_spans(connection)
+        return (
+            _newest(connection, tables.steps, spans),
+            _newest(connection, tables.evaluations, spans),
+        )
 
 
-def all_steps(store: RunStore) -> Iterator[StepRecord]:
+def all_steps(store: Readable) -> Iterator[StepRecord]:
     """Every step that the run ever stored, superseded ones included, in order."""
     table = tables.steps
-    query = select(table.c.record).order_by(table.c.epoch, table.c.step)
     with store.reading() as connection:
-        for row in connection.execute(query):
-            yield StepRecord.from_json(row.record)
+        yield from connection.scalars(select(table.c.record).order_by(table.c.term, table.c.step))
 
 
-def count_events(store: RunStore) -> dict[tuple[str, str | None], int]:
+def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
     """How many events the run ever stored, superseded ones included, by kind and reason."""
     table = tables.events
     by = (table.c.kind, table.c.reason)
     with store.reading() as connection:
-        found = connection.execute(select(*by, func.count().label("number")).group_by(*by))
-        return {(row.kind, row.reason): row.number for row in found}
+        rows = connection.execute(select(*by, func.count()).group_by(*by))
+        return {(kind, reason): count for kind, reason, count in rows}
 
 
-def surviving_stretches(connection: Connection) -> list[Stretch]:
-    leases = {row.epoch: row for row in connection.execute(select(tables.leases))}
-    if not leases:
+def surviving_spans(connection: Connection) -> list[Span]:
+    """The spans of the newest term's lineage, the oldest first."""
+    newest = newest_term(connection)
+    if newest == 0:
         return []
-    found = [Stretch(epoch=max(leases), last_step=None, last_event_seq=None)]
-    parent = leases[max(leases)].parent_checkpoint
-    while parent is not None:
-        row = connection.execute(
-            select(tables.checkpoints).where(tables.checkpoints.c.id == parent)
-        ).mappings()
-        checkpoint = checkpoint_of(row.one())
-        found.append(
-            Stretch(
-                epoch=checkpoint.epoch,
-                last_step=checkpoint.step,
-                last_event_seq=checkpoint.last_event_seq,
-            )
-        )
-        parent = leases[checkpoint.epoch].parent_checkpoint
-    return found[::-1]
-
-
-def _newest(
-    connection: Connection, table: Table, stretches: list[Stretch]
-) -> Mapping[str, Any] | None:
-    for part in reversed(stretches):
-        query = select(table.c.record).where(table.c.epoch == part.epoch)
-        if part.last_step is not None:
-            query = query.where(table.c.step <= part.last_step)
-        newest = connection.execute(query.order_by(table.c.step.desc()).limit(1)).scalar()
-        if newest is not None:
-            return dict(newest)
-    return None
-
-
-def _steps(connection: Connection, part: Stretch) -> list[StepRecord]:
-    table = tables.steps
-    query = select(table.c.record).where(table.c.epoch == part.epoch).order_by(table.c.step)
-    if part.last_step is not None:
-        query = query.where(table.c.step <= part.last_step)
-    return [StepRecord.from_json(row.record) for row in connection.execute(query)]
-
-
-def _evaluations(connection: Connection, part: Stretch) -> list[EvaluationRecord]:
-    table = tables.evaluations
-    query = select(table.c.record).where(table.c.epoch == part.epoch).order_by(table.c.step)
-    if part.last_step is not None:
-        query = query.where(table.c.step <= part.last_step)
-    return [EvaluationRecord.from_json(row.record) for row in connection.execute(query)]
-
-
-def events_of(connection: Connection, part: Stretch) -> list[LedgerEvent]:
-    table = tables.events
-    query = select(table).where(table.c.epoch == part.epoch).order_by(table.c.seq)
-    if part.last_event_seq is not None:
-        query = query.where(table.c.seq <= part.last_event_seq)
     return [
-        LedgerEvent(
-            seq=row.seq,
-            rollout_id=row.rollout_id,
-            kind=LedgerEventKind(row.kind),
-            reason=None if row.reason is None else EvictionReason(row.reason),
-            step=row.step,
-        )
-        for row in connection.execute(query)
+        Span(term=term, last_step=end.step, last_event_seq=end.last_event_seq)
+        if end
+        else Span(term=term)
+        for term, end in reversed(_lineage(connection, newest))
     ]
+
+
+def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
+    """What a run can go back to, newest first, each directory once.
+
+    Along the lineage of the newest checkpoint: what a term committed beyond the checkpoint that a
+    later one went back to is not among them.
+    """
+    found = _all_checkpoints(connection)
+    if not found:
+        return []
+    ends = dict(_lineage(connection, found[0].term))
+    by_name: dict[str, Checkpoint] = {}
+    for item in found:
+        if item.term in ends and ((end := ends[item.term]) is None or item.id <= end.id):
+            by_name.setdefault(item.directory, item)
+    return list(by_name.values())
+
+
+def newest_term(connection: Connection) -> int:
+    """0 where no supervisor has ever had the lease."""
+    return int(connection.scalar(select(func.max(tables.leases.c.term))) or 0)
+
+
+def events_of(connection: Connection, spans: list[Span]) -> tuple[LedgerEvent, ...]:
+    columns = tables.events.c
+    names = [field.name for field in fields(LedgerEvent)]
+    found: list[LedgerEvent] = []
+    for span in spans:
+        query = select(*(columns[name] for name in names)).where(columns.term == span.term)
+        if span.last_event_seq is not None:
+            query = query.where(columns.seq <= span.last_event_seq)
+        rows = connection.execute(query.order_by(columns.seq)).mappings()
+        found += (LedgerEvent(**row) for row in rows)
+    return tuple(found)
+
+
+def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
+    """`term` and what it descends from, newest first.
+
+    Returns: each term with its checkpoint that the next one went on from; None for `term` itself.
+    """
+    leases = tables.leases.c
+    parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())
+    by_id = {checkpoint.id: checkpoint for checkpoint in _all_checkpoints(connection)}
+    found: list[tuple[int, Checkpoint | None]] = [(term, None)]
+    while (parent := parents[found[-1][0]]) is not None:
+        found.append((by_id[parent].term, by_id[parent]))
+    return found
+
+
+def _all_checkpoints(connection: Connection) -> list[Checkpoint]:
+    """Of every lineage, newest first."""
+    columns = tables.checkpoints.c
+    names = [field.name for field in fields(Checkpoint)]
+    query = select(*(columns[name] for name in names)).order_by(columns.id.desc())
+    return [Checkpoint(**row) for row in connection.execute(query).mappings()]
+
+
+def _within(table: Table, span: Span) -> Select[Any]:
+    query = select(table.c.record).where(table.c.term == span.term)
+    return query if span.last_step is None else query.where(table.c.step <= span.last_step)
+
+
+def _records(connection: Connection, table: Table, span: Span) -> list[Any]:
+    return list(connection.scalars(_within(table, span).order_by(table.c.step)))
+
+
+def _newest(connection: Connection, table: Table, spans: list[Span]) -> Any:
+    newest = (
+        connection.scalar(_within(table, span).order_by(table.c.step.desc()).limit(1))
+        for span in reversed(spans)
+    )
+    return next((record for record in newest if record is not None), None)

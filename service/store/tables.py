@@ -1,43 +1,95 @@
-"""The tables of a run's durable state: lease, checkpoints, ledger events, records, submissions.
+"""The tables of a run's database: leases, checkpoints, ledger events, records, submissions.
 
-A row of `checkpoints` is the commit point: what it names as trained is trained. Rows of `events`
-and `steps` carry the epoch that wrote them; which of them survive is `lineage.py`'s question.
-A row of `submissions` is a promise to a client and belongs to no epoch.
+A row of `checkpoints` is the commit point: what its ledger names as trained is trained. Rows of
+`events`, `steps` and `evaluations` carry the term that wrote them; `lineage.py` says which of
+them survive. A row of `submissions` is a promise to a client and belongs to no term.
 """
 
 from __future__ import annotations
 
-from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Integer, MetaData, String, Table
+from enum import StrEnum
+from typing import Any
+
+from pydantic import TypeAdapter
+from sqlalchemy import (
+    Boolean,
+    Column,
+    Dialect,
+    Enum,
+    Float,
+    ForeignKey,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+)
+
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
+from actors.trajectory_queue.messages import QueueSnapshot
+from service.intake.submission import RolloutRequest, RolloutResult
+from service.telemetry.records import EvaluationRecord, StepRecord
+
+# Raise it with every change of a table or of a stored record that an older Rayloom cannot read.
+FORMAT = 2
 
 metadata = MetaData()
+
+
+class AsJson(TypeDecorator[Any]):
+    """A column of dataclasses, stored as JSON; a float that is not finite is stored as null."""
+
+    impl = Text
+    cache_ok = True
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+        self._adapter: TypeAdapter[Any] = TypeAdapter(kind)
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        return None if value is None else self._adapter.dump_json(value).decode()
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+        return None if value is None else self._adapter.validate_json(value)
+
+
+def _enum(kind: type[StrEnum]) -> Enum:
+    """Stored as the value; an unknown one raises LookupError when it is read."""
+    return Enum(
+        kind,
+        native_enum=False,
+        length=64,
+        values_callable=lambda members: [member.value for member in members],
+    )
+
+
+# One row: the format of all other tables and of the records in them. Format 1 had no such table.
+formats = Table("format", metadata, Column("number", Integer, primary_key=True))
 
 leases = Table(
     "leases",
     metadata,
-    Column("epoch", Integer, primary_key=True, autoincrement=False),
-    Column("holder", String, nullable=False),
+    Column("term", Integer, primary_key=True, autoincrement=False),
+    # HOST:PID of the supervisor.
+    Column("owner", String, nullable=False),
     Column("acquired_at", Float, nullable=False),
-    # The checkpoint that this epoch started from; null for a fresh start.
+    # When the owner last showed that it is alive; null before the first time and after its end.
+    Column("renewed_at", Float, nullable=True),
+    # The checkpoint that this term started from; null for a fresh start.
     Column("parent_checkpoint", Integer, ForeignKey("checkpoints.id"), nullable=True),
-)
-
-# When the holder of an epoch last showed that it is alive; no row: it ended in order.
-presence = Table(
-    "presence",
-    metadata,
-    Column("epoch", Integer, ForeignKey("leases.epoch"), primary_key=True),
-    Column("renewed_at", Float, nullable=False),
 )
 
 checkpoints = Table(
     "checkpoints",
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=True),
-    Column("epoch", Integer, ForeignKey("leases.epoch"), nullable=False),
+    Column("term", Integer, ForeignKey("leases.term"), nullable=False),
     Column("step", Integer, nullable=False),
     Column("policy_version", Integer, nullable=False),
     Column("directory", String, nullable=False),
-    Column("queue_snapshot", JSON, nullable=False),
+    Column("queue_snapshot", AsJson(QueueSnapshot), nullable=False),
     Column("last_event_seq", Integer, nullable=False),
     Column("committed_at", Float, nullable=False),
 )
@@ -45,49 +97,47 @@ checkpoints = Table(
 events = Table(
     "events",
     metadata,
-    Column("epoch", Integer, ForeignKey("leases.epoch"), primary_key=True),
+    Column("term", Integer, ForeignKey("leases.term"), primary_key=True),
     Column("seq", Integer, primary_key=True, autoincrement=False),
     Column("rollout_id", String, nullable=False),
-    Column("kind", String, nullable=False),
-    Column("reason", String, nullable=True),
+    Column("kind", _enum(LedgerEventKind), nullable=False),
+    Column("reason", _enum(EvictionReason), nullable=True),
     Column("step", Integer, nullable=True),
 )
 
 steps = Table(
     "steps",
     metadata,
-    Column("epoch", Integer, ForeignKey("leases.epoch"), primary_key=True),
+    Column("term", Integer, ForeignKey("leases.term"), primary_key=True),
     Column("step", Integer, primary_key=True, autoincrement=False),
-    Column("record", JSON, nullable=False),
+    Column("record", AsJson(StepRecord), nullable=False),
 )
 
 evaluations = Table(
     "evaluations",
     metadata,
-    Column("epoch", Integer, ForeignKey("leases.epoch"), primary_key=True),
+    Column("term", Integer, ForeignKey("leases.term"), primary_key=True),
     Column("step", Integer, primary_key=True, autoincrement=False),
-    Column("record", JSON, nullable=False),
+    Column("record", AsJson(EvaluationRecord), nullable=False),
 )
 
 submissions = Table(
     "submissions",
     metadata,
     # The order of acceptance.
-    Column("place", Integer, primary_key=True, autoincrement=True),
+    Column("position", Integer, primary_key=True, autoincrement=True),
     Column("id", String, nullable=False, unique=True),
-    Column("task", JSON, nullable=False),
-    Column("num_samples", Integer, nullable=False),
-    Column("min_usable_samples", Integer, nullable=True),
+    Column("request", AsJson(RolloutRequest), nullable=False),
     Column("accepted_at", Float, nullable=False),
     Column("is_cancelled", Boolean, nullable=False, default=False),
     sqlite_autoincrement=True,
 )
 
-# Which group an epoch gave a submission; written before the group is admitted.
+# Which group a term gave a submission; written before the group is admitted.
 bindings = Table(
     "bindings",
     metadata,
-    Column("epoch", Integer, ForeignKey("leases.epoch"), primary_key=True),
+    Column("term", Integer, ForeignKey("leases.term"), primary_key=True),
     Column("group_id", String, primary_key=True),
     Column("submission_id", String, ForeignKey("submissions.id"), nullable=False),
 )
@@ -96,8 +146,8 @@ bindings = Table(
 results = Table(
     "results",
     metadata,
-    Column("epoch", Integer, ForeignKey("leases.epoch"), primary_key=True),
+    Column("term", Integer, ForeignKey("leases.term"), primary_key=True),
     Column("rollout_id", String, primary_key=True),
     Column("attempt", Integer, primary_key=True, autoincrement=False),
-    Column("result", JSON, nullable=False),
+    Column("result", AsJson(RolloutResult), nullable=False),
 )

@@ -12,13 +12,12 @@ from actors.outcomes import DEFAULT_RULES, Disposition
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent
 from actors.trajectory_queue.messages import QueueCut, QueueStats
 from actors.types import Outcome, TrajectorySummary
-from service.cli.display.step_line import evaluation_line, step_line
-from service.intake.intake import Intake
+from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutResult
 from service.run.health import Phase
 from service.store.lineage import all_steps, count_events, newest_records
-from service.store.run_store import QUEUE_SNAPSHOT, Lease, RunStore
-from service.telemetry.records import EvaluationRecord, StepRecord
+from service.store.run_store import Lease, RunStore
+from service.telemetry.records import EvaluationRecord, StepRecord, evaluation_line, step_line
 
 log = logging.getLogger("rayloom.run")
 
@@ -41,20 +40,25 @@ UNSCORED = frozenset(
 
 
 class RunRecorder:
-    """One for all epochs of a process; `begin_epoch` comes first.
+    """One for all terms of a process; `begin_term` comes first.
 
-    A write of an epoch that a newer one has fenced off raises LeaseLost.
+    A write of an term that a newer one has fenced off raises LeaseLost.
     """
 
     def __init__(
-        self, store: RunStore, metrics: Metrics, *, num_steps: int, intake: Intake | None = None
+        self,
+        store: RunStore,
+        metrics: Metrics,
+        *,
+        num_steps: int,
+        submissions: SubmissionQueue | None = None,
     ) -> None:
-        """intake: told what becomes of rollouts, where clients submit them."""
+        """submissions: told what becomes of rollouts, where clients submit them."""
         self._store = store
-        self._intake = intake
+        self._submissions = submissions
         self._metrics = metrics
         self._stored = StoredMetrics(metrics, store)
-        self.epoch = 0
+        self.term = 0
         self._num_steps = num_steps
         self._pending: list[LedgerEvent] = []
         self._pending_results: list[RolloutResult] = []
@@ -68,16 +72,16 @@ class RunRecorder:
         self.num_sampled = 0
         self._faults_told: set[Outcome] = set()
 
-    def begin_epoch(self, lease: Lease) -> None:
-        """From here on write as `lease`; what an older epoch had not stored yet is void."""
-        self.epoch = lease.epoch
+    def begin_term(self, lease: Lease) -> None:
+        """From here on write as `lease`; what an older term had not stored yet is void."""
+        self.term = lease.term
         self._pending, self._pending_results = [], []
-        if self._intake is not None:
-            self._intake.begin_epoch(lease.epoch)
-        self._stored.begin_epoch()
+        if self._submissions is not None:
+            self._submissions.begin_term(lease.term)
+        self._stored.begin_term()
         self.last_step = lease.parent.step if lease.parent else 0
-        if lease.epoch > 1:
-            self.notice(f"epoch {lease.epoch} goes on from step {self.last_step}")
+        if lease.term > 1:
+            self.notice(f"term {lease.term} goes on from step {self.last_step}")
 
     def phase(self, phase: Phase, detail: str) -> None:
         if (phase, detail) != (self.current_phase, self.phase_detail):
@@ -105,8 +109,8 @@ class RunRecorder:
             self.num_sampled += summary.num_sampled
             self._tell_first(summary)
         self.num_rollouts += len(summaries)
-        if self._intake is not None:
-            self._pending_results += self._intake.note_rollouts(summaries)
+        if self._submissions is not None:
+            self._pending_results += self._submissions.note_rollouts(summaries)
 
     def _count_rollout(self, summary: TrajectorySummary) -> None:
         metrics, environment = self._metrics.rollouts, summary.environment
@@ -127,23 +131,23 @@ class RunRecorder:
 
     def events(self, events: Sequence[LedgerEvent]) -> None:
         self._pending += events
-        if self._intake is not None:
-            self._intake.note_events(events)
+        if self._submissions is not None:
+            self._submissions.note_events(events)
 
     def step(self, record: StepRecord) -> None:
         events = self._take_events()
         self._store.add_step(
-            record, epoch=self.epoch, new_events=events, new_results=self._take_results()
+            record, term=self.term, new_events=events, new_results=self._take_results()
         )
         self._stored.step(record, events)
-        if self._intake is not None:
-            self._intake.note_step_seconds(record.stages.total)
+        if self._submissions is not None:
+            self._submissions.note_step_seconds(record.stages.total)
         self.steps.append(record)
         self.last_step = record.step
         log.info("%s", step_line(record, self._num_steps))
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._store.add_evaluation(record, epoch=self.epoch)
+        self._store.add_evaluation(record, term=self.term)
         self.evaluations.append(record)
         self._stored.evaluation(record)
         log.info("%s", evaluation_line(record))
@@ -151,11 +155,11 @@ class RunRecorder:
     def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
         events = self._take_events()
         self._store.commit_checkpoint(
-            epoch=self.epoch,
+            term=self.term,
             step=step,
             policy_version=version,
             directory=directory,
-            queue_snapshot=QUEUE_SNAPSHOT.dump_python(cut.snapshot, mode="json"),
+            queue_snapshot=cut.snapshot,
             new_events=events,
             new_results=self._take_results(),
             last_event_seq=cut.last_event_seq,
@@ -179,10 +183,10 @@ class RunRecorder:
                 metrics.evicted.labels(reason=reason.value).set(ledger.evicted.get(reason, 0))
             metrics.waiting_items.set(stats.num_waiting)
             metrics.waiting_bytes.set(stats.waiting_bytes)
-            if self._intake is not None:
-                line = self._intake.line
-                self._metrics.service.waiting_tasks.set(line.waiting)
-                self._metrics.service.waiting_tasks_limit.set(line.capacity)
+            if self._submissions is not None:
+                backlog = self._submissions.backlog
+                self._metrics.service.waiting_tasks.set(backlog.waiting)
+                self._metrics.service.waiting_tasks_limit.set(backlog.capacity)
 
     def _take_events(self) -> list[LedgerEvent]:
         taken, self._pending = self._pending, []
@@ -194,7 +198,7 @@ class RunRecorder:
 
 
 class StoredMetrics:
-    """The metrics of what is stored: counters and sums equal the rows, in every epoch and process.
+    """The metrics of what is stored: counters and sums equal the rows, in every term and process.
 
     Counters and histograms never go down, so they count every row that the run ever stored, those
     included that it later went back on, and a resumed run goes on from its stored rows. The gauges
@@ -211,7 +215,7 @@ class StoredMetrics:
             for (kind, reason), count in count_events(store).items():
                 self._count_events(kind, reason, count)
 
-    def begin_epoch(self) -> None:
+    def begin_term(self) -> None:
         """Show what survives: the checkpoint that the run goes on from, or nothing yet."""
         step, evaluation = newest_records(self._store)
         with self._metrics.together():

@@ -1,24 +1,23 @@
 """What the loop writes down: one record a training step, one an evaluation.
 
-Records are stored as they are, and the log line, the metrics, the report and summary.json are all
-made from them, so that no two of these can disagree.
+Records are stored as they are, and the line that the log and the displays show, the metrics, the
+report and summary.json are all made from them, so that no two of these can disagree.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from actors.merge.report import StepReport
 from actors.statistics import BY_NAME, only_known
 from actors.trainer.statistics import StepStats
 from actors.types import Outcome, TrajectorySummary
+from service import units
+
+MAX_OUTCOMES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +76,6 @@ class StepRecord(StepReport):
         """Versions; 0 where nothing was trained."""
         return int(self.value("policy_age_max") or 0)
 
-    def to_json(self) -> dict[str, Any]:
-        return to_json(_STEP, self)
-
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> StepRecord:
-        return _STEP.validate_python(tree)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
@@ -100,23 +92,6 @@ class EvaluationRecord:
     def best_known_reward(self) -> float | None:
         """The scaled reward where the environment knows the best return, else the plain one."""
         return self.reward_mean if self.scaled_reward_mean is None else self.scaled_reward_mean
-
-    def to_json(self) -> dict[str, Any]:
-        return to_json(_EVALUATION, self)
-
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> EvaluationRecord:
-        return _EVALUATION.validate_python(tree)
-
-
-_STEP = TypeAdapter(StepRecord)
-_EVALUATION = TypeAdapter(EvaluationRecord)
-
-
-def to_json(adapter: TypeAdapter[Any], value: object) -> dict[str, Any]:
-    """A tree of JSON values; a number that is not finite is null."""
-    tree: dict[str, Any] = json.loads(adapter.dump_json(value))
-    return tree
 
 
 def step_record(
@@ -152,6 +127,56 @@ def evaluation_record(step: int, summaries: Sequence[TrajectorySummary]) -> Eval
         scaled_reward_mean=_mean(scaled),
         outcomes=Counter(summary.outcome for summary in summaries),
     )
+
+
+def step_line(record: StepRecord, steps: int) -> str:
+    """One step as a person reads it; what was not measured is left out. steps: planned ones.
+
+    Example: step  12/120  v12   reward 0.41 (best 1)  age 0  loss +0.0120  k3  2e-9   3.1k tok/s
+    1.4 s (collect 0.8, merge 0.0, train 0.4, publish 0.1)  256 rollouts: 250 completed, 6 max_turns
+    """
+    width = len(str(steps))
+    parts = [
+        f"step {record.step:>{width}}/{steps}",
+        f"v{record.policy_version:<{width}}",
+        _reward(record, record.value("scaled_reward_mean")),
+        f"age {record.policy_age_max}",
+    ]
+    if (loss := record.value("loss")) is not None:
+        parts.append(f"loss {units.fixed(loss, decimals=4, sign='+')}")
+    if (k3 := record.value("mismatch_k3_mean")) is not None:
+        parts.append(f"k3 {units.significant(k3, digits=1):>5}")
+    seconds = record.stages.total
+    if seconds > 0:
+        stages = {name: value for name, value in record.stages.by_name().items() if value > 0}
+        listed = ", ".join(f"{name} {value:.1f}" for name, value in stages.items())
+        parts.append(f"{units.short_count(round(record.num_sampled_tokens / seconds)):>5} tok/s")
+        parts.append(f"{units.duration(seconds):>5} ({listed})")
+    parts.append(_rollouts(record.num_trajectories, record.outcomes))
+    if record.is_skipped:
+        parts.append("update skipped: not finite")
+    return "  ".join(parts)
+
+
+def evaluation_line(record: EvaluationRecord) -> str:
+    """Example: evaluation  v20  reward 0.55 (best 1)  64 held-out tasks"""
+    tasks = units.plural(record.num_tasks, "held-out task")
+    reward = _reward(record, record.scaled_reward_mean)
+    return f"evaluation  v{record.policy_version}  {reward}  {tasks}"
+
+
+def _reward(record: StepRecord | EvaluationRecord, scaled: float | None) -> str:
+    scale = "" if scaled is None else " (best 1)"
+    return f"reward {units.reward(record.best_known_reward)}{scale}"
+
+
+def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
+    ordered = sorted((item for item in outcomes.items() if item[1]), key=lambda item: -item[1])
+    named = [f"{number} {name}" for name, number in ordered[:MAX_OUTCOMES]]
+    if rest := sum(number for _, number in ordered[MAX_OUTCOMES:]):
+        named.append(f"{rest} other" if rest == 1 else f"{rest} others")
+    head = f"{count} rollout" if count == 1 else f"{count} rollouts"
+    return f"{head}: {', '.join(named)}" if named else head
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from actors.merge.report import MergeReport
 from actors.trajectory_queue.ledger import LedgerCounts
 from actors.types import Outcome
-from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord, to_json
+from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 
 EDGE_STEPS = 5
 Key = TypeVar("Key")
@@ -34,7 +34,7 @@ class HistoryLike(Protocol):
     @property
     def evaluations(self) -> Sequence[EvaluationRecord]: ...
     @property
-    def num_epochs(self) -> int: ...
+    def num_terms(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,21 +97,21 @@ class RunSummary:
     outcomes: Mapping[Outcome, int]
     zero_variance_groups: int
     skipped_steps: int
-    epochs: int
+    terms: int
     stage_seconds: StageSeconds
     """Wall seconds summed over steps."""
     wall_s: float
-    """Of all epochs."""
+    """Of all terms."""
     versions: Mapping[str, str]
 
     @property
     def num_resumes(self) -> int:
-        """Epochs after the first."""
-        return max(0, self.epochs - 1)
+        """Terms after the first."""
+        return max(0, self.terms - 1)
 
     def to_json(self) -> dict[str, Any]:
-        """A tree of JSON values; nothing in it is NaN or infinite."""
-        tree = to_json(_SUMMARY, self)
+        """A tree of JSON values; a number that is not finite is null."""
+        tree: dict[str, Any] = json.loads(_SUMMARY.dump_json(self))
         tree["merge"]["ratio"] = self.merge.ratio
         tree["ledger"]["is_balanced"] = self.ledger.is_balanced
         return tree
@@ -133,7 +133,7 @@ def summarize_run(
 ) -> RunSummary:
     """Sum up a run of any length, none included.
 
-    wall_s: seconds of all epochs. versions: of vllm, ray, torch and what else matters.
+    wall_s: seconds of all terms. versions: of vllm, ray, torch and what else matters.
     """
     steps, evaluations = history.steps, history.evaluations
     return RunSummary(
@@ -167,7 +167,7 @@ def summarize_run(
         outcomes=_counts(record.outcomes for record in steps),
         zero_variance_groups=sum(record.num_zero_variance_groups for record in steps),
         skipped_steps=sum(record.is_skipped for record in steps),
-        epochs=history.num_epochs,
+        terms=history.num_terms,
         stage_seconds=_stage_totals([record.stages for record in steps]),
         wall_s=wall_s,
         versions=dict(versions),

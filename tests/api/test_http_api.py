@@ -1,4 +1,4 @@
-"""The HTTP API over the real intake and store, without a cluster: every status code and problem."""
+"""The HTTP API over the real submission queue and store: every status code and problem."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import httpx
 import pytest
-from worlds.intake_desk import Desk
+from worlds.submission_service import Service
 
 from actors.algorithm import AlgorithmSettings
 from service.api.app import create_app
 from service.api.guards import Guards
-from service.api.key import digest_of
-from service.api.port import HttpSettings, RunUnavailable
+from service.api.problems import RunUnavailable
+from service.api.settings import HttpSettings, digest_of
 from service.config.tree import ServiceSettings
-from service.intake.submission import SubmissionView, SubmitReply, Wanted
+from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.run.health import Phase, Readiness, readiness
 
 KEY = "0123456789abcdef"
@@ -32,22 +32,22 @@ SETTINGS = HttpSettings(
 
 
 @dataclass
-class DeskRun:
+class LocalRun:
     """The port, in this process."""
 
-    desk: Desk
+    service: Service
     behind_s: float = 0.0
     is_gone: bool = False
 
-    async def submit(self, wanted: Sequence[Wanted]) -> SubmitReply:
-        return self.desk.intake.submit(wanted)
+    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
+        return self.service.submissions.submit(requests)
 
     async def submission(self, submission_id: str) -> SubmissionView | None:
-        return self.desk.intake.view(submission_id)
+        return self.service.submissions.view(submission_id)
 
     async def cancel(self, submission_id: str) -> SubmissionView | None:
-        await self.desk.cancel(submission_id)
-        return self.desk.intake.view(submission_id)
+        await self.service.cancel(submission_id)
+        return self.service.submissions.view(submission_id)
 
     async def readiness(self) -> Readiness:
         if self.is_gone:
@@ -58,18 +58,20 @@ class DeskRun:
         )  # fmt: skip
 
 
-def client_of(run: DeskRun, settings: HttpSettings = SETTINGS, **headers: str) -> httpx.AsyncClient:
+def client_of(
+    run: LocalRun, settings: HttpSettings = SETTINGS, **headers: str
+) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app=create_app(run, settings))
-    return httpx.AsyncClient(transport=transport, base_url="http://api", headers=headers)
+    return httpx.AsyncClient(transport=transport, base_url="http://api")
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> DeskRun:
-    return DeskRun(Desk(tmp_path, capacity=4).begin())
+def run(tmp_path: Path) -> LocalRun:
+    return LocalRun(Service(tmp_path, capacity=4).begin())
 
 
 @pytest.fixture
-async def client(run: DeskRun) -> AsyncIterator[httpx.AsyncClient]:
+async def client(run: LocalRun) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(run) as client:
         yield client
 
@@ -88,7 +90,7 @@ def problem(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
 
 
 async def test_a_batch_gets_places_and_is_followed_to_its_training_step(
-    client: httpx.AsyncClient, run: DeskRun
+    client: httpx.AsyncClient, run: LocalRun
 ) -> None:
     answer = await client.post(URL, json=batch("a", "b"))
     assert answer.status_code == 202
@@ -98,10 +100,10 @@ async def test_a_batch_gets_places_and_is_followed_to_its_training_step(
         ("a", 1, 0),
         ("b", 2, 1),
     ]
-    await run.desk.admit()
+    await run.service.admit()
     assert (await client.get(f"{URL}/a")).json()["status"] == "running"
-    run.desk.play()
-    run.desk.train()
+    run.service.play()
+    run.service.train()
     found = (await client.get(f"{URL}/a")).json()
     assert found["status"] == "trained" and found["reward"] == 0.0
     assert found["outcomes"] == {"completed": 2} and found["policy_versions"] == [0, 0]
@@ -111,7 +113,7 @@ async def test_a_batch_gets_places_and_is_followed_to_its_training_step(
 
 
 async def test_a_repeated_request_is_answered_and_creates_nothing(
-    client: httpx.AsyncClient, run: DeskRun
+    client: httpx.AsyncClient, run: LocalRun
 ) -> None:
     first = await client.post(URL, json=batch("a"))
     assert first.headers["location"] == f"{URL}/a"
@@ -119,7 +121,7 @@ async def test_a_repeated_request_is_answered_and_creates_nothing(
     assert again.status_code == 202 and again.json()["accepted"] == 0
     assert again.json()["rollouts"][0]["place"] == first.json()["rollouts"][0]["place"]
     assert not again.json()["rollouts"][0]["is_new"]
-    assert run.desk.intake.line.waiting == 1
+    assert run.service.submissions.backlog.waiting == 1
     other = {"environment": "guessing", "tasks": [{"id": "a", "seed": 3, "data": {"high": 9}}]}
     for changed in (batch("a", num_samples=4), other):
         body = problem(await client.post(URL, json=changed), 409, "id-conflict")
@@ -164,7 +166,7 @@ async def test_a_body_of_another_shape_says_where(
     ],
 )
 async def test_a_body_that_is_no_json_says_why_and_what_to_send(
-    run: DeskRun, text: str, words: str
+    run: LocalRun, text: str, words: str
 ) -> None:
     larger = replace(SETTINGS, service=ServiceSettings(max_body_kib=8))
     async with client_of(run, larger) as client:
@@ -209,7 +211,7 @@ async def test_of_what_was_sent_only_a_part_is_sent_back(client: httpx.AsyncClie
     assert len(problem(await client.post(URL, json=many), 422, "invalid-request")["errors"]) == 20
 
 
-async def test_a_body_that_stalls_is_given_up(run: DeskRun) -> None:
+async def test_a_body_that_stalls_is_given_up(run: LocalRun) -> None:
     guarded = Guards(
         create_app(run, SETTINGS), max_body_bytes=4096, key_digest=None, body_limit_s=0.1
     )
@@ -283,7 +285,7 @@ async def test_too_many_tasks_and_too_large_bodies_are_413(client: httpx.AsyncCl
     problem(await client.post(URL, content=in_pieces()), 413, "body-too-large")
 
 
-async def test_a_full_line_is_429_with_the_time_to_come_again(client: httpx.AsyncClient) -> None:
+async def test_a_full_backlog_is_429_with_the_time_to_come_again(client: httpx.AsyncClient) -> None:
     assert (await client.post(URL, json=batch(*"abc"))).status_code == 202
     answer = await client.post(URL, json=batch("d", "e"))
     problem(answer, 429, "queue-full")
@@ -292,7 +294,7 @@ async def test_a_full_line_is_429_with_the_time_to_come_again(client: httpx.Asyn
 
 
 async def test_a_batch_that_no_waiting_makes_fit_is_413(tmp_path: Path) -> None:
-    run = DeskRun(Desk(tmp_path, capacity=3).begin())
+    run = LocalRun(Service(tmp_path, capacity=3).begin())
     async with client_of(run) as client:
         body = problem(await client.post(URL, json=batch(*"abcd")), 413, "batch-too-large")
         assert "expected at most 3" in body["detail"] and "split the batch" in body["detail"]
@@ -302,29 +304,29 @@ async def test_a_batch_that_no_waiting_makes_fit_is_413(tmp_path: Path) -> None:
 
 
 async def test_a_task_is_cancelled_once_and_for_all(
-    client: httpx.AsyncClient, run: DeskRun
+    client: httpx.AsyncClient, run: LocalRun
 ) -> None:
     await client.post(URL, json=batch("a", "b", "c"))
     for _ in range(2):
         answer = await client.post(f"{URL}/c/cancel")
         assert answer.status_code == 200 and answer.json()["status"] == "cancelled"
-    assert await run.desk.admit() == ["a", "b"]
-    run.desk.play()
-    run.desk.train()
+    assert await run.service.admit() == ["a", "b"]
+    run.service.play()
+    run.service.train()
     problem(await client.post(f"{URL}/a/cancel"), 409, "already-over")
 
 
 async def test_what_a_step_has_taken_cannot_be_cancelled(
-    client: httpx.AsyncClient, run: DeskRun
+    client: httpx.AsyncClient, run: LocalRun
 ) -> None:
     await client.post(URL, json=batch("a", "b"))
-    await run.desk.admit()
-    run.desk.play()
-    run.desk.take()
+    await run.service.admit()
+    run.service.play()
+    run.service.take()
     body = problem(await client.post(f"{URL}/a/cancel"), 409, "already-over")
     assert "a training step has it" in body["detail"]
     assert (await client.get(f"{URL}/a")).json()["status"] == "finished"
-    run.desk.train()
+    run.service.train()
     assert (await client.get(f"{URL}/a")).json()["status"] == "trained"
 
 
@@ -339,7 +341,7 @@ async def test_what_is_not_there_is_404(client: httpx.AsyncClient) -> None:
     assert answer.headers["allow"] == "GET"
 
 
-async def test_the_key_guards_all_but_the_probes(run: DeskRun) -> None:
+async def test_the_key_guards_all_but_the_probes(run: LocalRun) -> None:
     settings = replace(SETTINGS, key_digest=digest_of(KEY))
     async with client_of(run, settings) as client:
         answer = await client.post(URL, json=batch("a"))
@@ -355,7 +357,7 @@ async def test_the_key_guards_all_but_the_probes(run: DeskRun) -> None:
         assert (await client.post(URL, json=batch("a"), headers=right)).status_code == 202
 
 
-async def test_ready_says_what_is_missing(client: httpx.AsyncClient, run: DeskRun) -> None:
+async def test_ready_says_what_is_missing(client: httpx.AsyncClient, run: LocalRun) -> None:
     run.behind_s = 29.0
     answer = await client.get("/readyz")
     assert answer.status_code == 200
@@ -370,7 +372,7 @@ async def test_ready_says_what_is_missing(client: httpx.AsyncClient, run: DeskRu
 
 
 async def test_a_run_that_has_not_begun_takes_nothing_in(tmp_path: Path) -> None:
-    async with client_of(DeskRun(Desk(tmp_path))) as client:
+    async with client_of(LocalRun(Service(tmp_path))) as client:
         answer = await client.post(URL, json=batch("a"))
         problem(answer, 503, "not-available")
         assert answer.headers["retry-after"]

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from worlds.command_lines import rayloom
 from worlds.journal_builders import group_of, step_of, written
 from worlds.run_driver import ROOT
 
-from service.cli.inspect import run_inspect
-from service.cli.inspect_options import InspectRequest
+from service.cli.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError
 
 ONE = "g000000.0-0.a0"
@@ -29,36 +29,24 @@ def refused(target: Path | str, **options: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [
-        ({"step": 99}, "--step 99"),
-        ({"outcome": "won"}, "--outcome won"),
-        ({"step": 1, "outcome": "completed"}, "--step 1 and --outcome completed"),
-    ],
-)
-def test_an_audit_of_a_part_is_refused(
-    run_dir: Path, options: dict[str, object], given: str
-) -> None:
-    text = refused(run_dir, audit=True, **options)
-    assert f"got {given};" in text and "leave it out" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [({"step": 1}, "--step 1"), ({"outcome": "won"}, "--outcome won"), ({"limit": 3}, "--limit 3")],
-)
-def test_what_chooses_from_a_list_is_refused_beside_an_id(
-    run_dir: Path, options: dict[str, object], given: str
-) -> None:
-    text = refused(ONE, run=run_dir, **options)
-    assert f"{given} chooses from a list, got the id {ONE}" in text
-
-
-@pytest.mark.parametrize("audit", [False, True])
-def test_a_second_run_beside_a_journal_is_refused(run_dir: Path, audit: bool) -> None:
-    text = refused(run_dir, run=Path("/nonexistent"), audit=audit)
-    assert "--run /nonexistent says where an id is looked for" in text and "leave --run out" in text
+def test_options_that_would_change_nothing_are_refused(run_dir: Path) -> None:
+    of_an_audit: dict[str, dict[str, object]] = {
+        "got --step 99;": {"step": 99},
+        "got --step 1 and --outcome won;": {"step": 1, "outcome": "won"},
+        "--run /nonexistent says where an id is looked for": {"run": Path("/nonexistent")},
+    }
+    for words, options in of_an_audit.items():
+        assert words in refused(run_dir, audit=True, **options)
+    of_an_id: dict[str, dict[str, object]] = {
+        "--step 1": {"step": 1},
+        "--outcome won": {"outcome": "won"},
+        "--limit 3": {"limit": 3},
+    }
+    for words, options in of_an_id.items():
+        text = refused(ONE, run=run_dir, **options)
+        assert f"{words} chooses from a list, got the id {ONE}" in text
+    assert "leave --run out" in refused(run_dir, run=Path("/nonexistent"))
+    assert "--html shows one trajectory" in refused(run_dir, html=Path("page.html"))
 
 
 def test_a_path_that_is_not_there_is_called_one(run_dir: Path) -> None:
@@ -69,20 +57,20 @@ def test_a_path_that_is_not_there_is_called_one(run_dir: Path) -> None:
     assert "is not there" in refused("n/" + "o" * 5000)
 
 
-@pytest.mark.parametrize("audit", [False, True])
-def test_an_empty_text_names_nothing_to_look_at(audit: bool) -> None:
-    assert "got an empty text" in refused("", audit=audit)
+def test_an_empty_text_names_nothing_to_look_at() -> None:
+    assert "got an empty text" in refused("")
+    assert "got an empty text" in refused("", audit=True)
 
 
-@pytest.mark.parametrize("place", ["/", ".", "..", "here"])
 def test_a_directory_in_place_of_a_page_is_refused(
-    run_dir: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run_dir / "here").mkdir()
     monkeypatch.chdir(run_dir)
     before = sorted(run_dir.parent.rglob("*"))
-    text = refused(ONE, run=run_dir, html=Path(place))
-    assert f"--html {place}: is a directory; expected a file" in text
+    for place in ("/", ".", "..", "here"):
+        text = refused(ONE, run=run_dir, html=Path(place))
+        assert f"--html {place}: is a directory; expected a file" in text
     assert sorted(run_dir.parent.rglob("*")) == before
 
 
@@ -101,12 +89,12 @@ def called(*arguments: str | Path, **environ: str) -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize("option", ["--html", "--run"])
-def test_an_empty_option_ends_with_2_and_one_sentence(run_dir: Path, option: str) -> None:
-    done = called(ONE, option, "", *(() if option == "--run" else ("--run", run_dir)))
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(f"rayloom: {option}: got an empty text, expected a ")
-    assert len(done.stderr.splitlines()) == 1
+def test_an_empty_option_ends_with_2_and_one_sentence(run_dir: Path) -> None:
+    lines = (["inspect", ONE, "--run", ""], ["inspect", ONE, "--html", "", "--run", str(run_dir)])
+    for line, answer in zip(lines, rayloom(*lines), strict=True):
+        assert answer.code == 2 and answer.out == ""
+        assert answer.err.startswith(f"rayloom: {line[2]}: got an empty text, expected a ")
+        assert len(answer.err.splitlines()) == 1
 
 
 def test_nothing_is_lost_where_the_terminal_has_no_unicode(run_dir: Path) -> None:

@@ -13,11 +13,17 @@ from worlds.record_builders import START, evaluation_record, status_of, step_rec
 
 from actors.trajectory_queue.ledger import LedgerCounts
 from service import units
-from service.cli.display.progress import LineDisplay, LiveDisplay, open_display, step_line
-from service.cli.display.progress_state import ProgressState
-from service.cli.display.progress_view import STAGE_STYLES, picture, sparkline
+from service.cli.display import (
+    STAGE_STYLES,
+    LineDisplay,
+    LiveDisplay,
+    open_display,
+    picture,
+    sparkline,
+)
+from service.cli.progress import ProgressState
 from service.run.health import Phase, RunStatus
-from service.telemetry.records import StageSeconds
+from service.telemetry.records import StageSeconds, step_line
 
 
 def lines_of(statuses: list[RunStatus]) -> list[str]:
@@ -170,7 +176,7 @@ def test_a_step_taken_again_after_a_recovery_replaces_what_was_shown() -> None:
     state.absorb(status_of(2, records=(again,), rollouts_done=0), now=START + 9)
     assert list(state.rewards) == [0.1, 0.9]
     assert [record.step for record in state.recent] == [1, 2]
-    assert state.rates.rollouts is None
+    assert state.rates is None
 
 
 def test_every_stage_has_a_style() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from service.api.key import digest_of
-from service.cli.serve import (
+from service.api.settings import (
     api_address,
     checked_service,
+    digest_of,
     http_settings,
     is_loopback,
     with_free_port,
@@ -67,7 +67,7 @@ def test_the_key_is_not_inherited_by_what_is_started_later(monkeypatch: pytest.M
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc on this machine")
 def test_the_key_can_no_longer_be_read_in_proc_of_the_process_that_took_it() -> None:
     code = (
-        "from pathlib import Path; from service.api.key import take_key; "
+        "from pathlib import Path; from service.api.settings import take_key; "
         "print(take_key(), Path('/proc/self/environ').read_text())"
     )
     environ = {**os.environ, "RAYLOOM_API_KEY": KEY}

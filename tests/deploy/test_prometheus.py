@@ -13,31 +13,18 @@ from worlds.metric_expectations import differences, of_newest, of_steps
 from worlds.prometheus_server import CONFIG, find_tools, free_port, scraping, series
 from worlds.queue_builders import queue_stats
 from worlds.record_builders import evaluation_record, step_record
+from worlds.store_builders import commit
 from worlds.trajectory_builders import make_summary
 
-from actors.algorithm import AlgorithmSettings
 from actors.metrics import Metrics
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason, Ledger
 from deploy.dashboards.grafana import load_dashboard
-from service.config.tree import ServiceSettings
-from service.intake.intake import Intake, IntakeSettings
+from service.intake.queue import SubmissionQueue
 from service.store.run_store import RunStore
 from service.telemetry.recorder import RunRecorder
 
 LIMIT_S = 60.0
-
-
-def commit(store: RunStore, *, step: int, last_event_seq: int) -> None:
-    store.commit_checkpoint(
-        epoch=1,
-        step=step,
-        policy_version=step,
-        directory=f"step-{step}",
-        queue_snapshot={},
-        new_events=(),
-        last_event_seq=last_event_seq,
-    )
 
 
 def test_the_configuration_for_a_laptop_is_valid() -> None:
@@ -63,12 +50,8 @@ def serving(metrics: Metrics, *, port: int) -> Iterator[None]:
 
 def service_recorder(store: RunStore, metrics: Metrics) -> RunRecorder:
     """Of a run whose tasks clients submit."""
-    settings = IntakeSettings(
-        service=ServiceSettings(max_waiting_tasks=64),
-        algorithm=AlgorithmSettings(groups_per_step=1),
-        policy=OutcomePolicy(),
-    )
-    return RunRecorder(store, metrics, num_steps=9, intake=Intake(settings, store))
+    submissions = SubmissionQueue(store, capacity=64, groups_per_step=1, policy=OutcomePolicy())
+    return RunRecorder(store, metrics, num_steps=9, submissions=submissions)
 
 
 def record(recorder: RunRecorder, ledger: Ledger, step: int) -> None:
@@ -93,11 +76,11 @@ def test_a_resumed_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
     with scraping(f"127.0.0.1:{port}", tmp_path / "prometheus") as prometheus:
         first = Metrics()
         recorder = service_recorder(store, first)
-        recorder.begin_epoch(store.acquire_lease(holder="first"))
+        recorder.begin_term(store.acquire_lease(owner="first"))
         recorder.evaluation(evaluation_record(0))
         with serving(first, port=port):
             record(recorder, ledger, 1)
-            commit(store, step=1, last_event_seq=3)
+            commit(store, term=1, step=1, last_event_seq=3)
             snapshot = ledger.snapshot()
             prometheus.wait_for(done, at_least=1, limit_s=LIMIT_S)
             record(recorder, ledger, 2)
@@ -106,7 +89,7 @@ def test_a_resumed_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
 
         second, ledger = Metrics(), Ledger(snapshot=snapshot)
         recorder = service_recorder(store, second)
-        recorder.begin_epoch(store.acquire_lease(holder="second"))
+        recorder.begin_term(store.acquire_lease(owner="second"))
         with serving(second, port=port):
             record(recorder, ledger, 2)
             prometheus.wait_for(done, at_least=4, limit_s=LIMIT_S)

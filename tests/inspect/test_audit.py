@@ -35,8 +35,7 @@ from actors.journal.record import JournalStep
 from actors.merge.advantages import Baseline, Scale, group_advantages
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.types import Outcome
-from service.cli.inspect import run_inspect
-from service.cli.inspect_options import InspectRequest
+from service.cli.inspect import InspectRequest, run_inspect
 from service.inspect.audit.audit import Audit, audit, describe
 from service.inspect.audit.groups import GroupRule, expected_advantages
 from service.inspect.audit.offence import Check
@@ -76,10 +75,10 @@ def stored(run_dir: Path, rows: Sequence[LedgerEvent], *, steps: Sequence[int] =
     """The run's database with these rows, written as a supervisor writes them."""
     run_dir.mkdir(exist_ok=True)
     store = RunStore(RunDir(path=run_dir).database_url)
-    store.acquire_lease(holder="test")
+    store.acquire_lease(owner="test")
     events = [replace(row, seq=seq) for seq, row in enumerate(rows)]
     for step in steps:
-        store.add_step(step_record(step), epoch=1, new_events=events if step == steps[0] else ())
+        store.add_step(step_record(step), term=1, new_events=events if step == steps[0] else ())
     store.close()
 
 

@@ -11,17 +11,17 @@ import pytest
 from test_audit import rows_of, sound_step, stored
 from worlds.chat_examples import example_step, tokenizer
 from worlds.journal_builders import group_of, step_of, written
+from worlds.store_builders import commit
 
 from actors.journal.files import JournalFile, file_name
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.types import Outcome
-from service.cli.inspect import run_inspect
-from service.cli.inspect_options import InspectRequest
+from service.cli.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError
 from service.inspect.reader import newest_run
 from service.inspect.surviving import surviving_files
 from service.launch.run_dir import RunDir
-from service.store.lineage import Stretch
+from service.store.lineage import Span
 from service.store.run_store import RunStore
 
 EVICTED = LedgerEventKind.EVICTED
@@ -164,11 +164,11 @@ def files(*pairs: tuple[int, int]) -> list[JournalFile]:
 
 def test_the_lineage_chooses_among_the_files_of_a_step() -> None:
     everything = files((1, 1), (2, 1), (3, 1), (3, 2), (4, 1))
-    stretches = [
-        Stretch(epoch=1, last_step=2, last_event_seq=9),
-        Stretch(epoch=2, last_step=None, last_event_seq=None),
+    spans = [
+        Span(term=1, last_step=2, last_event_seq=9),
+        Span(term=2, last_step=None, last_event_seq=None),
     ]
-    kept = surviving_files(everything, stretches)
+    kept = surviving_files(everything, spans)
     assert [(file.step, file.term) for file in kept] == [(1, 1), (2, 1), (3, 2)]
     kept = surviving_files(everything, None)
     assert [(file.step, file.term) for file in kept] == [(1, 1), (2, 1), (3, 2), (4, 1)]
@@ -221,12 +221,9 @@ def test_of_a_step_that_was_played_again_the_surviving_file_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = RunStore(RunDir(path=tmp_path).database_url)
-    store.acquire_lease(holder="first")
-    store.commit_checkpoint(
-        epoch=1, step=1, policy_version=1, directory="step-000001", queue_snapshot={},
-        new_events=(), last_event_seq=-1,
-    )  # fmt: skip
-    store.acquire_lease(holder="second")
+    store.acquire_lease(owner="first")
+    commit(store, term=1, step=1)
+    store.acquire_lease(owner="second")
     store.close()
     groups = [group_of(number, [1, 0]) for number in range(4)]
     written(

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from test_audit import audited, rows_of, stored
 from worlds.journal_builders import group_of, step_of, written
+from worlds.store_builders import commit
 
 from actors.journal.files import file_name
 from actors.journal.record import JournalStep
-from service.cli.inspect import run_inspect
-from service.cli.inspect_options import InspectRequest
+from service.cli.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError
 from service.inspect.audit.audit import audit, describe
 from service.inspect.audit.offence import Check
@@ -50,21 +50,18 @@ def test_a_file_is_told_by_what_it_holds(tmp_path: Path, name: str) -> None:
 
 def test_the_journal_of_another_format_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "journal").mkdir()
-    (tmp_path / "journal" / "step-000001-epoch-0001.npz").touch()
+    (tmp_path / "journal" / "step-000001-term-0001.npz").touch()
     for text in refusals(tmp_path):
         assert "has no journal" in text and "another version of Rayloom wrote it" in text
 
 
 def resumed(run_dir: Path) -> None:
-    """A database whose second epoch went on from step 2."""
+    """A database whose second term went on from step 2."""
     run_dir.mkdir(exist_ok=True)
     store = RunStore(RunDir(path=run_dir).database_url)
-    store.acquire_lease(holder="first")
-    store.commit_checkpoint(
-        epoch=1, step=2, policy_version=2, directory="step-000002", queue_snapshot={},
-        new_events=(), last_event_seq=-1,
-    )  # fmt: skip
-    store.acquire_lease(holder="second")
+    store.acquire_lease(owner="first")
+    commit(store, term=1, step=2)
+    store.acquire_lease(owner="second")
     store.close()
 
 
@@ -137,9 +134,9 @@ def test_a_live_run_is_read_whole_beside_its_writer_and_neither_waits(tmp_path: 
     (first,) = steps(1)
     stored(tmp_path, rows_of(first))
     store = RunStore(RunDir(path=tmp_path).database_url)
-    lease = store.acquire_lease(holder="writer")
+    lease = store.acquire_lease(owner="writer")
     # Its rows are in the log beside the database, and a second writer would wait here.
-    with store.fenced(lease.epoch):
+    with store.fenced(lease.term):
         written(tmp_path, *steps(1, term=2))
         journal = open_journal(tmp_path)
     store.close()
@@ -151,15 +148,15 @@ def test_a_run_that_was_killed_is_read_whole_and_left_so(tmp_path: Path) -> None
     killed, copy = tmp_path / "killed", tmp_path / "copy"
     stored(killed, rows_of(step))
     store = RunStore(RunDir(path=killed).database_url)
-    lease = store.acquire_lease(holder="another")
-    written(copy, *steps(1, term=lease.epoch))
+    lease = store.acquire_lease(owner="another")
+    written(copy, *steps(1, term=lease.term))
     # As after a kill: what was written last is in the log alone.
     for name in ("rayloom.db", "rayloom.db-wal"):
         shutil.copy(killed / name, copy / name)
     store.close()
     before = contents(copy)
     journal = open_journal(copy)
-    assert [(file.step, file.term) for file in journal.files] == [(1, lease.epoch)]
+    assert [(file.step, file.term) for file in journal.files] == [(1, lease.term)]
     after = contents(copy)
     assert before["rayloom.db-wal"] and {name: after[name] for name in before} == before
 

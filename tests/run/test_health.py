@@ -13,13 +13,13 @@ def board(version: int, **versions: int | None) -> BoardStatus:
     replicas = tuple(
         ReplicaReport(
             replica_id=name,
-            epoch=None if held is None else 1,
+            term=None if held is None else 1,
             version=held,
             num_workers=1,
         )
         for name, held in versions.items()
     )
-    return BoardStatus(epoch=1, version=version, replicas=replicas, needs_rendezvous=False)
+    return BoardStatus(term=1, version=version, replicas=replicas, needs_rendezvous=False)
 
 
 def test_a_start_and_a_publish_are_no_news() -> None:

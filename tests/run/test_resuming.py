@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sqlalchemy import update
+from worlds.journal_builders import group_of, step_of, written
 from worlds.run_driver import SMALL, small_config, write_checkpoint
+from worlds.store_builders import commit
 
 from actors.trainer.checkpoint import MANIFEST
-from service.cli.export import export_checkpoint
+from service.cli.artifacts import export_checkpoint
+from service.cli.inspect import InspectRequest, run_inspect
 from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
 from service.config.file import ConfigError, load_config
 from service.launch.resume import (
@@ -21,33 +25,22 @@ from service.launch.resume import (
 )
 from service.launch.run_dir import RunDir, check_resumable
 from service.launch.signals import StopSignals
+from service.store import tables
 from service.store.run_store import RunStore, StoreError
 
 
-def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3), stored_under: str = "") -> RunDir:
-    """A run's directory with committed checkpoints. stored_under: as an older layout had them."""
+def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3)) -> RunDir:
+    """A run's directory with committed checkpoints."""
     place = RunDir(path=path)
     path.mkdir()
     place.config_file.write_text(yaml.safe_dump(SMALL))
     store = RunStore(place.database_url)
-    store.acquire_lease(holder="a")
+    store.acquire_lease(owner="a")
     for step in steps:
         directory = write_checkpoint(place, step)
-        commit(store, epoch=1, step=step, directory=f"{stored_under}{directory.name}")
+        commit(store, term=1, step=step, directory=directory.name)
     store.close()
     return place
-
-
-def commit(store: RunStore, *, epoch: int, step: int, directory: str) -> None:
-    store.commit_checkpoint(
-        epoch=epoch,
-        step=step,
-        policy_version=step,
-        directory=directory,
-        queue_snapshot={},
-        new_events=(),
-        last_event_seq=-1,
-    )
 
 
 def names(place: RunDir) -> list[str]:
@@ -66,14 +59,14 @@ def test_a_run_has_one_path_however_it_is_spelt(tmp_path: Path) -> None:
 
 
 async def test_pruning_under_another_spelling_keeps_the_newest(tmp_path: Path) -> None:
-    place = make_run(tmp_path / "run", stored_under="/where/it/was/checkpoints/")
+    place = make_run(tmp_path / "run")
     (tmp_path / "link").symlink_to(place.path)
     store = RunStore(place.database_url)
-    epoch = store.acquire_lease(holder="b").epoch
-    write_checkpoint(place, 4, epoch)
-    commit(store, epoch=epoch, step=4, directory="step-000004-e2")
-    await prune_checkpoints(tmp_path / "link" / "checkpoints", store, term=epoch, keep=2)
-    assert names(place) == ["step-000003-e1", "step-000004-e2"]
+    term = store.acquire_lease(owner="b").term
+    write_checkpoint(place, 4, term)
+    commit(store, term=term, step=4, directory="step-000004-t2")
+    await prune_checkpoints(tmp_path / "link" / "checkpoints", store, term=term, keep=2)
+    assert names(place) == ["step-000003-t1", "step-000004-t2"]
 
 
 async def test_nothing_is_pruned_before_a_commit_or_when_no_kept_one_is_there(
@@ -81,12 +74,12 @@ async def test_nothing_is_pruned_before_a_commit_or_when_no_kept_one_is_there(
 ) -> None:
     place = make_run(tmp_path / "run")
     store = RunStore(place.database_url)
-    epoch = store.acquire_lease(holder="b").epoch
-    await prune_checkpoints(place.checkpoints, store, term=epoch, keep=2)
+    term = store.acquire_lease(owner="b").term
+    await prune_checkpoints(place.checkpoints, store, term=term, keep=2)
     assert len(names(place)) == 3
     for step in (4, 5):
-        commit(store, epoch=epoch, step=step, directory=f"elsewhere-{step}")
-    await prune_checkpoints(place.checkpoints, store, term=epoch, keep=2)
+        commit(store, term=term, step=step, directory=f"elsewhere-{step}")
+    await prune_checkpoints(place.checkpoints, store, term=term, keep=2)
     assert len(names(place)) == 3
 
 
@@ -94,17 +87,17 @@ def test_the_newest_checkpoint_that_can_be_read_is_used_and_the_others_are_named
     tmp_path: Path,
 ) -> None:
     place = make_run(tmp_path / "run", steps=(2, 4, 6, 8))
-    (place.checkpoints / "step-000006-e1" / MANIFEST).write_text("{")
-    (place.checkpoints / "step-000008-e1" / MANIFEST).unlink()
-    (place.checkpoints / "step-000008-e1").rmdir()
-    commits = RunStore(place.database_url).commits()
+    (place.checkpoints / "step-000006-t1" / MANIFEST).write_text("{")
+    (place.checkpoints / "step-000008-t1" / MANIFEST).unlink()
+    (place.checkpoints / "step-000008-t1").rmdir()
+    commits = RunStore(place.database_url).checkpoints()
     faults = find_faults(place.checkpoints, commits)
-    assert list(faults) == ["step-000008-e1", "step-000006-e1"]
+    assert list(faults) == ["step-000008-t1", "step-000006-t1"]
     used = newest_usable(place.checkpoints, commits)
     assert used is not None and used.step == 4
     told = fallback_notice(faults, commits[0], used)
-    assert "step-000008-e1 is not there" in told
-    assert "going back to step-000004-e1, steps 5 to 8 are trained again" in told
+    assert "step-000008-t1 is not there" in told
+    assert "going back to step-000004-t1, steps 5 to 8 are trained again" in told
 
 
 def test_where_no_checkpoint_is_left_the_run_ends_before_anything_starts(
@@ -115,7 +108,7 @@ def test_where_no_checkpoint_is_left_the_run_ends_before_anything_starts(
         manifest.unlink()
     assert resume(place) == EXIT_FAILED
     told = capsys.readouterr().err
-    assert "none of the run's 3 committed checkpoints" in told and "step-000003-e1" in told
+    assert "none of the run's 3 committed checkpoints" in told and "step-000003-t1" in told
     assert not place.log_file.exists()
     with pytest.raises(ConfigError, match="none of the run's 3 committed checkpoints"):
         export_checkpoint(place.path, tmp_path / "out")
@@ -148,6 +141,7 @@ def test_a_broken_configuration_or_database_is_refused_before_anything_starts(
     place.database_file.write_bytes(b"")
     with pytest.raises(ConfigError, match="is empty, but there are checkpoints"):
         check_resumable(place, config)
+    place = make_run(tmp_path / "another")
     for text in ("run: [", "", "- 1", "run: {steps: no}"):
         place.config_file.write_text(text)
         with pytest.raises(ConfigError, match="own configuration cannot be used") as refusal:
@@ -170,10 +164,10 @@ def test_settings_that_stored_groups_rest_on_cannot_change(
     place = make_run(tmp_path / "run")
     own = {"groups_per_step": 4, "group_size": 4, "max_lag": 2, "min_group_size": 2}
     place.config_file.write_text(yaml.safe_dump({**SMALL, "algorithm": own}))
+    changed = load_config(small_config(tmp_path, algorithm={**own, **change}))
     with pytest.raises(ConfigError, match=words) as refusal:
-        resume(place, algorithm={**own, **change})
+        check_resumable(place, changed)
     assert "use the run's own configuration" in str(refusal.value)
-    assert not place.log_file.exists()
 
 
 def test_settings_that_nothing_stored_rests_on_may_change(tmp_path: Path) -> None:
@@ -188,6 +182,24 @@ def test_settings_that_nothing_stored_rests_on_may_change(tmp_path: Path) -> Non
     check_resumable(place, load_config(changed))
 
 
+def test_a_run_of_another_format_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    place = make_run(tmp_path / "run")
+    place.config_file.write_text("key_of_another_version: 1\n")
+    written(place.path, step_of([group_of(0, [1, 0])]))
+    store = RunStore(place.database_url)
+    with store.fenced(1) as connection:
+        connection.execute(update(tables.formats).values(number=1))
+    store.close()
+    config = load_config(small_config(tmp_path))
+    for command in (
+        lambda: check_resumable(place, config),
+        lambda: export_checkpoint(place.path, tmp_path / "out"),
+        lambda: run_inspect(InspectRequest(target=str(place.path))),
+    ):
+        with pytest.raises(ConfigError, match="was written in format 1, this Rayloom reads format"):
+            command()
+
+
 def test_an_export_of_what_is_no_run_says_so(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ConfigError, match="no run or checkpoint lies there"):
@@ -199,7 +211,7 @@ def test_an_export_of_what_is_no_run_says_so(tmp_path: Path) -> None:
 
 def test_usable_is_nothing_where_nothing_was_committed(tmp_path: Path) -> None:
     place = make_run(tmp_path / "run", steps=())
-    commits = RunStore(place.database_url).commits()
+    commits = RunStore(place.database_url).checkpoints()
     assert newest_usable(place.checkpoints, commits) is None
     with pytest.raises(StoreError, match="cannot be opened"):
         RunStore(f"sqlite:///{tmp_path / 'missing' / 'rayloom.db'}")

@@ -13,6 +13,7 @@ import pytest
 from worlds.queue_builders import end, fill, finalise_all, make_settings, take_all
 from worlds.record_builders import step_record
 from worlds.run_driver import small_config, write_checkpoint
+from worlds.store_builders import commit
 
 from actors.trajectory_queue.state import QueueState
 from service.cli.train import EXIT_FAILED, _report_loss
@@ -21,8 +22,7 @@ from service.launch.run_dir import RunDir
 from service.run.health import Cursor, Phase
 from service.run.supervisor import Supervisor, engine_settings
 from service.run.term import rank_settings
-from service.store.presence import live_holder
-from service.store.run_store import QUEUE_SNAPSHOT, LeaseLost, RunStore, StoreError
+from service.store.run_store import LeaseLost, RunStore, StoreError
 
 
 @pytest.fixture
@@ -74,41 +74,25 @@ async def test_a_run_without_a_usable_checkpoint_ends_with_that_sentence(
     supervisor: Supervisor, place: RunDir
 ) -> None:
     store = RunStore(place.database_url)
-    store.commit_checkpoint(
-        epoch=store.acquire_lease(holder="a").epoch,
-        step=3,
-        policy_version=3,
-        directory="step-000003-e1",
-        queue_snapshot={},
-        new_events=(),
-        last_event_seq=-1,
-    )
+    commit(store, term=store.acquire_lease(owner="a").term, step=3, directory="step-000003-t1")
     store.close()
     with pytest.raises(StoreError, match="none of the run's 1 checkpoints can be used"):
         await supervisor.run()
-    assert "step-000003-e1" in str((await supervisor.status(Cursor())).exit_reason)
+    assert "step-000003-t1" in str((await supervisor.status(Cursor())).exit_reason)
 
 
-async def test_a_supervisor_shows_that_it_holds_the_run_until_its_end(
+async def test_a_supervisor_renews_its_lease_until_its_end(
     supervisor: Supervisor, place: RunDir
 ) -> None:
     lease = supervisor._take_lease()
-    supervisor._recorder.begin_epoch(lease)
+    supervisor._recorder.begin_term(lease)
     store = RunStore(place.database_url)
-    holder = live_holder(store, now=time.time())
-    assert holder is not None and holder.name.endswith(f":{os.getpid()}")
-    store.commit_checkpoint(
-        epoch=lease.epoch,
-        step=1,
-        policy_version=1,
-        directory="step-000001-e1",
-        queue_snapshot={},
-        new_events=(),
-        last_event_seq=-1,
-    )
+    owner = store.live_owner(now=time.time())
+    assert owner is not None and owner.name.endswith(f":{os.getpid()}")
+    commit(store, term=lease.term, step=1, directory="step-000001-t1")
     with pytest.raises(StoreError):
         await supervisor.run()
-    assert live_holder(store, now=time.time()) is None
+    assert store.live_owner(now=time.time()) is None
     store.close()
 
 
@@ -123,20 +107,20 @@ async def test_a_run_that_is_stopped_while_it_starts_reports_the_ledger_of_its_c
     assert taken is not None
     finalise_all(queue, *taken)
     store = RunStore(place.database_url)
-    epoch = store.acquire_lease(holder="a").epoch
-    store.add_step(step_record(1), epoch=epoch, new_events=())
+    term = store.acquire_lease(owner="a").term
+    store.add_step(step_record(1), term=term, new_events=())
     directory = write_checkpoint(place, 1)
     store.commit_checkpoint(
-        epoch=epoch,
+        term=term,
         step=1,
         policy_version=1,
         directory=directory.name,
-        queue_snapshot=QUEUE_SNAPSHOT.dump_python(queue.snapshot(), mode="json"),
+        queue_snapshot=queue.snapshot(),
         new_events=(),
         last_event_seq=-1,
     )
     store.close()
-    supervisor._recorder.begin_epoch(supervisor._take_lease())
+    supervisor._recorder.begin_term(supervisor._take_lease())
     place.config_file.write_text("{}")
     assert await supervisor._end(Phase.FINISHED, "stopped after step 1 of 4")
     summary = json.loads(place.summary_file.read_text())
@@ -149,6 +133,6 @@ async def test_a_run_that_is_stopped_while_it_starts_reports_the_ledger_of_its_c
 def test_who_lost_the_run_to_another_process_is_not_told_to_take_it_back(
     place: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _report_loss(LeaseLost("epoch 3 has taken over"), place) == EXIT_FAILED
+    assert _report_loss(LeaseLost("term 3 has taken over"), place) == EXIT_FAILED
     told = capsys.readouterr().err
     assert "another process holds the run now" in told and "--resume" not in told

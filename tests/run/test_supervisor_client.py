@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.api.port import RunUnavailable
+from service.api.problems import RunUnavailable
 from service.run.remote_handles import SupervisorClient
 
 

@@ -18,8 +18,7 @@ from service.launch.run_dir import RunDir
 from service.launch.signals import StopSignals
 from service.run.health import RunStatus
 from service.run.supervisor import start_supervisor
-from service.store.presence import own_name, renew
-from service.store.run_store import LeaseLost, RunStore
+from service.store.run_store import LeaseLost, RunStore, own_name
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
 
@@ -70,7 +69,7 @@ def test_a_supervisor_that_keeps_dying_is_started_so_many_times_and_no_more(plac
 
 def test_a_run_that_another_process_has_taken_over_is_not_taken_back(place: RunDir) -> None:
     store = RunStore(place.database_url)
-    renew(store, epoch=store.acquire_lease(holder=own_name()).epoch)
+    store.renew(store.acquire_lease(owner=own_name()).term)
     store.close()
     watching, lost = watcher(num_deaths=1, max_restarts=2)
     with pytest.raises(LeaseLost, match="has taken the run over"):

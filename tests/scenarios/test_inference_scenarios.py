@@ -28,7 +28,7 @@ from actors.trainer.publish import gather_groups
 from actors.trainer.settings import Dtype
 from actors.trainer.tiny.model import build_tiny_model
 from actors.weights.actor import start_board
-from actors.weights.board import BoardStatus, StaleEpoch, check_tokens
+from actors.weights.board import BoardStatus, StaleTerm, check_tokens
 from actors.weights.buffers import pack_group
 from service.inference.client import ServePolicyClient
 from service.inference.deployment import (
@@ -57,13 +57,13 @@ class Deployed:
     num_replicas: int
     board: ActorHandle
     model: PreTrainedModel
-    epoch: int = 1
+    term: int = 1
     version: int = 0
 
     def publish(self) -> BoardStatus:
         packed = [pack_group(named) for named in gather_groups(self.model, dtype=torch.float32)]
         groups = [replace(group, buffer=ray.put(group.buffer)) for group in packed]
-        ray.get(self.board.publish.remote(self.epoch, self.version, groups), timeout=30)
+        ray.get(self.board.publish.remote(self.term, self.version, groups), timeout=30)
         if not self.version:
             wait_ready(self.app, timeout_s=420)
         waiting = self.board.wait_published.remote(self.version, self.num_replicas, 60.0)
@@ -221,7 +221,7 @@ async def test_turns_of_a_trajectory_meet_one_replica(tied: Deployed) -> None:
             reply = await client.generate(
                 request(trajectory, num_prompt_tokens=16 + 8 * turn, max_tokens=4, after=reply)
             )
-            assert reply.cache_salt == f"{tied.epoch}:{tied.version}"
+            assert reply.cache_salt == f"{tied.term}:{tied.version}"
             assert reply.expert_indices is None
             homes.add(reply.replica)
         return homes
@@ -254,12 +254,12 @@ async def test_prompt_without_room_for_a_token_is_refused_with_the_numbers(tied:
     assert reply.token_ids.shape == (1,)
 
 
-def test_older_epoch_cannot_publish(tied: Deployed) -> None:
-    tied.epoch, tied.version = 2, 40
+def test_older_term_cannot_publish(tied: Deployed) -> None:
+    tied.term, tied.version = 2, 40
     tied.publish_random(seed=4)
-    with pytest.raises(StaleEpoch, match="got epoch 1, expected at least 2"):
+    with pytest.raises(StaleTerm, match="got term 1, expected at least 2"):
         ray.get(tied.board.publish.remote(1, 99, []), timeout=30)
-    assert (tied.status().epoch, tied.status().version) == (2, 41)
+    assert (tied.status().term, tied.status().version) == (2, 41)
 
 
 async def test_killed_replica_and_killed_engine_are_replaced_with_the_current_version(
@@ -293,7 +293,7 @@ def is_whole_again(deployed: Deployed, *, without: str) -> bool:
     holders = [
         replica.replica_id
         for replica in deployed.status().replicas
-        if (replica.epoch, replica.version) == (deployed.epoch, deployed.version)
+        if (replica.term, replica.version) == (deployed.term, deployed.version)
     ]
     return len(holders) == deployed.num_replicas and without not in holders
 

@@ -51,7 +51,7 @@ def test_a_run_survives_the_death_of_each_part(tmp_path: Path, small_model: str)
         run.wait_for_output("the supervisor died", limit_s=START_S)
         assert run.wait(limit_s=START_S + steps * STEP_S) == 0, run.log()
         check_finished(run, steps=steps)
-        assert run.history().num_epochs >= 3
+        assert run.history().num_terms >= 3
         bound = load_config(run.place.config_file).algorithm.max_policy_age
         assert max(record.policy_age_max for record in run.history().steps) <= bound
         assert all(record.stages.score > 0 for record in run.history().steps)

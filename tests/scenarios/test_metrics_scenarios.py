@@ -149,7 +149,7 @@ def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
             run.wait_for_log("rollouts are played again by", limit_s=START_S)
             run.advance(3, limit_s=START_S)
             scrapes, history = stand_still(run, prometheus)
-            assert len(history.steps) >= 5 and history.num_epochs == 1
+            assert len(history.steps) >= 5 and history.num_terms == 1
 
             check_every_scrape(scrapes, history)
             check_ledger(scrapes[-1], history)

@@ -16,7 +16,7 @@ import yaml
 from worlds.recipe_page import recipes
 from worlds.run_driver import ROOT, Run, running
 
-from service.cli.tasks import write_reasoning_gym
+from service.cli.artifacts import write_reasoning_gym
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 
@@ -110,7 +110,7 @@ def test_a_run_killed_in_the_middle_ends_where_an_unbroken_one_ends(tmp_path: Pa
         run.process.kill()
     with running(config, tmp_path / "run", ["--resume"]) as run:
         summary = finished(run)
-        assert run.history().num_epochs == 2
+        assert run.history().num_terms == 2
     assert summary["reward_last"] >= 0.8
 
 

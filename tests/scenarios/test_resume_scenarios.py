@@ -9,7 +9,7 @@ import pytest
 from worlds.run_checks import check_finished
 from worlds.run_driver import START_S, STEP_S, Run, running, small_config
 
-from service.cli.export import export_checkpoint
+from service.cli.artifacts import export_checkpoint
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -36,7 +36,7 @@ def test_an_interrupted_run_goes_on_though_moved_and_damaged(tmp_path: Path) -> 
         assert run.wait(limit_s=START_S + 4 * STEP_S) == 0, run.log()
         check_finished(run, steps=steps)
         assert f"going back to {earlier}, step" in run.log()
-        assert run.history().num_epochs == 3
+        assert run.history().num_terms == 3
         assert checkpoints(run)[0] == f"step-{steps:06d}-e3"
     assert f"step {steps}" in export_checkpoint(moved, tmp_path / "exported")
 

@@ -33,7 +33,7 @@ def make_recorder(directory: Path) -> tuple[RunRecorder, RunStore, Metrics]:
     store = RunStore(f"sqlite:///{directory / 'run.db'}")
     metrics = Metrics()
     recorder = RunRecorder(store, metrics, num_steps=10)
-    recorder.begin_epoch(store.acquire_lease(holder="test"))
+    recorder.begin_term(store.acquire_lease(owner="test"))
     return recorder, store, metrics
 
 
@@ -57,7 +57,7 @@ def statistics_shown(metrics: Metrics) -> dict[str, float]:
 
 
 def rows_of_events(store: RunStore) -> list[LedgerEvent]:
-    """Of every epoch, whether or not it survives."""
+    """Of every term, whether or not it survives."""
     with store.reading() as connection:
         rows = connection.execute(select(tables.events)).mappings().all()
     fields = ("seq", "rollout_id", "kind", "reason", "step")
@@ -132,7 +132,7 @@ def test_the_statistics_go_back_with_the_run(tmp_path: Path) -> None:
     assert statistics_shown(metrics) == {
         name: value for name, value in step_record(1).statistics.items() if not BY_NAME[name].metric
     }
-    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    recorder.begin_term(store.acquire_lease(owner="next"))
     assert statistics_shown(metrics) == {}
 
 
@@ -181,7 +181,7 @@ def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_path: Pa
     recorder.step(records[1])
     resumed = Metrics()
     recorder = RunRecorder(store, resumed, num_steps=10)
-    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    recorder.begin_term(store.acquire_lease(owner="next"))
     events = rows_of_events(store)
     assert Counter(event.kind for event in events) == {"admitted": 6, "evicted": 6}
     for each in (metrics, resumed):
@@ -199,7 +199,7 @@ def test_the_gauges_go_back_with_the_run(tmp_path: Path) -> None:
     reason = {"reason": "wall_timeout"}
     assert value(metrics, "rayloom_train_newest_step") == 1
     assert value(metrics, "rayloom_ledger_evicted_rollouts", **reason) == 3
-    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    recorder.begin_term(store.acquire_lease(owner="next"))
     recorder.queue(queue_stats(LedgerCounts(evicted={})))
     assert value(metrics, "rayloom_train_newest_step") is None
     assert value(metrics, "rayloom_evaluation_scaled_reward_mean_ratio") is None
@@ -254,15 +254,15 @@ def test_ended_trajectories_are_counted_by_outcome(tmp_path: Path) -> None:
     assert recorder.num_rollouts == 2
 
 
-def test_what_a_dead_epoch_had_not_stored_is_void_in_the_next(tmp_path: Path) -> None:
+def test_what_a_dead_term_had_not_stored_is_void_in_the_next(tmp_path: Path) -> None:
     recorder, store, _ = make_recorder(tmp_path)
     ledger = Ledger()
     ledger.admit("r0")
     recorder.events(ledger.drain())
-    recorder.begin_epoch(store.acquire_lease(holder="next"))
+    recorder.begin_term(store.acquire_lease(owner="next"))
     recorder.step(step_record(1))
     assert read_history(store).events == ()
-    assert "epoch 2 goes on from step 0" in recorder.notices[0]
+    assert "term 2 goes on from step 0" in recorder.notices[0]
 
 
 def test_phases_are_shown_with_their_detail(tmp_path: Path) -> None:

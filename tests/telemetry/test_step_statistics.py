@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from worlds.record_builders import step_record
@@ -12,6 +13,8 @@ from actors.merge.report import MergeReport, StepReport
 from actors.statistics import BY_NAME, STATISTICS, Source
 from actors.trainer.statistics import PhaseSeconds, StepStats
 from actors.types import Outcome
+from service.store.lineage import read_history
+from service.store.run_store import RunStore
 from service.telemetry.records import StageSeconds, StepRecord
 from service.telemetry.records import step_record as make_step_record
 
@@ -87,6 +90,8 @@ def test_the_best_known_reward_is_the_scaled_one_where_there_is_one() -> None:
     assert step_record(1, reward_mean=3.0, scaled_reward_mean=None).best_known_reward == 3.0
 
 
-def test_the_record_of_a_step_is_the_same_on_the_way_to_the_store_and_back() -> None:
+def test_the_record_of_a_step_is_the_same_on_the_way_to_the_store_and_back(tmp_path: Path) -> None:
     record = record_of(STATS, REPORT)
-    assert StepRecord.from_json(record.to_json()) == record
+    store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
+    store.add_step(record, term=store.acquire_lease(owner="a").term, new_events=())
+    assert read_history(store).steps == (record,)

@@ -69,7 +69,7 @@ def test_sums_and_maxima_are_over_all_steps() -> None:
             ),
             step_record(2, policy_age_max=1, outcomes={Outcome.COMPLETED: 1, Outcome.MAX_TURNS: 5}),
         ),
-        num_epochs=3,
+        num_terms=3,
     )
     summary = summary_of(run)
     assert summary.max_policy_age == 2

@@ -46,8 +46,8 @@ def train(world: World, steps: range) -> list[float]:
     ]
 
 
-def save(world: World, step: int, epoch: int = 0) -> Path:
-    paths = world.call("save", step=step, epoch=epoch)
+def save(world: World, step: int, term: int = 0) -> Path:
+    paths = world.call("save", step=step, term=term)
     assert len(set(paths)) == 1
     return paths[0]
 
@@ -66,7 +66,7 @@ def test_resuming_equals_going_on_bit_for_bit(
     saved = Progress(
         step=2,
         version=2,
-        epoch=0,
+        term=0,
         num_updates=4,
         num_ranks=2,
         model=tiny_models[tied],
@@ -103,14 +103,14 @@ def test_another_number_of_ranks_takes_over(
     assert largest_difference(before, two_ranks.weights()) == 0.0
 
 
-def test_all_are_kept_and_a_newer_epoch_outranks_a_later_step(
+def test_all_are_kept_and_a_newer_term_outranks_a_later_step(
     one_rank: World, settings: RankSettings
 ) -> None:
     one_rank.start(settings)
-    for step, epoch in ((1, 0), (7, 0), (2, 1)):
-        save(one_rank, step, epoch)
+    for step, term in ((1, 0), (7, 0), (2, 1)):
+        save(one_rank, step, term)
     names = [path.name for path in list_checkpoints(settings.checkpoint_dir)]
-    assert names == ["step-000001-e0", "step-000007-e0", "step-000002-e1"]
+    assert names == ["step-000001-t0", "step-000007-t0", "step-000002-t1"]
     assert sorted(path.name for path in settings.checkpoint_dir.glob("[!.]*")) == sorted(names)
 
 
@@ -120,34 +120,34 @@ def test_a_run_that_was_replaced_can_no_longer_save(
     two_ranks.start(settings)
     path = save(two_ranks, 1, 3)
     claim(settings.checkpoint_dir, 4)
-    with pytest.raises(CheckpointError, match="got epoch 3, expected at least 4"):
+    with pytest.raises(CheckpointError, match="got term 3, expected at least 4"):
         save(two_ranks, 2, 3)
     assert list_checkpoints(settings.checkpoint_dir) == [path]
     with pytest.raises(CheckpointError, match="this run was replaced"):
         claim(settings.checkpoint_dir, 3)
-    assert save(two_ranks, 2, 4).name == "step-000002-e4"
+    assert save(two_ranks, 2, 4).name == "step-000002-t4"
 
 
 def test_a_run_that_is_replaced_while_it_saves_finishes_no_checkpoint(tmp_path: Path) -> None:
-    progress = Progress(step=1, version=1, epoch=3, num_updates=1, num_ranks=1, model="m")
+    progress = Progress(step=1, version=1, term=3, num_updates=1, num_ranks=1, model="m")
     begin(tmp_path, progress)
     claim(tmp_path, 4)
     # A rank writes its shard after the newer run has claimed the directory.
     temporary_path(tmp_path, progress).mkdir()
-    with pytest.raises(CheckpointError, match="got epoch 3, expected at least 4"):
+    with pytest.raises(CheckpointError, match="got term 3, expected at least 4"):
         finish(tmp_path, progress)
     assert list_checkpoints(tmp_path) == []
 
 
 def test_a_claim_removes_what_an_interrupted_save_left(tmp_path: Path) -> None:
-    for name in (".tmp-step-000003-e1", ".tmp-step-000004-e2", "step-000002-e1"):
+    for name in (".tmp-step-000003-t1", ".tmp-step-000004-t2", "step-000002-t1"):
         (tmp_path / name).mkdir()
     claim(tmp_path, 3)
-    assert [path.name for path in tmp_path.glob("*step*")] == ["step-000002-e1"]
-    (tmp_path / ".tmp-step-000005-e3").mkdir()
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-000002-t1"]
+    (tmp_path / ".tmp-step-000005-t3").mkdir()
     with pytest.raises(CheckpointError, match="this run was replaced"):
         claim(tmp_path, 2)
-    assert (tmp_path / ".tmp-step-000005-e3").is_dir()
+    assert (tmp_path / ".tmp-step-000005-t3").is_dir()
 
 
 def test_a_half_written_checkpoint_does_not_count_and_is_not_loaded(
@@ -157,7 +157,7 @@ def test_a_half_written_checkpoint_does_not_count_and_is_not_loaded(
     good = save(one_rank, 1)
     later = save(one_rank, 2)
     (later / MANIFEST).unlink()
-    (settings.checkpoint_dir / ".tmp-step-000003-e0").mkdir()
+    (settings.checkpoint_dir / ".tmp-step-000003-t0").mkdir()
     assert list_checkpoints(settings.checkpoint_dir) == [good]
     with pytest.raises(CheckpointError, match="was interrupted while being written"):
         one_rank.call("load", path=later)

@@ -142,7 +142,7 @@ def test_a_critic_resumes_bit_for_bit_with_its_optimiser_and_warm_up(
     settings = changed(settings, critic=CriticSettings(learning_rate=1e-3))
     two_ranks.start(settings)
     play(two_ranks, version=0)
-    path = two_ranks.call("save", step=1, epoch=0)[0]
+    path = two_ranks.call("save", step=1, term=0)[0]
     going_on = play(two_ranks, version=1)
     progress = two_ranks.start(settings).call("load", path=path)[0]
     assert progress.critic_updates == 1
@@ -155,11 +155,11 @@ def test_a_checkpoint_without_a_critic_is_refused_and_one_too_many_is_left(
     one_rank: World, settings: RankSettings
 ) -> None:
     plain = changed(settings, baseline=Baseline.MEAN)
-    without = one_rank.start(plain).call("save", step=1, epoch=0)[0]
+    without = one_rank.start(plain).call("save", step=1, term=0)[0]
     with pytest.raises(CheckpointError, match="got none of a critic, expected one"):
         one_rank.start(settings).call("load", path=without)
     play(one_rank.start(settings), version=0)
-    path = one_rank.call("save", step=2, epoch=0)[0]
+    path = one_rank.call("save", step=2, term=0)[0]
     weights = one_rank.weights()
     one_rank.start(plain).call("load", path=path)
     assert largest_difference(weights, one_rank.weights()) == 0.0

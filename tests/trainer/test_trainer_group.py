@@ -89,7 +89,7 @@ async def test_a_group_trains_publishes_and_survives_the_death_of_a_rank(
     with pytest.raises(ValueError, match="got version 0, expected 1 to publish"):
         await group.publish(board, 0, 0)
     await group.publish(board, 0, 1)
-    path = await group.save(1, version=1, epoch=0)
+    path = await group.save(1, version=1, term=0)
 
     publication, weights = await fetch_weights(board)
     assert publication.version == 1

@@ -258,7 +258,7 @@ def test_bfloat16_computes_with_float32_master_weights(
         reference.statistics["grad_norm"], rel=0.1
     )
     # Updates of 1e-5 are below bfloat16's resolution: only float32 master weights collect them.
-    path = Path(two_ranks.call("save", step=1, epoch=0)[0])
+    path = Path(two_ranks.call("save", step=1, term=0)[0])
     two_ranks.start(settings).call("load", path=path)
     base = AutoModelForCausalLM.from_pretrained(settings.model).state_dict()
     weights = two_ranks.weights()

@@ -186,7 +186,7 @@ def test_a_trained_mixture_is_saved_loaded_and_exported_to_the_last_bit(
 ) -> None:
     settings = settings_for(models[kind], tmp_path)
     _, trained = train_once(two_ranks, settings, weigh(recorded_batch(models[kind])))
-    checkpoint = two_ranks.call("save", step=1, epoch=1)[0]
+    checkpoint = two_ranks.call("save", step=1, term=1)[0]
     one_rank.start(settings).call("load", path=checkpoint)
     assert largest_difference(one_rank.weights(), trained) == 0.0
     export_checkpoint(checkpoint, tmp_path / "exported")

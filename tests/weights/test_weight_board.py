@@ -1,4 +1,4 @@
-"""The weight board's state machine: epochs, publications, leases and commands."""
+"""The weight board's state machine: terms, publications, leases and commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from actors.weights.board import (
     Publication,
     RendezvousNeeded,
     ReplicasLagging,
-    StaleEpoch,
+    StaleTerm,
     StaleVersion,
     WeightCommandFailed,
     WeightGroup,
@@ -31,8 +31,8 @@ MANIFEST = WeightManifest(names=(), dtypes=(), shapes=(), offsets=(), num_bytes=
 GROUP = WeightGroup(manifest=MANIFEST, checksum="", buffer=None)
 
 
-def publication(epoch: int, version: int) -> Publication:
-    return Publication(epoch=epoch, version=version, groups=(GROUP,))
+def publication(term: int, version: int) -> Publication:
+    return Publication(term=term, version=version, groups=(GROUP,))
 
 
 def poll(
@@ -43,13 +43,13 @@ def poll(
     now: float = 0.0,
     num_workers: int = 1,
 ) -> Publication | Command | None:
-    epoch, version = held or (None, None)
-    board.heartbeat(replica, epoch, version=version, num_workers=num_workers, lease_s=5.0, now=now)
+    term, version = held or (None, None)
+    board.heartbeat(replica, term, version=version, num_workers=num_workers, lease_s=5.0, now=now)
     return board.next_for(replica, now=now)
 
 
-def report(board: Board, replica: str, epoch: int, version: int, *, now: float = 0.0) -> None:
-    board.report(replica, epoch, version=version, check_logprobs=None, now=now)
+def report(board: Board, replica: str, term: int, version: int, *, now: float = 0.0) -> None:
+    board.report(replica, term, version=version, check_logprobs=None, now=now)
 
 
 def test_replica_is_given_the_current_publication_until_it_holds_it() -> None:
@@ -70,7 +70,7 @@ def test_replica_that_joins_late_is_given_the_newest_version_alone() -> None:
     assert poll(board, "late") == publication(1, 2)
 
 
-def test_same_version_of_a_newer_epoch_is_loaded_again() -> None:
+def test_same_version_of_a_newer_term_is_loaded_again() -> None:
     board = Board()
     board.publish(publication(1, 7))
     assert poll(board, "a", (1, 7)) is None
@@ -78,15 +78,15 @@ def test_same_version_of_a_newer_epoch_is_loaded_again() -> None:
     assert poll(board, "a", (1, 7)) == publication(2, 7)
 
 
-def test_newer_epoch_may_go_back_in_versions_and_fences_the_older_one() -> None:
+def test_newer_term_may_go_back_in_versions_and_fences_the_older_one() -> None:
     board = Board()
     board.publish(publication(1, 9))
     board.publish(publication(2, 4))
-    with pytest.raises(StaleEpoch, match="got epoch 1, expected at least 2"):
+    with pytest.raises(StaleTerm, match="got term 1, expected at least 2"):
         board.publish(publication(1, 10))
     with pytest.raises(StaleVersion, match="got policy version 3, expected at least 4"):
         board.publish(publication(2, 3))
-    with pytest.raises(StaleEpoch):
+    with pytest.raises(StaleTerm):
         board.submit(1, CommandKind.INIT)
     assert board.current == publication(2, 4)
 
@@ -98,7 +98,7 @@ def test_current_publication_never_goes_back(attempts: list[tuple[int, int]]) ->
     for attempt in attempts:
         try:
             board.publish(publication(*attempt))
-        except (StaleEpoch, StaleVersion):
+        except (StaleTerm, StaleVersion):
             assert attempt < newest
         else:
             assert attempt >= newest
@@ -198,7 +198,7 @@ def test_version_that_travelled_by_commands_is_not_handed_to_who_lacks_it() -> N
     poll(board, "a")
     board.submit(1, CommandKind.INIT)
     poll(board, "late")
-    board.publish(Publication(epoch=1, version=3))
+    board.publish(Publication(term=1, version=3))
     assert poll(board, "late") is None
     assert "late" in board.laggards()
 
@@ -220,8 +220,8 @@ class FakeReplica:
                 continue
             self.executed.append(work.kind)
             if work.kind is CommandKind.FINISH:
-                self.held = (work.epoch, work.version)
-                await self.board.report.remote(self.name, work.epoch, work.version, None)
+                self.held = (work.term, work.version)
+                await self.board.report.remote(self.name, work.term, work.version, None)
             error = "refused" if work.kind is self.fails_on else None
             await self.board.acknowledge.remote(self.name, work.sequence, error)
 
@@ -245,7 +245,7 @@ async def test_board_client_drives_every_replica_through_vllms_handshake(cluster
     client.version = 5
     await asyncio.to_thread(client.finish_weight_update)
     published = await board.wait_published.remote(5, 2, 10.0)
-    assert (published.epoch, published.version, len(published.replicas)) == (1, 5, 2)
+    assert (published.term, published.version, len(published.replicas)) == (1, 5, 2)
     kinds = [CommandKind.INIT, CommandKind.START, CommandKind.UPDATE, CommandKind.FINISH]
     assert all(replica.executed == kinds for replica in replicas)
     replicas[0].fails_on = CommandKind.START

@@ -178,7 +178,7 @@ class World:
         self.calls.append(f"train {step}")
         return stats(step, num_skipped=int(step == self.skip_at or step >= self.skip_from))
 
-    async def save(self, step: int, *, version: int, epoch: int) -> Path:
+    async def save(self, step: int, *, version: int, term: int) -> Path:
         self.calls.append(f"save {step}")
         return Path(f"dir-{step}")
 

@@ -23,7 +23,7 @@ class Run:
 
     steps: tuple[StepRecord, ...] = ()
     evaluations: tuple[EvaluationRecord, ...] = ()
-    num_epochs: int = 1
+    num_terms: int = 1
 
 
 # What a plausible step knows, where a test looks at the value itself.

@@ -58,10 +58,10 @@ def small_config(directory: Path, built: str | None = None, **sections: dict[str
     return file
 
 
-def write_checkpoint(place: RunDir, step: int, epoch: int = 1) -> Path:
+def write_checkpoint(place: RunDir, step: int, term: int = 1) -> Path:
     """The manifest of a checkpoint without its weights; returns its directory."""
     progress = Progress(
-        step=step, version=step, epoch=epoch, num_updates=step, num_ranks=1, model="/gone"
+        step=step, version=step, term=term, num_updates=step, num_ranks=1, model="/gone"
     )
     directory = place.checkpoints / progress.directory_name
     directory.mkdir(parents=True)

@@ -1,21 +1,42 @@
-"""What `rayloom serve` adds to a run: where the API listens, and who may use it."""
+"""Where the API listens, what it checks by itself, and the bearer key that it asks for.
+
+All that can be refused before anything is started; nothing here imports a web framework or Ray.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
+import os
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from hashlib import sha256
 
-from service.api.key import KEY_VARIABLE, digest_of, take_key
-from service.api.port import HttpSettings
+from actors.algorithm import AlgorithmSettings
 from service.config.file import ConfigError
 from service.config.tree import Config, ServiceSettings
 
+KEY_VARIABLE = "RAYLOOM_API_KEY"
 MIN_KEY_CHARACTERS = 16
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSettings:
+    """What the routes check by themselves."""
+
+    service: ServiceSettings
+    algorithm: AlgorithmSettings
+    environments: tuple[str, ...]
+    """Whose tasks are accepted."""
+    key_digest: str | None = None
+    """SHA-256 of the bearer key, hexadecimal; None: no key is needed."""
+
+
 def checked_service(config: Config, *, is_local: bool) -> tuple[Config, HttpSettings]:
-    """What can be refused before anything is started or imported. Raises: ConfigError."""
+    """The configuration with the port that is listened on, and what the API checks.
+
+    Raises: ConfigError.
+    """
     api = http_settings(config)
     return with_free_port(config, is_local=is_local), api
 
@@ -34,8 +55,9 @@ def with_free_port(config: Config, *, is_local: bool) -> Config:
                 "name one, such as --set service.port=8000"
             )
         return config
+    family = socket.AF_INET6 if ":" in service.host else socket.AF_INET
     try:
-        with socket.socket(_family(service.host)) as probe:
+        with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((service.host, service.port))
             port: int = probe.getsockname()[1]
@@ -79,12 +101,33 @@ def http_settings(config: Config) -> HttpSettings:
     )
 
 
+def take_key() -> str | None:
+    """Remove the key from this process's environment and return it; None where there is none.
+
+    Processes that are started later inherit the environment, and those of a user's environment run
+    code of its own. The bytes are overwritten in place, because Linux shows them in
+    /proc/PID/environ.
+    """
+    key = os.environ.get(KEY_VARIABLE)
+    if key is None:
+        return None
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    if address := libc.getenv(KEY_VARIABLE.encode()):
+        ctypes.memset(address, ord("x"), len(os.fsencode(key)))
+    del os.environ[KEY_VARIABLE]
+    return key
+
+
+def digest_of(key: str) -> str:
+    """SHA-256 of a key, hexadecimal: the key itself is kept nowhere."""
+    return sha256(key.encode()).hexdigest()
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
@@ -92,7 +135,3 @@ def is_loopback(host: str) -> bool:
 def api_address(service: ServiceSettings) -> str:
     host = f"[{service.host}]" if ":" in service.host else service.host
     return f"http://{host}:{service.port}"
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,7 +1,8 @@
-"""What a display remembers of the statuses it was given; pure, and the same for every display.
+"""A run's progress in lines and numbers: one line an event, and what a display accumulates; pure.
 
-Statuses carry only what is new, so this gathers them: rewards for the sparkline, rates over the
-last seconds, and the lines that tell the story. Time is passed in.
+The run's log, the plain display and the live display's last lines all show the lines that
+`step_line` and `evaluation_line` make. A status has only what is new, so `ProgressState` gathers
+the statuses; time is passed in.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service import units
-from service.cli.display.step_line import evaluation_line, step_line
 from service.run.health import Phase, RunStatus
-from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
+from service.telemetry.records import (
+    EvaluationRecord,
+    StageSeconds,
+    StepRecord,
+    evaluation_line,
+    step_line,
+)
 from service.visible import visible_lines
 
 RATE_WINDOW_S = 15.0
@@ -27,19 +33,20 @@ _ENDINGS = frozenset({Phase.RECOVERING, Phase.STOPPING, Phase.FINISHED, Phase.FA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One line of the story. is_notice: something to be seen, not to scroll away unseen."""
+class StoryLine:
+    """One line for one event."""
 
     text: str
     is_notice: bool = False
+    """A fault or a warning, which the live display keeps on the terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """A second, over the last RATE_WINDOW_S; None until two looks are apart."""
+    """A second, over the last RATE_WINDOW_S."""
 
-    rollouts: float | None
-    tokens: float | None
+    rollouts: float
+    tokens: float
 
 
 class ProgressState:
@@ -51,37 +58,33 @@ class ProgressState:
         self.recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self.first_evaluation: EvaluationRecord | None = None
         self.last_evaluation: EvaluationRecord | None = None
+        self.is_reward_scaled = False
         self._rewards: dict[int, float | None] = {}
-        self._is_scaled = False
-        self._looks: deque[tuple[float, int, int]] = deque()
+        # Time, rollouts and tokens of the statuses within RATE_WINDOW_S.
+        self._totals: deque[tuple[float, int, int]] = deque()
 
-    def absorb(self, status: RunStatus, *, now: float) -> list[Line]:
+    def absorb(self, status: RunStatus, *, now: float) -> list[StoryLine]:
         """Take in a status at `now` (unix seconds); returns the new lines of the story."""
         previous, self.status, self.now = self.status, status, now
-        lines: list[Line] = []
+        lines: list[StoryLine] = []
         for record in status.records:
             self._add_step(record)
-            lines.append(Line(text=step_line(record, status.steps)))
+            lines.append(StoryLine(text=step_line(record, status.steps)))
         for evaluation in status.evaluations:
             self.first_evaluation = self.first_evaluation or evaluation
             self.last_evaluation = evaluation
-            lines.append(Line(text=evaluation_line(evaluation)))
-        lines += [Line(text=visible_lines(text), is_notice=True) for text in status.notices]
-        news = _phase_news(previous, status)
-        if news is not None:
+            lines.append(StoryLine(text=evaluation_line(evaluation)))
+        lines += [StoryLine(text=visible_lines(text), is_notice=True) for text in status.notices]
+        if news := _phase_news(previous, status):
             # An ending comes after its last steps, a beginning before its first.
-            news_line = Line(text=visible_lines(news))
-            lines.insert(len(lines) if status.phase in _ENDINGS else 0, news_line)
-        self._look(status, now)
+            index = len(lines) if status.phase in _ENDINGS else 0
+            lines.insert(index, StoryLine(text=visible_lines(news)))
+        self._add_totals(status, now)
         return lines
 
     @property
     def rewards(self) -> Sequence[float | None]:
         return tuple(self._rewards.values())
-
-    @property
-    def is_reward_scaled(self) -> bool:
-        return self._is_scaled
 
     @property
     def last(self) -> StepRecord | None:
@@ -100,16 +103,11 @@ class ProgressState:
         return pace * max(0, self.status.steps - self.status.step)
 
     @property
-    def rates(self) -> Rates:
-        if len(self._looks) < 2:
-            return Rates(rollouts=None, tokens=None)
-        (start, rollouts, tokens), (end, later_rollouts, later_tokens) = (
-            self._looks[0],
-            self._looks[-1],
-        )
-        span = end - start
-        if span <= 0:
-            return Rates(rollouts=None, tokens=None)
+    def rates(self) -> Rates | None:
+        """None until two statuses are apart."""
+        if not self._totals or (span := self._totals[-1][0] - self._totals[0][0]) <= 0:
+            return None
+        (_, rollouts, tokens), (_, later_rollouts, later_tokens) = self._totals[0], self._totals[-1]
         return Rates(
             rollouts=(later_rollouts - rollouts) / span, tokens=(later_tokens - tokens) / span
         )
@@ -117,15 +115,11 @@ class ProgressState:
     @property
     def stages(self) -> StageSeconds | None:
         """Mean seconds of the last SHOWN_STEPS steps, by stage."""
-        shown = list(self.recent)[-SHOWN_STEPS:]
+        shown = [record.stages.by_name() for record in list(self.recent)[-SHOWN_STEPS:]]
         if not shown:
             return None
-        names = shown[0].stages.by_name()
         return StageSeconds(
-            **{
-                name: statistics.fmean(getattr(record.stages, name) for record in shown)
-                for name in names
-            }
+            **{name: statistics.fmean(stages[name] for stages in shown) for name in shown[0]}
         )
 
     def _add_step(self, record: StepRecord) -> None:
@@ -139,14 +133,14 @@ class ProgressState:
         self.recent.append(record)
         value = record.best_known_reward
         self._rewards[record.step] = value if units.is_known(value) else None
-        self._is_scaled = self._is_scaled or record.value("scaled_reward_mean") is not None
+        self.is_reward_scaled |= record.value("scaled_reward_mean") is not None
 
-    def _look(self, status: RunStatus, now: float) -> None:
-        if self._looks and status.rollouts_done < self._looks[-1][1]:
-            self._looks.clear()
-        self._looks.append((now, status.rollouts_done, status.sampled_tokens))
-        while len(self._looks) > 2 and self._looks[0][0] < now - RATE_WINDOW_S:
-            self._looks.popleft()
+    def _add_totals(self, status: RunStatus, now: float) -> None:
+        if self._totals and status.rollouts_done < self._totals[-1][1]:
+            self._totals.clear()
+        self._totals.append((now, status.rollouts_done, status.sampled_tokens))
+        while len(self._totals) > 2 and self._totals[0][0] < now - RATE_WINDOW_S:
+            self._totals.popleft()
 
 
 def _phase_news(previous: RunStatus | None, status: RunStatus) -> str | None:

@@ -1,21 +1,19 @@
-"""A service without its engines and trainer: the real intake, store, recorder and queue state."""
+"""A service without engines and trainer: the real submission queue, store, recorder, window."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from actors.algorithm import AlgorithmSettings
 from actors.metrics import Metrics
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.groups import Group
 from actors.trajectory_queue.messages import QueueCut
 from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, Task
-from service.config.tree import ServiceSettings
-from service.intake.intake import Intake, IntakeSettings
-from service.intake.submission import Wanted
-from service.store.run_store import QUEUE_SNAPSHOT, RunStore
+from service.intake.queue import SubmissionQueue
+from service.intake.submission import RolloutRequest
+from service.store.run_store import RunStore
 from service.telemetry.recorder import RunRecorder
 from worlds.queue_builders import end, finalise_all, make_settings, take_all
 from worlds.record_builders import step_record
@@ -24,13 +22,13 @@ GROUPS_PER_STEP = 2
 TakenStep = tuple[int, list[Group]]
 
 
-def wanted(name: str, *, seed: int = 1, num_samples: int = 2) -> Wanted:
+def request(name: str, *, seed: int = 1, num_samples: int = 2) -> RolloutRequest:
     task = Task(task_id=name, environment="guessing", seed=seed)
-    return Wanted(task=task, num_samples=num_samples)
+    return RolloutRequest(task=task, num_samples=num_samples)
 
 
 @dataclass
-class Desk:
+class Service:
     """One process of a service: `restart` is what a kill -9 and a new start make of it."""
 
     directory: Path
@@ -41,34 +39,35 @@ class Desk:
 
     def __post_init__(self) -> None:
         self.store = RunStore(f"sqlite:///{self.directory / 'run.db'}")
-        settings = IntakeSettings(
-            service=ServiceSettings(max_waiting_tasks=self.capacity),
-            algorithm=AlgorithmSettings(groups_per_step=GROUPS_PER_STEP),
+        self.submissions = SubmissionQueue(
+            self.store,
+            capacity=self.capacity,
+            groups_per_step=GROUPS_PER_STEP,
             policy=OutcomePolicy(),
         )
-        self.intake = Intake(settings, self.store)
-        self.recorder = RunRecorder(self.store, Metrics(), num_steps=100, intake=self.intake)
+        self.recorder = RunRecorder(
+            self.store, Metrics(), num_steps=100, submissions=self.submissions
+        )
 
-    def begin(self) -> Desk:
-        lease = self.store.acquire_lease(holder="desk")
-        self.recorder.begin_epoch(lease)
-        parent = lease.parent
-        snapshot = QUEUE_SNAPSHOT.validate_python(parent.queue_snapshot) if parent else None
-        self.step = parent.step if parent else 0
+    def begin(self) -> Service:
+        lease = self.store.acquire_lease(owner="service")
+        self.recorder.begin_term(lease)
+        snapshot = lease.queue_snapshot
+        self.step = lease.parent.step if lease.parent else 0
         self.queue = QueueState(make_settings(step=GROUPS_PER_STEP, lag=1), snapshot=snapshot)
         if snapshot is not None:
             self.queue.publish(self.step)
-        for group_id in self.intake.groups_to_cancel:
+        for group_id in self.submissions.groups_to_cancel:
             self.queue.cancel_group(group_id)
         return self
 
-    def restart(self) -> Desk:
+    def restart(self) -> Service:
         self.store.close()
-        return Desk(self.directory, capacity=self.capacity).begin()
+        return Service(self.directory, capacity=self.capacity).begin()
 
     async def admit(self) -> list[str]:
         """Give tasks to the group numbers that want one; the tasks' ids."""
-        requests = await self.intake.fill(self.queue.admissible())
+        requests = await self.submissions.fill(self.queue.admissible())
         self.queue.admit(requests)
         self.drain()
         return [request.task.task_id for request in requests]
@@ -107,7 +106,7 @@ class Desk:
             self.drain()
             return is_evicted
 
-        view = await self.intake.cancel(name, evict=evict)
+        view = await self.submissions.cancel(name, evict=evict)
         return None if view is None else view.status.value
 
     def commit(self) -> None:
@@ -124,6 +123,6 @@ class Desk:
         self.recorder.rollouts(drained.summaries)
 
     def status(self, name: str) -> str:
-        view = self.intake.view(name)
+        view = self.submissions.view(name)
         assert view is not None
         return view.status.value

@@ -1,9 +1,9 @@
-"""Words to the terminal that may be gone: losing it never ends a run.
+"""Writing to a terminal that may be gone: losing it never ends a run.
 
-A closed pipe, a terminal that was hung up, a full disk behind a redirection: from the first failed
-write on the stream leads nowhere, so that neither later words nor the interpreter's own flush at
-its end fail again. What a run has to say is in its log too. What a stream's encoding cannot carry
-is no such loss: it is shown as an escape.
+A closed pipe, a closed terminal, a full disk behind a redirection: from the first failed write on
+the stream leads to /dev/null, so that neither later writes nor the interpreter's own flush at its
+end fail again. The run's log has it all. A character that the stream's encoding lacks is no such
+loss: it is shown as an escape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OutletConsole(Console):
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines for the user, control characters as escapes; where nobody hears it is dropped."""
+    """Print lines for the user, control characters as escapes; dropped where the stream is gone."""
     with outlet(sys.__stderr__ if err else sys.__stdout__):
         typer.echo(visible_lines(text), err=err)
 
@@ -63,7 +63,7 @@ def outlet(stream: IO[str] | None) -> Iterator[None]:
 
 
 def _silence(stream: IO[str]) -> None:
-    # No file behind it, or none any more: then there is nothing to flush either.
+    # A stream without a file, or with a closed one, has nothing to flush.
     with suppress(*LOST):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:

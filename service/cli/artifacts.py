@@ -1,0 +1,102 @@
+"""The commands that write files and end: `export` and `tasks`.
+
+Each function returns a sentence on what it wrote. Packages that take seconds to import are
+imported in the functions, so that a refusal comes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from actors.environment.builtin.reasoning_gym_env import generate_tasks
+from actors.environment.registry import UnknownEnvironment, resolve
+from actors.environment.tasks import BadTaskFile, GeneratedTasks, write_tasks
+from actors.trainer.checkpoint import MANIFEST, CheckpointError, read_manifest
+from service.config.file import ConfigError
+from service.launch.resume import newest_usable
+from service.launch.run_dir import RunDir
+from service.store.run_store import RunStore, StoreError
+
+
+def export_checkpoint(source: Path, directory: Path) -> str:
+    """Write a checkpoint, or a run's newest committed one, as a Hugging Face model directory.
+
+    Raises: ConfigError.
+    """
+    checkpoint = _checkpoint_of(source)
+    from actors.trainer import export
+
+    own_model = RunDir(path=checkpoint.parent.parent).tiny_model
+    try:
+        export.export_checkpoint(
+            checkpoint,
+            directory,
+            # The tiny model moves with its run; any other is where the manifest says.
+            model=str(own_model) if (own_model / "config.json").is_file() else None,
+        )
+        manifest = read_manifest(checkpoint)
+    except (CheckpointError, FileExistsError, OSError) as error:
+        raise ConfigError(f"export: {error}") from error
+    return (
+        f"{checkpoint.name}: step {manifest.step}, policy version {manifest.version}, in "
+        f"{directory}"
+    )
+
+
+def _checkpoint_of(source: Path) -> Path:
+    run_dir = RunDir(path=source)
+    if not run_dir.database_file.is_file():
+        is_broken = run_dir.path.is_dir() and run_dir.path.name.startswith("step-")
+        if not is_broken and not (run_dir.path / MANIFEST).is_file():
+            raise ConfigError(
+                f"export: got {source}, but no run or checkpoint lies there; expected a directory "
+                "with rayloom.db, as `rayloom train` makes it, or one of its checkpoints"
+            )
+        return run_dir.path
+    try:
+        store = RunStore(run_dir.database_url)
+        try:
+            newest = newest_usable(run_dir.checkpoints, store.checkpoints())
+        finally:
+            store.close()
+    except StoreError as error:
+        raise ConfigError(f"export: {error}") from error
+    if newest is None:
+        raise ConfigError(
+            f"export: the run in {source} has no committed checkpoint yet; expected at least one; "
+            "let it reach run.checkpoint_every steps"
+        )
+    return run_dir.checkpoints / newest.directory
+
+
+def write_reasoning_gym(
+    family: str, out: Path, *, count: int, seed: int, options: Sequence[str]
+) -> str:
+    """Write tasks of a reasoning-gym family. Raises: ConfigError."""
+    try:
+        tasks = generate_tasks(family, count, seed=seed, options=dict(map(_option, options)))
+        write_tasks(out, tasks)
+    except (BadTaskFile, ImportError, ValueError, TypeError) as error:
+        raise ConfigError(f"tasks reasoning-gym: {error}") from error
+    return f"{count} tasks of {family} in {out}"
+
+
+def write_generated(environment: str, out: Path, *, count: int, seed: int) -> str:
+    """Write generated tasks of an environment. Raises: ConfigError."""
+    try:
+        resolve(environment, {})
+        source = GeneratedTasks(environment, run_seed=seed)
+        write_tasks(out, [source.task(index) for index in range(count)])
+    except (BadTaskFile, UnknownEnvironment, ValueError) as error:
+        raise ConfigError(f"tasks generate: {error}") from error
+    return f"{count} tasks of {environment} in {out}"
+
+
+def _option(text: str) -> tuple[str, object]:
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise ConfigError(f"--option {text!r}: expected KEY=VALUE")
+    return key, yaml.safe_load(value)

@@ -1,0 +1,193 @@
+"""Accepted submissions, their backlog, and where each rollout stands: one pure state machine.
+
+Invariants: a submission is in the backlog, or bound to one group, or cancelled; positions only
+grow; a group number whose group was evicted whole is filled with the next submission of the
+backlog, never with the same one again. Rebuilt from the store at the start of each term, then
+updated with what the queue reports.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from actors.outcomes import Disposition, OutcomePolicy
+from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
+from actors.types import Outcome
+from service.intake.submission import (
+    RolloutResult,
+    RolloutView,
+    Status,
+    StoredSubmissions,
+    Submission,
+    SubmissionView,
+)
+
+_ADMITTED = LedgerEventKind.ADMITTED
+
+
+@dataclass(slots=True)
+class _Entry:
+    submission: Submission
+    group_id: str | None = None
+    is_cancelled: bool = False
+    results: dict[int, RolloutResult] = field(default_factory=dict)
+    # How the rollouts left that have left the ledger.
+    exits: dict[int, LedgerEvent] = field(default_factory=dict)
+
+
+class SubmissionTable:
+    """Called by the submission queue alone, from one thread."""
+
+    def __init__(self, policy: OutcomePolicy) -> None:
+        """policy: says which attempts are repeated or dropped, and so do not count."""
+        self._policy = policy
+        self._entries: dict[str, _Entry] = {}
+        self._by_group: dict[str, _Entry] = {}
+        # Ascending by position.
+        self._backlog: list[Submission] = []
+
+    def __contains__(self, submission_id: str) -> bool:
+        return submission_id in self._entries
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._backlog)
+
+    def content_of(self, submission_id: str) -> str:
+        return self._entries[submission_id].submission.request.content
+
+    def accept(self, submission: Submission) -> None:
+        """Put a stored submission into the backlog; a cancelled one is only remembered."""
+        entry = _Entry(submission, is_cancelled=submission.is_cancelled)
+        self._entries[submission.request.id] = entry
+        if not submission.is_cancelled:
+            insort(self._backlog, submission, key=_position)
+
+    def next_waiting(self, count: int) -> list[Submission]:
+        """The first `count` of the backlog; they stay in it until they are bound."""
+        return self._backlog[:count]
+
+    def bind(self, submission_id: str, group_id: str) -> None:
+        """Its rollouts are those of this group from here on."""
+        entry = self._entries[submission_id]
+        assert entry.group_id is None, submission_id
+        entry.group_id = group_id
+        self._by_group[group_id] = entry
+        self._leave_backlog(entry)
+
+    def group_of(self, submission_id: str) -> str | None:
+        """The group of a submission, None while it waits."""
+        return self._entries[submission_id].group_id
+
+    def cancel(self, submission_id: str) -> None:
+        entry = self._entries[submission_id]
+        entry.is_cancelled = True
+        self._leave_backlog(entry)
+
+    def cancelled_groups(self) -> list[str]:
+        """Groups of cancelled submissions of which a rollout has not left."""
+        return [
+            group_id
+            for group_id, entry in self._by_group.items()
+            if entry.is_cancelled and len(entry.exits) < entry.submission.request.num_samples
+        ]
+
+    def note_results(self, results: Iterable[RolloutResult]) -> None:
+        """Attempts that ended; the newest of a rollout counts."""
+        for result in results:
+            entry, index = self._find(result.rollout_id)
+            if entry is not None:
+                entry.results[index] = result
+
+    def note_events(self, events: Iterable[LedgerEvent]) -> None:
+        """The ledger's events; rollouts that no client submitted are skipped."""
+        for event in events:
+            entry, index = self._find(event.rollout_id)
+            if entry is not None and event.kind is not _ADMITTED:
+                entry.exits[index] = event
+
+    def view(self, submission_id: str) -> SubmissionView:
+        entry = self._entries[submission_id]
+        submission = entry.submission
+        num_samples = submission.request.num_samples
+        rollouts = tuple(self._rollout_view(entry, index) for index in range(num_samples))
+        status = _overall(rollouts, is_cancelled=entry.is_cancelled)
+        return SubmissionView(
+            id=submission_id,
+            position=submission.position,
+            status=status,
+            num_ahead=self._num_ahead(submission) if status is Status.QUEUED else 0,
+            rollouts=rollouts,
+        )
+
+    def _rollout_view(self, entry: _Entry, index: int) -> RolloutView:
+        event, result = entry.exits.get(index), entry.results.get(index)
+        if event is not None:
+            is_trained = event.kind is LedgerEventKind.TRAINED
+            return RolloutView(
+                index=index,
+                status=Status.TRAINED if is_trained else Status.EVICTED,
+                result=result,
+                step=event.step,
+                reason=event.reason,
+            )
+        if entry.group_id is None:
+            status = Status.CANCELLED if entry.is_cancelled else Status.QUEUED
+            return RolloutView(index=index, status=status)
+        if result is None or not self._counts(result):
+            return RolloutView(index=index, status=Status.RUNNING)
+        return RolloutView(index=index, status=Status.FINISHED, result=result)
+
+    def _counts(self, result: RolloutResult) -> bool:
+        """Whether the attempt was the last: what is dropped is repeated, or leaves at once."""
+        return self._policy.disposition(Outcome(result.outcome)) is not Disposition.DROP
+
+    def _find(self, rollout_id: str) -> tuple[_Entry | None, int]:
+        group_id, _, member = rollout_id.rpartition("-")
+        return self._by_group.get(group_id), int(member)
+
+    def _num_ahead(self, submission: Submission) -> int:
+        return bisect_left(self._backlog, submission.position, key=_position)
+
+    def _leave_backlog(self, entry: _Entry) -> None:
+        index = self._num_ahead(entry.submission)
+        if self._backlog[index : index + 1] == [entry.submission]:
+            del self._backlog[index]
+
+
+def rebuild(policy: OutcomePolicy, stored: StoredSubmissions) -> SubmissionTable:
+    """The table of a run that starts again.
+
+    A binding without an admitted rollout is void: its submission is in the backlog again, at its
+    old position. What had not left the ledger is played again, so that its results so far are void
+    as well.
+    """
+    table = SubmissionTable(policy)
+    for submission in stored.submissions:
+        table.accept(submission)
+    admitted = {event.rollout_id for event in stored.events if event.kind is _ADMITTED}
+    left = {event.rollout_id for event in stored.events if event.kind is not _ADMITTED}
+    groups = {rollout_id.rpartition("-")[0] for rollout_id in admitted}
+    for group_id, submission_id in stored.bindings.items():
+        if group_id in groups:
+            table.bind(submission_id, group_id)
+    table.note_results(result for result in stored.results if result.rollout_id in left)
+    table.note_events(stored.events)
+    return table
+
+
+def _position(submission: Submission) -> int:
+    return submission.position
+
+
+def _overall(rollouts: Sequence[RolloutView], *, is_cancelled: bool) -> Status:
+    found = {item.status for item in rollouts}
+    # A step that had it when the queue was lost may have trained it all the same.
+    if is_cancelled and Status.TRAINED not in found:
+        return Status.CANCELLED
+    for status in (Status.QUEUED, Status.RUNNING, Status.FINISHED, Status.TRAINED):
+        if status in found:
+            return status
+    return Status.EVICTED

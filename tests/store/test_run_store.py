@@ -1,0 +1,181 @@
+"""The durable store: leases fence, a checkpoint commits with its ledger, lineage survives."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import update
+from worlds.record_builders import evaluation_record, step_record
+from worlds.store_builders import commit, queue_snapshot
+
+from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
+from service.store import tables
+from service.store.lineage import read_history
+from service.store.run_store import LeaseLost, ReadOnlyStore, RunStore, StoreError
+
+
+def open_store(directory: Path) -> RunStore:
+    return RunStore(f"sqlite:///{directory / 'run.db'}")
+
+
+def event(
+    seq: int, rollout_id: str, kind: str = "admitted", step: int | None = None
+) -> LedgerEvent:
+    return LedgerEvent(seq=seq, rollout_id=rollout_id, kind=LedgerEventKind(kind), step=step)
+
+
+def test_the_first_lease_has_no_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    lease = open_store(tmp_path).acquire_lease(owner="a")
+    assert (lease.term, lease.parent) == (1, None)
+
+
+def test_an_older_term_can_write_nothing(tmp_path: Path) -> None:
+    old, new = open_store(tmp_path), open_store(tmp_path)
+    first = old.acquire_lease(owner="old")
+    old.add_step(step_record(1), term=first.term, new_events=[event(0, "a")])
+    new.acquire_lease(owner="new")
+    with pytest.raises(LeaseLost, match=r"term 1 .* term 2"):
+        old.add_step(step_record(2), term=first.term, new_events=[event(1, "b")])
+    with pytest.raises(LeaseLost):
+        commit(old, term=first.term, step=2, last_event_seq=1)
+    with pytest.raises(LeaseLost):
+        old.add_evaluation(evaluation_record(1), term=first.term)
+    with pytest.raises(LeaseLost):
+        old.check_lease(first.term)
+    assert new.checkpoints() == []
+
+
+def test_records_come_back_as_they_were_and_nan_as_unknown(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    term = store.acquire_lease(owner="a").term
+    evaluation = replace(evaluation_record(1), scaled_reward_mean=None)
+    store.add_step(step_record(1, mismatch_k3_mean=math.nan), term=term, new_events=[])
+    store.add_evaluation(evaluation, term=term)
+    history = read_history(store)
+    assert history.steps == (step_record(1, mismatch_k3_mean=None),)
+    assert history.evaluations == (evaluation,)
+
+
+def test_what_came_after_the_checkpoint_of_a_dead_term_is_superseded(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    first = store.acquire_lease(owner="a").term
+    store.add_step(step_record(1), term=first, new_events=[event(0, "r0"), event(1, "r1")])
+    store.add_step(step_record(2), term=first, new_events=[event(2, "r0", "trained", 2)])
+    commit(store, term=first, step=2, last_event_seq=2)
+    store.add_step(
+        step_record(3, reward_mean=0.1), term=first, new_events=[event(3, "r1", "trained", 3)]
+    )
+
+    second = store.acquire_lease(owner="b")
+    assert second.parent is not None and second.parent.step == 2
+    store.add_step(
+        step_record(3, reward_mean=0.9),
+        term=second.term,
+        new_events=[event(3, "r1", "trained", 3)],
+    )
+    history = read_history(store)
+    assert [(step.step, step.value("reward_mean")) for step in history.steps] == [
+        (1, 0.5),
+        (2, 0.5),
+        (3, 0.9),
+    ]
+    assert [item.seq for item in history.events] == [0, 1, 2, 3]
+    trained = [item.rollout_id for item in history.events if item.kind == "trained"]
+    assert trained == ["r0", "r1"]
+
+
+def test_lineage_runs_through_several_terms(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for term in (1, 2, 3):
+        lease = store.acquire_lease(owner="x")
+        start = lease.parent.step if lease.parent else 0
+        for step in (start + 1, start + 2):
+            store.add_step(step_record(step), term=term, new_events=[])
+        commit(store, term=term, step=start + 1, last_event_seq=-1)
+    assert [step.step for step in read_history(store).steps] == [1, 2, 3, 4]
+    assert read_history(store).num_terms == 3
+
+
+def test_a_term_that_died_before_its_first_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    first = store.acquire_lease(owner="a").term
+    store.add_step(step_record(1), term=first, new_events=[event(0, "r0")])
+    assert store.acquire_lease(owner="b").parent is None
+    assert read_history(store).steps == ()
+
+
+def test_checkpoints_come_newest_first_and_once_by_name(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    term = store.acquire_lease(owner="a").term
+    for step in (1, 2, 3, 3):
+        commit(store, term=term, step=step)
+    assert [item.directory for item in store.checkpoints()] == ["1-3", "1-2", "1-1"]
+    lease = store.acquire_lease(owner="b", passed_over={"1-3"})
+    assert lease.parent is not None and lease.parent.directory == "1-2"
+
+
+def test_what_was_committed_after_the_checkpoint_returned_to_leaves_the_lineage(
+    tmp_path: Path,
+) -> None:
+    store = open_store(tmp_path)
+    first = store.acquire_lease(owner="a").term
+    for step in (1, 2, 3):
+        trained = event(step, f"r{step}", "trained", step)
+        store.add_step(step_record(step, reward_mean=0.1), term=first, new_events=[trained])
+        commit(store, term=first, step=step, last_event_seq=step)
+    second = store.acquire_lease(owner="b", passed_over={"1-3", "1-2"})
+    assert second.parent is not None and second.queue_snapshot == queue_snapshot(1)
+    history = read_history(store)
+    assert [step.step for step in history.steps] == [1]
+    assert [item.rollout_id for item in history.events] == ["r1"]
+    assert [item.directory for item in store.checkpoints()] == ["1-3", "1-2", "1-1"]
+    again = step_record(2, reward_mean=0.9)
+    store.add_step(again, term=second.term, new_events=[event(2, "r2", "trained", 2)])
+    commit(store, term=second.term, step=2, last_event_seq=2)
+    assert [item.directory for item in store.checkpoints()] == ["2-2", "1-1"]
+    assert [step.value("reward_mean") for step in read_history(store).steps] == [0.1, 0.9]
+    assert [item.rollout_id for item in read_history(store).events] == ["r1", "r2"]
+
+
+def test_a_run_whose_every_checkpoint_is_unusable_does_not_start_afresh(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    commit(store, term=store.acquire_lease(owner="a").term, step=1, last_event_seq=-1)
+    with pytest.raises(StoreError, match="none of the run's 1 checkpoints can be used"):
+        store.acquire_lease(owner="b", passed_over={"1-1"})
+    assert store.newest_term() == 1
+
+
+def test_what_is_no_database_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run.db").write_bytes(b"SQLite format 3\0" + b"\1" * 5000)
+    with pytest.raises(StoreError, match=r"run\.db cannot be opened \("):
+        open_store(tmp_path)
+
+
+def test_a_run_of_another_format_is_refused_by_whoever_opens_it(tmp_path: Path) -> None:
+    old, newer = tmp_path / "old", tmp_path / "newer"
+    for directory in (old, newer):
+        directory.mkdir()
+    # As the versions before the number had it.
+    with closing(sqlite3.connect(old / "run.db")) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("CREATE TABLE leases (epoch INTEGER PRIMARY KEY, holder VARCHAR)")
+    store = open_store(newer)
+    with store.fenced(store.acquire_lease(owner="a").term) as fenced:
+        fenced.execute(update(tables.formats).values(number=tables.FORMAT + 1))
+    store.close()
+    for directory, number in ((old, 1), (newer, tables.FORMAT + 1)):
+        words = (
+            f"the run in {directory} was written in format {number}, this Rayloom reads format "
+            f"{tables.FORMAT}; finish it with the version that began it, or start a new run"
+        )
+        before = (directory / "run.db").read_bytes()
+        for opening in (lambda path: RunStore(f"sqlite:///{path}"), ReadOnlyStore):
+            with pytest.raises(StoreError) as refused:
+                opening(directory / "run.db")
+            assert str(refused.value) == words
+        assert (directory / "run.db").read_bytes() == before
