@@ -162,7 +162,8 @@ class Sample:
     """One row of training data: turns that each extend the one before. Its arrays are read-only.
 
     Example: prompts [10,20,30] and [10,20,30,40,50,60,70], actions [40,50] and [80,90] give the ids
-    [10,20,30,40,50,60,70,80,90] with the mask [0,0,0,1,1,0,0,1,1].
+    [10,20,30,40,50,60,70,80,90] with the mask [0,0,0,1,1,0,0,1,1]. An observation may stand behind
+    the last turn, where a critic reads the value of what was cut off.
     """
 
     trajectory_id: str

@@ -239,6 +239,7 @@ class EnvironmentActor:
                 renderer=self._renderer,
                 settings=rollouts,
                 max_context_tokens=self._settings.max_context_tokens,
+                keeps_last_observation=self._settings.keeps_last_observation,
             )
         except Exception as error:
             # The outermost frame of an episode: an error of ours must cost one rollout, not a slot.

@@ -43,7 +43,10 @@ class _Recorded(NamedTuple):
 
 @dataclass(slots=True)
 class _OpenSample:
-    """Its ids are those of its newest turn: prompt, then sampled. last_id: the last of them."""
+    """Its ids are those of its newest turn: prompt, then sampled. last_id: the last of them.
+
+    observed: what came behind them in an episode that went no further.
+    """
 
     parent: int | None
     num_shared: int
@@ -52,6 +55,7 @@ class _OpenSample:
     sampled: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     length: int = 0
     last_id: int = -1
+    observed: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     turns: list[TurnSpan] = field(default_factory=list)
     recorded: list[_Recorded] = field(default_factory=list)
 
@@ -124,6 +128,16 @@ class SampleBuilder:
             turns[-1], reward=reward, reward_components=components, is_malformed=is_malformed
         )
 
+    def observe(self, prompt: TokenIds) -> None:
+        """Keep what the environment answered to the last turn of an episode that goes no further.
+
+        Args: prompt: that of the turn that is not to come. Where it extends the last turn's sample,
+        its new tokens are the sample's end, with mask 0; else nothing is kept.
+        """
+        newest = self._newest
+        if newest is not None and newest.begins(prompt):
+            newest.observed = prompt[newest.length :]
+
     def samples(self) -> tuple[Sample, ...]:
         """The samples of all turns so far, in the order in which they began."""
         has_rewards = any(
@@ -184,10 +198,11 @@ class SampleBuilder:
         return nearest, most
 
     def _sample(self, sample: _OpenSample, *, has_rewards: bool) -> Sample:
-        token_ids = np.concatenate([sample.prompt, sample.sampled])
-        logprobs = np.zeros(sample.length, np.float32)
-        versions = np.full(sample.length, NO_VERSION, np.int32)
-        rewards = np.zeros(sample.length, np.float32) if has_rewards else None
+        token_ids = np.concatenate([sample.prompt, sample.sampled, sample.observed])
+        num_tokens = token_ids.shape[0]
+        logprobs = np.zeros(num_tokens, np.float32)
+        versions = np.full(num_tokens, NO_VERSION, np.int32)
+        rewards = np.zeros(num_tokens, np.float32) if has_rewards else None
         for turn, recorded in zip(sample.turns, sample.recorded, strict=True):
             start, end = turn.start, turn.end
             logprobs[start:end] = recorded.logprobs

@@ -52,6 +52,8 @@ class EnvironmentActorSettings:
     """The options of each environment that the actor can play, by its registered name."""
     max_context_tokens: int
     """Prompt and reply together, as the engine allows."""
+    keeps_last_observation: bool = False
+    """As `play_episode`: on where a critic bootstraps what was cut off."""
     poll_s: float = 1.0
     """How long one request for assignments may wait in the queue."""
     tick_s: float = 0.02
