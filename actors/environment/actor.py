@@ -146,7 +146,7 @@ class EnvironmentActor:
         self._counts["evaluated"] += len(plays)
         return [
             summarize(
-                _unplayed(assignment, Outcome.CANCELLED, detail="the actor was stopped")
+                Trajectory.of(assignment, Outcome.CANCELLED, detail="the actor was stopped")
                 if play.cancelled()
                 else play.result(),
                 num_bytes=0,
@@ -214,7 +214,9 @@ class EnvironmentActor:
         self._episodes.discard(task)
         # A task that is cancelled before its first step never runs at all.
         if task.cancelled():
-            self._keep(_unplayed(assignment, Outcome.CANCELLED, detail="cancelled before it began"))
+            self._keep(
+                Trajectory.of(assignment, Outcome.CANCELLED, detail="cancelled before it began")
+            )
 
     def _keep(self, trajectory: Trajectory) -> None:
         self._outcomes[trajectory.outcome] += 1
@@ -244,7 +246,7 @@ class EnvironmentActor:
         except Exception as error:
             # The outermost frame of an episode: an error of ours must cost one rollout, not a slot.
             logger.exception("rollout %s: the turn loop raised", assignment.rollout_id)
-            return _unplayed(assignment, Outcome.INFRASTRUCTURE_ERROR, detail=describe(error))
+            return Trajectory.of(assignment, Outcome.INFRASTRUCTURE_ERROR, detail=describe(error))
 
     def _maker(self, name: str) -> Callable[[], Environment]:
         def refuse() -> Environment:
@@ -328,18 +330,4 @@ def _evaluation(task: Task) -> RolloutAssignment:
     rollout_id = f"evaluation-{task.task_id}"
     return RolloutAssignment(
         rollout_id=rollout_id, group_id=rollout_id, group_number=-1, attempt=0, task=task
-    )
-
-
-def _unplayed(assignment: RolloutAssignment, outcome: Outcome, *, detail: str) -> Trajectory:
-    return Trajectory(
-        rollout_id=assignment.rollout_id,
-        group_id=assignment.group_id,
-        group_number=assignment.group_number,
-        attempt=assignment.attempt,
-        task_id=assignment.task.task_id,
-        environment=assignment.task.environment,
-        samples=(),
-        outcome=outcome,
-        detail=detail,
     )

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 
 from actors.environment.protocol import (
@@ -162,16 +163,9 @@ class _Episode:
             history.extend(result.messages)
 
     def trajectory(self, end: _Ended) -> Trajectory:
-        assignment = self._assignment
-        return Trajectory(
-            rollout_id=assignment.rollout_id,
-            group_id=assignment.group_id,
-            group_number=assignment.group_number,
-            attempt=assignment.attempt,
-            task_id=assignment.task.task_id,
-            environment=assignment.task.environment,
+        return replace(
+            Trajectory.of(self._assignment, end.outcome, detail=end.detail),
             samples=self._samples.samples(),
-            outcome=end.outcome,
             best_return=self._best_return,
             num_inserted_tokens=self._num_inserted,
             render_breaks=dict(self._breaks),
@@ -180,7 +174,6 @@ class _Episode:
                 environment_s=self._environment_s,
                 wall_s=time.monotonic() - self._started,
             ),
-            detail=end.detail,
         )
 
     async def close(self) -> None:
