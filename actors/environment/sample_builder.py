@@ -1,11 +1,13 @@
 """Builds the samples of one trajectory while it is played: what a turn loop appends to.
 
-Two ways in. `append` takes a turn that goes on from the last one, as a turn loop knows it: nothing
-is compared. `add` takes a turn of which nobody says what it extends, and compares its prompt with
-every open sample. Both give the samples of the rule, `actors.merge.prefix.merge_turns`; a property
-test holds them to it. Of each open sample the builder keeps the newest prompt and reply, which are
-all its ids, so that an episode's memory does not grow with its turns times their length. Called by
-the turn loop.
+The rule: a turn extends a sample when the sample's ids are an exact prefix of its prompt; what lies
+between is observation, mask 0. All samples stay open; the longest match wins, the newest among
+equals. Two ways in. `append` takes a turn that goes on from the last one, as a turn loop knows it:
+nothing is compared. `add` takes a turn of which nobody says what it extends, and compares its
+prompt with every open sample. A property test holds both to the rule in plain loops
+(`benchmarks.merge_rule`). Of each open sample the builder keeps the newest prompt and reply, which
+are all its ids, so that an episode's memory does not grow with its turns times their length. Called
+by the turn loop.
 """
 
 from __future__ import annotations
