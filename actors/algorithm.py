@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from actors.limits import STRICT, Fraction, ModelName, Natural, Positive
-from actors.merge.advantages import Baseline, CriticSettings, Scale
+from actors.merge.advantages import Baseline, CriticSettings, Scale, Truncation
 from actors.merge.shaping import RewardSettings
 from actors.trainer.loss.settings import LossSettings
 
@@ -56,6 +56,11 @@ class AlgorithmSettings:
     @property
     def has_critic(self) -> bool:
         return self.baseline is Baseline.CRITIC
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether the end of what was cut off is worth what a critic says of it."""
+        return self.has_critic and self.critic.truncation is Truncation.BOOTSTRAP
 
     @property
     def has_group_baseline(self) -> bool:

@@ -210,6 +210,10 @@ STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
         "rayloom_zero_variance_groups",
         "Groups whose returns were all equal.",
     ),
+    "num_negative_return_groups": (
+        "rayloom_negative_return_groups",
+        "Groups that had advantage 0 under scale mean for a negative return.",
+    ),
 }
 
 

@@ -7,7 +7,7 @@ was sent to the engine and what came back, never text. Words and rules follow do
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any
@@ -162,7 +162,8 @@ class Sample:
     """One row of training data: turns that each extend the one before. Its arrays are read-only.
 
     Example: prompts [10,20,30] and [10,20,30,40,50,60,70], actions [40,50] and [80,90] give the ids
-    [10,20,30,40,50,60,70,80,90] with the mask [0,0,0,1,1,0,0,1,1].
+    [10,20,30,40,50,60,70,80,90] with the mask [0,0,0,1,1,0,0,1,1]. An observation may stand behind
+    the last turn, where a critic reads the value of what was cut off.
     """
 
     trajectory_id: str
@@ -250,8 +251,8 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """One attempt of one rollout: its samples, rewards and outcome."""
+class Attempt:
+    """What an attempt of a rollout was and how it ended: a trajectory without its samples."""
 
     rollout_id: str
     group_id: str
@@ -259,8 +260,6 @@ class Trajectory:
     attempt: int
     task_id: str
     environment: str
-    samples: tuple[Sample, ...]
-    """In the order in which they began; every turn is in exactly one. None without turns."""
     outcome: Outcome
     best_return: float | None = None
     """The return of best possible play, where the environment knows it."""
@@ -274,6 +273,28 @@ class Trajectory:
     @property
     def trajectory_id(self) -> str:
         return f"{self.rollout_id}.a{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory(Attempt):
+    """One attempt of one rollout: its samples, rewards and outcome."""
+
+    samples: tuple[Sample, ...] = ()
+    """In the order in which they began; every turn is in exactly one. None without turns."""
+
+    @classmethod
+    def of(cls, assignment: RolloutAssignment, outcome: Outcome, *, detail: str) -> Trajectory:
+        """The trajectory of an assignment of which nothing was played."""
+        return cls(
+            rollout_id=assignment.rollout_id,
+            group_id=assignment.group_id,
+            group_number=assignment.group_number,
+            attempt=assignment.attempt,
+            task_id=assignment.task.task_id,
+            environment=assignment.task.environment,
+            outcome=outcome,
+            detail=detail,
+        )
 
     @property
     def turns(self) -> tuple[TurnSpan, ...]:
@@ -330,28 +351,15 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectorySummary:
+class TrajectorySummary(Attempt):
     """What travels through the queue actor beside the reference: metadata, never tokens."""
 
-    rollout_id: str
-    group_id: str
-    group_number: int
-    attempt: int
-    task_id: str
-    environment: str
-    outcome: Outcome
     episode_return: float
-    best_return: float | None
     num_turns: int
     num_sampled: int
-    num_malformed_turns: int
     oldest_version: int | None
     newest_version: int | None
     num_bytes: int
-    timings: Timings
-    num_inserted_tokens: int = 0
-    render_breaks: Mapping[str, int] = field(default_factory=dict)
-    detail: str = ""
     is_graded: bool = True
 
     @property
@@ -364,24 +372,12 @@ def summarize(trajectory: Trajectory, *, num_bytes: int) -> TrajectorySummary:
     """Describe a trajectory for the queue. num_bytes: size of its payload, bytes."""
     versions = trajectory.versions
     return TrajectorySummary(
-        rollout_id=trajectory.rollout_id,
-        group_id=trajectory.group_id,
-        group_number=trajectory.group_number,
-        attempt=trajectory.attempt,
-        task_id=trajectory.task_id,
-        environment=trajectory.environment,
-        outcome=trajectory.outcome,
+        **{each.name: getattr(trajectory, each.name) for each in fields(Attempt)},
         episode_return=trajectory.episode_return,
-        best_return=trajectory.best_return,
         num_turns=len(trajectory.turns),
         num_sampled=trajectory.num_sampled,
-        num_malformed_turns=trajectory.num_malformed_turns,
         oldest_version=versions[0] if versions else None,
         newest_version=versions[1] if versions else None,
         num_bytes=num_bytes,
-        timings=trajectory.timings,
-        num_inserted_tokens=trajectory.num_inserted_tokens,
-        render_breaks=trajectory.render_breaks,
-        detail=trajectory.detail,
         is_graded=trajectory.is_graded,
     )

@@ -104,8 +104,8 @@ import numpy as np
 from actors.algorithm import AlgorithmSettings
 from actors.merge.settings import StepSettings
 from actors.trainer.settings import TrainerSettings
+from actors.environment.sample_builder import build_samples
 from actors.merge.groups import TrajectoryGroup, classify_groups
-from actors.merge.prefix import merge_turns
 from actors.merge.step import build_step
 from actors.types import FinishReason, Outcome, Trajectory, Turn, VersionSpan
 
@@ -120,7 +120,8 @@ def trajectory(member, reward):
     )
     return Trajectory(
         rollout_id=f"g-{member}", group_id="g", group_number=0, attempt=0, task_id="t",
-        environment="e", samples=merge_turns([turn]), outcome=Outcome.COMPLETED,
+        environment="e", outcome=Outcome.COMPLETED,
+        samples=build_samples([turn], trajectory_id="t"),
     )
 
 group = TrajectoryGroup(group_id="g", trajectories=(trajectory(0, 1.0), trajectory(1, 0.0)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,9 +21,9 @@ from actors.deadline import is_set_within, retry, within
 from actors.environment.protocol import Environment
 from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.rendering import ChatRenderer, load_tokenizer
-from actors.environment.settings import EnvironmentActorSettings, EnvironmentActorStatus
+from actors.environment.settings import EnvironmentActorSettings
 from actors.environment.turn_loop import play_episode
-from actors.environment.user_code import describe, num_abandoned
+from actors.environment.user_code import describe
 from actors.policy import PolicyClient
 from actors.trajectory_queue.codec import encode
 from actors.types import (
@@ -83,9 +82,6 @@ class EnvironmentActor:
         # One waiter each: an event that two loops clear can lose a wake-up.
         self._has_free_slots = asyncio.Event()
         self._has_finished = asyncio.Event()
-        self._counts: Counter[str] = Counter()
-        self._outcomes: Counter[Outcome] = Counter()
-        self._breaks: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Take, play and hand over until `stop`.
@@ -143,36 +139,15 @@ class EnvironmentActor:
             self._evaluations.difference_update(plays)
             for play in plays:
                 play.cancel()
-        self._counts["evaluated"] += len(plays)
         return [
             summarize(
-                _unplayed(assignment, Outcome.CANCELLED, detail="the actor was stopped")
+                Trajectory.of(assignment, Outcome.CANCELLED, detail="the actor was stopped")
                 if play.cancelled()
                 else play.result(),
                 num_bytes=0,
             )
             for assignment, play in zip(assignments, plays, strict=True)
         ]
-
-    async def status(self) -> EnvironmentActorStatus:
-        """Counts for the supervisor's metrics, and a sign of life."""
-        return EnvironmentActorStatus(
-            actor_id=self._actor_id,
-            slots=self._settings.rollouts.slots_per_actor,
-            is_running=self._is_running,
-            num_running=len(self._episodes),
-            num_unsent=len(self._finished) + self._num_sending,
-            num_stuck=num_abandoned(),
-            num_taken=self._counts["taken"],
-            num_sent=self._counts["sent"],
-            num_refused=self._counts["refused"],
-            num_evaluated=self._counts["evaluated"],
-            num_turns=self._counts["turns"],
-            num_sampled=self._counts["sampled"],
-            num_inserted_tokens=self._counts["inserted"],
-            outcomes=dict(self._outcomes),
-            render_breaks=dict(self._breaks),
-        )
 
     # -- taking and playing ------------------------------------------------------------------
 
@@ -184,7 +159,6 @@ class EnvironmentActor:
                     await self._wait_for(self._has_free_slots)
                     continue
                 for assignment in await self._take(free):
-                    self._counts["taken"] += 1
                     task = asyncio.create_task(self._play(assignment))
                     self._episodes.add(task)
                     task.add_done_callback(partial(self._on_end, assignment))
@@ -214,14 +188,11 @@ class EnvironmentActor:
         self._episodes.discard(task)
         # A task that is cancelled before its first step never runs at all.
         if task.cancelled():
-            self._keep(_unplayed(assignment, Outcome.CANCELLED, detail="cancelled before it began"))
+            self._keep(
+                Trajectory.of(assignment, Outcome.CANCELLED, detail="cancelled before it began")
+            )
 
     def _keep(self, trajectory: Trajectory) -> None:
-        self._outcomes[trajectory.outcome] += 1
-        self._breaks.update(trajectory.render_breaks)
-        self._counts["turns"] += len(trajectory.turns)
-        self._counts["sampled"] += trajectory.num_sampled
-        self._counts["inserted"] += trajectory.num_inserted_tokens
         self._finished.append(trajectory)
         self._has_finished.set()
 
@@ -239,11 +210,12 @@ class EnvironmentActor:
                 renderer=self._renderer,
                 settings=rollouts,
                 max_context_tokens=self._settings.max_context_tokens,
+                keeps_last_observation=self._settings.keeps_last_observation,
             )
         except Exception as error:
             # The outermost frame of an episode: an error of ours must cost one rollout, not a slot.
             logger.exception("rollout %s: the turn loop raised", assignment.rollout_id)
-            return _unplayed(assignment, Outcome.INFRASTRUCTURE_ERROR, detail=describe(error))
+            return Trajectory.of(assignment, Outcome.INFRASTRUCTURE_ERROR, detail=describe(error))
 
     def _maker(self, name: str) -> Callable[[], Environment]:
         def refuse() -> Environment:
@@ -284,13 +256,11 @@ class EnvironmentActor:
             block = self._finished[: self._settings.max_block]
             del self._finished[: len(block)]
             self._num_sending = len(block)
-            taken = await self._send(block)
+            await self._send(block)
             self._num_sending = 0
-            self._counts["sent"] += sum(taken)
-            self._counts["refused"] += len(taken) - sum(taken)
             self._has_free_slots.set()
 
-    async def _send(self, block: Sequence[Trajectory]) -> list[bool]:
+    async def _send(self, block: Sequence[Trajectory]) -> None:
         encoded = encode(block)
         summaries = [
             summarize(trajectory, num_bytes=encoded.row_num_bytes(row))
@@ -298,18 +268,17 @@ class EnvironmentActor:
         ]
         settings = self._settings
 
-        async def put() -> list[bool]:
+        async def put() -> None:
             # By value: the queue stores it as its own, so that it outlives this actor.
             call = self._queue.put.remote(self._actor_id, encoded, summaries)
             try:
-                taken: list[bool] = await within(settings.queue_deadline_s, call)
+                await within(settings.queue_deadline_s, call)
             except (RayError, TimeoutError) as error:
                 logger.warning("put: %s", describe(error))
                 raise
-            return taken
 
         try:
-            return await retry(
+            await retry(
                 put,
                 on=(RayError, TimeoutError),
                 max_attempts=settings.put_attempts,
@@ -327,18 +296,4 @@ def _evaluation(task: Task) -> RolloutAssignment:
     rollout_id = f"evaluation-{task.task_id}"
     return RolloutAssignment(
         rollout_id=rollout_id, group_id=rollout_id, group_number=-1, attempt=0, task=task
-    )
-
-
-def _unplayed(assignment: RolloutAssignment, outcome: Outcome, *, detail: str) -> Trajectory:
-    return Trajectory(
-        rollout_id=assignment.rollout_id,
-        group_id=assignment.group_id,
-        group_number=assignment.group_number,
-        attempt=assignment.attempt,
-        task_id=assignment.task.task_id,
-        environment=assignment.task.environment,
-        samples=(),
-        outcome=outcome,
-        detail=detail,
     )

@@ -1,11 +1,13 @@
 """Builds the samples of one trajectory while it is played: what a turn loop appends to.
 
-Two ways in. `append` takes a turn that goes on from the last one, as a turn loop knows it: nothing
-is compared. `add` takes a turn of which nobody says what it extends, and compares its prompt with
-every open sample. Both give the samples of the rule, `actors.merge.prefix.merge_turns`; a property
-test holds them to it. Of each open sample the builder keeps the newest prompt and reply, which are
-all its ids, so that an episode's memory does not grow with its turns times their length. Called by
-the turn loop.
+The rule: a turn extends a sample when the sample's ids are an exact prefix of its prompt; what lies
+between is observation, mask 0. All samples stay open; the longest match wins, the newest among
+equals. Two ways in. `append` takes a turn that goes on from the last one, as a turn loop knows it:
+nothing is compared. `add` takes a turn of which nobody says what it extends, and compares its
+prompt with every open sample. A property test holds both to the rule in plain loops
+(`benchmarks.merge_rule`). Of each open sample the builder keeps the newest prompt and reply, which
+are all its ids, so that an episode's memory does not grow with its turns times their length. Called
+by the turn loop.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ class _Recorded(NamedTuple):
 
 @dataclass(slots=True)
 class _OpenSample:
-    """Its ids are those of its newest turn: prompt, then sampled. last_id: the last of them."""
+    """Its ids are those of its newest turn: prompt, then sampled. last_id: the last of them.
+
+    observed: what came behind them in an episode that went no further.
+    """
 
     parent: int | None
     num_shared: int
@@ -52,6 +57,7 @@ class _OpenSample:
     sampled: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     length: int = 0
     last_id: int = -1
+    observed: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     turns: list[TurnSpan] = field(default_factory=list)
     recorded: list[_Recorded] = field(default_factory=list)
 
@@ -124,6 +130,16 @@ class SampleBuilder:
             turns[-1], reward=reward, reward_components=components, is_malformed=is_malformed
         )
 
+    def observe(self, prompt: TokenIds) -> None:
+        """Keep what the environment answered to the last turn of an episode that goes no further.
+
+        Args: prompt: that of the turn that is not to come. Where it extends the last turn's sample,
+        its new tokens are the sample's end, with mask 0; else nothing is kept.
+        """
+        newest = self._newest
+        if newest is not None and newest.begins(prompt):
+            newest.observed = prompt[newest.length :]
+
     def samples(self) -> tuple[Sample, ...]:
         """The samples of all turns so far, in the order in which they began."""
         has_rewards = any(
@@ -184,10 +200,11 @@ class SampleBuilder:
         return nearest, most
 
     def _sample(self, sample: _OpenSample, *, has_rewards: bool) -> Sample:
-        token_ids = np.concatenate([sample.prompt, sample.sampled])
-        logprobs = np.zeros(sample.length, np.float32)
-        versions = np.full(sample.length, NO_VERSION, np.int32)
-        rewards = np.zeros(sample.length, np.float32) if has_rewards else None
+        token_ids = np.concatenate([sample.prompt, sample.sampled, sample.observed])
+        num_tokens = token_ids.shape[0]
+        logprobs = np.zeros(num_tokens, np.float32)
+        versions = np.full(num_tokens, NO_VERSION, np.int32)
+        rewards = np.zeros(num_tokens, np.float32) if has_rewards else None
         for turn, recorded in zip(sample.turns, sample.recorded, strict=True):
             start, end = turn.start, turn.end
             logprobs[start:end] = recorded.logprobs

@@ -1,4 +1,4 @@
-"""What an environment actor is told, and what it tells of itself. Plain values, no Ray."""
+"""What an environment actor is told. Plain values, no Ray."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ class EnvironmentActorSettings:
     """The options of each environment that the actor can play, by its registered name."""
     max_context_tokens: int
     """Prompt and reply together, as the engine allows."""
+    keeps_last_observation: bool = False
+    """As `play_episode`: on where a critic bootstraps what was cut off."""
     poll_s: float = 1.0
     """How long one request for assignments may wait in the queue."""
     tick_s: float = 0.02
@@ -62,28 +64,3 @@ class EnvironmentActorSettings:
     """How long the queue may take to answer beyond a poll."""
     put_attempts: int = 4
     """Of the same block; the queue knows a trajectory that it has already."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentActorStatus:
-    """Counts since the actor's start, but num_running, num_unsent, num_stuck: at this moment.
-
-    num_refused: trajectories that the queue did not want (a rollout given to another actor
-    meanwhile). num_stuck: environment calls that ignore their cancellation.
-    """
-
-    actor_id: str
-    slots: int
-    is_running: bool
-    num_running: int
-    num_unsent: int
-    num_stuck: int
-    num_taken: int
-    num_sent: int
-    num_refused: int
-    num_evaluated: int
-    num_turns: int
-    num_sampled: int
-    num_inserted_tokens: int
-    outcomes: Mapping[Outcome, int]
-    render_breaks: Mapping[str, int]

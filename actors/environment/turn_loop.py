@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 
 from actors.environment.protocol import (
@@ -78,11 +79,14 @@ async def play_episode(
     renderer: ChatRenderer,
     settings: RolloutSettings,
     max_context_tokens: int,
+    keeps_last_observation: bool = False,
 ) -> Trajectory:
     """Play one attempt of one rollout.
 
     make_environment: called once; a failure in it is an environment error like any other.
     max_context_tokens: prompt and reply together, as the engine allows.
+    keeps_last_observation: where the next prompt leaves no room for a reply, as many of its new
+    tokens as the context holds end the sample: the state that a critic bootstraps from.
     Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
     """
     episode = _Episode(
@@ -91,6 +95,7 @@ async def play_episode(
         renderer=renderer,
         settings=settings,
         max_context_tokens=max_context_tokens,
+        keeps_last_observation=keeps_last_observation,
     )
     try:
         await episode.play(make_environment)
@@ -117,12 +122,14 @@ class _Episode:
         renderer: ChatRenderer,
         settings: RolloutSettings,
         max_context_tokens: int,
+        keeps_last_observation: bool,
     ) -> None:
         self._assignment = assignment
         self._policy = policy
         self._renderer = renderer
         self._settings = settings
         self._max_context_tokens = max_context_tokens
+        self._keeps_last_observation = keeps_last_observation
         self._environment: Environment | None = None
         self._samples = SampleBuilder(assignment.trajectory_id)
         self._break: BreakReason | None = None  # of the prompt in hand
@@ -156,16 +163,9 @@ class _Episode:
             history.extend(result.messages)
 
     def trajectory(self, end: _Ended) -> Trajectory:
-        assignment = self._assignment
-        return Trajectory(
-            rollout_id=assignment.rollout_id,
-            group_id=assignment.group_id,
-            group_number=assignment.group_number,
-            attempt=assignment.attempt,
-            task_id=assignment.task.task_id,
-            environment=assignment.task.environment,
+        return replace(
+            Trajectory.of(self._assignment, end.outcome, detail=end.detail),
             samples=self._samples.samples(),
-            outcome=end.outcome,
             best_return=self._best_return,
             num_inserted_tokens=self._num_inserted,
             render_breaks=dict(self._breaks),
@@ -174,7 +174,6 @@ class _Episode:
                 environment_s=self._environment_s,
                 wall_s=time.monotonic() - self._started,
             ),
-            detail=end.detail,
         )
 
     async def close(self) -> None:
@@ -243,6 +242,8 @@ class _Episode:
     async def _generate(self, prompt: TokenIds) -> Turn:
         room = self._max_context_tokens - prompt.shape[0]
         if room < 1:
+            if self._keeps_last_observation:
+                self._samples.observe(prompt[: self._max_context_tokens])
             raise _Ended(
                 Outcome.TRUNCATED_CONTEXT,
                 f"a prompt of {prompt.shape[0]} tokens leaves no room in "

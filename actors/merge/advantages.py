@@ -55,18 +55,6 @@ class Truncation(StrEnum):
     PENALTY = "penalty"
     DROP = "drop"
 
-    def rule(self, *, penalty: float = 0.0) -> OutcomeRule:
-        """The outcome rule that goes with it. Raises: ValueError, as OutcomeRule."""
-        match self:
-            case Truncation.BOOTSTRAP | Truncation.TERMINAL:
-                return OutcomeRule(disposition=Disposition.TRAIN)
-            case Truncation.MASK:
-                return OutcomeRule(disposition=Disposition.MASK)
-            case Truncation.PENALTY:
-                return OutcomeRule(disposition=Disposition.TRAIN_PENALISED, penalty=penalty)
-            case Truncation.DROP:
-                return OutcomeRule(disposition=Disposition.DROP)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings:

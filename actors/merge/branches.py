@@ -12,7 +12,7 @@ the prompt. Where they come back the two are alike again, and what lies between 
 
 A rewritten text that keeps its end looks like a re-tokenised one, and two small changes in one
 turn look like a rewritten history: read the counts as a hint where to look, not as a proof. Called
-by `prefix` and by the sample builder.
+by the sample builder.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from actors.batch import Int32s
 from actors.expert_records import ExpertIndices, ExpertRecords
+from actors.merge.branches import common_prefix
 from actors.types import Sample, TokenIds
 
 Int64s = NDArray[np.int64]
@@ -54,14 +55,6 @@ def prefix_order(samples: Sequence[TokenIds]) -> list[int]:
     return sorted(range(len(samples)), key=keys.__getitem__)
 
 
-def common_length(left: TokenIds, right: TokenIds) -> int:
-    """Count the leading tokens that two samples share."""
-    length = min(left.shape[0], right.shape[0])
-    differs = left[:length] != right[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
-
-
 def build_forest(samples: Sequence[TokenIds]) -> PrefixForest:
     """Share every common prefix of the samples.
 
@@ -81,7 +74,7 @@ def build_forest(samples: Sequence[TokenIds]) -> PrefixForest:
     previous, path, num_tokens = np.empty(0, np.int32), np.empty(0, np.int32), 0
     for index in prefix_order(samples):
         ids = samples[index]
-        shared, length = common_length(previous, ids), ids.shape[0]
+        shared, length = common_prefix(previous, ids), ids.shape[0]
         if shared < length:
             if shared:
                 cut = int(path[shared])
@@ -189,7 +182,7 @@ def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixe
     previous: TokenIds = np.empty(0, np.int32)
     for index in prefix_order(samples) if share_prefixes else range(len(samples)):
         ids = samples[index]
-        shared = common_length(previous, ids) if share_prefixes else 0
+        shared = common_prefix(previous, ids) if share_prefixes else 0
         num_tokens += ids.shape[0] - shared
         squares += ids.shape[0] ** 2 - shared**2
         previous = ids
@@ -258,7 +251,7 @@ def sort_trajectories(
     """Of trajectories only what their first samples share is counted: more may be, never less."""
     order = prefix_order([samples[0] for samples in trajectories])
     firsts = [trajectories[index][0] for index in order]
-    shared = [common_length(*pair) if share_prefixes else 0 for pair in pairwise(firsts)]
+    shared = [common_prefix(*pair) if share_prefixes else 0 for pair in pairwise(firsts)]
     sizes = [
         measure(
             trajectories[index], attention_tokens=attention_tokens, share_prefixes=share_prefixes

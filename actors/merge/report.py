@@ -131,8 +131,9 @@ def report_merge(trajectories: Sequence[Trajectory]) -> MergeReport:
         samples_before=len(turns),
         samples_after=len(samples),
         mismatches=dict(Counter(each.branch_reason for each in samples if each.branch_reason)),
-        # A row for each turn would end where the turn ends.
-        num_saved_tokens=sum(turn.end for turn in turns) - sum(s.num_tokens for s in samples),
+        # A row for each turn would end where the turn ends; what a sample keeps behind its last
+        # turn is in neither.
+        num_saved_tokens=sum(turn.end for turn in turns) - sum(s.turns[-1].end for s in samples),
         num_masked_tokens=num_sampled - sum(sample.num_trained for sample in samples),
     )
 

@@ -9,7 +9,6 @@ by `actor.py`.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -38,29 +37,10 @@ from actors.trainer.sharded_model import (
     load_checkpoint,
     save_checkpoint,
 )
-from actors.trainer.statistics import PhaseSeconds, StepStats, UpdateTotals, summarize_step
+from actors.trainer.statistics import StepStats, UpdateTotals, summarize_step
 from actors.weights.board import WeightGroup, check_tokens
 
 _LOG = logging.getLogger(__name__)
-
-
-class PhaseClock:
-    """Seconds of one step by phase: each call charges the time since the last one to a phase."""
-
-    def __init__(self) -> None:
-        self.started = self.last = time.perf_counter()
-        self.seconds = dict.fromkeys(("prepare", "forward", "backward", "optimizer", "critic"), 0.0)
-
-    def charge(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] += now - self.last
-        self.last = now
-
-    def read(self) -> PhaseSeconds:
-        return PhaseSeconds(
-            total_s=time.perf_counter() - self.started,
-            **{f"{phase}_s": seconds for phase, seconds in self.seconds.items()},
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,19 +132,16 @@ class TrainerRank:
         """Run a step's updates: `epochs` passes over the shard's minibatches; then the critic's.
 
         Args: value_shard: where there is a critic.
-        Returns: statistics over all ranks; only the seconds are this rank's own.
+        Returns: statistics over all ranks.
         Raises: ShardRefused, PolicyTooOld on every rank when any rank refuses its shard; the
             weights are then unchanged.
         """
         assert (value_shard is None) == (self._critic is None)
-        clock = PhaseClock()
         self._agree_on(shard, value_shard)
-        clock.charge("prepare")
         scored = self._score(shard.minibatches)
-        clock.charge("forward")
         updates: list[UpdateTotals] = []
         for part in scored * self.settings.algorithm.epochs:
-            update = self._update(part, is_first=not updates, clock=clock)
+            update = self._update(part, is_first=not updates)
             if update.is_skipped:
                 number = len(updates)
                 name = f"step-{shard.step:06d}-update-{number}-rank-{self.rank}.npz"
@@ -176,13 +153,11 @@ class TrainerRank:
         critic_stats = None
         if self._critic is not None and value_shard is not None:
             critic_stats = self._critic.update(value_shard)
-            clock.charge("critic")
         self.version += 1
         return summarize_step(
             updates,
             step=shard.step,
             trainer_version=shard.trainer_version,
-            seconds=clock.read(),
             critic=critic_stats,
         )
 
@@ -270,10 +245,8 @@ class TrainerRank:
             for minibatch, of_old, of_reference in zip(minibatches, old, reference, strict=True)
         ]
 
-    def _update(
-        self, scored: ScoredMinibatch, *, is_first: bool, clock: PhaseClock
-    ) -> UpdateTotals:
-        totals = self._accumulate(scored, is_first=is_first, clock=clock)
+    def _update(self, scored: ScoredMinibatch, *, is_first: bool) -> UpdateTotals:
+        totals = self._accumulate(scored, is_first=is_first)
         rows, grad_norm = self._policy.gather(totals)
         update = UpdateTotals(
             row=tuple(combine_rows(rows).tolist()),
@@ -282,10 +255,9 @@ class TrainerRank:
         )
         is_applied = not update.is_skipped and not update.is_empty
         self._policy.finish_update(grad_norm=grad_norm, is_applied=is_applied)
-        clock.charge("optimizer")
         return update
 
-    def _accumulate(self, scored: ScoredMinibatch, *, is_first: bool, clock: PhaseClock) -> Tensor:
+    def _accumulate(self, scored: ScoredMinibatch, *, is_first: bool) -> Tensor:
         """Forward and backward over the micro-batches; return their statistics."""
         totals = no_statistics(self.device)
         micro_batches = scored.minibatch.micro_batches
@@ -294,7 +266,6 @@ class TrainerRank:
         ):
             row = row_tensors(micro_batch, device=self.device)
             self._policy.begin_micro_batch(is_last=number == len(micro_batches) - 1)
-            clock.charge("prepare")
             current, entropies = self._policy.model(
                 row,
                 temperature=self.settings.temperature,
@@ -314,9 +285,7 @@ class TrainerRank:
                 terms, result, num_tokens=row.num_tokens, with_mismatch=is_first
             )
             totals = combine_rows(torch.stack([totals, statistics]))
-            clock.charge("forward")
             result.loss.backward()
-            clock.charge("backward")
         return totals
 
 

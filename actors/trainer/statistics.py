@@ -50,18 +50,6 @@ _PLACES = {key: place for place, key in enumerate((*ADDED, *COMPARED))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseSeconds:
-    """Where one rank's step went, seconds: the whole, and its parts."""
-
-    total_s: float
-    prepare_s: float
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-    critic_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CriticStats:
     """What one update says, over all ranks."""
 
@@ -92,7 +80,6 @@ class StepStats:
     """Nothing to train in them, so the weights were left alone."""
     num_skipped_updates: int
     """A loss or gradient that was not finite; never applied."""
-    seconds: PhaseSeconds
 
     @property
     def is_skipped(self) -> bool:
@@ -132,7 +119,6 @@ def summarize_step(
     *,
     step: int,
     trainer_version: int,
-    seconds: PhaseSeconds,
     critic: CriticStats | None = None,
 ) -> StepStats:
     """Combine a step's updates. critic: its own update; None: there is no critic."""
@@ -152,7 +138,6 @@ def summarize_step(
         num_updates=len(updates),
         num_empty_updates=len(finite) - len(applied),
         num_skipped_updates=len(updates) - len(finite),
-        seconds=seconds,
     )
 
 

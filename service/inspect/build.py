@@ -6,7 +6,6 @@ Pure. Called by `rayloom inspect`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -72,6 +71,9 @@ class _SampleBuilder:
             title, note = f"turn {turn.index}", turn_note(turn)
             found.append(Segment(title=title, note=note, tokens=reply, is_reply=True))
             at = turn.end
+        if at < len(tokens):
+            title, behind = f"behind {title}", tuple(tokens[at:])
+            found.append(Segment(title=title, note="", tokens=behind, is_reply=False))
         return found
 
     def _token(self, position: int) -> Token:
@@ -117,10 +119,11 @@ class _SampleBuilder:
     def _inserted_positions(self) -> frozenset[int]:
         """The first tokens behind a reply, as many as the renderer puts there to close it."""
         found: list[int] = []
-        ids = self._sample.token_ids
-        for turn, following in pairwise(self._sample.turns):
+        ids, turns = self._sample.token_ids, self._sample.turns
+        next_starts = [*(turn.start for turn in turns[1:]), self._sample.num_tokens]
+        for turn, next_start in zip(turns, next_starts, strict=True):
             count = self._text.num_inserted(ids[: turn.start], ids[turn.tokens])
-            found += range(turn.end, min(turn.end + count, following.start))
+            found += range(turn.end, min(turn.end + count, next_start))
         return frozenset(found)
 
 

@@ -243,6 +243,7 @@ def _tokens_table(summary: RunSummary) -> Table:
         "samples before merging (turns)": summary.merge.samples_before,
         "samples after merging": summary.merge.samples_after,
         "groups of zero variance": summary.zero_variance_groups,
+        "groups with a negative return, under scale mean": summary.negative_return_groups,
         "steps with a skipped update": summary.skipped_steps,
     }
     return Table(

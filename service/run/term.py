@@ -211,6 +211,7 @@ class Term:
                 rollouts=config.rollouts,
                 environments={config.tasks.environment: config.tasks.options},
                 max_context_tokens=config.model.max_context_tokens,
+                keeps_last_observation=config.algorithm.bootstraps,
             ),
             actor_id=actor_id,
             tokenizer_path=self._model,

@@ -96,6 +96,7 @@ class RunSummary:
     malformed_rewarded: int
     outcomes: Mapping[Outcome, int]
     zero_variance_groups: int
+    negative_return_groups: int
     skipped_steps: int
     terms: int
     stage_seconds: StageSeconds
@@ -166,6 +167,7 @@ def summarize_run(
         malformed_rewarded=sum(record.num_malformed_rewarded for record in steps),
         outcomes=_counts(record.outcomes for record in steps),
         zero_variance_groups=sum(record.num_zero_variance_groups for record in steps),
+        negative_return_groups=sum(record.num_negative_return_groups for record in steps),
         skipped_steps=sum(record.is_skipped for record in steps),
         terms=history.num_terms,
         stage_seconds=_stage_totals([record.stages for record in steps]),

@@ -30,6 +30,9 @@ def test_what_is_loaded_and_scored_follows_from_the_settings() -> None:
     assert not (plain.has_critic or plain.needs_reference or plain.scores_first)
     critic = config_with(baseline="critic", scale="none").algorithm
     assert critic.has_critic and critic.scores_first and not critic.needs_reference
+    assert critic.bootstraps and not plain.bootstraps
+    masks = {"truncation": "mask"}
+    assert not config_with(baseline="critic", scale="none", critic=masks).algorithm.bootstraps
     shaped = config_with(reward={"kl": {"coefficient": 0.1}}).algorithm
     assert shaped.needs_reference and shaped.shapes_by_reference and shaped.scores_first
     assert not (shaped.has_critic or shaped.loss.needs_reference or shaped.trains_without_signal)

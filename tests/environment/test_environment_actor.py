@@ -12,11 +12,7 @@ from worlds.environment_fakes import FakeQueue, GuessFour
 from worlds.settings import queue_settings
 
 from actors.environment.actor import EnvironmentActor
-from actors.environment.settings import (
-    EnvironmentActorSettings,
-    EnvironmentActorStatus,
-    RolloutSettings,
-)
+from actors.environment.settings import EnvironmentActorSettings, RolloutSettings
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.codec import decode
@@ -99,12 +95,10 @@ def _until_ended(queue: Any, count: int) -> tuple[list[Any], list[int], int]:
         time.sleep(0.05)
 
 
-def _finish(actor: Any, run: Any) -> EnvironmentActorStatus:
+def _finish(actor: Any, run: Any) -> None:
     ray.get(actor.stop.remote(), timeout=120)
     ray.get(run, timeout=120)
-    status: EnvironmentActorStatus = ray.get(actor.status.remote(), timeout=120)
     ray.kill(actor)
-    return status
 
 
 def test_every_assignment_comes_back_once_with_its_tokens(tokenizer_path: Path) -> None:
@@ -112,7 +106,7 @@ def test_every_assignment_comes_back_once_with_its_tokens(tokenizer_path: Path) 
     actor = _start(queue, tokenizer_path, max_block=8)
     run = actor.run.remote()
     ended, block_sizes, max_held = _until_ended(queue, 100)
-    status = _finish(actor, run)
+    _finish(actor, run)
     assert Counter(summary.rollout_id for summary, _ in ended) == Counter(
         f"r{i}" for i in range(100)
     )
@@ -126,20 +120,17 @@ def test_every_assignment_comes_back_once_with_its_tokens(tokenizer_path: Path) 
     by_group = {t.group_id: t.episode_return for _, t in ended}
     assert all(t.episode_return == by_group[t.group_id] for _, t in ended)
     assert max(block_sizes) <= 8 and max_held <= 16
-    assert (status.num_taken, status.num_sent, status.num_refused) == (100, 99, 1)
-    assert status.outcomes == {Outcome.COMPLETED: 100}
-    assert not status.is_running and status.num_running == status.num_unsent == 0
 
 
 def test_stopping_ends_running_episodes_as_cancelled_and_loses_none(tokenizer_path: Path) -> None:
     queue = _queue(_assignments(40, environment="worlds.environment_fakes:Endless"))
     actor = _start(queue, tokenizer_path)
     run = actor.run.remote()
-    while ray.get(actor.status.remote(), timeout=120).num_running < 16:
+    while ray.get(queue.report.remote(), timeout=120)[2] < 16:
         time.sleep(0.05)
-    status = _finish(actor, run)
+    _finish(actor, run)
     ended, _, _ = ray.get(queue.report.remote(), timeout=120)
-    assert len(ended) == status.num_taken == 16
+    assert len(ended) == 16
     assert {summary.outcome for summary, _ in ended} == {Outcome.CANCELLED}
 
 
@@ -147,7 +138,7 @@ def test_a_drained_stop_lets_running_episodes_end(tokenizer_path: Path) -> None:
     queue = _queue(_assignments(8))
     actor = _start(queue, tokenizer_path, delay_s=0.3)
     run = actor.run.remote()
-    while ray.get(actor.status.remote(), timeout=120).num_running < 8:
+    while ray.get(queue.asked.remote(), timeout=120) < 2:
         time.sleep(0.05)
     ray.get(actor.stop.remote(drain_s=60.0), timeout=180)
     ray.get(run, timeout=120)
@@ -169,8 +160,6 @@ def test_evaluation_answers_in_order_and_sends_nothing_to_the_queue(tokenizer_pa
     unknown = [Task(task_id="u", environment="chess", seed=0)]
     (refused,) = ray.get(actor.evaluate.remote(unknown), timeout=120)
     assert refused.outcome is Outcome.ENVIRONMENT_ERROR and "guessing" in refused.detail
-    status = ray.get(actor.status.remote(), timeout=120)
-    assert (status.num_evaluated, status.num_taken, status.outcomes) == (52, 0, {})
     assert ray.get(queue.report.remote(), timeout=120)[0] == []
     ray.kill(actor)
 
@@ -210,15 +199,14 @@ def test_a_dead_queue_ends_the_run_with_an_error(tokenizer_path: Path) -> None:
     queue = _queue([])
     actor = _start(queue, tokenizer_path)
     run = actor.run.remote()
-    ray.get(actor.status.remote(), timeout=120)
+    ray.get(actor.ping.remote(), timeout=120)
     ray.kill(queue)
     with pytest.raises(ray.exceptions.RayTaskError, match="take_rollouts"):
         ray.get(run, timeout=120)
-    assert not ray.get(actor.status.remote(), timeout=120).is_running
     ray.kill(actor)
 
 
 def test_wrong_options_are_refused_at_the_start(tokenizer_path: Path) -> None:
     actor = _start(_queue([]), tokenizer_path, environments={"guessing": {"hihg": 9}})
     with pytest.raises(ray.exceptions.RayActorError, match="hihg"):
-        ray.get(actor.status.remote(), timeout=120)
+        ray.get(actor.ping.remote(), timeout=120)

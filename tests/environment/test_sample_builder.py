@@ -18,8 +18,8 @@ from worlds.trajectory_builders import (
 )
 
 from actors.environment.sample_builder import SampleBuilder, build_samples
-from actors.merge.prefix import merge_turns
 from actors.types import BranchReason, Sample, Turn, VersionSpan
+from benchmarks.merge_rule import merge_turns
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -193,3 +193,26 @@ def test_a_score_belongs_to_the_last_turn() -> None:
 
 def test_no_turns_give_no_samples() -> None:
     assert assert_as_the_rule([]) == ()
+
+
+def test_an_observation_behind_the_last_turn_is_the_samples_end() -> None:
+    builder = SampleBuilder("t")
+    rewards = np.array([0.5], np.float32)
+    builder.add(replace(make_turn([1, 2], [3], reward=0.5), token_rewards=rewards))
+    builder.observe(np.array([1, 2, 3, 8, 9], np.int32))
+    (sample,) = builder.samples()
+    assert sample.token_ids.tolist() == [1, 2, 3, 8, 9]
+    assert sample.mask.tolist() == [0, 0, 1, 0, 0]
+    assert sample.token_rewards is not None
+    assert sample.token_rewards.tolist() == [0, 0, 0.5, 0, 0]
+    assert (sample.turns[-1].start, sample.turns[-1].end) == (2, 3)
+
+
+@pytest.mark.parametrize("prompt", [[1, 9, 3, 8], [1, 2], [4]])
+def test_a_prompt_that_does_not_extend_the_last_sample_is_not_kept(prompt: list[int]) -> None:
+    builder = SampleBuilder("t")
+    builder.observe(np.array(prompt, np.int32))
+    assert builder.samples() == ()
+    builder.add(make_turn([1, 2], [3]))
+    builder.observe(np.array(prompt, np.int32))
+    assert [sample.token_ids.tolist() for sample in builder.samples()] == [[1, 2, 3]]

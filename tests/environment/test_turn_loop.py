@@ -30,7 +30,7 @@ from actors.environment.builtin.guessing import GuessingEnvironment
 from actors.environment.protocol import Message, Role, StepResult
 from actors.environment.turn_loop import play_episode
 from actors.policy import GenerateReply, GenerateRequest
-from actors.types import FinishReason, Outcome
+from actors.types import NO_VERSION, FinishReason, Outcome
 
 
 async def test_a_finished_game_is_completed_with_its_rewards_and_exact_ids() -> None:
@@ -112,6 +112,51 @@ async def test_a_later_prompt_that_leaves_no_room_keeps_the_turns_before() -> No
     trajectory = await play(FakeEnvironment(long))
     assert trajectory.outcome is Outcome.TRUNCATED_CONTEXT
     assert len(trajectory.turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("keeps", "num_missing", "num_kept"),
+    [
+        (True, 0, 10),  # the whole prompt fits, and leaves no room for a reply
+        (True, 6, 4),
+        (True, 10, 0),  # the last reply filled the context
+        (False, 0, 0),
+    ],
+)
+async def test_a_sample_keeps_what_the_context_holds_of_the_observation_behind_its_end(
+    keeps: bool, num_missing: int, num_kept: int
+) -> None:
+    whole = await play(FakeEnvironment(GO_ON, DONE))
+    first, second = whole_turns(whole)
+    prompt = second.prompt_token_ids
+    end = first.prompt_token_ids.shape[0] + first.num_sampled
+    # The template's newline, <|im_start|>user and lower, and the next reply's header.
+    assert prompt.shape[0] - end == 10
+    trajectory = await play(
+        FakeEnvironment(GO_ON),
+        max_context_tokens=prompt.shape[0] - num_missing,
+        keeps_last_observation=keeps,
+    )
+    assert trajectory.outcome is Outcome.TRUNCATED_CONTEXT
+    (sample,) = trajectory.samples
+    assert (sample.turns[-1].end, sample.num_tokens) == (end, end + num_kept)
+    np.testing.assert_array_equal(sample.token_ids, prompt[: end + num_kept])
+    assert sample.num_trained == trajectory.num_trained == first.num_sampled
+    assert not sample.mask[end:].any() and not sample.logprobs[end:].any()
+    assert (sample.versions[end:] == NO_VERSION).all()
+
+
+async def test_no_other_end_keeps_an_observation() -> None:
+    for environment in (FakeEnvironment(GO_ON), FakeEnvironment(DONE)):
+        trajectory = await play(environment, keeps_last_observation=True)
+        (sample,) = trajectory.samples
+        assert trajectory.outcome in (Outcome.MAX_TURNS, Outcome.COMPLETED)
+        assert sample.num_tokens == sample.turns[-1].end
+    full = length_of_the_first_prompt()
+    unplayed = await play(
+        FakeEnvironment(DONE), max_context_tokens=full, keeps_last_observation=True
+    )
+    assert unplayed.samples == ()
 
 
 async def test_the_room_that_is_left_bounds_the_turn_and_names_its_end() -> None:

@@ -71,6 +71,32 @@ def test_each_token_is_told_by_who_wrote_it() -> None:
     assert view.num_faulty == 0
 
 
+def test_an_observation_behind_the_last_turn_is_shown() -> None:
+    step = example_step()
+    trajectory = step.entries[1].trajectory
+    (sample,) = trajectory.samples
+    # What the second reply was to answer, behind a reply that was cut off.
+    first, second = sample.turns
+    cut = replace(
+        sample,
+        turns=(first,),
+        token_ids=sample.token_ids[: second.start],
+        logprobs=sample.logprobs[: second.start],
+        versions=sample.versions[: second.start],
+    )
+    entry = replace(
+        step.entries[1], trajectory=replace(trajectory, samples=(cut,)), advantages=(np.ones(1),)
+    )
+    (view,) = build_view(step, entry, text()).samples
+    (whole,) = view_of(1).samples
+    assert [segment.title for segment in view.segments] == [
+        "first prompt",
+        "turn 0",
+        "behind turn 0",
+    ]
+    assert kinds(view.segments[2].tokens) == kinds(whole.segments[2].tokens)
+
+
 def test_the_columns_of_a_trained_token_are_what_was_recorded() -> None:
     tokens = [token for token in tokens_of(view_of(0)) if token.kind is TokenClass.TRAINED]
     assert [token.turn for token in tokens] == [0, 0, 1, 1]

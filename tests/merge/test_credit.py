@@ -314,6 +314,7 @@ def test_a_state_at_the_end_ends_with_the_last_observation_where_the_sample_keep
         scores=(RowScores(values=values),),
     )
     result = build_step([(kept,)], settings, step=0, trainer_version=0)
+    assert result.report.merge.num_saved_tokens == 0
     found = advantages(result)
     wanted = dict(zip([-0.1, -0.2, -0.3], expected, strict=True))
     assert len(found) == 3

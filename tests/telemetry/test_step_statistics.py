@@ -11,7 +11,7 @@ from worlds.record_builders import step_record
 
 from actors.merge.report import MergeReport, StepReport
 from actors.statistics import BY_NAME, STATISTICS, Source
-from actors.trainer.statistics import PhaseSeconds, StepStats
+from actors.trainer.statistics import StepStats
 from actors.types import Outcome
 from service.store.lineage import read_history
 from service.store.run_store import RunStore
@@ -29,7 +29,6 @@ def of(*sources: Source) -> dict[str, float]:
 STATS = StepStats(
     step=0, trainer_version=0, statistics=of(Source.LOSS, Source.CRITIC), learning_rate=1e-3,
     trained_tokens=10, packed_tokens=20, num_updates=1, num_empty_updates=0, num_skipped_updates=0,
-    seconds=PhaseSeconds(total_s=0, prepare_s=0, forward_s=0, backward_s=0, optimizer_s=0),
 )  # fmt: skip
 
 REPORT = StepReport(

@@ -13,12 +13,9 @@ from actors.trainer.statistics import (
     ADDED,
     COMPARED,
     Part,
-    PhaseSeconds,
     UpdateTotals,
     summarize_step,
 )
-
-NO_SECONDS = PhaseSeconds(total_s=0, prepare_s=0, forward_s=0, backward_s=0, optimizer_s=0)
 
 
 def make_update(*, grad_norm: float = 2.0, num_trained: int = 0, **parts: float) -> UpdateTotals:
@@ -49,7 +46,7 @@ def test_a_steps_tokens_weigh_equally_whichever_update_they_were_in():
         make_update(num_trained=9, ratio=math.nan, loss=math.nan, num_nonfinite=1),
         make_update(grad_norm=0.0, loss=0.0),
     ]
-    stats = summarize_step(updates, step=7, trainer_version=3, seconds=NO_SECONDS)
+    stats = summarize_step(updates, step=7, trainer_version=3)
     assert stats.statistics == pytest.approx(
         {
             "loss": 1.0,
@@ -78,7 +75,7 @@ def test_what_the_loss_did_is_told_for_the_finite_updates_of_a_step():
         ),
         make_update(num_trained=4, grad_norm=math.inf, max_advantage=9.0),
     ]  # fmt: skip
-    found = summarize_step(updates, step=0, trainer_version=0, seconds=NO_SECONDS).statistics
+    found = summarize_step(updates, step=0, trainer_version=0).statistics
     assert found == {
         "policy_logprob_mean": -2.0,
         "policy_logprob_max": -0.5,
@@ -106,12 +103,12 @@ def test_what_the_loss_did_is_told_for_the_finite_updates_of_a_step():
 
 def test_ratios_whose_squares_round_to_zero_have_the_smallest_effective_sample_size():
     update = make_update(num_trained=2, ratio=1e-170, squares_ratio=0.0)
-    stats = summarize_step([update], step=0, trainer_version=0, seconds=NO_SECONDS)
+    stats = summarize_step([update], step=0, trainer_version=0)
     assert stats.statistics["effective_sample_size"] == 0.0
 
 
 def test_a_step_without_updates_has_no_numbers_to_report():
-    stats = summarize_step([], step=0, trainer_version=0, seconds=NO_SECONDS)
+    stats = summarize_step([], step=0, trainer_version=0)
     assert (stats.statistics, stats.trained_tokens) == ({}, 0)
     assert not stats.is_skipped
 

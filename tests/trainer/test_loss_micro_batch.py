@@ -26,12 +26,9 @@ from actors.trainer.statistics import (
     ADDED,
     COMPARED,
     Part,
-    PhaseSeconds,
     UpdateTotals,
     summarize_step,
 )
-
-NO_SECONDS = PhaseSeconds(total_s=0, prepare_s=0, forward_s=0, backward_s=0, optimizer_s=0)
 
 
 def loss_and_gradients(
@@ -166,7 +163,7 @@ def test_a_token_that_the_engine_found_impossible_leaves_every_number_finite(nam
         assert torch.isfinite(result.loss) and torch.isfinite(gradients[0]).all()
         row = micro_batch_statistics(terms, result, num_tokens=9, with_mismatch=True)
         update = UpdateTotals(row=tuple(row.tolist()), grad_norm=1.0, learning_rate=1.0)
-        stats = summarize_step([update], step=1, trainer_version=3, seconds=NO_SECONDS)
+        stats = summarize_step([update], step=1, trainer_version=3)
         known = stats.statistics
         assert not stats.is_skipped and known["mismatch_max"] > 90
         assert 0 < known["effective_sample_size"] <= 1
@@ -312,7 +309,7 @@ def test_each_statistic_of_three_tokens_has_the_name_that_says_what_it_is() -> N
     )
     row = statistics_of(terms_of(tokens), settings)
     update = UpdateTotals(row=tuple(row.tolist()), grad_norm=7.0, learning_rate=1.0)
-    found = summarize_step([update], step=1, trainer_version=3, seconds=NO_SECONDS).statistics
+    found = summarize_step([update], step=1, trainer_version=3).statistics
     ln = math.log
     kl = [0.5 - ln(1.5), 0.0, ln(1.2) - 1 / 6]
     k3 = [ln(2) - 0.5, ln(2) - 0.5, 1 - ln(2)]

@@ -85,10 +85,12 @@ class FakeQueue:
         self.block_sizes: list[int] = []
         self.max_held = 0
         self.num_held = 0
+        self.num_asked = 0
 
     async def take_rollouts(
         self, actor_id: str, max_count: int, timeout_s: float
     ) -> list[RolloutAssignment]:
+        self.num_asked += 1
         if not self.waiting:
             await asyncio.sleep(timeout_s)
         taken, self.waiting = self.waiting[:max_count], self.waiting[max_count:]
@@ -109,3 +111,7 @@ class FakeQueue:
 
     async def report(self) -> tuple[list[tuple[TrajectorySummary, Trajectory]], list[int], int]:
         return self.ended, self.block_sizes, self.max_held
+
+    async def asked(self) -> int:
+        """How often rollouts were asked for; from the second time on, those of the first play."""
+        return self.num_asked

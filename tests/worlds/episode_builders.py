@@ -131,6 +131,7 @@ async def play(
     *,
     settings: RolloutSettings = SETTINGS,
     max_context_tokens: int = 400,
+    keeps_last_observation: bool = False,
     chat: ChatRenderer | None = None,
 ) -> Trajectory:
     """Play the assignment; a fake environment must have been closed once."""
@@ -141,6 +142,7 @@ async def play(
         renderer=chat or renderer(),
         settings=settings,
         max_context_tokens=max_context_tokens,
+        keeps_last_observation=keeps_last_observation,
     )
     if isinstance(environment, FakeEnvironment):
         assert environment.num_closed == 1

@@ -17,7 +17,7 @@ from actors.merge.advantages import Baseline
 from actors.merge.groups import PayloadsLost
 from actors.merge.report import MergeReport, StepReport
 from actors.trainer.settings import TrainerSettings
-from actors.trainer.statistics import PhaseSeconds, StepStats
+from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, RolloutOutcome
 from actors.trajectory_queue.messages import Drained, OpenSlot, QueueCut, StepInput
@@ -30,8 +30,6 @@ from service.run.loop import Handles, Loop, LoopSettings
 from service.run.task_feed import ConfiguredTasks
 from service.telemetry.records import EvaluationRecord, StepRecord
 from worlds.settings import queue_settings
-
-NO_TIME = PhaseSeconds(total_s=0.0, prepare_s=0.0, forward_s=0.0, backward_s=0.0, optimizer_s=0.0)
 
 LIMITS = FailureLimits(
     rollouts=RolloutSettings(max_failed_groups=4, failed_groups_grace_s=0.0),
@@ -49,7 +47,7 @@ def stats(step: int, *, num_skipped: int = 0) -> StepStats:
     return StepStats(
         step=step, trainer_version=step, learning_rate=1e-3, trained_tokens=4, packed_tokens=8,
         statistics={"loss": 0.1, "grad_norm": 1.0, "entropy_mean": 1.0, "ratio_max": 1.0},
-        num_updates=1, num_empty_updates=0, num_skipped_updates=num_skipped, seconds=NO_TIME,
+        num_updates=1, num_empty_updates=0, num_skipped_updates=num_skipped,
     )  # fmt: skip
 
 

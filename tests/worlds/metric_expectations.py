@@ -32,6 +32,7 @@ ADDED = {
     "rayloom_malformed_turns_total": "num_malformed_turns",
     "rayloom_malformed_rewarded_total": "num_malformed_rewarded",
     "rayloom_zero_variance_groups_total": "num_zero_variance_groups",
+    "rayloom_negative_return_groups_total": "num_negative_return_groups",
 }
 
 
