@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.environment.sample_builder import SampleBuilder, build_samples
+from actors.merge.prefix import merge_turns
 from actors.trajectory_queue.codec import decode, encode
 from actors.types import Sample, Turn
 from benchmarks.environment import describe_environment
@@ -42,7 +43,6 @@ from benchmarks.merge_inputs import (
     with_sub_agent,
     write_for_peer,
 )
-from benchmarks.merge_rule import merge_turns
 
 # Trajectories at each number of turns: a group, but as many as fit in seconds for the longest.
 BATCHES = {4: 8, 16: 8, 64: 8, 200: 3}

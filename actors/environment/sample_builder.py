@@ -5,7 +5,7 @@ between is observation, mask 0. All samples stay open; the longest match wins, t
 equals. Two ways in. `append` takes a turn that goes on from the last one, as a turn loop knows it:
 nothing is compared. `add` takes a turn of which nobody says what it extends, and compares its
 prompt with every open sample. A property test holds both to the rule in plain loops
-(`benchmarks.merge_rule`). Of each open sample the builder keeps the newest prompt and reply, which
+(`actors.merge.prefix`). Of each open sample the builder keeps the newest prompt and reply, which
 are all its ids, so that an episode's memory does not grow with its turns times their length. Called
 by the turn loop.
 """

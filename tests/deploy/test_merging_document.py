@@ -5,10 +5,10 @@ from __future__ import annotations
 from worlds.same import assert_same_samples
 from worlds.trajectory_builders import make_trajectory, make_turn
 
+from actors.merge.prefix import merge_turns
 from actors.merge.report import report_merge
 from actors.trajectory_queue.codec import without_shared
 from actors.types import BranchReason
-from benchmarks.merge_rule import merge_turns
 
 TURNS = [
     make_turn([10, 20, 30], [40, 50]),

@@ -18,8 +18,8 @@ from worlds.trajectory_builders import (
 )
 
 from actors.environment.sample_builder import SampleBuilder, build_samples
+from actors.merge.prefix import merge_turns
 from actors.types import BranchReason, Sample, Turn, VersionSpan
-from benchmarks.merge_rule import merge_turns
 
 seeds = st.integers(0, 2**32 - 1)
 

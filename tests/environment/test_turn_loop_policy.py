@@ -13,9 +13,9 @@ from worlds.same import assert_same_samples
 from worlds.trajectory_builders import whole_turns
 
 from actors.environment.rendering import ChatRenderer
+from actors.merge.prefix import merge_turns
 from actors.policy import PolicyDeadlineExceeded, PolicyUnavailable
 from actors.types import BranchReason, FinishReason, Outcome, VersionSpan
-from benchmarks.merge_rule import merge_turns
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from worlds.trajectory_builders import (
 
 from actors.environment.sample_builder import build_samples
 from actors.merge.branches import common_prefix
+from actors.merge.prefix import merge_turns
 from actors.merge.report import report_merge
 from actors.types import BranchReason, Sample, Turn, VersionSpan
-from benchmarks.merge_rule import merge_turns
 
 
 def merge(turns: list[Turn]) -> tuple[Sample, ...]:
