@@ -67,6 +67,16 @@ def test_nothing_is_built_on_the_command_line() -> None:
     assert not offenders
 
 
+def test_nothing_is_imported_from_a_test_module() -> None:
+    offenders = [
+        f"{file} imports {module}"
+        for file, tree in TREES.items()
+        for module in imported(tree)
+        if module.rpartition(".")[2].startswith("test_")
+    ]
+    assert not offenders
+
+
 def test_ray_and_vllm_stay_in_the_shells_of_the_actors() -> None:
     offenders = [
         f"{file} imports {module}"

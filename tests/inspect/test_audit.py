@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds.audited_runs import audited, rows_of, stored
 from worlds.journal_builders import (
     group_of,
     one_group,
     random_group,
     step_of,
     through_a_file,
-    written,
 )
 from worlds.planted_faults import (
     FIRST,
@@ -28,58 +27,18 @@ from worlds.planted_faults import (
     with_advantages,
     with_entry,
 )
-from worlds.record_builders import step_record
 from worlds.trajectory_builders import replayed, whole_turns
 
-from actors.journal.record import JournalStep
 from actors.merge.advantages import Baseline, Scale, group_advantages
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.types import Outcome
 from service.cli.inspect import InspectRequest, run_inspect
-from service.inspect.audit.audit import Audit, audit, describe
+from service.inspect.audit.audit import describe
 from service.inspect.audit.groups import GroupRule, expected_advantages
 from service.inspect.audit.offence import Check
 from service.inspect.audit.tokens import check_trajectory
-from service.inspect.reader import open_journal
-from service.launch.run_dir import RunDir
-from service.store.run_store import RunStore
 
 EVICTED = LedgerEventKind.EVICTED
-
-
-def audited(run_dir: Path, *steps: JournalStep) -> Audit:
-    return audit(open_journal(written(run_dir, *steps)))
-
-
-def rows_of(step: JournalStep) -> list[LedgerEvent]:
-    """The ledger's rows of a step that was settled as its journal says."""
-    kind = LedgerEventKind.ADMITTED
-    admitted = [
-        LedgerEvent(seq=0, rollout_id=entry.trajectory.rollout_id, kind=kind)
-        for entry in step.entries
-    ]
-    left = [
-        LedgerEvent(
-            seq=0,
-            rollout_id=entry.trajectory.rollout_id,
-            kind=EVICTED if entry.reason else LedgerEventKind.TRAINED,
-            reason=entry.reason,
-            step=step.step,
-        )
-        for entry in step.entries
-    ]
-    return [*admitted, *left]
-
-
-def stored(run_dir: Path, rows: Sequence[LedgerEvent], *, steps: Sequence[int] = (1,)) -> None:
-    """The run's database with these rows, written as a supervisor writes them."""
-    run_dir.mkdir(exist_ok=True)
-    store = RunStore(RunDir(path=run_dir).database_url)
-    store.acquire_lease(owner="test")
-    events = [replace(row, seq=seq) for seq, row in enumerate(rows)]
-    for step in steps:
-        store.add_step(step_record(step), term=1, new_events=events if step == steps[0] else ())
-    store.close()
 
 
 def test_what_the_real_code_made_is_clean(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_audit import rows_of, sound_step, stored
+from worlds.audited_runs import rows_of, stored
 from worlds.chat_examples import example_step, tokenizer
 from worlds.journal_builders import group_of, step_of, written
+from worlds.planted_faults import sound_step
 from worlds.store_builders import commit
 
 from actors.journal.files import JournalFile, file_name

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_audit import audited, rows_of, stored
+from worlds.audited_runs import audited, rows_of, stored
 from worlds.journal_builders import group_of, step_of, written
 from worlds.store_builders import commit
 
