@@ -32,8 +32,8 @@ class MergeReport:
     samples_before: int
     """Turns: without merging each is a sample."""
     samples_after: int
-    mismatches: Mapping[BranchReason, int]
-    """Turns that extended no open sample, by reason."""
+    branches: Mapping[BranchReason, int]
+    """Samples that branched off an earlier one, by reason."""
     num_saved_tokens: int
     """What the turns as rows of their own would hold beyond the merged samples."""
     num_masked_tokens: int
@@ -67,9 +67,10 @@ class StepReport:
     num_sampled_tokens: int
     num_trained_tokens: int
     num_packed_tokens: int
-    """Of all rows, fillers included."""
+    """Of all rows, padding rows included."""
     num_micro_batches: int
-    num_fillers: int
+    num_padding_rows: int
+    """Micro-batches that train nothing; in `num_micro_batches` too."""
     num_overruled_records: int
     """Of expert choices, in shared prefixes (`row_experts`)."""
 
@@ -117,7 +118,7 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
         num_trained_tokens=int(ages.size),
         num_packed_tokens=sum(row.num_tokens for row in rows),
         num_micro_batches=len(rows),
-        num_fillers=sum(row.num_trained == 0 for row in rows),
+        num_padding_rows=sum(row.num_trained == 0 for row in rows),
         num_overruled_records=sum(row.num_overruled_records for row in rows),
     )
 
@@ -130,7 +131,7 @@ def report_merge(trajectories: Sequence[Trajectory]) -> MergeReport:
     return MergeReport(
         samples_before=len(turns),
         samples_after=len(samples),
-        mismatches=dict(Counter(each.branch_reason for each in samples if each.branch_reason)),
+        branches=dict(Counter(each.branch_reason for each in samples if each.branch_reason)),
         # A row for each turn would end where the turn ends.
         num_saved_tokens=sum(turn.end for turn in turns) - sum(s.num_tokens for s in samples),
         num_masked_tokens=num_sampled - sum(sample.num_trained for sample in samples),

@@ -53,7 +53,7 @@ def audited(run_dir: Path, *steps: JournalStep) -> Audit:
 
 
 def rows_of(step: JournalStep) -> list[LedgerEvent]:
-    """The ledger's rows of a step that was settled as its journal says."""
+    """The ledger's rows of a step that was finalised as its journal says."""
     kind = LedgerEventKind.ADMITTED
     admitted = [
         LedgerEvent(seq=0, rollout_id=entry.trajectory.rollout_id, kind=kind)
@@ -182,7 +182,7 @@ def test_a_group_that_lacks_a_member_without_a_reason_fails_the_audit(tmp_path: 
             "trained in the journal, evicted as masked",
         ),
         ({"kind": LedgerEventKind.ADMITTED, "step": None}, "still in flight in the ledger"),
-        ({"step": 2}, "settled by step 2"),
+        ({"step": 2}, "finalised by step 2"),
     ],
 )
 def test_a_rollout_with_another_fate_in_the_ledger_is_named(
