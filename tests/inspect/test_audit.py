@@ -281,6 +281,6 @@ def test_the_audits_own_statistics_equal_the_merges(
     baseline, scale = choice
     own = expected_advantages(returns, GroupRule(baseline=baseline, scale=scale))
     other = group_advantages(returns, baseline=baseline, scale=scale)
-    assert (own is not None) == (other.zeroed is None)
+    assert (own is not None) == (other.no_signal is None)
     if own is not None:
         assert own == pytest.approx(other.values.tolist(), abs=1e-9)

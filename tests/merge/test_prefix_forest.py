@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds.trajectory_builders import ids
 
+from actors.merge.branches import common_prefix
 from actors.merge.prefix_sharing import (
     PrefixForest,
     Size,
     build_flat,
     build_forest,
-    common_length,
     measure,
     prefix_order,
 )
@@ -125,10 +125,10 @@ def test_a_flat_row_shares_nothing(samples: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(flat.position_ids[path], np.arange(len(sample)))
 
 
-def test_common_lengths_and_the_order_by_prefix() -> None:
-    assert common_length(ids([1, 2, 3]), ids([1, 2, 4])) == 2
-    assert common_length(ids([1, 2]), ids([1, 2, 4])) == 2
-    assert common_length(ids([]), ids([1])) == 0
+def test_common_prefixes_and_the_order_by_prefix() -> None:
+    assert common_prefix(ids([1, 2, 3]), ids([1, 2, 4])) == 2
+    assert common_prefix(ids([1, 2]), ids([1, 2, 4])) == 2
+    assert common_prefix(ids([]), ids([1])) == 0
     assert prefix_order([ids([1, 2]), ids([0]), ids([1, 2, 3])]) == [1, 2, 0]
     # Ids are compared as numbers, whatever the machine's byte order.
     assert prefix_order([ids([256]), ids([1]), ids([70_000])]) == [1, 0, 2]
