@@ -78,7 +78,7 @@ class AlgorithmSettings:
 
     @property
     def scores_first(self) -> bool:
-        """Whether the trainer is asked before rewards are shaped and advantages made."""
+        """Whether a critic or a reference must score the samples before advantages are made."""
         return self.has_critic or self.shapes_by_reference
 
     @property

@@ -84,19 +84,20 @@ class RankShard:
     """One rank's share of a training step: its optimiser updates in order."""
 
     step: int
+    """Counted from 1."""
     trainer_version: int
-    """The policy version that the trainer holds when the step starts."""
+    """The policy version that the trainer holds when the step starts; in a run step - 1."""
     minibatches: tuple[Minibatch, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowScores:
-    """What models say of one row, or of one sample; asked before rewards are shaped."""
+    """A reference's and a critic's scores of one row, or of one sample, made before advantages."""
 
     reference_logprobs: Float32s | None = None
-    """[M] float32, nats, of the targets; None: no reference was asked."""
+    """[M] float32, nats, of the targets; None: no reference was needed."""
     values: Float32s | None = None
-    """[T] float32, of the state that ends with each token; None: no critic was asked."""
+    """[T] float32, of the state that ends with each token; None: no critic was needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

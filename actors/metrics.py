@@ -166,7 +166,7 @@ class LedgerMetrics:
             registry=registry,
         )
         self.in_flight = registry.gauge(
-            "rayloom_ledger_in_flight_rollouts", "Admitted and not yet settled."
+            "rayloom_ledger_in_flight_rollouts", "Admitted, not yet trained or evicted."
         )
         self.waiting_items = registry.gauge(
             "rayloom_queue_items", "Finished trajectories waiting in the queue."
@@ -248,13 +248,13 @@ class StepMetrics:
         self.samples = registry.counter(
             "rayloom_merge_samples", "Samples before (turns) and after merging.", "side"
         )
-        self.mismatches = registry.counter(
-            "rayloom_merge_mismatches",
-            "Turns that extended no open sample, by kind of divergence.",
-            "kind",
+        self.branches = registry.counter(
+            "rayloom_merge_branches",
+            "Turns that extended no open sample and opened a new one, by reason.",
+            "reason",
         )
-        for kind in BranchReason:
-            self.mismatches.labels(kind=kind.value)
+        for reason in BranchReason:
+            self.branches.labels(reason=reason.value)
 
 
 class StatisticMetrics:

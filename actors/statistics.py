@@ -234,12 +234,12 @@ STATISTICS: tuple[Statistic, ...] = (
         "trainer's own version.",
     ),
     *_of(
-        "parity_max",
+        "logprob_check_max",
         _STEP,
         source=Source.PUBLISH,
         group="Trainer and engine",
         unit=Unit.NATS,
-        metric="rayloom_parity_max_nats",
+        metric="rayloom_logprob_check_max_nats",
         help="Largest difference of a log-probability between trainer and engines on the fixed "
         "prompt, after the last publish.",
     ),

@@ -1,7 +1,8 @@
-"""The merge/advantage actor: fetches a step's payloads, builds the batch, stores the shards.
+"""The merge actor: fetches a step's payloads, builds the batch (`step`), stores the shards.
 
-Payloads are read in place (views of shared memory); only references leave. A payload that is gone
-is named, so that the supervisor can have its rollout played again.
+The loop calls `plan` (only with a critic or a reference) and then `build`, once a step. Payloads
+are read in place (views of shared memory), and the reply holds references. For payloads that are
+gone `PayloadsLost` names the rollouts, which the loop then gives back to the queue.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from actors.journal.files import Journal, JournalSettings
 from actors.merge.disposition import problem_notices
-from actors.merge.groups import Group, classify_groups, read_groups
+from actors.merge.groups import GroupMembers, classify_groups, read_groups
 from actors.merge.report import StepReport
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.settings import StepSettings
@@ -25,13 +26,13 @@ from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome
 from actors.trajectory_queue.messages import StepInput
 
 FETCH_DEADLINE_S = 60.0
-# Once one payload is known to be lost, the others are here or nearly so.
+# After one payload is found lost: the others have had FETCH_DEADLINE_S already, or are local.
 PROBE_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltStep:
-    """A step whose batch lies in the object store."""
+    """A step whose batch is in the object store."""
 
     step: int
     """Counted from 1."""
@@ -40,12 +41,12 @@ class BuiltStep:
     outcomes: tuple[RolloutOutcome, ...]
     report: StepReport
     value_shards: tuple[Any, ...] = ()
-    """Likewise to its ValueShard; empty without a critic."""
+    """A reference to each rank's ValueShard, in the order of ranks; empty without a critic."""
     notices: tuple[str, ...] = ()
-    """What a person should know; mostly none."""
+    """Sentences for the user on faults; usually empty."""
 
     def outcomes_after(self, *, is_all_skipped: bool) -> tuple[RolloutOutcome, ...]:
-        """Nothing was trained by a step whose every update was refused as not finite."""
+        """The outcomes of the step; none is `trained` where all its updates were skipped."""
         if not is_all_skipped:
             return self.outcomes
         reason = EvictionReason.NONFINITE_STEP
@@ -57,18 +58,18 @@ class BuiltStep:
 
 @ray.remote
 class MergeActor:
-    """Keeps nothing from one call to the next: a replacement goes on where this one died."""
+    """Keeps no state from one call to the next."""
 
     def __init__(self, settings: StepSettings, journal: JournalSettings | None = None) -> None:
-        """journal: where each step is written down; None: nowhere."""
+        """journal: where each step is recorded; None: nowhere."""
         self._settings = settings
         self._journal = Journal(journal) if journal is not None else None
 
     def plan(self, step_input: StepInput, trainer_version: int) -> tuple[Any, ...]:
-        """Lay out what models must score; return a reference to each rank's part.
+        """Lay out the rows that the trainer must score; return a reference to each rank's shard.
 
-        Asked for only where rewards or advantages need a reference or a critic. `build` lays the
-        same step out again to read the scores, so that nothing has to be kept for it.
+        Called only where rewards or advantages need a reference or a critic. `build` repeats the
+        layout to read the scores, so that no state is kept between the two.
         Raises: PayloadsLost, naming the rollouts.
         """
         shards = plan_scores(
@@ -82,10 +83,10 @@ class MergeActor:
     def build(
         self, step_input: StepInput, trainer_version: int, scores: Sequence[Any] = ()
     ) -> BuiltStep:
-        """Build the batch of a taken step. trainer_version: what the trainer holds.
+        """Build the batch of a taken step.
 
-        Args: scores: of each rank, a reference to its answers to the plan; empty where none was
-        asked for.
+        Args: trainer_version: the policy version that the trainer holds. scores: of each rank, a
+        reference to its RowScores for the plan; empty without a plan.
         Raises: PayloadsLost, naming the rollouts; ValueError, as build_step and read_scores.
         """
         groups = self._read(step_input)
@@ -106,16 +107,16 @@ class MergeActor:
 
     def _notices(self, result: StepResult) -> tuple[str, ...]:
         unwritten = self._journal.write(result) if self._journal is not None else ""
-        # Counted as the run and its journal do: the trainer holds version n - 1 at step n.
+        # The step number of the run and its journal: step n trains on version n - 1.
         problems = problem_notices(result.members, step=result.report.trainer_version + 1)
         return (*problems, unwritten) if unwritten else problems
 
-    def _read(self, step_input: StepInput) -> tuple[Group, ...]:
+    def _read(self, step_input: StepInput) -> tuple[GroupMembers, ...]:
         return classify_groups(read_groups(step_input, _fetch(step_input.blocks)), self._settings)
 
 
 def _fetch(blocks: Sequence[Any]) -> list[TrajectoryBlock | None]:
-    """The blocks in their order; None for one that is lost or does not come in time."""
+    """The blocks in their order; None for one that is lost or not here in time."""
     references = list(blocks)
     try:
         return list(ray.get(references, timeout=FETCH_DEADLINE_S))

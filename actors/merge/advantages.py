@@ -1,12 +1,13 @@
 """How each trained token gets its advantage: from its trajectory's return, its turn, or a critic.
 
-baseline and scale are separate choices. Statistics are over trajectories, never over rows, so that
-how turns were cut into samples changes no advantage. With a group baseline a return is compared
-with those of its group, once a trajectory or (turn_discount) once a turn; with the baseline critic
-GAE runs over the action tokens of one trajectory, as they were played: values and the decay by
-lambda step from one action token to the next and skip observations, so that an environment's long
-answer does not wash credit out. Where a trajectory branched (a sub-agent, a compacted history),
-each token's state is the one that it was sampled in, in its own sample. Called by `step`.
+`credit_group` is the entry; it chooses by baseline and turn_discount. baseline and scale are
+separate choices. Statistics are over trajectories, never over rows, so that how turns were cut into
+samples changes no advantage. With a group baseline a return is compared with those of its group,
+once a trajectory or (turn_discount) once a turn; with the baseline critic GAE runs over the action
+tokens of one trajectory, as they were played: values and the decay by lambda step from one action
+token to the next and skip observations, so that an environment's long answer does not wash credit
+out. Where a trajectory branched (a sub-agent, a compacted history), each token's state is the one
+that it was sampled in, in its own sample. Called by `step`.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class Scale(StrEnum):
 
 
 class Truncation(StrEnum):
-    """What a critic makes of a trajectory that was cut off.
+    """With a critic, how a trajectory that was cut off is treated.
 
-    bootstrap: trained, the end is worth V(s_T). terminal: trained, the end is worth 0. mask: not in
-    the loss. penalty: as terminal, with an amount off the return. drop: neither.
+    bootstrap: trained, with V(s_T) behind the last token. terminal: trained, with 0 there. mask:
+    not in the loss. penalty: as terminal, with an amount off the return. drop: in neither loss nor
+    baseline.
     """
 
     BOOTSTRAP = "bootstrap"
@@ -58,9 +60,9 @@ class Truncation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings:
-    """A value model and what is made of its values (PPO); of use with the baseline critic alone.
+    """A value model and GAE over its values (PPO); read only with baseline critic.
 
-    What its optimiser needs beyond this it has in common with the policy's (`trainer`).
+    Its other optimiser settings are the policy's (`trainer`).
     """
 
     __pydantic_config__ = STRICT
@@ -104,9 +106,8 @@ class GroupAdvantages:
 
     values: Float64s
     """[G]."""
-    zeroed: EvictionReason | None = None
-    """Why all of them are 0 (zero_variance, negative_return); None: they are not. Such a group is
-    counted, and not trained where the loss asks nothing else of its tokens."""
+    no_signal: EvictionReason | None = None
+    """Why all of them are 0 (zero_variance, negative_return); None: they are not."""
 
 
 def credit_group(
@@ -125,14 +126,14 @@ def credit_group(
     if baseline is Baseline.CRITIC:
         return [_credit_tokens(member, critic) for member in members], None
     if turn_discount is not None:
-        of_turns, zeroed = turn_advantages(
+        of_turns, no_signal = turn_advantages(
             [_turn_rewards(member) for member in members],
             discount=turn_discount,
             baseline=baseline,
             scale=scale,
         )
         pairs = zip(members, of_turns, strict=True)
-        return [_credit_turns(member, values) for member, values in pairs], zeroed
+        return [_credit_turns(member, values) for member, values in pairs], no_signal
     returns = [member.baseline_return for member in members if member.baseline_return is not None]
     group = group_advantages(returns, baseline=baseline, scale=scale)
     credited = [
@@ -142,7 +143,7 @@ def credit_group(
         )
         for member, value in zip(members, group.values, strict=True)
     ]
-    return credited, group.zeroed
+    return credited, group.no_signal
 
 
 def group_advantages(
@@ -166,9 +167,11 @@ def group_advantages(
         assert scale is Scale.NONE, f"advantages: scale {scale} without a group baseline"
         return GroupAdvantages(values=values)
     if are_equal(values.tolist()):
-        return GroupAdvantages(values=np.zeros_like(values), zeroed=EvictionReason.ZERO_VARIANCE)
+        return GroupAdvantages(values=np.zeros_like(values), no_signal=EvictionReason.ZERO_VARIANCE)
     if scale is Scale.MEAN and values.min() < 0:
-        return GroupAdvantages(values=np.zeros_like(values), zeroed=EvictionReason.NEGATIVE_RETURN)
+        return GroupAdvantages(
+            values=np.zeros_like(values), no_signal=EvictionReason.NEGATIVE_RETURN
+        )
     mean = float(values.mean())
     match baseline:
         case Baseline.MEAN:
@@ -237,10 +240,10 @@ def turn_advantages(
         )
         for t in range(max(num_turns))
     ]
-    # Beyond its own last turn a member counts for the others alone.
+    # Columns beyond a member's own last turn serve only the other members.
     table = np.stack([column.values for column in columns])
     advantages = [table[:length, i] for i, length in enumerate(num_turns)]
-    reasons = {column.zeroed for column in columns}
+    reasons = {column.no_signal for column in columns}
     for reason in (None, EvictionReason.NEGATIVE_RETURN):
         if reason in reasons:
             return advantages, reason
@@ -248,13 +251,13 @@ def turn_advantages(
 
 
 def _turn_rewards(member: Member) -> Float64s:
-    """[K] rewards of the turns, with what falls on their tokens; [1] for one without turns."""
+    """[K] rewards of the turns, KL of their tokens included; [1] for a member without turns."""
     if not member.trajectory.turns:
         # Trajectories without turns count in the baseline but contribute no tokens.
         return np.array([member.baseline_return], np.float64)
-    if member.token_rewards is None:
+    if member.kl_rewards is None:
         return member.rewards
-    sums = np.append(0.0, np.cumsum(member.token_rewards))
+    sums = np.append(0.0, np.cumsum(member.kl_rewards))
     return member.rewards + np.diff(sums[turn_bounds(member)])
 
 
@@ -267,7 +270,7 @@ def _credit_turns(member: Member, of_turns: Float64s) -> Member:
 
 
 def end_value(final_value: float, *, is_truncated: bool, truncation: Truncation) -> float:
-    """What the state behind the last action token is worth.
+    """Value of the state behind the last action token.
 
     V(s_T) for a trajectory that was cut off, under bootstrap; 0 otherwise: truncated is not
     terminated.
@@ -287,7 +290,7 @@ def token_advantages(
     decay: float,
     end_value: float = 0.0,
 ) -> Float64s:
-    """Estimate the advantage of each action token of a trajectory.
+    """Estimate the advantage of each action token of a trajectory by GAE.
 
     d_t = r_t + discount V_{t+1} - V_t, V_{N} = end_value; A_t = sum_k (discount decay)^k d_{t+k}.
     The critic learns A_t + V_t.   Source: Schulman et al. 2016 (GAE), arXiv 1506.02438, equations
@@ -305,7 +308,7 @@ def token_advantages(
 
 
 def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
-    """Credit by token, from a critic's values of the states that the tokens were sampled in."""
+    """Advantages by token: GAE over a critic's values of the states the tokens were sampled in."""
     bounds = turn_bounds(member)
     numbers = [token_numbers(sample, bounds) for sample in member.samples]
     old_values = np.empty(int(bounds[-1]), np.float32)
@@ -343,10 +346,11 @@ def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
 def _token_rewards(member: Member, bounds: Int64s) -> Float64s:
     """[N] rewards of the trained tokens.
 
-    A turn's comes with its last one, but for what it recorded by token, which counts where it was
-    earned. What falls on no trained token comes with the last one before it, or else the first.
+    A reward recorded by token stays at that token; the rest of a turn's reward goes to the turn's
+    last token. A reward at a token that is not trained goes to the trained one before it, or, where
+    there is none, to the first.
     """
-    charged, of_turns = member.token_rewards, member.rewards.copy()
+    charged, of_turns = member.kl_rewards, member.rewards.copy()
     rewards = np.zeros(int(bounds[-1])) if charged is None else charged.copy()
     for sample in member.samples:
         if sample.token_rewards is None:

@@ -2,9 +2,9 @@
 
 The trainer's loss is sum_t w_t loss_t and divides by nothing, so it does not change when turns are
 merged, rows packed, or tokens dealt to micro-batches and ranks. Each aggregation gives the tokens
-of a trajectory one weight. Trajectories of groups without a signal are not computed, but they
-count, so that solved groups weaken the update instead of leaving it to the few others.
-Called by `step`. Letters: [N] trajectories of one update.
+of a trajectory one weight. Trajectories of groups without a signal count in the weights although
+they are not in the rows (`step` says why). Called by `step`. Letters: [N] trajectories of one
+update.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 
 class Aggregation(StrEnum):
-    """What has equal say: tokens, trajectories, prompts (groups), or tokens at a fixed rate."""
+    """What has equal weight: tokens, trajectories, prompts (groups), or tokens at a fixed rate."""
 
     TOKEN_MEAN = "token_mean"
     TRAJECTORY_MEAN = "trajectory_mean"
@@ -29,7 +29,7 @@ class Aggregation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSize:
-    """How much an update trains; a share of it need not be whole."""
+    """How much an update trains; floats, because a share of it may be a fraction."""
 
     num_tokens: float = 0.0
     num_trajectories: float = 0.0
@@ -53,7 +53,7 @@ def trajectory_weights(
     appendix A: the generation budget). D, N and G include what has no signal, on every rank.
 
     Args: num_tokens: [N], of each trajectory over all its samples, at least 1. group_ids: [N].
-    without_signal: what counts beside them.
+    without_signal: size of what is not in the rows but counts.
     Returns: [N] float64.
     Example: tokens [1, 3] of one group, all with a signal, C 8: token_mean [1/4, 1/4],
         trajectory_mean [1/2, 1/6], prompt_mean [1/4, 1/4], constant [1/16, 1/16]

@@ -1,4 +1,4 @@
-"""Why a turn extended no sample: the branch reason, as well as token ids can tell it.
+"""Why a turn extended no sample: the branch reason, guessed from token ids.
 
 Ids say where two histories part, not why. The sample that shares most with the prompt is compared
 with it as one changed span: the sample's last few tokens behind the divergence are looked for in
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from actors.types import BranchReason, TokenIds
 
-# As many tokens have to come back for two histories to count as alike again, and in short turns
-# as few.
+# Histories count as alike again where this many of the sample's last tokens come back; in short
+# turns fewer, down to the second number.
 ANCHOR_TOKENS = 4
 SHORTEST_ANCHOR_TOKENS = 2
 

@@ -19,7 +19,7 @@ from actors.outcomes import Disposition, OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Trajectory
 
-# Of one step; what is wrong with one trajectory is mostly wrong with many.
+# Notices a step: a fault of one trajectory is usually that of many.
 MAX_NOTICES = 3
 _DEFAULT_POLICY = OutcomePolicy()
 _NO_SHAPING = RewardSettings()

@@ -1,7 +1,6 @@
-"""Closed groups as they come into a step, and what the outcome's rule says of each member; pure.
+"""The first stage of a step: decode its closed groups and classify each member; pure.
 
-The first stage of a step, done once: what a model is asked to score and what is trained are both
-read from its result. Called by the merge actor.
+What is scored and what is trained are both chosen from the result. Called by the merge actor.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from actors.trajectory_queue.codec import TrajectoryBlock, decode
 from actors.trajectory_queue.messages import StepGroup, StepInput
 from actors.types import Trajectory
 
-Group = tuple[Member, ...]
-"""The members of one group, in the order of the queue."""
+GroupMembers = tuple[Member, ...]
+"""A group of a step once its trajectories are classified, in the order of the queue."""
 
 
 class PayloadsLost(Exception):
@@ -36,7 +35,7 @@ class PayloadsLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
-    """The members of one closed group that the queue kept."""
+    """The decoded trajectories of a closed group, before they are classified."""
 
     group_id: str
     trajectories: tuple[Trajectory, ...]
@@ -66,10 +65,12 @@ def _read_group(group: StepGroup, blocks: Sequence[TrajectoryBlock | None]) -> T
     return TrajectoryGroup(group_id=group.group_id, trajectories=trajectories)
 
 
-def classify_groups(groups: Sequence[TrajectoryGroup], settings: StepSettings) -> tuple[Group, ...]:
+def classify_groups(
+    groups: Sequence[TrajectoryGroup], settings: StepSettings
+) -> tuple[GroupMembers, ...]:
     """Shape the rewards of every trajectory and apply the outcome's rule.
 
-    Raises: ValueError for two trajectories of one rollout, which no ledger could tell apart.
+    Raises: ValueError for two trajectories of one rollout: the ledger counts each rollout once.
     """
     rollouts = Counter(each.rollout_id for group in groups for each in group.trajectories)
     repeated = [rollout_id for rollout_id, count in rollouts.items() if count > 1]

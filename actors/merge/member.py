@@ -1,9 +1,10 @@
 """A trajectory of a step's group on its way to the batch, and its trained tokens as played; pure.
 
 One record from the queue to the journal: each stage takes members and returns new ones with more
-fields set (`disposition`: reason, rewards, returns; `scoring`: scores; `advantages`: token rewards,
-advantages, values). The trained tokens of a trajectory, N in all, are numbered in the order in
-which they were played, whatever sample they lie in.
+fields set (`disposition`: reason, rewards, returns; `scoring`: scores; `shaping.charge_kl`: KL
+rewards; `advantages`: advantages, values; `step`: reason and no_signal). The trained tokens of a
+trajectory, N in all, are numbered in the order in which they were played, whatever sample they lie
+in.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ class Member:
     reason: EvictionReason | None
     """Why it is not in the loss; None: it is."""
     problem: str = ""
-    """What is wrong with the trajectory itself, with a remedy; mostly empty."""
+    """A sentence on a trajectory that cannot be used, with a remedy; empty for a usable one."""
     rewards: Float64s = field(default_factory=lambda: np.empty(0))
-    """[K], one a turn, after shaping and the outcome's rule, which comes with the last turn."""
+    """[K], one a turn, after shaping and the outcome's rule, which changes the last one."""
     baseline_return: float | None = None
     """What it brings to its group's baseline; None: it is not in it."""
     shaped_return: float
     """With all shaping, before the outcome's rule."""
     scores: tuple[RowScores, ...] = ()
     """Of each sample, where a reference or a critic was asked."""
-    token_rewards: Float64s | None = None
-    """[N], the KL charge of each trained token; None: nothing is charged."""
+    kl_rewards: Float64s | None = None
+    """[N], added to the rewards of the trained tokens: minus their KL penalties. None: no KL."""
     advantages: tuple[Float64s, ...] = ()
     """Of each sample [M]; none for a member that is not in the baseline."""
-    zeroed: EvictionReason | None = None
-    """Why all advantages of its group are 0; None: they are not."""
+    no_signal: EvictionReason | None = None
+    """Why its group gives no training signal: all its advantages are 0. None: it gives one."""
     old_values: tuple[Float32s, ...] = ()
     """Of each sample [M], as the critic scored the states that the tokens were sampled in."""
     value_targets: tuple[Float32s, ...] = ()

@@ -1,7 +1,8 @@
-"""What does not fit together in what an engine or another producer sent.
+"""Checks of turns and trajectories that an engine or another producer sent.
 
-Two borders: a turn on its own, before a sample is built of it, and a trajectory that arrives where
-the trained model is known. Says what is wrong and what to do about it, never with a payload.
+`find_misalignment` looks at one turn, before a sample is built of it; `find_misfit` looks at a
+trajectory where the trained model is known, in the merge actor. Each returns one sentence with the
+fault and its remedy, without any payload, or None.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Invariants: every trained token is in exactly one row; all samples of a trajectory are in one row,
 because some losses look at whole trajectories; a row is at most `budget` tokens long, counted after
 sharing, unless one trajectory alone is longer. Trajectories that share a prefix are packed together
-as long as the ranks' costs stay equal: balance is worth more than sharing, because the slowest rank
-is waited for. A rank that has fewer rows gets rows that train nothing, so that collectives stay
-aligned. Rows to be scored, and a critic's rows, are dealt more simply (`deal_rows`). Called by
+as long as the ranks' costs stay equal: balance comes before sharing, because a step waits for the
+slowest rank. A rank that has fewer rows gets padding rows, which train nothing, so that collectives
+stay aligned. Rows to be scored, and a critic's rows, are dealt more simply (`deal_rows`). Called by
 `step` and `scoring`.
 """
 
@@ -24,19 +24,20 @@ from numpy.typing import NDArray
 from actors.batch import Float32s, MicroBatch, Minibatch, ValueRow, ValueShard
 from actors.merge.prefix_sharing import (
     Int64s,
-    PrefixRun,
     Size,
+    SortedItems,
     build_flat,
     build_forest,
-    bundle_run,
-    cut_run,
+    bundle_items,
+    cut_items,
     row_experts,
     sort_trajectories,
 )
 from actors.types import Sample, TokenIds
 
 BALANCED = 1.05
-"""Largest cost of a rank over the mean that is good enough."""
+"""Ranks count as balanced when the costliest is at most this times the mean."""
+# Bounds on the work of `_even_out`: moves in all, and trajectories tried for each move.
 _MAX_MOVES = 64
 _CANDIDATES = 16
 _Number = TypeVar("_Number", bound=np.generic)
@@ -48,7 +49,7 @@ def _no_floats() -> Float32s:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSample:
-    """A sample with what its M trained tokens get, in their order."""
+    """A sample with what its M trained tokens carry into the row, in their order."""
 
     sample: Sample
     advantage: float | NDArray[np.float64] | Float32s
@@ -234,15 +235,15 @@ def deal_rows(lengths: Sequence[int], *, num_ranks: int, budget: int) -> list[li
     Example: lengths [4, 9, 5], 2 ranks, budget 10 -> [[[1]], [[2, 0]]]
     """
     rows: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        row = next((r for r, left in enumerate(room) if lengths[index] <= left), None)
+        row = next((r for r, left in enumerate(free) if lengths[index] <= left), None)
         if row is None:
             rows.append([index])
-            room.append(budget - lengths[index])
+            free.append(budget - lengths[index])
         else:
             rows[row].append(index)
-            room[row] -= lengths[index]
+            free[row] -= lengths[index]
     num_rows = max(1, -(-len(rows) // num_ranks))
     rows += [[] for _ in range(num_rows * num_ranks - len(rows))]
     return [rows[rank::num_ranks] for rank in range(num_ranks)]
@@ -260,37 +261,37 @@ def assign_rows(
 
     Trajectories are sorted by their first sample and cut into bundles where the least is shared,
     until each fits a row and a rank's part of the cost. Bundles are assigned by longest processing
-    time first: the costliest one left goes to the row with room after which its rank costs least,
-    what it shares with that row counted. Where the ranks then differ by more than BALANCED, single
-    trajectories are moved from the costliest rank to the cheapest; where that does not do, smaller
-    bundles are tried, and the assignment whose costliest rank costs least is kept. Rows a rank: the
-    fewest with which all bundles fit.
+    time first: the costliest one left goes to the row that it fits in and after which its rank
+    costs least, what it shares with that row counted. Where the ranks then differ by more than
+    BALANCED, single trajectories are moved from the costliest rank to the cheapest; where that does
+    not do, smaller bundles are tried, and the assignment whose costliest rank costs least is kept.
+    Rows a rank: the fewest with which all bundles fit.
 
     Args: trajectories: the samples of each, as token ids.
     Returns: [num_ranks][rows][trajectories of the row], rows possibly empty.
     """
     if not trajectories:
         return [[[]] for _ in range(num_ranks)]
-    run = sort_trajectories(
+    items = sort_trajectories(
         trajectories, attention_tokens=attention_tokens, share_prefixes=share_prefixes
     )
     best: _Assignment | None = None
     num_bundles = 0
-    limit = bundle_run(run, [0, len(run.order)]).cost[0] / num_ranks
+    limit = bundle_items(items, [0, len(items.order)]).cost[0] / num_ranks
     while num_bundles < len(trajectories):
-        bounds = cut_run(run, max_tokens=budget, max_cost=limit)
+        bounds = cut_items(items, max_tokens=budget, max_cost=limit)
         limit /= 2
         if len(bounds) - 1 == num_bundles:
             continue
         num_bundles = len(bounds) - 1
-        assignment = _assign_bundles(run, bounds, num_ranks=num_ranks, budget=budget)
-        _even_out(run, assignment, budget=budget)
+        assignment = _assign_bundles(items, bounds, num_ranks=num_ranks, budget=budget)
+        _even_out(items, assignment, budget=budget)
         if best is None or max(assignment.costs) < max(best.costs):
             best = assignment
         if assignment.is_balanced:
             break
     assert best is not None
-    return [[[run.order[i] for i in row] for row in rank] for rank in best.members]
+    return [[[items.order[i] for i in row] for row in rank] for rank in best.members]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,11 +299,11 @@ class _Assignment:
     """Which trajectories are in which row; changed in place by `_even_out`."""
 
     members: list[list[list[int]]]
-    """[ranks][rows], ascending numbers in the run."""
+    """[ranks][rows][trajectories of the row], ascending indices into the sorted items."""
     tokens: list[list[int]]
-    """[ranks][rows]."""
+    """[ranks][rows], after sharing."""
     costs: list[float]
-    """[ranks]."""
+    """[ranks], as `Size.cost`."""
 
     @property
     def is_balanced(self) -> bool:
@@ -310,9 +311,9 @@ class _Assignment:
 
 
 def _assign_bundles(
-    run: PrefixRun, bounds: Sequence[int], *, num_ranks: int, budget: int
+    items: SortedItems, bounds: Sequence[int], *, num_ranks: int, budget: int
 ) -> _Assignment:
-    bundles = bundle_run(run, bounds)
+    bundles = bundle_items(items, bounds)
     num_tokens = int((bundles.num_tokens - bundles.shared).sum())
     rows_each = max(1, -(-num_tokens // (budget * num_ranks)))
     while True:
@@ -329,7 +330,7 @@ def _assign_bundles(
 
 
 def _try_assign(
-    bundles: PrefixRun, *, num_ranks: int, rows_each: int, budget: int
+    bundles: SortedItems, *, num_ranks: int, rows_each: int, budget: int
 ) -> _Assignment | None:
     """Assign bundles to rows; None where they do not all fit."""
     num_rows = num_ranks * rows_each
@@ -358,65 +359,70 @@ def _try_assign(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Move:
-    """One trajectory's way from a row of the costliest rank to a row of the cheapest."""
+    """One trajectory from a row of the costliest rank to a row of a cheaper one."""
 
     member: int
+    """The trajectory, as an index into the sorted items."""
     source: int
+    """Row of the costliest rank."""
     target: int
-    left: Size
-    """What the one row loses."""
+    """Row of the cheaper rank."""
+    removed: Size
+    """By how much the source row gets smaller."""
     added: Size
-    """What the other gains."""
+    """By how much the target row grows."""
 
 
-def _even_out(run: PrefixRun, assignment: _Assignment, *, budget: int) -> None:
+def _even_out(items: SortedItems, assignment: _Assignment, *, budget: int) -> None:
     """Move trajectories from the costliest rank to the cheapest that gains by it, in place."""
     for _ in range(_MAX_MOVES):
         if assignment.is_balanced:
             return
         *others, high = sorted(range(len(assignment.costs)), key=assignment.costs.__getitem__)
-        is_moved = any(_improve(run, assignment, high, low, budget=budget) for low in others)
+        is_moved = any(_improve(items, assignment, high, low, budget=budget) for low in others)
         if not is_moved:
             return
 
 
-def _improve(run: PrefixRun, assignment: _Assignment, high: int, low: int, *, budget: int) -> bool:
+def _improve(
+    items: SortedItems, assignment: _Assignment, high: int, low: int, *, budget: int
+) -> bool:
     """Make the best move from one rank to another; False where none lowers the higher cost."""
     costs = assignment.costs
 
     def cost_after(move: _Move) -> float:
-        return max(costs[high] - move.left.cost, costs[low] + move.added.cost)
+        return max(costs[high] - move.removed.cost, costs[low] + move.added.cost)
 
-    moves = _moves(run, assignment, high, low, budget=budget)
+    moves = _moves(items, assignment, high, low, budget=budget)
     best = min(moves, key=cost_after, default=None)
     if best is None or cost_after(best) >= costs[high]:
         return False
     assignment.members[high][best.source].remove(best.member)
     insort(assignment.members[low][best.target], best.member)
-    assignment.tokens[high][best.source] -= best.left.num_tokens
+    assignment.tokens[high][best.source] -= best.removed.num_tokens
     assignment.tokens[low][best.target] += best.added.num_tokens
-    costs[high] -= best.left.cost
+    costs[high] -= best.removed.cost
     costs[low] += best.added.cost
     return True
 
 
 def _moves(
-    run: PrefixRun, assignment: _Assignment, high: int, low: int, *, budget: int
+    items: SortedItems, assignment: _Assignment, high: int, low: int, *, budget: int
 ) -> list[_Move]:
-    """The moves with room that would come nearest to halving the difference."""
+    """The moves that fit a row and come nearest to halving the difference of the two ranks."""
     half = (assignment.costs[high] - assignment.costs[low]) / 2
     leaving = [
-        (run.added([other for other in row if other != member], member), member, source)
+        (items.added([other for other in row if other != member], member), member, source)
         for source, row in enumerate(assignment.members[high])
         for member in row
     ]
     leaving.sort(key=lambda each: (abs(each[0].cost - half), each[1]))
     moves = []
-    for left, member, source in leaving[:_CANDIDATES]:
+    for removed, member, source in leaving[:_CANDIDATES]:
         for target, row in enumerate(assignment.members[low]):
-            added = run.added(row, member)
+            added = items.added(row, member)
             if not row or assignment.tokens[low][target] + added.num_tokens <= budget:
                 moves.append(
-                    _Move(member=member, source=source, target=target, left=left, added=added)
+                    _Move(member=member, source=source, target=target, removed=removed, added=added)
                 )
     return moves

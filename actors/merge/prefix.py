@@ -1,4 +1,7 @@
-"""The rule by which turns become samples, word for word: exact-prefix merge.
+"""The rule by which turns become samples, exact-prefix merge, in plain loops over lists.
+
+The reference that tests and benchmarks compare with. A run's samples are made by
+`actors.environment.sample_builder`, which gives the same result.
 
 A turn extends a sample when the sample's full ids are an exact prefix of its prompt ids; what lies
 between is observation, mask 0. All samples stay open: the longest match wins, the newest among
@@ -6,9 +9,7 @@ equals, so that a sub-agent's turns or a compacted history branch off and the ma
 
 Invariants: the mask counts the sampled tokens with a finite log-probability; mask 0 means
 log-probability 0 and no version; the order of turns is kept; merging the turns of one sample again
-gives that sample; turns that each extend the last give one sample. This is the statement, in plain
-loops over lists. A run's samples come of `actors.environment.sample_builder`, which is tested
-against it.
+gives that sample; turns that each extend the last give one sample.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from actors.types import NO_VERSION, BranchReason, Sample, Turn, TurnSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """As a sample's fields of these names."""
+    """Where a sample branched off and why: its fields of the same names."""
 
     parent: int | None = None
     num_shared: int = 0
@@ -67,7 +68,7 @@ def _ids(turn: Turn) -> list[int]:
 def _origin(
     turns: Sequence[Turn], chains: list[list[int]], samples: list[list[int]], prompt: list[int]
 ) -> _Origin:
-    """What a prompt that extends none of the samples branches off, and why."""
+    """Find the sample that a prompt which extends none branches off, and the reason."""
     if not samples:
         return _Origin()
     shared = [_num_common(ids, prompt) for ids in samples]

@@ -166,7 +166,7 @@ class Size:
     num_tokens: int
     """After sharing."""
     cost: float
-    """In tokens that attend to nothing."""
+    """Time to compute, in units of one token without attention."""
 
 
 def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixes: bool) -> Size:
@@ -190,31 +190,33 @@ def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixRun:
-    """Neighbours in prefix order: trajectories, or bundles of them. [N] arrays.
+class SortedItems:
+    """Trajectories, or bundles of neighbouring ones, in prefix order. [N] arrays.
 
-    In that order what two trajectories share is the least that any two neighbours between them
-    share; so one number between neighbours tells what any selection of them takes in a row.
+    In that order what two items share is the least that any two neighbours between them share; so
+    one number for each pair of neighbours tells what any selection of items takes in a row.
     """
 
     order: list[int]
-    """[N], the trajectories' (or bundles') numbers."""
+    """[N], the index of each trajectory (or bundle) in the order that the caller has."""
     num_tokens: Int64s
-    """Of each alone."""
+    """What each takes alone in a row, tokens."""
     cost: Float64s
-    """Likewise."""
+    """What each costs alone in a row, as `Size.cost`."""
     shared: Int64s
-    """Tokens in common with the one before, 0 for the first."""
+    """Leading tokens in common with the item before, 0 for the first."""
     inner: Int64s
-    """The least that two neighbours inside a bundle share."""
+    """The least that two neighbouring trajectories inside the item share; the largest int64 for an
+    item of one."""
     attention_tokens: int
+    """Sample length at which attention costs as much as all the rest."""
 
     def cost_of(self, shared: Int64s) -> Float64s:
-        """What sharing that many leading tokens saves."""
+        """What sharing that many leading tokens saves, as `Size.cost`."""
         return shared + shared.astype(np.float64) ** 2 / self.attention_tokens
 
     def shared_with(self, number: int) -> Int64s:
-        """[N], the tokens that each has in common with one of them: the least on the way to it."""
+        """[N], the leading tokens that each item has in common with item `number`."""
         shared = np.empty_like(self.shared)
         ahead = self.shared[number + 1 :].copy()
         np.minimum(ahead[1:], self.inner[number + 1 : -1], out=ahead[1:])
@@ -226,12 +228,12 @@ class PrefixRun:
         return shared
 
     def between(self, left: int, right: int) -> int:
-        """Tokens in common, left < right."""
+        """Leading tokens that two items have in common, left < right."""
         shared = int(self.shared[left + 1 : right + 1].min())
         return min(shared, int(self.inner[left + 1 : right].min(initial=shared)))
 
     def added(self, others: Sequence[int], one: int) -> Size:
-        """What one of them adds to a row of others, which ascend: itself less what it shares."""
+        """What item `one` adds to a row that holds the items `others`, in ascending order."""
         index = bisect_left(others, one)
         before, after = others[index - 1 : index], others[index : index + 1]
         shared = [self.between(other, one) for other in before]
@@ -247,8 +249,9 @@ class PrefixRun:
 
 def sort_trajectories(
     trajectories: Sequence[Sequence[TokenIds]], *, attention_tokens: int, share_prefixes: bool
-) -> PrefixRun:
-    """Of trajectories only what their first samples share is counted: more may be, never less."""
+) -> SortedItems:
+    """Sort by first samples; only what these share is counted, so that a row may get smaller than
+    planned, never larger."""
     order = prefix_order([samples[0] for samples in trajectories])
     firsts = [trajectories[index][0] for index in order]
     shared = [common_prefix(*pair) if share_prefixes else 0 for pair in pairwise(firsts)]
@@ -258,7 +261,7 @@ def sort_trajectories(
         )
         for index in order
     ]
-    return PrefixRun(
+    return SortedItems(
         order=order,
         num_tokens=np.array([size.num_tokens for size in sizes], np.int64),
         cost=np.array([size.cost for size in sizes], np.float64),
@@ -268,20 +271,20 @@ def sort_trajectories(
     )
 
 
-def cut_run(run: PrefixRun, *, max_tokens: int, max_cost: float) -> list[int]:
+def cut_items(items: SortedItems, *, max_tokens: int, max_cost: float) -> list[int]:
     """Cut where nothing is shared; then, while a part is too large, where the least is shared.
 
     Among equally good cuts the one nearest to the middle is taken.
     Returns: the bounds of the parts, from 0 to N.
     """
-    bounds = [*np.flatnonzero(run.shared == 0).tolist(), len(run.order)]
+    bounds = [*np.flatnonzero(items.shared == 0).tolist(), len(items.order)]
     pending = list(pairwise(bounds))
-    saved = run.cost_of(run.shared)
+    saved = items.cost_of(items.shared)
     while pending:
         start, stop = pending.pop()
-        inner = run.shared[start + 1 : stop]
-        num_tokens = run.num_tokens[start:stop].sum() - inner.sum()
-        cost = run.cost[start:stop].sum() - saved[start + 1 : stop].sum()
+        inner = items.shared[start + 1 : stop]
+        num_tokens = items.num_tokens[start:stop].sum() - inner.sum()
+        cost = items.cost[start:stop].sum() - saved[start + 1 : stop].sum()
         if stop - start == 1 or (num_tokens <= max_tokens and cost <= max_cost):
             continue
         cuts = np.flatnonzero(inner == inner.min()) + start + 1
@@ -291,18 +294,18 @@ def cut_run(run: PrefixRun, *, max_tokens: int, max_cost: float) -> list[int]:
     return sorted(bounds)
 
 
-def bundle_run(run: PrefixRun, bounds: Sequence[int]) -> PrefixRun:
-    """Put the trajectories between two bounds together; `order` then numbers the bundles."""
+def bundle_items(items: SortedItems, bounds: Sequence[int]) -> SortedItems:
+    """Make a bundle of the trajectories between each two bounds; `order` numbers the bundles."""
     starts = np.array(bounds[:-1])
-    inside = run.shared.copy()
+    inside = items.shared.copy()
     inside[starts] = 0
     least = inside.copy()
     least[starts] = np.iinfo(np.int64).max
-    return PrefixRun(
+    return SortedItems(
         order=list(range(len(starts))),
-        num_tokens=np.add.reduceat(run.num_tokens - inside, starts),
-        cost=np.add.reduceat(run.cost - run.cost_of(inside), starts),
-        shared=run.shared[starts],
+        num_tokens=np.add.reduceat(items.num_tokens - inside, starts),
+        cost=np.add.reduceat(items.cost - items.cost_of(inside), starts),
+        shared=items.shared[starts],
         inner=np.minimum.reduceat(least, starts),
-        attention_tokens=run.attention_tokens,
+        attention_tokens=items.attention_tokens,
     )

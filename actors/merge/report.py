@@ -1,4 +1,4 @@
-"""What a step says about itself: counts and statistics, made from the same values as the batch.
+"""A step's counts and statistics, made from the same members and rows as its batch.
 
 A statistic that is not known (no return, nothing trained) is absent, never 0. Called by `step`.
 """
@@ -32,12 +32,12 @@ class MergeReport:
     samples_before: int
     """Turns: without merging each is a sample."""
     samples_after: int
-    mismatches: Mapping[BranchReason, int]
-    """Turns that extended no open sample, by reason."""
+    branches: Mapping[BranchReason, int]
+    """Samples that branched off an earlier one, by reason."""
     num_saved_tokens: int
-    """What the turns as rows of their own would hold beyond the merged samples."""
+    """Tokens that merging saved: of rows of one turn each, less those of the merged samples."""
     num_masked_tokens: int
-    """Sampled, without a finite log-probability."""
+    """Sampled tokens without a finite log-probability, which are not trained."""
 
     @property
     def ratio(self) -> float | None:
@@ -60,18 +60,19 @@ class StepReport:
     num_malformed_rewarded: int
     merge: MergeReport
     statistics: Mapping[str, float]
-    """By name, those of rewards, of trajectories' advantages and of the policy's age."""
+    """By name in `actors.statistics`: those of `Source.MERGE`."""
     num_turns: int
     num_malformed_turns: int
     num_inserted_tokens: int
     num_sampled_tokens: int
     num_trained_tokens: int
     num_packed_tokens: int
-    """Of all rows, fillers included."""
+    """Of all rows, padding rows included."""
     num_micro_batches: int
-    num_fillers: int
+    num_padding_rows: int
+    """Micro-batches that train nothing; in `num_micro_batches` too."""
     num_overruled_records: int
-    """Of expert choices, in shared prefixes (`row_experts`)."""
+    """Expert records that differ from the one that counts at their position (`row_experts`)."""
 
 
 def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard]) -> StepReport:
@@ -88,14 +89,16 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
     ]
     scaled = [t.episode_return / t.best_return for t in graded if t.best_return]
     advantages = [np.concatenate(member.advantages) for member in members if member.is_trained]
-    # Of each group: members that are, or would be, in the loss agree.
-    zeroed = [{member.zeroed for member in group} for group in groups]
+    # The reasons found in each group. Members out of the loss for another reason have None.
+    no_signal = [{member.no_signal for member in group} for group in groups]
     return StepReport(
         step=shards[0].step,
         trainer_version=shards[0].trainer_version,
         num_groups=len(groups),
-        num_zero_variance_groups=sum(EvictionReason.ZERO_VARIANCE in found for found in zeroed),
-        num_negative_return_groups=sum(EvictionReason.NEGATIVE_RETURN in found for found in zeroed),
+        num_zero_variance_groups=sum(EvictionReason.ZERO_VARIANCE in found for found in no_signal),
+        num_negative_return_groups=sum(
+            EvictionReason.NEGATIVE_RETURN in found for found in no_signal
+        ),
         num_trajectories=len(members),
         outcomes=dict(Counter(t.outcome for t in trajectories)),
         evictions=dict(Counter(member.reason for member in members if member.reason is not None)),
@@ -117,29 +120,29 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
         num_trained_tokens=int(ages.size),
         num_packed_tokens=sum(row.num_tokens for row in rows),
         num_micro_batches=len(rows),
-        num_fillers=sum(row.num_trained == 0 for row in rows),
+        num_padding_rows=sum(row.num_trained == 0 for row in rows),
         num_overruled_records=sum(row.num_overruled_records for row in rows),
     )
 
 
 def report_merge(trajectories: Sequence[Trajectory]) -> MergeReport:
-    """Add up what merging came to over trajectories."""
+    """Count turns, samples and tokens before and after merging."""
     samples = [sample for trajectory in trajectories for sample in trajectory.samples]
     turns = [turn for sample in samples for turn in sample.turns]
     num_sampled = sum(turn.num_sampled for turn in turns)
     return MergeReport(
         samples_before=len(turns),
         samples_after=len(samples),
-        mismatches=dict(Counter(each.branch_reason for each in samples if each.branch_reason)),
-        # A row for each turn would end where the turn ends; what a sample keeps behind its last
-        # turn is in neither.
+        branches=dict(Counter(each.branch_reason for each in samples if each.branch_reason)),
+        # As a row of its own a turn would hold its prompt and reply: all tokens up to its end. What
+        # a sample keeps behind its last turn is in neither.
         num_saved_tokens=sum(turn.end for turn in turns) - sum(s.turns[-1].end for s in samples),
         num_masked_tokens=num_sampled - sum(sample.num_trained for sample in samples),
     )
 
 
 def _statistics(values: Mapping[str, Sequence[float] | NDArray[np.int32]]) -> dict[str, float]:
-    """Reduce the values by the table; what has no values is absent."""
+    """Reduce the values as the table says; a statistic without values is absent."""
     arrays = {name: np.asarray(of_name, np.float64) for name, of_name in values.items()}
     return {
         each.name: float(_REDUCE[each.reduction](arrays[each.values]))

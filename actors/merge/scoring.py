@@ -1,10 +1,10 @@
-"""Rows for models to score before the rewards are shaped, and their answers back to the samples.
+"""The rows that a reference or a critic scores before advantages, and their scores by sample.
 
-Asked for only when the settings need a reference's log-probabilities or a critic's values. Rows are
+Used only where the settings need a reference's log-probabilities or a critic's values. Rows are
 packed apart from the training rows, because what is trained is not known yet; every sample whose
 trajectory is in its group's baseline is in exactly one row, and each rank gets equally many rows.
-The layout depends on the groups and the settings alone, so that answers are read by laying the same
-groups out again. Pure; called by the merge actor.
+The layout depends on the groups and the settings alone, so `read_scores` repeats it instead of
+being told it. Pure; called by the merge actor.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import replace
 import numpy as np
 
 from actors.batch import Float32s, Minibatch, RankShard, RowScores
-from actors.merge.groups import Group
+from actors.merge.groups import GroupMembers
 from actors.merge.packing import deal_rows, pack_row, unrouted
 from actors.merge.settings import StepSettings
 from actors.types import Sample
 
 
 def plan_scores(
-    groups: Sequence[Group], settings: StepSettings, *, step: int, trainer_version: int
+    groups: Sequence[GroupMembers], settings: StepSettings, *, step: int, trainer_version: int
 ) -> tuple[RankShard, ...]:
     """Lay out all samples that a baseline needs scores of. Returns: what each rank scores."""
     samples, dealt = score_rows(groups, settings)
@@ -45,9 +45,9 @@ def plan_scores(
 
 
 def score_rows(
-    groups: Sequence[Group], settings: StepSettings
+    groups: Sequence[GroupMembers], settings: StepSettings
 ) -> tuple[list[Sample], list[list[list[int]]]]:
-    """All samples to be scored, and [ranks][rows] which of them; none in a padding row."""
+    """All samples to be scored, and [ranks][rows][indices of the row]; none in a padding row."""
     samples = [
         sample
         for group in groups
@@ -64,8 +64,8 @@ def score_rows(
 
 
 def read_scores(
-    groups: Sequence[Group], settings: StepSettings, answers: Sequence[Sequence[RowScores]]
-) -> tuple[Group, ...]:
+    groups: Sequence[GroupMembers], settings: StepSettings, answers: Sequence[Sequence[RowScores]]
+) -> tuple[GroupMembers, ...]:
     """Give each member the scores of its samples.
 
     Args: groups, settings: as for `plan_scores`. answers: of each rank, for each row of its shard;

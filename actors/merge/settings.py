@@ -1,4 +1,4 @@
-"""What a step is built with: the leaves of the configuration that it reads, and what it is told."""
+"""What a step is built with: parts of the configuration, and the shape of the trained model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class StepSettings:
     max_context_tokens: int
     """What aggregation constant divides by where `constant_tokens` is not set."""
     seed: int
-    """Of the split into minibatches."""
+    """Seeds the split into minibatches."""
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
     """Outcome rules by environment, the defaults where it has none."""
     shape: ModelShape | None = None
-    """Of the model, which the turns have to fit; None: not known."""
+    """Vocabulary and routing of the trained model, for `find_misfit`; None: not checked."""
     attention_tokens: int = 8192
     """Sample length at which attention costs as much as all the rest, for the balance of ranks."""
 

@@ -1,9 +1,10 @@
 """Reward shaping: pure functions over the turn rewards of one trajectory.
 
-What is added or taken comes with the last turn, but for the KL penalty, which falls on the tokens.
-The adjusted rewards are what the group statistics see; the environment's own stay in the
-trajectory. Order: clip the return, overlong and missing-end penalties, then the outcome's rule
-(`disposition`), then KL. Called by `disposition` and `step`.
+Each adjustment changes the last turn's reward, except the KL penalty, which is per token. Group
+statistics see the adjusted rewards; the environment's own stay in the trajectory. Order: clip the
+return, overlong and missing-end penalties (`shaped_rewards`), then the outcome's rule
+(`disposition`), then, once a reference has scored the samples, KL (`charge_kl`). Called by
+`disposition` and `step`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def add_at_end(rewards: NDArray[np.float64], amount: float) -> NDArray[np.float6
 
 
 def shaped_rewards(trajectory: Trajectory, settings: RewardSettings) -> NDArray[np.float64]:
-    """All that needs no model: clip, overlong, missing end. [K] float64, one a turn."""
+    """Apply all that needs no model: clip, overlong, missing end. [K] float64, one a turn."""
     rewards = turn_rewards(trajectory)
     if settings.clip is not None:
         low, high = settings.clip
@@ -100,13 +101,13 @@ def shaped_rewards(trajectory: Trajectory, settings: RewardSettings) -> NDArray[
 
 
 def clip_return(rewards: NDArray[np.float64], *, low: float, high: float) -> NDArray[np.float64]:
-    """Clip a trajectory's return; the difference comes with the last turn.
+    """Clip a trajectory's return by changing the last turn's reward.
 
     R' = min(max(R, low), high).   Source: Mnih et al. 2015, Methods (deviation, ours: they clip
     each reward; a return is what groups compare, and does not depend on how it fell to turns).
 
     Where the rewards are so large that the difference would vanish in their rounding, the last turn
-    bears the whole clipped return, and the others 0.
+    gets the whole clipped return, and the others 0.
 
     Args: rewards: [K] float.    Returns: [K] float64.
     Example: clip_return([1, 3], low=-2, high=2) -> [1, 1]
@@ -146,7 +147,7 @@ def is_end_missing(trajectory: Trajectory) -> bool:
 
 
 def charge_kl(member: Member, kl: KlRewardSettings) -> Member:
-    """Charge a member's trained tokens for leaving the reference, and its returns with them.
+    """Subtract the KL penalty from a member's trained tokens, and its sum from the returns.
 
     Args: member: in its group's baseline, with a reference's scores.
     """
@@ -156,22 +157,22 @@ def charge_kl(member: Member, kl: KlRewardSettings) -> Member:
     for sample, scores in zip(member.samples, member.scores, strict=True):
         assert scores.reference_logprobs is not None
         logprobs = sample.logprobs[sample.mask == 1]
-        charged[token_numbers(sample, bounds)] = kl_penalties(
+        charged[token_numbers(sample, bounds)] = kl_rewards(
             logprobs, scores.reference_logprobs, kl=kl
         )
     taken = float(charged.sum())
     return replace(
         member,
-        token_rewards=charged,
+        kl_rewards=charged,
         baseline_return=member.baseline_return + taken,
         shaped_return=member.shaped_return + taken,
     )
 
 
-def kl_penalties(
+def kl_rewards(
     logprobs: NDArray[np.float32], reference_logprobs: NDArray[np.float32], *, kl: KlRewardSettings
 ) -> NDArray[np.float64]:
-    """Charge each sampled token for leaving the reference.
+    """Minus the KL penalty of each sampled token, to be added to its reward.
 
     -beta k, d = log p_ref - log p: k1 = -d; k3 = exp(d) - 1 - d, d at most 20.   Source: Ziegler et
     al. 2019, arXiv 1909.08593, equation 2 (k1); Schulman 2020, "Approximating KL divergence" (k3;

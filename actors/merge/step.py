@@ -1,14 +1,15 @@
 """One training step's data, from classified groups to what each rank trains on; pure.
 
-Order: `groups` has shaped the rewards and applied the outcome policy, and
-`scoring` has added what models say, where that is needed; then the KL charge, group statistics (by
-group, over trajectories) or GAE, and packing. Invariant: every trajectory that comes in leaves with
-exactly one outcome, and it is `trained` exactly when its tokens are in the batch. A group
-without a signal (equal returns, one member, or a negative return under scale mean) has advantage 0.
-Where nothing else in the loss asks anything of its tokens it leaves under that reason and not
-in the rows, but it counts in the loss weights, so that solved groups weaken the update instead of
-leaving it to the few others. Where an entropy bonus or a KL term does, it is trained. Called by the
-merge actor.
+Order: `groups` has shaped the rewards and applied the outcome policy, and where a reference or a
+critic is needed `scoring` has added its scores; here follow the KL in the reward, advantages
+(`advantages`), loss weights (`aggregation`), packing (`packing`) and the report. Invariant: every
+trajectory that comes in leaves with exactly one outcome, and it is `trained` exactly when its
+tokens are in the batch.
+
+A group without a signal (equal returns, one member, or a negative return under scale mean) has
+advantage 0. With an entropy bonus or a KL term in the loss it is trained all the same. Otherwise it
+is left out of the rows, but counts in the loss weights: without it the few groups that still differ
+would be weighed as if they were the whole step. Called by the merge actor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from actors.batch import Minibatch, RankShard, ValueShard
 from actors.merge.advantages import credit_group, normalise_members
 from actors.merge.aggregation import UpdateSize, share_of, trajectory_weights
-from actors.merge.groups import Group
+from actors.merge.groups import GroupMembers
 from actors.merge.member import Member
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_values, split_trajectories
 from actors.merge.report import StepReport, report_step
@@ -35,22 +36,22 @@ class StepResult:
     shards: tuple[RankShard, ...]
     """One for each rank."""
     value_shards: tuple[ValueShard, ...]
-    """Likewise with a critic; none without one."""
+    """One for each rank with a critic; empty without one."""
     members: tuple[Member, ...]
-    """Every trajectory of the step, with what was decided on it; for the journal."""
+    """Every trajectory of the step with its disposition and advantages; for the journal."""
     outcomes: tuple[RolloutOutcome, ...]
     """One for each member, in their order."""
     report: StepReport
 
 
 def build_step(
-    groups: Sequence[Group], settings: StepSettings, *, step: int, trainer_version: int
+    groups: Sequence[GroupMembers], settings: StepSettings, *, step: int, trainer_version: int
 ) -> StepResult:
     """Make the batch of one step.
 
     Args: groups: as `classify_groups` made them with these settings, scored (`read_scores`) where
-    the settings need a critic or a reference. step: its number. trainer_version: the policy version
-    that the trainer holds.
+    the settings need a critic or a reference. step: its number, counted from 1. trainer_version:
+    the policy version that the trainer holds; in a run step - 1.
     Raises: ValueError when scores are missing, or a trajectory was sampled by a version that the
     trainer does not hold yet.
     """
@@ -63,7 +64,7 @@ def build_step(
     shards = _pack(
         trained,
         settings,
-        without_signal=_size_of([m for m in members if m.zeroed and not m.is_trained]),
+        without_signal=_size_of([m for m in members if m.no_signal and not m.is_trained]),
         step=step,
         trainer_version=trainer_version,
     )
@@ -87,7 +88,9 @@ def build_step(
     )
 
 
-def _check_members(groups: Sequence[Group], settings: StepSettings, trainer_version: int) -> None:
+def _check_members(
+    groups: Sequence[GroupMembers], settings: StepSettings, trainer_version: int
+) -> None:
     needs_scores = settings.algorithm.scores_first
     for member in (member for group in groups for member in group):
         trajectory = member.trajectory
@@ -107,13 +110,13 @@ def _check_members(groups: Sequence[Group], settings: StepSettings, trainer_vers
             )
 
 
-def _credit(group: Group, settings: StepSettings) -> Group:
-    """Give the members of a group's baseline their advantages."""
+def _credit(group: GroupMembers, settings: StepSettings) -> GroupMembers:
+    """Give the members of a group's baseline their advantages, or every member its reason."""
     counted = [member for member in group if member.baseline_return is not None]
     if len(counted) < settings.algorithm.min_group_size:
         return tuple(_leave(member, EvictionReason.GROUP_TOO_SMALL) for member in group)
     kl = settings.algorithm.reward.kl
-    credited, zeroed = credit_group(
+    credited, no_signal = credit_group(
         counted if kl is None else [charge_kl(member, kl) for member in counted],
         baseline=settings.algorithm.baseline,
         scale=settings.algorithm.scale,
@@ -122,24 +125,24 @@ def _credit(group: Group, settings: StepSettings) -> Group:
     )
     rest = iter(credited)
     members = tuple(m if m.baseline_return is None else next(rest) for m in group)
-    if zeroed is None:
+    if no_signal is None:
         return members
-    members = tuple(replace(m, zeroed=zeroed) if m.is_trained else m for m in members)
+    members = tuple(replace(m, no_signal=no_signal) if m.is_trained else m for m in members)
     if settings.algorithm.trains_without_signal:
         return members
-    return tuple(_leave(member, zeroed) for member in members)
+    return tuple(_leave(member, no_signal) for member in members)
 
 
 def _leave(member: Member, reason: EvictionReason) -> Member:
-    """Take a member out of the loss, unless it is not in it for a reason of its own."""
+    """Take a member out of the loss; one that is out already keeps its own reason."""
     return replace(member, reason=reason) if member.is_trained else member
 
 
-def _normalise(groups: Sequence[Group]) -> list[Group]:
-    """The advantages over all groups of the step at once; those without a signal stay 0."""
+def _normalise(groups: Sequence[GroupMembers]) -> list[GroupMembers]:
+    """Normalise the advantages over the step; groups without a signal are left out of it."""
 
     def takes_part(member: Member) -> bool:
-        return member.is_trained and member.zeroed is None
+        return member.is_trained and member.no_signal is None
 
     new = iter(normalise_members([m for group in groups for m in group if takes_part(m)]))
     return [tuple(next(new) if takes_part(m) else m for m in group) for group in groups]
@@ -161,7 +164,8 @@ def _pack(
     step: int,
     trainer_version: int,
 ) -> tuple[RankShard, ...]:
-    """What has no signal is shared out over the updates in proportion to what they train."""
+    """Split into updates, weigh and pack. Each update counts a share of the tokens without signal,
+    in proportion to the tokens that it trains."""
     whole = _size_of(trained)
     minibatches: list[list[Minibatch]] = []
     for part in split_trajectories(
@@ -197,7 +201,7 @@ def _pack(
 
 
 def _weighted(member: Member, *, loss_weight: float = 0.0) -> Iterator[WeightedSample]:
-    """The samples that hold a trained token, with what each of its tokens gets."""
+    """A member's samples that hold a trained token, ready to be packed."""
     for index, sample in enumerate(member.samples):
         if sample.num_trained:
             weighted = WeightedSample(

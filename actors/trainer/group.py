@@ -89,7 +89,7 @@ class Deadlines:
 
     start_s: float = 300.0
     publish_s: float = 300.0
-    parity_s: float = 60.0
+    check_s: float = 60.0
     checkpoint_s: float = 300.0
     stop_s: float = 10.0
 
@@ -197,12 +197,12 @@ class TrainerGroup:
         await _answer(board.publish.remote(term, version, groups), timeout_s)
         return groups
 
-    async def parity_logprobs(self) -> Float32s:
+    async def check_logprobs(self) -> Float32s:
         """Score `weights.board.check_tokens` with the weights as they are: [16] float32, nats.
 
         Raises: TrainerRankLost.
         """
-        found = await self._call_all("parity_logprobs", timeout_s=self.deadlines.parity_s)
+        found = await self._call_all("check_logprobs", timeout_s=self.deadlines.check_s)
         logprobs: Float32s = found[0]
         return logprobs
 

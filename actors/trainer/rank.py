@@ -161,7 +161,7 @@ class TrainerRank:
             critic=critic_stats,
         )
 
-    def parity_logprobs(self) -> Float32s:
+    def check_logprobs(self) -> Float32s:
         """Score `weights.board.check_tokens` at temperature 1: [16] float32, nats."""
         row = row_tensors(scoring_row(check_tokens(self.shape.vocab_size)), device=self.device)
         logprobs = score_row(self._policy.model, row, temperature=1.0)

@@ -52,7 +52,9 @@ Points = tuple[Floats, Floats]
 MISMATCH_CURVES = (
     Curve(label="max |Δ|", role="purple", read="mismatch_max", thin=Buckets.maximum),
     Curve(label="k3", role="blue", read="mismatch_k3_mean", thin=Buckets.maximum),
-    Curve(label="parity after publish", role="green", read="parity_max", thin=Buckets.maximum),
+    Curve(
+        label="check after publish", role="green", read="logprob_check_max", thin=Buckets.maximum
+    ),
 )
 
 STAGES = (

@@ -186,7 +186,7 @@ def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
         _counted("Outcomes", "trajectories", summary.outcomes),
         _stages_table(summary),
         _tokens_table(summary),
-        _counted("Why turns could not be merged", "kind", summary.merge.mismatches),
+        _counted("Why turns opened a new sample", "reason", summary.merge.branches),
         Table(
             caption="Versions",
             header=("package", "version"),

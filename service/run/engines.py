@@ -124,7 +124,7 @@ class Publisher:
         self._board = board
         self._term = term
         self._deadline_s = deadline_s
-        self._own_parity: Float32s = np.empty(0, np.float32)
+        self._own_logprobs: Float32s = np.empty(0, np.float32)
 
     async def publish(self, version: int) -> None:
         """Make the trainer's weights, as `version`, what the engines load next; do not wait."""
@@ -132,7 +132,7 @@ class Publisher:
             await self._group.publish(self._board, self._term, version)
         except (TimeoutError, RayError) as error:
             raise ActorLost(f"the weight board is lost: {error}") from error
-        self._own_parity = await self._group.parity_logprobs()
+        self._own_logprobs = await self._group.check_logprobs()
 
     async def wait_until_loaded(self, version: int) -> float | None:
         """Wait until every engine holds the version that was published last.
@@ -150,7 +150,7 @@ class Publisher:
             for replica in status.replicas
             if replica.check_logprobs is not None
         ]
-        return largest_difference(self._own_parity, found)
+        return largest_difference(self._own_logprobs, found)
 
     async def num_ready(self) -> int:
         """Engines that hold the current version."""

@@ -260,13 +260,13 @@ class Loop:
 
     async def _load_and_record(self, trained: TrainedStep) -> None:
         """What remains of a step, while the next one is collected and trained."""
-        parity_max = await self._wait_until_loaded(trained.step)
-        await self._record(trained, parity_max)
+        logprob_check_max = await self._wait_until_loaded(trained.step)
+        await self._record(trained, logprob_check_max)
 
     async def _load_and_checkpoint(self, trained: TrainedStep) -> None:
         """What remains of a step after which an evaluation or a checkpoint may be due."""
         step, stages, watch = trained.step, trained.stages, Stopwatch()
-        parity_max = await self._wait_until_loaded(step)
+        logprob_check_max = await self._wait_until_loaded(step)
         stages = replace(stages, publish=stages.publish + watch.lap())
         if self._is_evaluation_due(step):
             await self._evaluate(step=step)
@@ -274,23 +274,23 @@ class Loop:
         is_due = step % self._settings.run.checkpoint_every == 0
         directory = await self._save(step) if is_due else None
         stages = replace(stages, checkpoint=watch.lap())
-        await self._record(replace(trained, stages=stages), parity_max)
+        await self._record(replace(trained, stages=stages), logprob_check_max)
         if directory is not None:
             await self._commit(directory, step=step)
 
     async def _wait_until_loaded(self, version: int) -> float | None:
         """Wait until every engine holds the version; only then may groups count on it."""
-        parity_max = await self._handles.publisher.wait_until_loaded(version)
+        logprob_check_max = await self._handles.publisher.wait_until_loaded(version)
         await self._handles.queue.published(version)
-        return parity_max
+        return logprob_check_max
 
-    async def _record(self, trained: TrainedStep, parity_max: float | None) -> None:
+    async def _record(self, trained: TrainedStep, logprob_check_max: float | None) -> None:
         await self._drain()
         record = step_record(
             trained.step,
             trained.report,
             trained.stats,
-            parity_max=parity_max,
+            logprob_check_max=logprob_check_max,
             stages=trained.stages,
         )
         self._handles.recorder.step(record)

@@ -246,8 +246,8 @@ class StoredMetrics:
             counter.inc(getattr(record, field))
         steps.samples.labels(side="before").inc(record.merge.samples_before)
         steps.samples.labels(side="after").inc(record.merge.samples_after)
-        for kind, count in record.merge.mismatches.items():
-            steps.mismatches.labels(kind=kind).inc(count)
+        for reason, count in record.merge.branches.items():
+            steps.branches.labels(reason=reason).inc(count)
         if record.num_trained_tokens:
             steps.policy_age.observe(record.policy_age_max)
         for stage, seconds in record.stages.by_name().items():

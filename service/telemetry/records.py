@@ -99,11 +99,11 @@ def step_record(
     report: StepReport,
     stats: StepStats,
     *,
-    parity_max: float | None,
+    logprob_check_max: float | None,
     stages: StageSeconds,
 ) -> StepRecord:
     """Complete the merge actor's report with the trainer's statistics and the publish."""
-    known = {**report.statistics, **stats.statistics, "parity_max": parity_max}
+    known = {**report.statistics, **stats.statistics, "logprob_check_max": logprob_check_max}
     counted = {each.name: getattr(report, each.name) for each in fields(StepReport)}
     return StepRecord(
         **{**counted, "step": step, "statistics": only_known(known)},

@@ -91,7 +91,7 @@ class RunSummary:
     ledger: LedgerCounts
     """Over the whole lineage."""
     mismatch: MismatchTotals
-    parity_max: float | None
+    logprob_check_max: float | None
     malformed_share: FirstAndLast
     malformed_rewarded: int
     outcomes: Mapping[Outcome, int]
@@ -160,7 +160,7 @@ def summarize_run(
         merge=_merge_totals([record.merge for record in steps]),
         ledger=ledger,
         mismatch=_mismatch_totals(steps),
-        parity_max=_largest(record.value("parity_max") for record in steps),
+        logprob_check_max=_largest(record.value("logprob_check_max") for record in steps),
         malformed_share=FirstAndLast(
             first=_malformed_share(steps[:EDGE_STEPS]), last=_malformed_share(steps[-EDGE_STEPS:])
         ),
@@ -213,7 +213,7 @@ def _merge_totals(reports: Sequence[MergeReport]) -> MergeReport:
     return MergeReport(
         samples_before=sum(report.samples_before for report in reports),
         samples_after=sum(report.samples_after for report in reports),
-        mismatches=_counts(report.mismatches for report in reports),
+        branches=_counts(report.branches for report in reports),
         num_saved_tokens=sum(report.num_saved_tokens for report in reports),
         num_masked_tokens=sum(report.num_masked_tokens for report in reports),
     )

@@ -1,4 +1,4 @@
-"""The configuration's part of the loss: its defaults, its way to the rooms, what it refuses."""
+"""The configuration's part of the loss: its defaults, its way to the packages, what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every block of docs/recipes.md is a configuration that every room takes."""
+"""Every block of docs/recipes.md is a configuration that every package takes."""
 
 from __future__ import annotations
 

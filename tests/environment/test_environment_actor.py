@@ -188,8 +188,8 @@ def test_a_killed_actor_costs_the_real_queue_nothing(tokenizer_path: Path) -> No
         for member in group.trajectories:
             trajectory = decode(blocks[member.block], member.row)
             assert trajectory.rollout_id == member.summary.rollout_id and trajectory.turns
-    settled = [RolloutOutcome(rollout_id=rollout_id) for rollout_id in step.rollout_ids]
-    ray.get(queue.finalise.remote(step.step, settled), timeout=120)
+    outcomes = [RolloutOutcome(rollout_id=rollout_id) for rollout_id in step.rollout_ids]
+    ray.get(queue.finalise.remote(step.step, outcomes), timeout=120)
     ledger = ray.get(queue.stats.remote(), timeout=120).ledger
     assert (ledger.admitted, ledger.trained, ledger.in_flight) == (32, 32, 0)
     _finish(second, run)

@@ -140,7 +140,7 @@ def test_a_group_that_lacks_a_member_without_a_reason_fails_the_audit(tmp_path: 
             "trained in the journal, evicted as masked",
         ),
         ({"kind": LedgerEventKind.ADMITTED, "step": None}, "still in flight in the ledger"),
-        ({"step": 2}, "settled by step 2"),
+        ({"step": 2}, "finalised by step 2"),
     ],
 )
 def test_a_rollout_with_another_fate_in_the_ledger_is_named(
@@ -239,6 +239,6 @@ def test_the_audits_own_statistics_equal_the_merges(
     baseline, scale = choice
     own = expected_advantages(returns, GroupRule(baseline=baseline, scale=scale))
     other = group_advantages(returns, baseline=baseline, scale=scale)
-    assert (own is not None) == (other.zeroed is None)
+    assert (own is not None) == (other.no_signal is None)
     if own is not None:
         assert own == pytest.approx(other.values.tolist(), abs=1e-9)

@@ -36,7 +36,7 @@ def test_vectors(
     returns: list[float], baseline: Baseline, scale: Scale, expected: list[float]
 ) -> None:
     result = group_advantages(returns, baseline=baseline, scale=scale)
-    assert result.zeroed is None
+    assert result.no_signal is None
     np.testing.assert_allclose(result.values, expected, atol=1e-6)
 
 
@@ -47,7 +47,7 @@ def test_a_group_of_one_and_a_group_of_equal_returns_have_no_signal(
     returns: list[float], baseline: Baseline, scale: Scale
 ) -> None:
     result = group_advantages(returns, baseline=baseline, scale=scale)
-    assert result.zeroed is EvictionReason.ZERO_VARIANCE and (result.values == 0).all()
+    assert result.no_signal is EvictionReason.ZERO_VARIANCE and (result.values == 0).all()
 
 
 @pytest.mark.parametrize("returns", [[1.0, -1.0], [2.0, -1.0, -1.0], [3.0, -0.5]])
@@ -56,16 +56,16 @@ def test_under_scale_mean_a_group_with_a_negative_return_has_a_reason_of_its_own
     returns: list[float], baseline: Baseline
 ) -> None:
     result = group_advantages(returns, baseline=baseline, scale=Scale.MEAN)
-    assert result.zeroed is EvictionReason.NEGATIVE_RETURN and (result.values == 0).all()
+    assert result.no_signal is EvictionReason.NEGATIVE_RETURN and (result.values == 0).all()
     others = [
         group_advantages(returns, baseline=baseline, scale=s) for s in (Scale.NONE, Scale.STD)
     ]
-    assert all(other.zeroed is None and (other.values != 0).any() for other in others)
+    assert all(other.no_signal is None and (other.values != 0).any() for other in others)
 
 
 def test_equal_returns_are_equal_whatever_their_sign() -> None:
     result = group_advantages([-1, -1], scale=Scale.MEAN)
-    assert result.zeroed is EvictionReason.ZERO_VARIANCE
+    assert result.no_signal is EvictionReason.ZERO_VARIANCE
 
 
 returns_strategy = st.lists(st.integers(-20, 20).map(lambda x: x / 4), min_size=1, max_size=9)

@@ -22,7 +22,7 @@ from worlds.trajectory_builders import (
 from actors.batch import RowScores
 from actors.expert_records import ModelShape
 from actors.merge.advantages import Baseline, CriticSettings, Scale, Truncation
-from actors.merge.groups import Group, TrajectoryGroup, classify_groups
+from actors.merge.groups import GroupMembers, TrajectoryGroup, classify_groups
 from actors.merge.shaping import KlRewardSettings, RewardSettings, charge_kl
 from actors.merge.step import StepResult, build_step
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
@@ -85,7 +85,7 @@ def build(*groups: TrajectoryGroup, scores: Scores | None = None, **fields: Any)
     return build_step(merged, settings, step=0, trainer_version=0)
 
 
-def with_scores(groups: tuple[Group, ...], scores: Scores) -> list[Group]:
+def with_scores(groups: tuple[GroupMembers, ...], scores: Scores) -> list[GroupMembers]:
     return [
         tuple(replace(m, scores=scores.get(m.trajectory.trajectory_id, ())) for m in group)
         for group in groups
@@ -206,8 +206,8 @@ def test_the_kl_of_each_token_is_charged_in_the_order_of_play_however_turns_bran
     turns = [[turn.index for turn in sample.turns] for sample in member.samples]
     assert turns == [[0, 2], [1, 3], [4]]
     found = charge_kl(member, KL_IN_REWARD)
-    assert found.token_rewards is not None
-    assert found.token_rewards.tolist() == [-0.5, -1, -1.5, -2.5, -3, -3.5, -4]
+    assert found.kl_rewards is not None
+    assert found.kl_rewards.tolist() == [-0.5, -1, -1.5, -2.5, -3, -3.5, -4]
     assert found.baseline_return == -16
 
 

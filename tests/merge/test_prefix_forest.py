@@ -125,7 +125,7 @@ def test_a_flat_row_shares_nothing(samples: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(flat.position_ids[path], np.arange(len(sample)))
 
 
-def test_common_lengths_and_the_order_by_prefix() -> None:
+def test_common_prefixes_and_the_order_by_prefix() -> None:
     assert common_prefix(ids([1, 2, 3]), ids([1, 2, 4])) == 2
     assert common_prefix(ids([1, 2]), ids([1, 2, 4])) == 2
     assert common_prefix(ids([]), ids([1])) == 0

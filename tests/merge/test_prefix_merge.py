@@ -47,7 +47,7 @@ def test_the_worked_example() -> None:
     assert sample.versions.tolist() == [-1, -1, -1, 3, 3, -1, -1, 4, 4]
     report = report_merge([make_trajectory(turns)])
     assert (report.samples_before, report.samples_after) == (2, 1)
-    assert report.num_saved_tokens == 14 - 9 and report.mismatches == {}
+    assert report.num_saved_tokens == 14 - 9 and report.branches == {}
 
 
 def test_a_prompt_equal_to_the_sample_extends_it_without_an_observation() -> None:

@@ -13,7 +13,7 @@ from worlds.trajectory_builders import linear_turns, make_trajectory, random_tur
 
 from actors.batch import MicroBatch, RankShard, RowScores
 from actors.merge.advantages import Baseline, Scale
-from actors.merge.groups import Group, TrajectoryGroup, classify_groups
+from actors.merge.groups import GroupMembers, TrajectoryGroup, classify_groups
 from actors.merge.scoring import plan_scores, read_scores, score_rows
 from actors.merge.settings import StepSettings
 from actors.merge.step import build_step
@@ -53,7 +53,7 @@ def answers(shards: tuple[RankShard, ...]) -> list[list[RowScores]]:
     return [[answer(row) for row in shard.minibatches[0].micro_batches] for shard in shards]
 
 
-def score(groups: list[TrajectoryGroup], settings: StepSettings) -> tuple[Group, ...]:
+def score(groups: list[TrajectoryGroup], settings: StepSettings) -> tuple[GroupMembers, ...]:
     merged = classify_groups(groups, settings)
     shards = plan_scores(merged, settings, step=0, trainer_version=0)
     return read_scores(merged, settings, answers(shards))

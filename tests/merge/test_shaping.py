@@ -19,7 +19,7 @@ from actors.merge.shaping import (
     add_at_end,
     clip_return,
     is_end_missing,
-    kl_penalties,
+    kl_rewards,
     overlong_punishment,
     shaped_rewards,
     total,
@@ -64,7 +64,7 @@ def test_a_return_too_large_to_be_corrected_is_clipped_all_the_same(rewards: lis
 def test_k3_of_a_token_that_the_reference_never_believed_is_finite() -> None:
     logprobs, reference = np.array([-9999, -1], np.float32), np.array([-1, -1], np.float32)
     kl = KlRewardSettings(estimator=KlEstimator.K3, coefficient=1.0)
-    penalties = kl_penalties(logprobs, reference, kl=kl)
+    penalties = kl_rewards(logprobs, reference, kl=kl)
     assert penalties.tolist() == pytest.approx([-(math.expm1(20) - 20), 0.0])
 
 
@@ -97,7 +97,7 @@ def test_the_kl_penalty(
 ) -> None:
     for coefficient in (1.0, 0.1):
         kl = KlRewardSettings(estimator=estimate, coefficient=coefficient)
-        found = kl_penalties(
+        found = kl_rewards(
             np.array([logprob], np.float32), np.array([reference], np.float32), kl=kl
         )
         np.testing.assert_allclose(found, [coefficient * expected], atol=1e-6)
@@ -106,11 +106,11 @@ def test_the_kl_penalty(
 @given(st.lists(st.tuples(st.floats(-9, 0), st.floats(-9, 0)), max_size=20))
 def test_k3_never_pays_and_k1_is_the_difference(pairs: list[tuple[float, float]]) -> None:
     logprobs, reference = (np.array([p[i] for p in pairs], np.float32) for i in (0, 1))
-    k3 = kl_penalties(
+    k3 = kl_rewards(
         logprobs, reference, kl=KlRewardSettings(estimator=KlEstimator.K3, coefficient=2.0)
     )
     assert (k3 <= 0).all()
-    k1 = kl_penalties(
+    k1 = kl_rewards(
         logprobs, reference, kl=KlRewardSettings(estimator=KlEstimator.K1, coefficient=2.0)
     )
     wide = reference.astype(np.float64) - logprobs.astype(np.float64)

@@ -96,7 +96,7 @@ def trained_tokens(result: StepResult) -> Counter[tuple[object, ...]]:
     return seen
 
 
-def test_a_step_settles_each_trajectory_once_and_trains_what_it_says() -> None:
+def test_each_trajectory_of_a_step_has_one_outcome_and_trains_as_it_says() -> None:
     outcomes = {2: Outcome.TRUNCATED_TOKENS, 3: Outcome.MAX_TURNS}
     groups = [make_group(0, [1, 0, 0, 1], outcomes=outcomes), make_group(1, [1, 1])]
     result = build(groups)
@@ -143,7 +143,7 @@ def test_the_report_counts_what_went_into_the_step() -> None:
     report = build([group], version=5, num_ranks=2).report
     assert (report.step, report.trainer_version) == (7, 5)
     assert report.merge.samples_before == 6 and report.merge.samples_after == 4
-    assert report.merge.mismatches == {"retokenised": 1}
+    assert report.merge.branches == {"retokenised": 1}
     assert report.merge.num_saved_tokens == 2 * 15
     known = report.statistics
     assert known["reward_max"] == 1.0 and known["reward_mean"] == pytest.approx(0.5)
@@ -207,7 +207,7 @@ def test_a_step_with_nothing_to_train_is_padding_and_knows_no_age() -> None:
         assert [row.num_trained for row in minibatch.micro_batches] == [0]
     unknown = {"policy_age_max", "policy_age_mean", "trajectory_advantage_mean"}
     assert not unknown & result.report.statistics.keys()
-    assert result.report.num_fillers == 2
+    assert result.report.num_padding_rows == 2
 
 
 def test_statistics_follow_the_group_and_not_the_order() -> None:

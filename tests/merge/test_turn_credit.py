@@ -50,10 +50,10 @@ def test_suffix_sums_are_those_of_the_obvious_loop(values: list[float], factor: 
 def test_vectors(
     rewards: list[list[float]], discount: float, baseline: Baseline, expected: list[list[float]]
 ) -> None:
-    found, zeroed = turn_advantages(
+    found, no_signal = turn_advantages(
         arrays(rewards), discount=discount, baseline=baseline, scale=Scale.NONE
     )
-    assert zeroed is None
+    assert no_signal is None
     for values, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(values, wanted, atol=1e-12)
 
@@ -74,9 +74,9 @@ def test_with_discount_one_and_rewards_at_the_end_every_turn_gets_its_trajectory
 ) -> None:
     baseline, scale = choice
     rewards = arrays([[0.0] * (turns - 1) + [reward] for turns, reward in members])
-    found, zeroed = turn_advantages(rewards, discount=1.0, baseline=baseline, scale=scale)
+    found, no_signal = turn_advantages(rewards, discount=1.0, baseline=baseline, scale=scale)
     whole = group_advantages([r for _, r in members], baseline=baseline, scale=scale)
-    assert zeroed == whole.zeroed
+    assert no_signal == whole.no_signal
     for values, expected in zip(found, whole.values, strict=True):
         np.testing.assert_allclose(values, expected, atol=1e-12)
 
@@ -96,15 +96,17 @@ def test_advantages_follow_their_members(
 def test_a_group_of_one_and_a_group_of_equal_turns_have_no_signal(
     rewards: list[list[float]],
 ) -> None:
-    found, zeroed = turn_advantages(arrays(rewards), discount=0.9)
-    assert zeroed is EvictionReason.ZERO_VARIANCE and all((values == 0).all() for values in found)
+    found, no_signal = turn_advantages(arrays(rewards), discount=0.9)
+    assert no_signal is EvictionReason.ZERO_VARIANCE and all(
+        (values == 0).all() for values in found
+    )
 
 
 def test_under_scale_mean_a_turn_with_a_negative_return_to_go_has_no_signal() -> None:
     # Discount 0: the first turn has [-1, 1], the second [2, 0] with mean 1.
     rewards = arrays([[-1, 2], [1, 0]])
-    found, zeroed = turn_advantages(rewards, discount=0.0, scale=Scale.MEAN)
-    assert zeroed is None and [values.tolist() for values in found] == [[0, 1], [0, -1]]
-    found, zeroed = turn_advantages(arrays([[-1], [1]]), discount=0.0, scale=Scale.MEAN)
-    assert zeroed is EvictionReason.NEGATIVE_RETURN
+    found, no_signal = turn_advantages(rewards, discount=0.0, scale=Scale.MEAN)
+    assert no_signal is None and [values.tolist() for values in found] == [[0, 1], [0, -1]]
+    found, no_signal = turn_advantages(arrays([[-1], [1]]), discount=0.0, scale=Scale.MEAN)
+    assert no_signal is EvictionReason.NEGATIVE_RETURN
     assert all((values == 0).all() for values in found)

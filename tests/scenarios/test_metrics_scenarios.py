@@ -86,12 +86,12 @@ def check_every_scrape(scrapes: list[dict[Series, float]], history: History) -> 
         ended = sum_of(seen, "rayloom_rollouts_total")
         assert ended == sum_of(seen, "rayloom_trajectory_seconds_count")
         states = ("trained", "evicted", "in_flight")
-        settled = sum(sum_of(seen, f"rayloom_ledger_{state}_rollouts") for state in states)
-        assert sum_of(seen, "rayloom_ledger_admitted_rollouts") == settled
+        accounted = sum(sum_of(seen, f"rayloom_ledger_{state}_rollouts") for state in states)
+        assert sum_of(seen, "rayloom_ledger_admitted_rollouts") == accounted
 
 
 def check_ledger(seen: dict[Series, float], history: History) -> None:
-    """How the queue stands may run ahead of the rows, by what no step has settled yet."""
+    """How the queue stands may run ahead of the rows, by what no step has finalised yet."""
     kinds = Counter(event.kind for event in history.events)
     reasons = Counter(event.reason for event in history.events if event.reason)
     assert seen[series("rayloom_ledger_admitted_rollouts")] >= kinds["admitted"]

@@ -96,7 +96,7 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
         api.wait_ready(is_ready=True, limit_s=START_S)
         check_refusals(api)
         found = api.wait_until_over(*first, limit_s=2 * STEP_S)
-        check_settled(found)
+        check_finalised(found)
         assert {sample["step"] for view in found.values() for sample in view["samples"]} == {1, 2}
         assert [found[each]["policy_versions"] for each in (first[0], first[-1])] == [
             [0, 0],
@@ -124,7 +124,7 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
     again = running(config, tmp_path / "run", ["--resume"], command="serve")
     with again as run, api_of(run) as api:
         assert api.submit(*first, *later).json()["accepted"] == 0
-        check_settled(api.wait_until_over(*later, limit_s=START_S))
+        check_finalised(api.wait_until_over(*later, limit_s=START_S))
         run.interrupt()
         assert run.wait(limit_s=STEP_S) == 130, run.output.read_text()
         check_lineage(run.history())
@@ -151,7 +151,7 @@ def wait_for_waiting_tasks(run: Run, *, limit_s: float) -> None:
     assert gauge(run, "rayloom_service_waiting_tasks_limit") == 24
 
 
-def check_settled(found: dict[str, dict[str, Any]]) -> None:
+def check_finalised(found: dict[str, dict[str, Any]]) -> None:
     """Each rollout left with a step: trained, or without a say in it."""
     for view in found.values():
         assert view["status"] in ("trained", "evicted") and view["reward"] is not None

@@ -166,7 +166,7 @@ def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_path: Pa
     recorder, store, metrics = make_recorder(tmp_path)
     queue = QueueState(make_settings(step=1, lag=2))
     records = [
-        step_record(1, mismatches={BranchReason.TEMPLATE: 2}),
+        step_record(1, branches={BranchReason.TEMPLATE: 2}),
         step_record(2, is_skipped=True),
     ]
     fill(queue)
@@ -211,7 +211,7 @@ def test_what_can_be_counted_before_it_happens_is_zero_from_the_start() -> None:
     at_first = samples(Metrics())
     assert at_first[series("rayloom_replacements_total", part="environment_actor")] == 0
     assert at_first[series("rayloom_ledger_events_total", kind="evicted", reason="stale")] == 0
-    assert at_first[series("rayloom_merge_mismatches_total", kind="template")] == 0
+    assert at_first[series("rayloom_merge_branches_total", reason="template")] == 0
     assert "rayloom_ledger_in_flight_rollouts" not in {name for name, _ in at_first}
 
 

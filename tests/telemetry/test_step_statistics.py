@@ -35,18 +35,23 @@ REPORT = StepReport(
     step=0, trainer_version=0, num_groups=1, num_zero_variance_groups=0, num_trajectories=2,
     outcomes={Outcome.COMPLETED: 2}, evictions={}, num_malformed_rewarded=0,
     merge=MergeReport(
-        samples_before=2, samples_after=1, mismatches={}, num_saved_tokens=0, num_masked_tokens=0
+        samples_before=2, samples_after=1, branches={}, num_saved_tokens=0, num_masked_tokens=0
     ),
     statistics=of(Source.MERGE), num_turns=2, num_malformed_turns=0, num_inserted_tokens=0,
     num_sampled_tokens=10, num_trained_tokens=10, num_packed_tokens=20, num_micro_batches=1,
-    num_fillers=0, num_overruled_records=0,
+    num_padding_rows=0, num_overruled_records=0,
 )  # fmt: skip
 
 
 def record_of(
-    stats: StepStats, report: StepReport, *, parity_max: float | None = EVERY["parity_max"]
+    stats: StepStats,
+    report: StepReport,
+    *,
+    logprob_check_max: float | None = EVERY["logprob_check_max"],
 ) -> StepRecord:
-    return make_step_record(1, report, stats, parity_max=parity_max, stages=StageSeconds())
+    return make_step_record(
+        1, report, stats, logprob_check_max=logprob_check_max, stages=StageSeconds()
+    )
 
 
 def test_each_number_of_each_part_is_in_the_record_once_under_its_name() -> None:
@@ -59,7 +64,7 @@ def test_each_number_of_each_part_is_in_the_record_once_under_its_name() -> None
 def test_what_no_part_knows_is_absent() -> None:
     nothing_trained = replace(STATS, statistics={}, trained_tokens=0)
     known = {"reward_std": 0.25, "reward_min": -0.75}
-    record = record_of(nothing_trained, replace(REPORT, statistics=known), parity_max=None)
+    record = record_of(nothing_trained, replace(REPORT, statistics=known), logprob_check_max=None)
     assert record.statistics == known
     assert record.value("loss") is None and record.value("reward_std") == 0.25
     assert record.policy_age_max == 0

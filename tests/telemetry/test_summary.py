@@ -65,7 +65,7 @@ def test_sums_and_maxima_are_over_all_steps() -> None:
                 1,
                 policy_age_max=2,
                 outcomes={Outcome.COMPLETED: 3},
-                mismatches={BranchReason.TEMPLATE: 1},
+                branches={BranchReason.TEMPLATE: 1},
             ),
             step_record(2, policy_age_max=1, outcomes={Outcome.COMPLETED: 1, Outcome.MAX_TURNS: 5}),
         ),
@@ -76,7 +76,7 @@ def test_sums_and_maxima_are_over_all_steps() -> None:
     assert summary.sampled_tokens == 800
     assert summary.merge.samples_before == 80
     assert summary.merge.ratio == pytest.approx(2.5)
-    assert summary.merge.mismatches == {"template": 1}
+    assert summary.merge.branches == {"template": 1}
     assert list(summary.outcomes.items()) == [("max_turns", 5), ("completed", 4)]
     assert summary.stage_seconds.collect == pytest.approx(1.6)
     assert summary.num_resumes == 2
@@ -103,7 +103,9 @@ def test_a_run_without_steps_has_no_means_and_no_zeros_in_their_place() -> None:
 
 def test_summary_file_holds_every_promised_key_and_only_finite_numbers(tmp_path: Path) -> None:
     run = Run(
-        steps=(step_record(1, parity_max=float("nan"), stages=StageSeconds(train=float("inf"))),),
+        steps=(
+            step_record(1, logprob_check_max=float("nan"), stages=StageSeconds(train=float("inf"))),
+        ),
         evaluations=(evaluation_record(0), evaluation_record(1, reward=float("nan"))),
     )
     path = tmp_path / "summary.json"
@@ -124,10 +126,10 @@ def test_summary_file_holds_every_promised_key_and_only_finite_numbers(tmp_path:
         "wall_s",
         "versions",
     } <= set(tree)
-    assert {"samples_before", "samples_after", "mismatches"} <= set(tree["merge"])
+    assert {"samples_before", "samples_after", "branches"} <= set(tree["merge"])
     assert {"admitted", "trained", "evicted", "in_flight"} <= set(tree["ledger"])
     assert {"vllm", "ray", "torch"} <= set(tree["versions"])
-    assert tree["parity_max"] is None
+    assert tree["logprob_check_max"] is None
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 

@@ -207,7 +207,7 @@ def test_an_export_gives_the_trainers_own_log_probabilities(
     path = save(two_ranks, 2)
     output = tmp_path / "exported"
     assert export_checkpoint(path, output).step == 2
-    expected = two_ranks.call("parity_logprobs")[0]
+    expected = two_ranks.call("check_logprobs")[0]
     causal_lm = AutoModelForCausalLM.from_pretrained(output)
     assert causal_lm.dtype == torch.float32
     assert causal_lm.config.tie_word_embeddings is tied

@@ -95,7 +95,7 @@ async def test_a_group_trains_publishes_and_survives_the_death_of_a_rank(
     assert publication.version == 1
     assert "lm_head.weight" not in weights
     assert max(float((weights[name] - first[name]).abs().max()) for name in weights) > 0
-    own = await group.parity_logprobs()
+    own = await group.check_logprobs()
     assert own.shape == (NUM_CHECK_TOKENS - 1,) and own.max() < 0
     expected = (await group.step(put_shards(1))).statistics["loss"]
 
@@ -111,7 +111,7 @@ async def test_a_group_trains_publishes_and_survives_the_death_of_a_rank(
     heir = await start_group(settings)
     progress = await heir.load(path)
     assert (progress.step, heir.version) == (1, 1)
-    np.testing.assert_array_equal(await heir.parity_logprobs(), own)
+    np.testing.assert_array_equal(await heir.check_logprobs(), own)
     assert (await heir.step(put_shards(1))).statistics["loss"] == expected
     await heir.stop()
     await wait_until_dead([process.process_id for process in heir.processes])

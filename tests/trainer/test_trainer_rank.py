@@ -107,14 +107,14 @@ def test_many_micro_batches_in_another_order_with_padding_micro_batches_give_the
     assert largest_difference(weights, two_ranks.weights()) < WEIGHT_TOLERANCE
 
 
-def test_the_parity_check_reads_the_weights_of_the_last_update(
+def test_the_log_probability_check_reads_the_weights_of_the_last_update(
     one_rank: World, two_ranks: World, settings: RankSettings
 ) -> None:
     samples = random_samples(4, 6)
     for world in (one_rank.start(settings), two_ranks.start(settings)):
-        before = world.call("parity_logprobs")[0]
+        before = world.call("check_logprobs")[0]
         world.step([samples])
-        after = world.call("parity_logprobs")[0]
+        after = world.call("check_logprobs")[0]
         assert np.abs(after - before).max() > 1e-4
         causal_lm = AutoModelForCausalLM.from_pretrained(settings.model)
         weights = {name: torch.tensor(values) for name, values in world.weights().items()}
@@ -122,7 +122,7 @@ def test_the_parity_check_reads_the_weights_of_the_last_update(
         text = check_tokens(causal_lm.config.vocab_size)
         expected = obvious_logprobs(causal_lm, text).detach().numpy()
         np.testing.assert_allclose(after, expected, atol=1e-5)
-        assert np.array_equal(world.call("parity_logprobs")[-1], after)
+        assert np.array_equal(world.call("check_logprobs")[-1], after)
 
 
 def test_a_second_epoch_trains_again_and_measures_no_mismatch_of_its_own(

@@ -21,7 +21,7 @@ def audited(run_dir: Path, *steps: JournalStep) -> Audit:
 
 
 def rows_of(step: JournalStep) -> list[LedgerEvent]:
-    """The ledger's rows of a step that was settled as its journal says."""
+    """The ledger's rows of a step that was finalised as its journal says."""
     kind = LedgerEventKind.ADMITTED
     admitted = [
         LedgerEvent(seq=0, rollout_id=entry.trajectory.rollout_id, kind=kind)

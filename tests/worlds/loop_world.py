@@ -53,7 +53,7 @@ def stats(step: int, *, num_skipped: int = 0) -> StepStats:
 
 def report(step: int, *, scaled_return: float | None = None) -> StepReport:
     merge = MergeReport(
-        samples_before=2, samples_after=1, mismatches={}, num_saved_tokens=0, num_masked_tokens=0
+        samples_before=2, samples_after=1, branches={}, num_saved_tokens=0, num_masked_tokens=0
     )
     return StepReport(
         step=step, trainer_version=step, num_groups=1, num_zero_variance_groups=0,
@@ -61,7 +61,7 @@ def report(step: int, *, scaled_return: float | None = None) -> StepReport:
         statistics={} if scaled_return is None else {"scaled_reward_mean": scaled_return},
         num_turns=2, num_malformed_turns=0, num_inserted_tokens=0,
         num_sampled_tokens=4, num_trained_tokens=4, num_packed_tokens=8, num_micro_batches=1,
-        num_fillers=0,
+        num_padding_rows=0,
         num_overruled_records=0,
     )  # fmt: skip
 

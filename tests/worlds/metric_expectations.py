@@ -21,7 +21,7 @@ SHOWN = {
     "rayloom_entropy_nats": "entropy_mean",
     "rayloom_mismatch_k3_nats": "mismatch_k3_mean",
     "rayloom_mismatch_max_nats": "mismatch_max",
-    "rayloom_parity_max_nats": "parity_max",
+    "rayloom_logprob_check_max_nats": "logprob_check_max",
 }
 # By counter, the field of the steps that it adds up.
 ADDED = {
@@ -47,8 +47,8 @@ def of_steps(records: Sequence[StepRecord]) -> dict[Series, float]:
         if records:
             found[series("rayloom_merge_samples_total", side=side)] = total
     for record in records:
-        for kind, count in record.merge.mismatches.items():
-            key = series("rayloom_merge_mismatches_total", kind=kind)
+        for reason, count in record.merge.branches.items():
+            key = series("rayloom_merge_branches_total", reason=reason)
             found[key] = found.get(key, 0) + count
     ages = [record.policy_age_max for record in records if record.num_trained_tokens]
     found |= _histogram("rayloom_policy_age_versions", ages, AGE_BUCKETS)

@@ -1,4 +1,4 @@
-"""The queue's state machine as its tests drive it: filled, played, settled and started again."""
+"""The queue's state machine as its tests drive it: filled, played, finalised and started again."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ PLAUSIBLE = {
     "entropy_mean": 1.2,
     "mismatch_k3_mean": 2e-12,
     "mismatch_max": 3e-6,
-    "parity_max": 1e-6,
+    "logprob_check_max": 1e-6,
     "policy_age_max": 0.0,
     "policy_age_mean": 0.0,
 }
@@ -63,7 +63,7 @@ def step_record(step: int, **changes: Any) -> StepRecord:
         merge=MergeReport(
             samples_before=40,
             samples_after=16,
-            mismatches={},
+            branches={},
             num_saved_tokens=0,
             num_masked_tokens=0,
         ),
@@ -74,7 +74,7 @@ def step_record(step: int, **changes: Any) -> StepRecord:
         num_trained_tokens=360,
         num_packed_tokens=900,
         num_micro_batches=1,
-        num_fillers=0,
+        num_padding_rows=0,
         num_overruled_records=0,
         learning_rate=1e-3,
         is_skipped=False,

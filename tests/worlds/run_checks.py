@@ -21,7 +21,7 @@ def check_lineage(history: History) -> None:
 
 
 def check_finished(run: Run, *, steps: int) -> None:
-    """A run that came to its end: every version published, every rollout settled."""
+    """A run that came to its end: every version published, every rollout finalised."""
     summary, history = run.summary(), run.history()
     ledger = summary["ledger"]
     assert summary["steps"] == summary["policy_version"] == steps

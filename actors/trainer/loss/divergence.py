@@ -49,7 +49,7 @@ def kl_k3(delta: Tensor) -> Tensor:
     divergence" (deviations: `expm1` in float64, because float32 loses every digit of a small delta;
     delta counts as 20 at most, without gradient beyond). Its gradient for log q, weighed by
     nothing, is that of KL(p || q) in expectation over q: the other direction. For rewards,
-    `actors.merge.shaping.kl_penalties` has the same formula in NumPy.
+    `actors.merge.shaping.kl_rewards` has the same formula in NumPy.
 
     Returns: float64, nats.    Example: k3(ln 2) = 1 - ln 2 = .306853
     """

@@ -16,7 +16,7 @@ from service.inspect.audit.offence import Check, Offence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """The newest that the ledger knows of a rollout. step: that settled it."""
+    """The newest that the ledger knows of a rollout. step: that finalised it."""
 
     kind: LedgerEventKind
     reason: EvictionReason | None = None
@@ -69,5 +69,5 @@ def _disagreement(entry: TrajectoryEntry, fate: Fate | None, *, step: int) -> st
     if not is_same:
         return f"{own} in the journal, {fate} in the ledger"
     if fate.step != step:
-        return f"settled by step {fate.step} in the ledger, by step {step} in the journal"
+        return f"finalised by step {fate.step} in the ledger, by step {step} in the journal"
     return ""
