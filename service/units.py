@@ -11,11 +11,6 @@ import math
 UNKNOWN = "–"  # noqa: RUF001
 
 
-def is_known(value: float | None) -> bool:
-    """Neither None nor NaN nor infinite."""
-    return value is not None and math.isfinite(value)
-
-
 def duration(seconds: float | None) -> str:
     """Two units at most. Example: 252.4 -> '4 min 12 s'; 0.25 -> '0.25 s'; None -> '–'."""  # noqa: RUF002
     if seconds is None or not math.isfinite(seconds):

@@ -12,6 +12,7 @@ from actors.environment.tasks import derived_seed
 from actors.limits import MAX_TASK_SEED
 from actors.types import Task
 from service.intake.submission import (
+    Backlog,
     RolloutRequest,
     RolloutView,
     Status,
@@ -174,19 +175,12 @@ class RolloutAnswer(_Positioned):
         )
 
 
-class BacklogAnswer(_Strict):
-    """The accepted tasks that wait for admission."""
-
-    waiting: int
-    capacity: int
-
-
 class SubmitAnswer(_Strict):
     """Every task of the request is stored."""
 
     accepted: int = Field(description="tasks that were new")
     rollouts: list[PlaceAnswer]
-    queue: BacklogAnswer
+    queue: Backlog
 
     @classmethod
     def of(cls, reply: SubmitReply) -> SubmitAnswer:
@@ -203,7 +197,7 @@ class SubmitAnswer(_Strict):
                 )
                 for view in reply.views
             ],
-            queue=BacklogAnswer(waiting=reply.backlog.waiting, capacity=reply.backlog.capacity),
+            queue=reply.backlog,
         )
 
 

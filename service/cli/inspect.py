@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from actors.types import Outcome
@@ -18,12 +18,12 @@ from service.inspect.build import build_view
 from service.inspect.listing import Filters, list_trajectories
 from service.inspect.reader import (
     OpenJournal,
+    config_beside,
     find_entry,
     is_refused,
     newest_run,
     open_journal,
 )
-from service.inspect.run_config import config_beside
 from service.inspect.terminal import show
 from service.inspect.token_text import TokenText, token_text
 from service.launch.run_dir import RunDir
@@ -84,8 +84,8 @@ def run_inspect(request: InspectRequest) -> int:
 
 def _show_one(request: InspectRequest, journal: OpenJournal) -> int:
     step, entry = find_entry(journal, request.target)
-    view = build_view(step, entry, _text_of(journal))
-    view = replace(view, is_refused=is_refused(journal, entry))
+    text, refused = _text_of(journal), is_refused(journal, entry)
+    view = build_view(step, entry, text, is_refused=refused)
     if request.html is None:
         with outlet(sys.__stdout__):
             show(view, OutletConsole())

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from service import units
 from service.run.health import Phase, RunStatus
 from service.telemetry.records import (
     EvaluationRecord,
@@ -131,8 +130,7 @@ class ProgressState:
                 step: value for step, value in self._rewards.items() if step < record.step
             }
         self.recent.append(record)
-        value = record.best_known_reward
-        self._rewards[record.step] = value if units.is_known(value) else None
+        self._rewards[record.step] = record.best_known_reward
         self.is_reward_scaled |= record.value("scaled_reward_mean") is not None
 
     def _add_totals(self, status: RunStatus, now: float) -> None:

@@ -22,13 +22,17 @@ HEADER_WRITTEN = "a role header, trained: the policy wrote it itself"
 HEADER_TRAINED = "a role header, trained"
 
 
-def build_view(step: JournalStep, entry: TrajectoryEntry, text: TokenText) -> TrajectoryView:
-    """Lay a trajectory out for a look."""
+def build_view(
+    step: JournalStep, entry: TrajectoryEntry, text: TokenText, *, is_refused: bool = False
+) -> TrajectoryView:
+    """Lay a trajectory out for a look. is_refused: the trainer refused the step's update."""
     samples = [
         _SampleBuilder(sample, _trained(entry, number), text).build(number)
         for number, sample in enumerate(entry.trajectory.samples)
     ]
-    return TrajectoryView(step=step, entry=entry, samples=tuple(samples), note=text.note)
+    return TrajectoryView(
+        step=step, entry=entry, samples=tuple(samples), note=text.note, is_refused=is_refused
+    )
 
 
 def _trained(entry: TrajectoryEntry, number: int) -> Mapping[int, float]:

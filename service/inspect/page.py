@@ -7,17 +7,15 @@ it are escaped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from service.inspect.facts import facts, number
 from service.inspect.view import MEANINGS, Token, TokenClass, TrajectoryView
 from service.report import drawing
+from service.report.page import page_environment
 from service.telemetry.summary import write_aside
 from service.visible import visible_text
 
@@ -32,62 +30,25 @@ EXPLANATIONS: dict[TokenClass, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LegendEntry:
-    kind: str
-    label: str
-    detail: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """What the template reads."""
-
-    view: TrajectoryView
-    title: str
-    facts: Sequence[tuple[str, str]]
-    legend: Sequence[LegendEntry]
-    light: Markup
-    dark: Markup
-
-
 def write_page(path: Path, view: TrajectoryView) -> None:
     """Write the page aside and rename it. Raises: OSError."""
     write_aside(path, render_page(view))
 
 
 def render_page(view: TrajectoryView) -> str:
-    counts = view.counts
-    page = Page(
-        view=view,
-        title=view.entry.trajectory.trajectory_id,
-        facts=facts(view.step, view.entry, is_refused=view.is_refused),
-        legend=[
-            LegendEntry(
-                kind=kind.value,
-                label=MEANINGS[kind],
-                detail=EXPLANATIONS[kind],
-                count=counts.get(kind, 0),
-            )
-            for kind in TokenClass
-        ],
-        light=Markup(drawing.css_variables(is_dark=False)),
-        dark=Markup(drawing.css_variables(is_dark=True)),
-    )
-    environment = Environment(
-        loader=ChoiceLoader(
-            [
-                PackageLoader("service.inspect", "templates"),
-                PackageLoader("service.report", "templates"),
-            ]
-        ),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_shown,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    """The page as text: what the template asks for, by the names in it."""
+    page = {
+        "view": view,
+        "title": view.entry.trajectory.trajectory_id,
+        "facts": facts(view.step, view.entry, is_refused=view.is_refused),
+        "counts": view.counts,
+        "meanings": MEANINGS,
+        "explanations": EXPLANATIONS,
+        "light": Markup(drawing.css_variables(is_dark=False)),
+        "dark": Markup(drawing.css_variables(is_dark=True)),
+    }
+    environment = page_environment("service.inspect", "service.report")
+    environment.finalize = _shown
     environment.filters |= {"columns": columns, "number": _number}
     return environment.get_template("inspect.html.j2").render(page=page)
 

@@ -19,9 +19,10 @@ from actors.journal.files import (
     read_step,
 )
 from actors.journal.record import JournalStep, TrajectoryEntry
-from service.config.file import ConfigError
+from service.config.file import ConfigError, load_config
+from service.config.tree import Config
 from service.inspect.surviving import (
-    read_lineage,
+    read_surviving,
     refused_rollouts,
     surviving_files,
 )
@@ -86,9 +87,8 @@ def open_journal(place: Path) -> OpenJournal:
             "/step-….journal in it, as `rayloom train` writes them unless run.journal_steps is 0; "
             "or another version of Rayloom wrote it"
         )
-    lineage = read_lineage(run_dir)
-    spans = lineage.spans if lineage else None
-    kept = surviving_files(files, spans)
+    history = read_surviving(run_dir)
+    kept = surviving_files(files, history.spans if history else None)
     if not kept:
         raise ConfigError(
             f"inspect: none of the {len(files)} files in {run_dir.journal} is of the run's "
@@ -100,8 +100,8 @@ def open_journal(place: Path) -> OpenJournal:
         run_dir=run_dir,
         files=tuple(kept),
         num_superseded=len(files) - len(kept),
-        history=lineage.history if lineage else None,
-        refused=refused_rollouts(lineage.history) if lineage else frozenset(),
+        history=history,
+        refused=refused_rollouts(history) if history else frozenset(),
     )
 
 
@@ -133,6 +133,19 @@ def find_entry(journal: OpenJournal, name: str) -> tuple[JournalStep, Trajectory
         f"inspect: no trajectory {name} in the journal of {journal.place} (steps "
         f"{journal.files[0].step} to {journal.files[-1].step}, {len(known)} trajectories); {hint}"
     )
+
+
+def config_beside(run_dir: RunDir) -> Config:
+    """The configuration that lies beside a journal; a journal that was copied alone has none.
+
+    Raises: ConfigError where there is none, or none that can be read.
+    """
+    if not run_dir.config_file.is_file():
+        raise ConfigError(f"there is no {run_dir.config_file.name} beside the journal")
+    try:
+        return load_config(run_dir.config_file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{run_dir.config_file} cannot be read ({error})") from error
 
 
 def _ids_of(path: Path) -> tuple[str, ...]:

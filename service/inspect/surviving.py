@@ -7,7 +7,6 @@ from. Of a journal that was copied without one, the newest term of each step cou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -15,22 +14,14 @@ from actors.journal.files import JournalFile
 from actors.trajectory_queue.ledger import EvictionReason
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
-from service.store.lineage import History, Span, read_history, surviving_spans
+from service.store.lineage import History, Span, read_history
 from service.store.run_store import ReadOnlyStore, StoreError
 
 _RESTORE = "restore a copy of it, or look at one journal file alone by its path"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunLineage:
-    """spans: of which terms what survives, at least one. history: the rows that do."""
-
-    spans: tuple[Span, ...]
-    history: History
-
-
-def read_lineage(run_dir: RunDir) -> RunLineage | None:
-    """What the run's database says; None for a journal that was copied without it.
+def read_surviving(run_dir: RunDir) -> History | None:
+    """What survives by the run's database; None for a journal that was copied without it.
 
     Raises: ConfigError where it is lost, damaged, or knows nothing of a run.
     """
@@ -44,10 +35,7 @@ def read_lineage(run_dir: RunDir) -> RunLineage | None:
             f"inspect: the database {database} is empty; expected a run's; {_RESTORE}"
         )
     try:
-        store = ReadOnlyStore(database)
-        with store.reading() as connection:
-            spans = surviving_spans(connection)
-        history = read_history(store)
+        history = read_history(ReadOnlyStore(database))
     except StoreError as error:
         raise ConfigError(f"inspect: {error}") from error
     except (SQLAlchemyError, LookupError, TypeError, ValueError) as error:
@@ -56,12 +44,12 @@ def read_lineage(run_dir: RunDir) -> RunLineage | None:
             f"inspect: the database {database} cannot be read ({type(error).__name__}: {error}); "
             f"expected the rows of a run; {_RESTORE}"
         ) from error
-    if not spans:
+    if not history.spans:
         raise ConfigError(
             f"inspect: the database {database} knows of no run, and there is a journal beside it; "
             f"expected the journal's own; {_RESTORE}"
         )
-    return RunLineage(spans=tuple(spans), history=history)
+    return history
 
 
 def refused_rollouts(history: History) -> frozenset[str]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from actors.trajectory_queue.ledger import LedgerEvent
-from actors.types import Task, TrajectorySummary
+from actors.types import Outcome, Task, TrajectorySummary
 
 
 class Status(StrEnum):
@@ -69,7 +69,7 @@ class RolloutResult:
 
     rollout_id: str
     attempt: int
-    outcome: str
+    outcome: Outcome
     reward: float
     num_turns: int
     num_sampled_tokens: int
@@ -83,7 +83,7 @@ class RolloutResult:
         return cls(
             rollout_id=summary.rollout_id,
             attempt=summary.attempt,
-            outcome=summary.outcome.value,
+            outcome=summary.outcome,
             reward=summary.episode_return,
             num_turns=summary.num_turns,
             num_sampled_tokens=summary.num_sampled,

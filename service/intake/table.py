@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
-from actors.types import Outcome
 from service.intake.submission import (
     RolloutResult,
     RolloutView,
@@ -142,7 +141,7 @@ class SubmissionTable:
 
     def _counts(self, result: RolloutResult) -> bool:
         """Whether the attempt was the last: what is dropped is repeated, or leaves at once."""
-        return self._policy.disposition(Outcome(result.outcome)) is not Disposition.DROP
+        return self._policy.disposition(result.outcome) is not Disposition.DROP
 
     def _find(self, rollout_id: str) -> tuple[_Entry | None, int]:
         group_id, _, member = rollout_id.rpartition("-")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -31,11 +29,9 @@ from service.report.drawing import (
     buckets_of,
     colour,
     line,
-    new_axes,
     render,
     stacked,
     step_axis,
-    styled,
     trailing_mean,
     value_axis,
     values_of,
@@ -298,18 +294,6 @@ def reward_plot(records: Records, evaluations: Evaluations) -> Plot:
     )
 
 
-def write_reward_png(path: Path, records: Records, evaluations: Evaluations) -> None:
-    """The reward figure by itself, on white, twice as dense as a screen: for a README."""
-    rewards = values_of(records, lambda record: record.best_known_reward)
-    with styled():
-        figure, axes = new_axes(820, 330)
-        if len(records):
-            _draw_reward(axes, records, rewards, _evaluation_points(evaluations))
-        axes.set_ylabel("reward, 1 = best possible play" if _is_scaled(records) else "reward")
-        _draw_legend(axes, _reward_legend(records, has_evaluations=bool(evaluations)))
-        figure.savefig(path, dpi=144, facecolor=colour("surface"), format="png")
-
-
 def _reward_legend(records: Records, *, has_evaluations: bool) -> tuple[LegendEntry, ...]:
     if len(records) > MAX_POINTS:
         each, mean, mark = "range of the steps", "mean", Mark.BAND
@@ -322,20 +306,6 @@ def _reward_legend(records: Records, *, has_evaluations: bool) -> tuple[LegendEn
         LegendEntry(label=evaluation, role="orange", mark=Mark.DOT),
     )
     return legend if has_evaluations else legend[:2]
-
-
-def _draw_legend(axes: Axes, entries: Sequence[LegendEntry]) -> None:
-    """For the picture that has no page around it."""
-    looks: dict[Mark, dict[str, Any]] = {
-        Mark.FAINT: {"linewidth": 1.0, "alpha": 0.45},
-        Mark.BAND: {"linewidth": 8.0, "alpha": 0.18},
-        Mark.LINE: {"linewidth": 2.4},
-        Mark.DOT: {"linewidth": 0, "marker": "o", "markersize": 6},
-    }
-    handles = [
-        axes.plot([], [], color=colour(entry.role), **looks[entry.mark])[0] for entry in entries
-    ]
-    axes.legend(handles, [entry.label for entry in entries], loc="lower right")
 
 
 def _is_scaled(records: Records) -> bool:

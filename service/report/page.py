@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from service.report import charts, drawing, figures, tables
@@ -23,15 +23,20 @@ def write_report(
     write_aside(path, render_report(summary=summary, history=history, config_text=config_text))
 
 
-def render_report(*, summary: RunSummary, history: HistoryLike, config_text: str) -> str:
-    """The page as text: what the template asks for, by the names in it."""
-    environment = Environment(
-        loader=PackageLoader("service.report", "templates"),
+def page_environment(*packages: str) -> Environment:
+    """For pages of any text: what is not our own markup is escaped. packages: with templates."""
+    return Environment(
+        loader=ChoiceLoader([PackageLoader(package, "templates") for package in packages]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def render_report(*, summary: RunSummary, history: HistoryLike, config_text: str) -> str:
+    """The page as text: what the template asks for, by the names in it."""
+    environment = page_environment("service.report")
     environment.filters["svg"] = Markup
     records = history.steps
     finished = ""

@@ -56,9 +56,14 @@ class History:
     steps: tuple[StepRecord, ...]
     evaluations: tuple[EvaluationRecord, ...]
     events: tuple[LedgerEvent, ...]
-    num_terms: int
+    spans: tuple[Span, ...]
+    """What survives of which terms; empty for a run that never had a lease."""
     earlier_wall_s: float = 0.0
     """Seconds of the surviving parts of terms that other processes ran."""
+
+    @property
+    def num_terms(self) -> int:
+        return self.spans[-1].term if self.spans else 0
 
 
 def read_history(store: Readable, *, own_terms_from: int = 1) -> History:
@@ -76,7 +81,7 @@ def read_history(store: Readable, *, own_terms_from: int = 1) -> History:
                 for record in _records(connection, tables.evaluations, span)
             ),
             events=events_of(connection, spans),
-            num_terms=spans[-1].term if spans else 0,
+            spans=tuple(spans),
             earlier_wall_s=sum(
                 max(steps[span][-1].wall_time - acquired[span.term], 0.0)
                 for span in spans

@@ -135,10 +135,8 @@ class RunRecorder:
             self._submissions.note_events(events)
 
     def step(self, record: StepRecord) -> None:
-        events = self._take_events()
-        self._store.add_step(
-            record, term=self.term, new_events=events, new_results=self._take_results()
-        )
+        events, results = self._take_pending()
+        self._store.add_step(record, term=self.term, new_events=events, new_results=results)
         self._stored.step(record, events)
         if self._submissions is not None:
             self._submissions.note_step_seconds(record.stages.total)
@@ -153,7 +151,7 @@ class RunRecorder:
         log.info("%s", evaluation_line(record))
 
     def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
-        events = self._take_events()
+        events, results = self._take_pending()
         self._store.commit_checkpoint(
             term=self.term,
             step=step,
@@ -161,7 +159,7 @@ class RunRecorder:
             directory=directory,
             queue_snapshot=cut.snapshot,
             new_events=events,
-            new_results=self._take_results(),
+            new_results=results,
             last_event_seq=cut.last_event_seq,
         )
         self._stored.events(events)
@@ -188,12 +186,9 @@ class RunRecorder:
                 self._metrics.service.waiting_tasks.set(backlog.waiting)
                 self._metrics.service.waiting_tasks_limit.set(backlog.capacity)
 
-    def _take_events(self) -> list[LedgerEvent]:
-        taken, self._pending = self._pending, []
-        return taken
-
-    def _take_results(self) -> list[RolloutResult]:
-        taken, self._pending_results = self._pending_results, []
+    def _take_pending(self) -> tuple[list[LedgerEvent], list[RolloutResult]]:
+        taken = self._pending, self._pending_results
+        self._pending, self._pending_results = [], []
         return taken
 
 

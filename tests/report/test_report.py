@@ -23,7 +23,7 @@ from worlds.record_builders import (
 
 from actors.trajectory_queue.ledger import LedgerCounts
 from actors.types import Outcome
-from service.report.charts import OUTCOMES, STAGES, reward_plot, write_reward_png
+from service.report.charts import OUTCOMES, STAGES, reward_plot
 from service.report.drawing import PALETTE, Mark, bucketed, trailing_mean
 from service.report.page import render_report, write_report
 from service.report.tables import balance_equation, checks, ending, verdict
@@ -164,19 +164,11 @@ def test_configuration_and_names_are_text_not_markup() -> None:
     assert "&lt;script&gt;" in text
 
 
-def test_report_and_picture_are_written_whole(tmp_path: Path) -> None:
+def test_the_report_is_written_whole_and_nothing_beside_it(tmp_path: Path) -> None:
     write_report(
         tmp_path / "report.html", summary=summary_of(Run()), history=Run(), config_text="run: {}"
     )
-    run = learning_run(12)
-    write_reward_png(tmp_path / "reward.png", run.steps, run.evaluations)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html", "reward.png"]
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_picture_of_a_run_without_steps_is_drawn(tmp_path: Path) -> None:
-    write_reward_png(tmp_path / "reward.png", (), ())
-    assert (tmp_path / "reward.png").stat().st_size > 0
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
 
 @pytest.mark.parametrize(

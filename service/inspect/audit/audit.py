@@ -7,18 +7,17 @@ Steps are read one after the other, so that memory does not grow with the run. C
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from actors.journal.record import JournalStep
 from service.config.file import ConfigError
 from service.inspect.audit.groups import check_groups
-from service.inspect.audit.ledger import Fate, by_group, check_ledger, fates_of
+from service.inspect.audit.ledger import by_group, check_ledger
 from service.inspect.audit.offence import Check, Offence
 from service.inspect.audit.steps import Plan, missing_steps, steps_beyond
 from service.inspect.audit.tokens import check_trajectory
-from service.inspect.reader import OpenJournal, is_refused
-from service.inspect.run_config import config_beside
+from service.inspect.reader import OpenJournal, config_beside, is_refused
 from service.visible import visible_text
 
 _NO_DATABASE = "there is no rayloom.db beside the journal"
@@ -60,8 +59,9 @@ class _Auditor:
         self._journal = journal
         history = journal.history
         self._recorded = {record.step for record in history.steps} if history else set[int]()
-        self._fates = _fates(journal) if history else None
-        self._groups = by_group(self._fates) if self._fates is not None else None
+        # Each rollout's newest event: the events are in order.
+        self._newest = {event.rollout_id: event for event in history.events} if history else None
+        self._groups = by_group(self._newest) if self._newest is not None else None
         self._trained_at: dict[str, int] = {}
 
     def check(self, step: JournalStep) -> Iterator[Offence]:
@@ -82,8 +82,8 @@ class _Auditor:
             )
         is_settled = step.step in self._recorded
         yield from check_groups(step, self._groups if is_settled else None)
-        if self._fates is not None and is_settled:
-            yield from check_ledger(step, self._fates)
+        if self._newest is not None and is_settled:
+            yield from check_ledger(step, self._newest)
 
     def _check_once(self, step: JournalStep) -> Iterator[Offence]:
         times = Counter(entry.trajectory.rollout_id for entry in step.entries)
@@ -99,17 +99,6 @@ class _Auditor:
 
 def _once(step: JournalStep, rollout_id: str, text: str) -> Offence:
     return Offence(check=Check.ONCE, step=step.step, subject=rollout_id, text=text)
-
-
-def _fates(journal: OpenJournal) -> Mapping[str, Fate]:
-    assert journal.history is not None
-    try:
-        return fates_of(journal.history.events)
-    except ValueError as error:
-        raise ConfigError(
-            f"inspect: the ledger in the database of {journal.place} cannot be read ({error}); "
-            "expected rows as a run writes them; restore a copy of it"
-        ) from error
 
 
 def audit(journal: OpenJournal) -> Audit:

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from actors.journal.record import GroupRule, JournalStep, TrajectoryEntry
 from actors.limits import MAX_REWARD
 from actors.merge.advantages import Baseline, Scale
-from actors.trajectory_queue.ledger import EvictionReason
-from service.inspect.audit.ledger import Fate
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent
 from service.inspect.audit.offence import Check, Offence
 
 # Advantages are float32 in the batch; sums of rewards carry rounding.
@@ -25,7 +24,7 @@ _WITHOUT_SIGNAL = (EvictionReason.ZERO_VARIANCE, EvictionReason.NEGATIVE_RETURN)
 
 
 def check_groups(
-    step: JournalStep, admitted: Mapping[str, Mapping[str, Fate]] | None
+    step: JournalStep, admitted: Mapping[str, Mapping[str, LedgerEvent]] | None
 ) -> Iterator[Offence]:
     """Every group of a step. admitted: by group, the ledger's rollouts; None: not known."""
     groups: dict[str, list[TrajectoryEntry]] = {}
@@ -136,7 +135,7 @@ def _check_admitted(
     step: JournalStep,
     group_id: str,
     entries: Sequence[TrajectoryEntry],
-    admitted: Mapping[str, Fate],
+    admitted: Mapping[str, LedgerEvent],
 ) -> Iterator[Offence]:
     """A rollout that left under a reason is explained: the survivors form the group."""
     counted = {e.trajectory.rollout_id for e in entries if e.baseline_return is not None}
