@@ -21,7 +21,7 @@ import numpy as np
 from actors.algorithm import AlgorithmSettings
 from actors.batch import RowScores
 from actors.environment.sample_builder import build_samples
-from actors.merge.groups import TrajectoryGroup, classify_groups
+from actors.merge.groups import classify_groups
 from actors.merge.settings import StepSettings
 from actors.merge.shaping import KlRewardSettings, RewardSettings
 from actors.merge.step import build_step
@@ -73,10 +73,7 @@ def branched(num_turns: int) -> dict[str, float]:
     """Merge two trajectories of branches, and make a step of them."""
     plays = [branches(num_turns, Shape(prompt=50, sampled=2), seed=seed) for seed in range(2)]
     recorded = [_recorded(play, i) for i, play in enumerate(plays)]
-    group = TrajectoryGroup(
-        group_id="g",
-        trajectories=tuple(merged(turns, number=i) for i, turns in enumerate(recorded)),
-    )
+    group = tuple(merged(turns, number=i) for i, turns in enumerate(recorded))
     plain = StepSettings(
         algorithm=AlgorithmSettings(),
         trainer=TrainerSettings(num_ranks=1),

@@ -115,7 +115,7 @@ from actors.algorithm import AlgorithmSettings
 from actors.merge.settings import StepSettings
 from actors.trainer.settings import TrainerSettings
 from actors.environment.sample_builder import build_samples
-from actors.merge.groups import TrajectoryGroup, classify_groups
+from actors.merge.groups import classify_groups
 from actors.merge.step import build_step
 from actors.types import FinishReason, Outcome, Trajectory, Turn, VersionSpan
 
@@ -134,7 +134,7 @@ def trajectory(member, reward):
         samples=build_samples([turn], trajectory_id="t"),
     )
 
-group = TrajectoryGroup(group_id="g", trajectories=(trajectory(0, 1.0), trajectory(1, 0.0)))
+group = (trajectory(0, 1.0), trajectory(1, 0.0))
 settings = StepSettings(
     algorithm=AlgorithmSettings(), trainer=TrainerSettings(), max_context_tokens=64, seed=0
 )

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from actors.merge.disposition import classify
 from actors.merge.member import Member
 from actors.merge.misalignment import find_misfit
 from actors.merge.settings import StepSettings
 from actors.trajectory_queue.codec import TrajectoryBlock, decode
-from actors.trajectory_queue.messages import StepGroup, StepInput
+from actors.trajectory_queue.messages import StepInput, StepTrajectory
 from actors.types import Trajectory
 
 GroupMembers = tuple[Member, ...]
@@ -33,56 +32,46 @@ class PayloadsLost(Exception):
         return f"merge: the payloads of {len(self.rollout_ids)} rollouts were lost: {first}, ..."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryGroup:
-    """The decoded trajectories of a closed group, before they are classified."""
-
-    group_id: str
-    trajectories: tuple[Trajectory, ...]
-
-
 def read_groups(
     step_input: StepInput, blocks: Sequence[TrajectoryBlock | None]
-) -> list[TrajectoryGroup]:
+) -> list[tuple[Trajectory, ...]]:
     """Decode a step's trajectories from its blocks, in the order of step_input.blocks.
 
     Raises: PayloadsLost, naming every rollout whose block is None.
     """
     lost = [
-        member.summary.rollout_id
+        member.rollout_id
         for group in step_input.groups
-        for member in group.trajectories
+        for member in group
         if blocks[member.block] is None
     ]
     if lost:
         raise PayloadsLost(lost)
-    return [_read_group(group, blocks) for group in step_input.groups]
 
+    def read(member: StepTrajectory) -> Trajectory:
+        block = blocks[member.block]
+        assert block is not None
+        return decode(block, member.row)
 
-def _read_group(group: StepGroup, blocks: Sequence[TrajectoryBlock | None]) -> TrajectoryGroup:
-    rows = [(blocks[member.block], member.row) for member in group.trajectories]
-    trajectories = tuple(decode(block, row) for block, row in rows if block is not None)
-    return TrajectoryGroup(group_id=group.group_id, trajectories=trajectories)
+    return [tuple(map(read, group)) for group in step_input.groups]
 
 
 def classify_groups(
-    groups: Sequence[TrajectoryGroup], settings: StepSettings
+    groups: Sequence[Sequence[Trajectory]], settings: StepSettings
 ) -> tuple[GroupMembers, ...]:
     """Shape the rewards of every trajectory and apply the outcome's rule.
 
+    Args: groups: of each, the trajectories that the queue kept.
     Raises: ValueError for two trajectories of one rollout: the ledger counts each rollout once.
     """
-    rollouts = Counter(each.rollout_id for group in groups for each in group.trajectories)
+    rollouts = Counter(each.rollout_id for group in groups for each in group)
     repeated = [rollout_id for rollout_id, count in rollouts.items() if count > 1]
     if repeated:
         raise ValueError(
             f"merge: rollout {repeated[0]} has {rollouts[repeated[0]]} trajectories in one step, "
             "expected one; give each rollout an id of its own"
         )
-    return tuple(
-        tuple(_classify(trajectory, settings) for trajectory in group.trajectories)
-        for group in groups
-    )
+    return tuple(tuple(_classify(trajectory, settings) for trajectory in group) for group in groups)
 
 
 def _classify(trajectory: Trajectory, settings: StepSettings) -> Member:

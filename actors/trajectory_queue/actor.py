@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 
 from actors.deadline import is_set_within
 from actors.trajectory_queue.codec import TrajectoryBlock
-from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
+from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest, Rollout
 from actors.trajectory_queue.ledger import RolloutOutcome
 from actors.trajectory_queue.messages import (
     Drained,
@@ -26,7 +26,6 @@ from actors.trajectory_queue.messages import (
     QueueCut,
     QueueSnapshot,
     QueueStats,
-    StepGroup,
     StepInput,
     StepTrajectory,
 )
@@ -177,17 +176,10 @@ def _step_input(step: int, groups: Sequence[Group]) -> StepInput:
     """Describe a taken step; rows of one block share its reference."""
     blocks: dict[object, int] = {}
 
-    def describe(group: Group) -> StepGroup:
-        members: list[StepTrajectory] = []
-        for rollout in group.finished():
-            assert rollout.summary is not None and rollout.payload is not None
-            block = blocks.setdefault(rollout.payload.block, len(blocks))
-            members.append(
-                StepTrajectory(summary=rollout.summary, block=block, row=rollout.payload.row)
-            )
-        return StepGroup(
-            group_id=group.group_id, group_number=group.number, trajectories=tuple(members)
-        )
+    def describe(rollout: Rollout) -> StepTrajectory:
+        assert rollout.payload is not None
+        block = blocks.setdefault(rollout.payload.block, len(blocks))
+        return StepTrajectory(rollout_id=rollout.rollout_id, block=block, row=rollout.payload.row)
 
-    described = tuple(describe(group) for group in groups)
+    described = tuple(tuple(map(describe, group.finished())) for group in groups)
     return StepInput(step=step, groups=described, blocks=tuple(blocks))

@@ -28,18 +28,9 @@ class OpenSlot:
 class StepTrajectory:
     """One trajectory of a step: row `row` of StepInput.blocks[block]."""
 
-    summary: TrajectorySummary
+    rollout_id: str
     block: int
     row: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepGroup:
-    """A closed group: the members whose disposition is train, train_clamped or mask."""
-
-    group_id: str
-    group_number: int
-    trajectories: tuple[StepTrajectory, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +40,15 @@ class StepInput:
     step: int
     """Counted from 1."""
 
-    groups: tuple[StepGroup, ...]
+    groups: tuple[tuple[StepTrajectory, ...], ...]
+    """Of each group the members whose disposition is not to be dropped."""
 
     blocks: tuple[Any, ...]
     """References to TrajectoryBlock, each once."""
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
-        return tuple(t.summary.rollout_id for group in self.groups for t in group.trajectories)
+        return tuple(member.rollout_id for group in self.groups for member in group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,9 +185,9 @@ def test_a_killed_actor_costs_the_real_queue_nothing(tokenizer_path: Path) -> No
     assert len(step.rollout_ids) == len(set(step.rollout_ids)) == 32
     blocks = ray.get(list(step.blocks), timeout=120)
     for group in step.groups:
-        for member in group.trajectories:
+        for member in group:
             trajectory = decode(blocks[member.block], member.row)
-            assert trajectory.rollout_id == member.summary.rollout_id and trajectory.turns
+            assert trajectory.rollout_id == member.rollout_id and trajectory.turns
     outcomes = [RolloutOutcome(rollout_id=rollout_id) for rollout_id in step.rollout_ids]
     ray.get(queue.finalise.remote(step.step, outcomes), timeout=120)
     ledger = ray.get(queue.stats.remote(), timeout=120).ledger

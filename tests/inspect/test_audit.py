@@ -102,7 +102,7 @@ def test_a_malformed_trajectory_with_a_positive_reward_is_named(tmp_path: Path) 
 
 
 def test_a_rewarded_malformed_turn_is_named(tmp_path: Path) -> None:
-    won, lost = group_of(0, [1, 0]).trajectories
+    won, lost = group_of(0, [1, 0])
     first, second = whole_turns(won)
     wild = replayed(won, [replace(first, is_malformed=True, reward=0.5), second])
     (offence,) = audited(tmp_path, step_of([one_group([wild, lost])])).offences

@@ -28,7 +28,7 @@ from actors.journal.files import (
     write_step,
 )
 from actors.journal.record import JournalStep
-from actors.merge.groups import TrajectoryGroup, classify_groups
+from actors.merge.groups import classify_groups
 from actors.merge.step import build_step
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome
@@ -67,7 +67,7 @@ def test_an_entry_holds_what_the_trainer_was_handed() -> None:
     second = make_turn([10, 20, 30, 40, 50, 60, 70], [80, 90], logprobs=[-2, -3], version=4)
     winner = make_trajectory([first, replace(second, reward=1.0)], rollout_id="g000000.0-0")
     loser = make_trajectory([first, second], rollout_id="g000000.0-1")
-    group = TrajectoryGroup(group_id="g000000.0", trajectories=(winner, loser))
+    group = (winner, loser)
     step = through_a_file(step_of([group], number=6))
     (sample,) = step.entries[0].trajectory.samples
     (advantages,) = step.entries[0].advantages

@@ -22,7 +22,7 @@ from worlds.trajectory_builders import (
 from actors.batch import RowScores
 from actors.expert_records import ModelShape
 from actors.merge.advantages import Baseline, CriticSettings, Scale, Truncation
-from actors.merge.groups import GroupMembers, TrajectoryGroup, classify_groups
+from actors.merge.groups import GroupMembers, classify_groups
 from actors.merge.shaping import KlRewardSettings, RewardSettings, charge_kl
 from actors.merge.step import StepResult, build_step
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
@@ -50,8 +50,8 @@ def play(
     return make_trajectory(rewarded, rollout_id=f"g{number:06d}.0-{member}", outcome=outcome)
 
 
-def group_of(*trajectories: Trajectory) -> TrajectoryGroup:
-    return TrajectoryGroup(group_id=trajectories[0].group_id, trajectories=trajectories)
+def group_of(*trajectories: Trajectory) -> tuple[Trajectory, ...]:
+    return trajectories
 
 
 def cut(trajectory: Trajectory, pieces: list[int]) -> Trajectory:
@@ -63,7 +63,7 @@ def cut(trajectory: Trajectory, pieces: list[int]) -> Trajectory:
     return replayed(trajectory, turns)
 
 
-def scored(*groups: TrajectoryGroup) -> Scores:
+def scored(*groups: tuple[Trajectory, ...]) -> Scores:
     """References and values that follow the tokens, wherever these lie."""
     return {
         trajectory.trajectory_id: tuple(
@@ -74,11 +74,13 @@ def scored(*groups: TrajectoryGroup) -> Scores:
             for sample in trajectory.samples
         )
         for group in groups
-        for trajectory in group.trajectories
+        for trajectory in group
     }
 
 
-def build(*groups: TrajectoryGroup, scores: Scores | None = None, **fields: Any) -> StepResult:
+def build(
+    *groups: tuple[Trajectory, ...], scores: Scores | None = None, **fields: Any
+) -> StepResult:
     found = scored(*groups) if scores is None else scores
     settings = step_settings(**fields)
     merged = with_scores(classify_groups(groups, settings), found)
@@ -150,7 +152,7 @@ def test_cutting_turns_into_samples_differently_changes_no_advantage(
     apart = group_of(
         *(
             cut(t, data.draw(st.lists(pieces, min_size=len(t.turns), max_size=len(t.turns))))
-            for t in whole.trajectories
+            for t in whole
         )
     )
     other = group_of(play(0, [1.0, 0.0], number=1), play(1, [0.0], number=1))
@@ -179,7 +181,7 @@ def test_equal_returns_that_fell_to_different_turns_are_a_signal_by_turn_alone()
 
 def test_the_kl_penalty_lowers_what_statistics_and_report_see() -> None:
     group = group_of(play(0, [1.0]), play(1, [0.0]))
-    first, second = group.trajectories
+    first, second = group
     # k1 with log p_ref = 2 log p: each token adds beta log p, a negative number.
     returns = [
         t.episode_return + 0.5 * float(whole_turns(t)[0].logprobs.sum()) for t in (first, second)
@@ -327,7 +329,7 @@ def test_equal_returns_are_a_signal_to_a_critic() -> None:
     assert build(group, **critic()).report.num_zero_variance_groups == 0
 
 
-def small() -> TrajectoryGroup:
+def small() -> tuple[Trajectory, ...]:
     """A group of one."""
     return group_of(play(0, [1.0], number=2))
 
@@ -377,9 +379,7 @@ def test_what_is_trained_without_a_signal_keeps_advantage_zero_when_normalised()
         "loss": LossSettings(entropy_coefficient=0.1),
     }
     found = advantages(build(differing, solved, **way))
-    assert {found[float(x)] for t in solved.trajectories for x in whole_turns(t)[0].logprobs} == {
-        0.0
-    }
+    assert {found[float(x)] for t in solved for x in whole_turns(t)[0].logprobs} == {0.0}
     alone = advantages(build(differing, **way))
     assert {key: found[key] for key in alone} == alone
 

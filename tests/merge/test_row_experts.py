@@ -12,7 +12,7 @@ from worlds.trajectory_builders import make_trajectory, make_turn
 
 from actors.batch import MicroBatch
 from actors.expert_records import ExpertRecords
-from actors.merge.groups import TrajectoryGroup, classify_groups
+from actors.merge.groups import classify_groups
 from actors.merge.packing import (
     WeightedSample,
     pack_minibatch,
@@ -23,7 +23,7 @@ from actors.merge.packing import (
 from actors.merge.scoring import plan_scores
 from actors.merge.step import build_step
 from actors.trajectory_queue.codec import decode, encode
-from actors.types import NO_VERSION, Sample
+from actors.types import NO_VERSION, Sample, Trajectory
 
 Prefix = tuple[int, ...]
 
@@ -177,21 +177,21 @@ def test_rows_without_records_say_so() -> None:
     assert padding_row().experts is None
 
 
-def make_group() -> TrajectoryGroup:
+def make_group() -> tuple[Trajectory, ...]:
     trajectories = []
     for member, experts in enumerate(([[0, 1]], [[0, 2]])):
         turn = make_turn([1], [2, 3], reward=float(member), expert_indices=recorded([experts]))
         trajectories.append(make_trajectory([turn], rollout_id=f"g000000.0-{member}"))
-    return TrajectoryGroup(group_id="g000000.0", trajectories=tuple(trajectories))
+    return tuple(trajectories)
 
 
 def test_a_steps_report_counts_the_records_that_do_not_count() -> None:
     settings = step_settings()
     group = make_group()
     # As they come out of the queue.
-    block = encode(group.trajectories)
-    decoded = tuple(decode(block, number) for number in range(len(group.trajectories)))
-    merged = classify_groups([replace(group, trajectories=decoded)], settings)
+    block = encode(group)
+    decoded = tuple(decode(block, number) for number in range(len(group)))
+    merged = classify_groups([decoded], settings)
     result = build_step(merged, settings, step=0, trainer_version=0)
     (row,) = result.shards[0].minibatches[0].micro_batches
     assert records_of(row) == {1: [[0, 1]]}
@@ -203,7 +203,7 @@ def test_what_a_reference_or_a_critic_is_given_has_no_records() -> None:
     merged = classify_groups([make_group()], settings)
     plan = plan_scores(merged, settings, step=0, trainer_version=0)
     rows = [row for shard in plan for row in shard.minibatches[0].micro_batches]
-    sample = make_group().trajectories[0].samples[0]
+    sample = make_group()[0].samples[0]
     two = np.zeros(2, np.float32)
     valued = replace(weigh(sample), old_values=two, value_targets=two)
     shards = pack_values([valued], step=0, num_ranks=1, budget=64)
@@ -213,7 +213,7 @@ def test_what_a_reference_or_a_critic_is_given_has_no_records() -> None:
 
 
 def test_a_sample_without_records_is_itself_without_experts() -> None:
-    sample = make_group().trajectories[0].samples[0]
+    sample = make_group()[0].samples[0]
     assert sample.experts is not None
     plain = sample.without_experts()
     assert plain.experts is None and plain.without_experts() is plain

@@ -13,14 +13,16 @@ from worlds.trajectory_builders import linear_turns, make_trajectory, random_tur
 
 from actors.batch import MicroBatch, RankShard, RowScores
 from actors.merge.advantages import Baseline, Scale
-from actors.merge.groups import GroupMembers, TrajectoryGroup, classify_groups
+from actors.merge.groups import classify_groups
 from actors.merge.scoring import plan_scores, read_scores, score_rows
 from actors.merge.settings import StepSettings
 from actors.merge.step import build_step
-from actors.types import Outcome
+from actors.types import Outcome, Trajectory
 
 
-def make_group(rewards: list[float], outcomes: dict[int, Outcome] | None = None) -> TrajectoryGroup:
+def make_group(
+    rewards: list[float], outcomes: dict[int, Outcome] | None = None
+) -> tuple[Trajectory, ...]:
     trajectories = tuple(
         make_trajectory(
             linear_turns(2, reward=reward, seed=member),
@@ -29,16 +31,16 @@ def make_group(rewards: list[float], outcomes: dict[int, Outcome] | None = None)
         )
         for member, reward in enumerate(rewards)
     )
-    return TrajectoryGroup(group_id="g000000.0", trajectories=trajectories)
+    return trajectories
 
 
-def random_group(number: int, seed: int) -> TrajectoryGroup:
+def random_group(number: int, seed: int) -> tuple[Trajectory, ...]:
     rng = np.random.default_rng([number, seed])
     trajectories = tuple(
         make_trajectory(random_turns(rng, max_turns=5), rollout_id=f"g{number:06d}.0-{member}")
         for member in range(4)
     )
-    return TrajectoryGroup(group_id=f"g{number:06d}.0", trajectories=trajectories)
+    return trajectories
 
 
 def answer(row: MicroBatch) -> RowScores:
@@ -53,7 +55,7 @@ def answers(shards: tuple[RankShard, ...]) -> list[list[RowScores]]:
     return [[answer(row) for row in shard.minibatches[0].micro_batches] for shard in shards]
 
 
-def score(groups: list[TrajectoryGroup], settings: StepSettings) -> tuple[GroupMembers, ...]:
+def score(groups: list[tuple[Trajectory, ...]], settings: StepSettings) -> tuple[GroupMembers, ...]:
     merged = classify_groups(groups, settings)
     shards = plan_scores(merged, settings, step=0, trainer_version=0)
     return read_scores(merged, settings, answers(shards))

@@ -26,7 +26,6 @@ from actors.merge.aggregation import Aggregation
 from actors.merge.disposition import problem_notices
 from actors.merge.groups import (
     PayloadsLost,
-    TrajectoryGroup,
     classify_groups,
     read_groups,
 )
@@ -35,8 +34,8 @@ from actors.merge.step import StepResult, build_step
 from actors.trainer.loss.settings import LossSettings
 from actors.trajectory_queue.codec import encode
 from actors.trajectory_queue.ledger import EvictionReason
-from actors.trajectory_queue.messages import StepGroup, StepInput, StepTrajectory
-from actors.types import Outcome, Trajectory, summarize
+from actors.trajectory_queue.messages import StepInput, StepTrajectory
+from actors.types import Outcome, Trajectory
 
 
 def make_group(
@@ -46,7 +45,7 @@ def make_group(
     outcomes: dict[int, Outcome] | None = None,
     version: int = 0,
     num_turns: int = 2,
-) -> TrajectoryGroup:
+) -> tuple[Trajectory, ...]:
     trajectories = tuple(
         make_trajectory(
             linear_turns(num_turns, reward=reward, version=version, seed=100 * number + member),
@@ -56,10 +55,12 @@ def make_group(
         )
         for member, reward in enumerate(rewards)
     )
-    return TrajectoryGroup(group_id=f"g{number:06d}.0", trajectories=trajectories)
+    return trajectories
 
 
-def build(groups: list[TrajectoryGroup], *, version: int = 9, **fields: object) -> StepResult:
+def build(
+    groups: list[tuple[Trajectory, ...]], *, version: int = 9, **fields: object
+) -> StepResult:
     settings = step_settings(**fields)  # type: ignore[arg-type]
     return build_step(classify_groups(groups, settings), settings, step=7, trainer_version=version)
 
@@ -139,7 +140,7 @@ def test_the_report_counts_what_went_into_the_step() -> None:
         num_inserted_tokens=2,
     )
     group = make_group(0, [1, 0], version=3)
-    group = replace(group, trajectories=(*group.trajectories, retokenised))
+    group = (*group, retokenised)
     report = build([group], version=5, num_ranks=2).report
     assert (report.step, report.trainer_version) == (7, 5)
     assert report.merge.samples_before == 6 and report.merge.samples_after == 4
@@ -219,8 +220,8 @@ def test_statistics_follow_the_group_and_not_the_order() -> None:
 
 def test_misaligned_trajectories_leave_under_their_own_reason_and_the_others_go_on() -> None:
     group = make_group(0, [1, 0, 1])
-    broken = replayed(group.trajectories[2], [make_turn([1], [2, 500])])
-    groups = [replace(group, trajectories=(*group.trajectories[:2], broken))]
+    broken = replayed(group[2], [make_turn([1], [2, 500])])
+    groups = [(*group[:2], broken)]
     result = build(groups, shape=ModelShape(vocab_size=500))
     assert [s.reason for s in result.outcomes] == [None, None, EvictionReason.TOKEN_MISALIGNED]
 
@@ -228,8 +229,8 @@ def test_misaligned_trajectories_leave_under_their_own_reason_and_the_others_go_
 def test_records_of_another_mixture_cost_their_trajectory_alone() -> None:
     group = make_group(0, [1, 0, 1])
     routed = replace(make_turn([1], [2, 3]), expert_indices=np.zeros((1, 2, 2), np.uint8))
-    foreign = replayed(group.trajectories[2], [routed])
-    groups = [replace(group, trajectories=(*group.trajectories[:2], foreign))]
+    foreign = replayed(group[2], [routed])
+    groups = [(*group[:2], foreign)]
     result = build(groups, shape=ModelShape(vocab_size=100_000))
     assert [s.reason for s in result.outcomes] == [
         None,
@@ -243,8 +244,8 @@ def test_ids_outside_the_vocabulary_cost_their_trajectory_alone(
     prompt: list[int], sampled: list[int]
 ) -> None:
     group = make_group(0, [1, 0, 1])
-    foreign = replayed(group.trajectories[2], [make_turn(prompt, sampled)])
-    groups = [replace(group, trajectories=(*group.trajectories[:2], foreign))]
+    foreign = replayed(group[2], [make_turn(prompt, sampled)])
+    groups = [(*group[:2], foreign)]
     reasons = [
         [s.reason for s in build(groups, shape=ModelShape(vocab_size=vocab_size)).outcomes]
         for vocab_size in (500, 501)
@@ -252,7 +253,7 @@ def test_ids_outside_the_vocabulary_cost_their_trajectory_alone(
     assert reasons == [[None, None, EvictionReason.TOKEN_MISALIGNED], [None] * 3]
 
 
-def with_rewards(rewards: list[float]) -> list[TrajectoryGroup]:
+def with_rewards(rewards: list[float]) -> list[tuple[Trajectory, ...]]:
     return [make_group(0, rewards)]
 
 
@@ -279,8 +280,8 @@ def test_a_return_that_is_clipped_may_be_of_any_size() -> None:
 def test_what_does_not_fit_is_told_for_three_trajectories_and_counted_beyond() -> None:
     group = make_group(0, [1, 0, 1, 0, 1, 0])
     broken = make_turn([1], [2, 500])
-    members = tuple(replayed(each, [broken]) for each in group.trajectories[:5])
-    groups = [replace(group, trajectories=(*members, group.trajectories[5]))]
+    members = tuple(replayed(each, [broken]) for each in group[:5])
+    groups = [(*members, group[5])]
     result = build(groups, shape=ModelShape(vocab_size=500))
     notices = problem_notices(result.members, step=2)
     assert [notice.split(":")[0] for notice in notices] == ["step 2"] * 4
@@ -299,7 +300,7 @@ def test_tokens_of_a_version_that_the_trainer_does_not_hold_yet_are_refused_by_n
 
 def test_two_trajectories_of_one_rollout_are_refused() -> None:
     group = make_group(0, [1, 0])
-    twice = replace(group, trajectories=(*group.trajectories, group.trajectories[0]))
+    twice = (*group, group[0])
     with pytest.raises(ValueError, match=r"rollout g000000\.0-0 has 2 trajectories in one step"):
         build([twice])
 
@@ -330,13 +331,13 @@ def test_a_group_with_a_negative_return_is_trained_where_the_loss_has_a_term_for
     assert {a for *_, a, _ in trained_tokens(result)} == {0.0}
 
 
-def random_group(number: int, seed: int) -> TrajectoryGroup:
+def random_group(number: int, seed: int) -> tuple[Trajectory, ...]:
     rng = np.random.default_rng([number, seed])
     trajectories = tuple(
         make_trajectory(random_turns(rng, max_turns=5), rollout_id=f"g{number:06d}.0-{member}")
         for member in range(4)
     )
-    return TrajectoryGroup(group_id=f"g{number:06d}.0", trajectories=trajectories)
+    return trajectories
 
 
 @settings(max_examples=50)
@@ -394,22 +395,21 @@ def test_merging_does_not_change_what_is_trained(seed: int) -> None:
     group = random_group(0, seed)
     # Without baseline and scale the advantage is the return, so that rows can stand alone.
     plain = {"baseline": Baseline.NONE, "scale": Scale.NONE}
-    pieces = tuple(piece for t in group.trajectories for piece in unmerged(t))
+    pieces = tuple(piece for t in group for piece in unmerged(t))
     merged = build([group], **plain)
-    apart = build([replace(group, trajectories=pieces)], **plain)
+    apart = build([pieces], **plain)
     assert trained_tokens(merged) == trained_tokens(apart)
     assert update_weights(merged) == update_weights(apart)
 
 
 def test_a_step_is_read_from_its_blocks_and_lost_ones_are_named() -> None:
     group = make_group(0, [1, 0, 1])
-    blocks = [encode(group.trajectories[:2]), encode(group.trajectories[2:])]
+    blocks = [encode(group[:2]), encode(group[2:])]
     members = tuple(
-        StepTrajectory(summary=summarize(t, num_bytes=1), block=block, row=row)
-        for t, block, row in zip(group.trajectories, (0, 0, 1), (0, 1, 0), strict=True)
+        StepTrajectory(rollout_id=t.rollout_id, block=block, row=row)
+        for t, block, row in zip(group, (0, 0, 1), (0, 1, 0), strict=True)
     )
-    described = StepGroup(group_id=group.group_id, group_number=0, trajectories=members)
-    step_input = StepInput(step=0, groups=(described,), blocks=("first", "second"))
+    step_input = StepInput(step=0, groups=(members,), blocks=("first", "second"))
     assert trained_tokens(build(read_groups(step_input, blocks))) == trained_tokens(build([group]))
     with pytest.raises(PayloadsLost, match="1 rollouts") as caught:
         read_groups(step_input, [blocks[0], None])

@@ -15,7 +15,7 @@ from worlds.trajectory_builders import linear_turns, make_trajectory
 
 from actors.batch import RowScores, ValueShard
 from actors.merge.advantages import Baseline, CriticSettings, Scale
-from actors.merge.groups import TrajectoryGroup, classify_groups
+from actors.merge.groups import classify_groups
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.step import StepResult, build_step
 from actors.trainer.critic import Critic
@@ -23,14 +23,9 @@ from actors.trainer.settings import TrainerSettings
 from actors.trainer.sharded_model import Sharding
 
 STEP = step_settings(baseline=Baseline.CRITIC, scale=Scale.NONE, tokens_per_micro_batch=64)
-GROUP = TrajectoryGroup(
-    group_id="g000000.0",
-    trajectories=tuple(
-        make_trajectory(
-            linear_turns(3, reward=reward, seed=member), rollout_id=f"g000000.0-{member}"
-        )
-        for member, reward in enumerate([1.0, 0.0, 1.0])
-    ),
+GROUP = tuple(
+    make_trajectory(linear_turns(3, reward=reward, seed=member), rollout_id=f"g000000.0-{member}")
+    for member, reward in enumerate([1.0, 0.0, 1.0])
 )
 
 

@@ -14,7 +14,7 @@ from worlds.trainer_world import World, largest_difference, obvious_logprobs, ra
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
 from actors.merge.advantages import Baseline, CriticSettings, Scale
-from actors.merge.groups import TrajectoryGroup, classify_groups
+from actors.merge.groups import classify_groups
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.shaping import KlRewardSettings, RewardSettings
 from actors.merge.step import StepResult, build_step
@@ -22,14 +22,9 @@ from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
 
-GROUP = TrajectoryGroup(
-    group_id="g000000.0",
-    trajectories=tuple(
-        make_trajectory(
-            linear_turns(3, reward=reward, seed=member), rollout_id=f"g000000.0-{member}"
-        )
-        for member, reward in enumerate([1.0, 0.0, 1.0, 0.5])
-    ),
+GROUP = tuple(
+    make_trajectory(linear_turns(3, reward=reward, seed=member), rollout_id=f"g000000.0-{member}")
+    for member, reward in enumerate([1.0, 0.0, 1.0, 0.5])
 )
 REWARD = RewardSettings(kl=KlRewardSettings(coefficient=0.1))
 

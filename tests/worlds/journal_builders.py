@@ -12,7 +12,7 @@ import numpy as np
 from actors.journal.files import read_step, write_file, write_step
 from actors.journal.record import GroupRule, JournalStep, journal_step
 from actors.merge.advantages import Baseline, Scale
-from actors.merge.groups import TrajectoryGroup, classify_groups
+from actors.merge.groups import classify_groups
 from actors.merge.step import build_step
 from actors.trainer.loss.settings import LossSettings
 from actors.types import Outcome, Trajectory
@@ -28,22 +28,19 @@ def group_of(
     *,
     outcomes: dict[int, Outcome] | None = None,
     version: int = 0,
-) -> TrajectoryGroup:
+) -> tuple[Trajectory, ...]:
     """Members of two linear turns each, with these returns."""
-    return TrajectoryGroup(
-        group_id=f"g{number:06d}.0",
-        trajectories=tuple(
-            make_trajectory(
-                linear_turns(2, reward=reward, version=version, seed=100 * number + member),
-                rollout_id=f"g{number:06d}.0-{member}",
-                outcome=(outcomes or {}).get(member, Outcome.COMPLETED),
-            )
-            for member, reward in enumerate(rewards)
-        ),
+    return tuple(
+        make_trajectory(
+            linear_turns(2, reward=reward, version=version, seed=100 * number + member),
+            rollout_id=f"g{number:06d}.0-{member}",
+            outcome=(outcomes or {}).get(member, Outcome.COMPLETED),
+        )
+        for member, reward in enumerate(rewards)
     )
 
 
-def random_group(number: int, seed: int) -> TrajectoryGroup:
+def random_group(number: int, seed: int) -> tuple[Trajectory, ...]:
     """Four members of any shape: branches, NaNs, nothing sampled, malformed turns."""
     rng = np.random.default_rng([number, seed])
     outcomes = list(Outcome)
@@ -56,11 +53,11 @@ def random_group(number: int, seed: int) -> TrajectoryGroup:
         )
         for member in range(4)
     ]
-    return TrajectoryGroup(group_id=f"g{number:06d}.0", trajectories=tuple(members))
+    return tuple(members)
 
 
 def step_of(
-    groups: Sequence[TrajectoryGroup],
+    groups: Sequence[tuple[Trajectory, ...]],
     *,
     number: int = 1,
     term: int = 1,
@@ -92,5 +89,5 @@ def written(run_dir: Path, *steps: JournalStep) -> Path:
     return run_dir
 
 
-def one_group(trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
-    return TrajectoryGroup(group_id=trajectories[0].group_id, trajectories=tuple(trajectories))
+def one_group(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+    return tuple(trajectories)
