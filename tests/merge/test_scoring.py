@@ -13,7 +13,7 @@ from worlds.trajectory_builders import linear_turns, make_trajectory, random_tur
 
 from actors.batch import MicroBatch, RankShard, RowScores
 from actors.merge.advantages import Baseline, Scale
-from actors.merge.groups import classify_groups
+from actors.merge.groups import GroupMembers, classify_groups
 from actors.merge.scoring import plan_scores, read_scores, score_rows
 from actors.merge.settings import StepSettings
 from actors.merge.step import build_step
