@@ -301,8 +301,8 @@ class FailureWatch:
         if failed is None:
             self._row = self._away_since = None
             return
-        if failed.num_before != self._row:
-            self._row, self._row_since, self._num_excused = failed.num_before, now, 0
+        if failed.num_usable_before != self._row:
+            self._row, self._row_since, self._num_excused = failed.num_usable_before, now, 0
         if num_engines_ready == 0:
             self._excuse(failed, now)
             return

@@ -184,7 +184,7 @@ class Loop:
                 built, score_s = await self._build(step_input)
             except PayloadsLost as loss:
                 self._handles.recorder.notice(f"step {self._step}: {loss}; they are played again")
-                await self._handles.queue.lost(loss.rollout_ids)
+                await self._handles.queue.replay_lost(loss.rollout_ids)
                 continue
             for notice in built.notices:
                 self._handles.recorder.notice(notice)
@@ -281,7 +281,7 @@ class Loop:
     async def _wait_until_loaded(self, version: int) -> float | None:
         """Wait until every engine holds the version; only then may groups count on it."""
         logprob_check_max = await self._handles.publisher.wait_until_loaded(version)
-        await self._handles.queue.published(version)
+        await self._handles.queue.set_loaded_version(version)
         return logprob_check_max
 
     async def _record(self, trained: TrainedStep, logprob_check_max: float | None) -> None:

@@ -57,7 +57,7 @@ class Desk:
         self.step = parent.step if parent else 0
         self.queue = QueueState(make_settings(step=GROUPS_PER_STEP, lag=1), snapshot=snapshot)
         if snapshot is not None:
-            self.queue.publish(self.step)
+            self.queue.set_loaded_version(self.step)
         for group_id in self.intake.groups_to_cancel:
             self.queue.cancel_group(group_id)
         return self
@@ -93,7 +93,7 @@ class Desk:
         rollouts = finalise_all(self.queue, *self.taken)
         self.taken = None
         self.step += 1
-        self.queue.publish(self.step)
+        self.queue.set_loaded_version(self.step)
         self.drain()
         self.recorder.step(step_record(self.step))
         return rollouts
