@@ -95,9 +95,7 @@ class AdmissionWindow:
         self._loaded_version = version
 
     def collecting(self) -> list[int]:
-        """The P oldest numbers not taken: once they are closed a step can be taken, whatever else
-        is
-        open."""
+        """The P oldest numbers not taken: once they are closed, a step can be taken."""
         numbers: list[int] = []
         number = self._oldest
         while len(numbers) < self._algorithm.groups_per_step:
