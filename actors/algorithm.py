@@ -29,9 +29,9 @@ class AlgorithmSettings:
     min_usable_samples: Positive | None = None
     """Close a group at this many usable members; null: when all ended."""
     max_lag: Natural = 0
-    """S: versions that admission may run ahead; 0: in step."""
+    """S: versions that admission may run ahead; 0: synchronous."""
     window_groups: Positive | None = None
-    """W: groups among which a step chooses the closed ones; null: P, or 1 in step."""
+    """W: groups among which a step chooses the closed ones; null: P, or 1 with max_lag 0."""
     baseline: Baseline = Baseline.MEAN
     """What returns are compared with; critic: a value model, with GAE over tokens (PPO)."""
     scale: Scale = Scale.STD
@@ -90,14 +90,14 @@ class AlgorithmSettings:
         return self.loss.needs_reference or self.loss.needs_entropy_gradient
 
     @property
-    def is_in_step(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Whether nothing is sampled by a version older than the trainer's."""
         return self.max_lag == 0
 
     @property
     def window(self) -> int:
         """W, with its default."""
-        return self.window_groups or (1 if self.is_in_step else self.groups_per_step)
+        return self.window_groups or (1 if self.is_synchronous else self.groups_per_step)
 
     @property
     def max_policy_age(self) -> int:

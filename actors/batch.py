@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from actors.expert_records import ExpertRecords
 
 Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
+Float64s = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,5 +207,5 @@ class Journal:
         return (
             f"step {step} is not in the journal: {self._settings.directory} cannot be written "
             f"({error.strerror or error}); training goes on, `rayloom inspect` lacks such steps; "
-            "make room there, or set run.journal_steps to 0"
+            "free space there, or set run.journal_steps to 0"
         )

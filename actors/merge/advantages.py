@@ -18,8 +18,9 @@ from enum import StrEnum
 
 import numpy as np
 
+from actors.batch import Float64s, Int64s
 from actors.limits import STRICT, Fraction, ModelName, Natural, NotNegative, Rate
-from actors.merge.member import Float64s, Int64s, Member, token_numbers, turn_bounds
+from actors.merge.member import Member, token_numbers, turn_bounds
 from actors.outcomes import Disposition, OutcomeRule, are_equal
 from actors.trajectory_queue.ledger import EvictionReason
 

@@ -12,14 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from actors.batch import Float32s, RowScores
+from actors.batch import Float32s, Float64s, Int64s, RowScores
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Sample, Trajectory
-
-Float64s = NDArray[np.float64]
-Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.batch import Float32s, MicroBatch, Minibatch, ValueRow, ValueShard
+from actors.batch import Float32s, Int64s, MicroBatch, Minibatch, ValueRow, ValueShard
 from actors.merge.prefix_sharing import (
-    Int64s,
     Size,
     SortedItems,
     build_flat,

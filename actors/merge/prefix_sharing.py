@@ -16,15 +16,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from actors.batch import Int32s
+from actors.batch import Float64s, Int32s, Int64s
 from actors.expert_records import ExpertIndices, ExpertRecords
 from actors.merge.branches import common_prefix
 from actors.types import Sample, TokenIds
-
-Int64s = NDArray[np.int64]
-Float64s = NDArray[np.float64]
 
 # Token ids are not negative, so no id's bytes are greater: a sample sorts behind its extensions.
 _BEHIND_ALL_IDS = b"\xff\xff\xff\xff"

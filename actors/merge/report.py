@@ -90,14 +90,14 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
     scaled = [t.episode_return / t.best_return for t in graded if t.best_return]
     advantages = [np.concatenate(member.advantages) for member in members if member.is_trained]
     # The reasons found in each group. Members out of the loss for another reason have None.
-    no_signal = [{member.no_signal for member in group} for group in groups]
+    reasons = [{member.no_signal for member in group} for group in groups]
     return StepReport(
         step=shards[0].step,
         trainer_version=shards[0].trainer_version,
         num_groups=len(groups),
-        num_zero_variance_groups=sum(EvictionReason.ZERO_VARIANCE in found for found in no_signal),
+        num_zero_variance_groups=sum(EvictionReason.ZERO_VARIANCE in found for found in reasons),
         num_negative_return_groups=sum(
-            EvictionReason.NEGATIVE_RETURN in found for found in no_signal
+            EvictionReason.NEGATIVE_RETURN in found for found in reasons
         ),
         num_trajectories=len(members),
         outcomes=dict(Counter(t.outcome for t in trajectories)),

@@ -1,4 +1,4 @@
-"""The trajectory queue as a Ray actor: the state machine, awaited.
+"""The trajectory queue as a Ray actor: `QueueState` with waiting calls and stored payloads.
 
 Metadata stays in the actor; payloads lie in the object store. The actor owns them: Ray frees what
 a dead process owned, and a finished trajectory has to outlive the environment actor that played
@@ -102,15 +102,16 @@ class TrajectoryQueue:
         self._state.finalise(step, outcomes)
         self._notify()
 
-    async def lost(self, rollout_ids: Sequence[str]) -> tuple[int, ...]:
-        """Play again what lost its payload. Returns: the steps given back, to be taken again."""
-        given_back = self._state.lost(rollout_ids)
+    async def replay_lost(self, rollout_ids: Sequence[str]) -> tuple[int, ...]:
+        """Play again rollouts whose payload was lost. Returns: the steps rolled back, which have to
+        be taken again."""
+        rolled_back = self._state.replay_lost(rollout_ids)
         self._notify()
-        return given_back
+        return rolled_back
 
-    async def published(self, version: int) -> None:
+    async def set_loaded_version(self, version: int) -> None:
         """Every ready engine holds `version`. Raises: ValueError when it goes backwards."""
-        self._state.publish(version)
+        self._state.set_loaded_version(version)
         self._notify()
 
     async def release_actor(self, actor_id: str) -> int:
@@ -142,7 +143,7 @@ class TrajectoryQueue:
         return self._state.stats()
 
     async def cut(self) -> QueueCut:
-        """Drain and take a snapshot in one: what a checkpoint commits with the weights."""
+        """Drain and take a snapshot in one call, so that no event falls between the two."""
         drained = self._state.drain()
         return QueueCut(snapshot=self._state.snapshot(), drained=drained)
 
@@ -155,7 +156,7 @@ class TrajectoryQueue:
         self._changed = asyncio.Event()
 
     async def _until(self, find: Callable[[], Found | None], timeout_s: float) -> Found | None:
-        """Call `find` now and after each change until it finds something or the time is over."""
+        """Call `find` now and after each change, until it finds something or time is up."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:

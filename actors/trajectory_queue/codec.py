@@ -1,4 +1,4 @@
-"""How trajectories lie in the object store and in the journal: MessagePack, a message each.
+"""How trajectories are stored, in the object store and the journal: a MessagePack message each.
 
 msgspec encodes the dataclasses as they are, with an array as its type, shape and bytes. A sample
 that branched off another is sent without the tokens that it shares with it, so that bytes grow with
@@ -22,10 +22,10 @@ from actors.types import NO_VERSION, Sample, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryBlock:
-    """R trajectories as they travel."""
+    """R encoded trajectories."""
 
     data: NDArray[np.uint8]
-    """Their messages, one behind the other: one buffer, which Ray passes on without a copy."""
+    """Their messages end to end in one buffer, which Ray passes on without a copy."""
     offsets: tuple[int, ...]
     """[R + 1], where each message starts in `data`, and where the last one ends."""
 
@@ -83,7 +83,7 @@ def _cut(sample: Sample) -> Sample:
 
 
 def _joined(own: Sample, parent: Sample) -> Sample:
-    """What is shared is of the first prompt: nobody sampled it in this sample."""
+    """Prepend the shared tokens: prompt in this sample, so untrained, log-probability 0."""
     number, rewards = own.num_shared, own.token_rewards
     zeros = np.zeros(number, np.float32)
     return replace(
@@ -102,7 +102,7 @@ def _from_array(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
 
 
 def _to_array(kind: type, value: Any) -> NDArray[Any]:
-    """The one type that msgspec does not know is an array. Raises: ValueError, TypeError."""
+    """Decode an array, the only type that msgspec does not know. Raises: ValueError, TypeError."""
     dtype, shape, data = value
     return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
 

@@ -1,9 +1,8 @@
 """Groups and their rollouts: attempts, retries, when a group closes, and what replaces it.
 
-A rollout is pending, handed out, finished (its payload waits) or gone (it left the ledger).
-Attempt numbers only grow: a retry, a lost payload and a restart each take a fresh one, so that a
-late result can never pass for a newer one. Only failures use up the retry budget. Pure: nothing
-here talks to the ledger; each method says what happened, and the queue state acts on it.
+Attempt numbers only grow: a retry, a lost payload and a restart each take a new one, so that a late
+result is never taken for a newer one. Only failures use up the retry budget. Pure; the queue state
+calls these methods and enters in the ledger what follows from them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from actors.types import Outcome, RolloutAssignment, Task, TrajectorySummary
 
 
 class RolloutState(Enum):
-    """Where a rollout stands."""
+    """Where a rollout stands. finished: its payload is stored. gone: it has left the ledger."""
 
     PENDING = "pending"
     HANDED_OUT = "handed_out"
@@ -29,36 +28,36 @@ class RolloutState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """A task for a group number that the window admits.
-
-    num_samples: rollouts, >= 1. min_usable_samples: close as soon as so many are usable; None:
-    wait for all.
-    """
+    """A task for a group number that the window admits."""
 
     group_number: int
     task: Task
     num_samples: int
+    """Rollouts, >= 1."""
     min_usable_samples: int | None = None
+    """Close as soon as so many rollouts are usable; None: wait for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRow:
-    """Where a payload lies: row `row` of the block behind `block`, a reference the state never
-    looks into. num_bytes: of the row.
-    """
+    """Where a finished trajectory is stored."""
 
     block: Any
+    """Reference to a TrajectoryBlock, which the state never resolves."""
     row: int
     num_bytes: int
+    """Of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSnapshot:
-    """next_attempt: the number of the next attempt. num_failures: used of the retry budget."""
+    """A rollout as a restarted run needs it."""
 
     rollout_id: str
     next_attempt: int
+    """The number of the next attempt."""
     num_failures: int
+    """Failed attempts, which the retry budget counts."""
     is_gone: bool
 
 
@@ -75,14 +74,16 @@ class GroupSnapshot:
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    """One member of a group; `attempt` is the number of the attempt that is or was handed out."""
+    """One member of a group."""
 
     rollout_id: str
     state: RolloutState = RolloutState.PENDING
     next_attempt: int = 0
     num_failures: int = 0
     attempt: int = -1
+    """The newest attempt that was handed out; -1 before the first."""
     actor_id: str = ""
+    """The environment actor that plays it; empty unless handed out."""
     summary: TrajectorySummary | None = None
     payload: BlockRow | None = None
 
@@ -109,7 +110,7 @@ class Rollout:
         self.clear(RolloutState.PENDING if is_retried else RolloutState.GONE)
 
     def clear(self, state: RolloutState) -> None:
-        """Let go of the attempt and its payload."""
+        """Drop the attempt's result and set the state."""
         self.state, self.actor_id, self.summary, self.payload = state, "", None, None
 
 
@@ -120,10 +121,11 @@ def group_id(number: int, *, replacement: int) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """The rollouts of one task. replacement: how often its number was filled before."""
+    """The rollouts of one task."""
 
     number: int
     replacement: int
+    """How often its number was filled before."""
     task: Task
     policy: OutcomePolicy
     min_usable_samples: int | None = None
@@ -136,8 +138,7 @@ class Group:
     @property
     def is_closed(self) -> bool:
         """Whether no rollout of it is pending or handed out."""
-        open_states = (RolloutState.PENDING, RolloutState.HANDED_OUT)
-        return all(rollout.state not in open_states for rollout in self.rollouts.values())
+        return not self.unfinished()
 
     @property
     def has_enough(self) -> bool:
@@ -197,7 +198,7 @@ class Group:
         return self._baseline_return(rollout) is not None
 
     def baseline_returns(self) -> list[float]:
-        """What the finished rollouts bring to the baseline, behind the outcomes' rules."""
+        """What the finished rollouts bring to the baseline, after the outcomes' rules."""
         found = map(self._baseline_return, self.rollouts.values())
         return [value for value in found if value is not None]
 
@@ -267,8 +268,8 @@ class FailedGroups:
     number filled again, which a run whose every episode fails would do for ever.
     """
 
-    num_before: int
-    """Usable groups before these; it tells one row of failures from the next."""
+    num_usable_before: int
+    """Usable groups of the term before these: it changes when a new row of failures begins."""
 
     num_groups: int
 
@@ -290,7 +291,7 @@ class FailedGroups:
 
 
 class FailureCounter:
-    """Counts groups that failed in a row; a usable group ends the row."""
+    """Counts the groups that failed since the last usable one."""
 
     def __init__(self) -> None:
         self._num_usable = self._num_failed = 0
@@ -317,7 +318,7 @@ class FailureCounter:
             return None
         outcome, detail, task = self._last
         return FailedGroups(
-            num_before=self._num_usable,
+            num_usable_before=self._num_usable,
             num_groups=self._num_failed,
             outcomes=dict(self._outcomes),
             last_outcome=outcome,
@@ -330,12 +331,11 @@ class FailureCounter:
 class Refills:
     """Dynamic sampling: groups whose returns are all equal are replaced, `limit` times at most.
 
-    If what a closed group's members bring to the baseline is all equal, no advantage can come of
-    it, and its number is given another task. Reward shaping does not count: a task on which all
-    did equally well is replaced. Source: DAPO, arXiv 2503.14476, equation 11 (deviations: one
-    number of the step is refilled, the batch is not sampled anew; a number that was refilled
-    `limit` times keeps what comes, so that a solved task set ends as weak updates and does not
-    block the step).
+    Where all that a closed group's members bring to the baseline is equal, its advantages are 0,
+    and its number is given another task. Reward shaping is not considered here: it comes later, in
+    the merge actor. Source: DAPO, arXiv 2503.14476, equation 11 (deviations: one number of the step
+    is refilled, the batch is not sampled anew; a number that was refilled `limit` times keeps what
+    comes, so that a solved task set ends as weak updates and does not block the step).
     """
 
     def __init__(self, *, limit: int, counts: Mapping[int, int] | None = None) -> None:

@@ -2,9 +2,9 @@
 
 Invariant, at any time: admitted = trained + evicted (by reason) + in flight. A rollout is in
 flight from its admission until it is trained or evicted; how often it is attempted in between is
-not the ledger's business. Events are numbered and drained by the caller, which stores them; an
-event that was drained and not stored before a crash comes again under the same number.
-Only ids in flight are kept, so that the ledger does not grow with the run. Called by the queue
+not counted here. Events are numbered and drained by the caller, which stores them; an event that
+was drained and not stored before a crash comes again under the same number. Only ids in flight are
+kept, so that the ledger does not grow with the run. Called by the queue
 state; the merge actor says with the same words how the rollouts of a step left.
 """
 
@@ -81,10 +81,11 @@ class LedgerEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOutcome:
-    """How a rollout of a taken step left. reason: None means trained."""
+    """How a rollout of a taken step left the ledger; an `Outcome` is how a trajectory ended."""
 
     rollout_id: str
     reason: EvictionReason | None = None
+    """None: trained."""
 
 
 def check_outcomes(step: int, expected: set[str], outcomes: Sequence[RolloutOutcome]) -> None:
@@ -100,7 +101,7 @@ def check_outcomes(step: int, expected: set[str], outcomes: Sequence[RolloutOutc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerCounts:
-    """Rollouts. evicted has only the reasons that occurred."""
+    """Rollouts by where they stand; `evicted` has only the reasons that occurred."""
 
     admitted: int = 0
     trained: int = 0

@@ -1,4 +1,4 @@
-"""What goes in and out of the queue beside the vocabulary: frozen values, no Ray, no tokens."""
+"""Arguments and results of the queue's methods: frozen values, no Ray, no tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class ActorReleased(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSlot:
-    """A group number that has no task. replacement: how often it was filled before."""
+    """A group number that has no task."""
 
     group_number: int
     replacement: int
+    """How often it was filled before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class QueueStats:
     num_retries: int
     """Attempts that were repeated."""
 
-    published: int
+    loaded_version: int
     """The version that every ready engine holds."""
 
     ledger: LedgerCounts
@@ -77,19 +78,18 @@ class QueueStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
-    """What happened since the last drain, in order. summaries: of every accepted attempt.
-
-    failed_groups: as things stand now, not since the last drain; None: the last group was usable.
-    """
+    """What happened since the last drain, in order."""
 
     events: tuple[LedgerEvent, ...]
     summaries: tuple[TrajectorySummary, ...]
+    """Of every accepted attempt."""
     failed_groups: FailedGroups | None = None
+    """The failures up to now, not since the last drain; None: the last group was usable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
-    """From it a queue starts again: all that was admitted and not finalised is pending."""
+    """What a queue restarts from: all that was admitted and not finalised is pending again."""
 
     window: WindowSnapshot = field(default_factory=WindowSnapshot)
     ledger: LedgerSnapshot = field(default_factory=LedgerSnapshot)
@@ -104,9 +104,9 @@ class QueueSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCut:
-    """The queue between two calls: the snapshot, and what was drained up to it and not before.
+    """A snapshot, and what was drained in the same call; a checkpoint stores both.
 
-    Stored together, they hold every event once: those from last_event_seq + 1 on come later.
+    So each ledger event is stored once: with this cut up to last_event_seq, later ones after it.
     """
 
     snapshot: QueueSnapshot

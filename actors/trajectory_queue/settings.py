@@ -1,4 +1,4 @@
-"""What the queue is told: its leaf of the configuration, and what it reads of the algorithm."""
+"""The queue's part of the configuration, and all that its actor is started with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actors.outcomes import OutcomePolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
-    """Bounds of what is buffered.
+    """Bounds on what is handed out and buffered.
 
     Above either, only the step that is being collected gets further rollouts.
     """
@@ -32,12 +32,12 @@ class QueueSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStateSettings:
-    """What the queue actor holds."""
+    """All that the queue actor is started with."""
 
     algorithm: AlgorithmSettings
     queue: QueueSettings
     num_steps: int | None = None
-    """Of the whole run; None: without end. No group beyond them is admitted."""
+    """Steps of the whole run, beyond which no group is admitted; None: without end."""
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
     """Outcome rules by environment; the defaults where it has none."""
 

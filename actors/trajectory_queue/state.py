@@ -56,16 +56,24 @@ class QueueState:
             limit=settings.algorithm.max_variance_refills, counts=snapshot.variance_refills
         )
         self._groups: dict[int, Group] = {}
+        """By group number: admitted, and neither evicted nor finalised."""
         self._group_numbers: dict[str, int] = {}
+        """By rollout id, the number of its group."""
         self._closed: set[int] = set()
+        """Numbers of the groups of which no rollout is pending or handed out."""
         self._ready: list[tuple[bool, int, int, str]] = []
+        """A heap of (is first attempt, group number, member, rollout id), so that retries come
+        first; a rollout that is no longer pending is passed over when it is popped."""
         self._handed_out: dict[str, None] = {}
+        """Rollout ids, in the order of handing out."""
         self._waiting: dict[str, int] = {}
+        """Payload bytes of each finished rollout that no step has taken."""
         self._waiting_bytes = 0
         self._summaries: list[TrajectorySummary] = []
         self._num_refused = self._num_retries = self._num_replaced_groups = 0
         self._failures = FailureCounter()
         self._released: set[str] = set()
+        """Ids of dead environment actors."""
         self._is_ended = False
         self._num_changes = 0
         for each in snapshot.groups:
@@ -73,7 +81,7 @@ class QueueState:
 
     @property
     def num_changes(self) -> int:
-        """It grows whenever something that a caller may wait for has changed."""
+        """A counter that grows with each change that a waiting call may depend on."""
         return self._num_changes
 
     def admissible(self) -> list[OpenSlot]:
@@ -199,25 +207,25 @@ class QueueState:
             self._replacements.pop(group.number, None)
             self._refills.forget(group.number)
 
-    def lost(self, rollout_ids: Iterable[str]) -> tuple[int, ...]:
-        """Play again what lost its payload, as an infrastructure error each.
+    def replay_lost(self, rollout_ids: Iterable[str]) -> tuple[int, ...]:
+        """Play again the rollouts whose payload was lost; each counts as an infrastructure error.
 
-        The first step concerned and all after it are given back and have to be taken again.
+        The first step concerned and all after it are rolled back and have to be taken again.
         Rollouts whose payload the queue does not hold are passed over.
-        Returns: the steps given back, ascending.
+        Returns: the steps rolled back, ascending.
         """
         rollouts = [r for r in map(self._find, rollout_ids) if r and r.payload is not None]
         steps = [self._window.step_of(self._group_of(rollout).number) for rollout in rollouts]
         first = min((step for step in steps if step is not None), default=None)
-        given_back = () if first is None else self._give_back(first)
+        rolled_back = () if first is None else self._roll_back(first)
         for rollout in rollouts:
             self._waiting_bytes -= self._waiting.pop(rollout.rollout_id)
         self._fail(rollouts, detail="its payload was lost")
-        return given_back
+        return rolled_back
 
-    def publish(self, version: int) -> None:
+    def set_loaded_version(self, version: int) -> None:
         """Every ready engine holds `version`. Raises: ValueError when it goes backwards."""
-        self._window.publish(version)
+        self._window.set_loaded_version(version)
         self._num_changes += 1
 
     def cancel_group(self, group_id: str) -> bool:
@@ -255,7 +263,7 @@ class QueueState:
             num_replaced_groups=self._num_replaced_groups,
             num_refused=self._num_refused,
             num_retries=self._num_retries,
-            published=self._window.published,
+            loaded_version=self._window.loaded_version,
             ledger=self._ledger.counts(),
         )
 
@@ -284,7 +292,11 @@ class QueueState:
         return num_items >= settings.max_items or self._waiting_bytes >= settings.max_bytes
 
     def _candidates(self) -> Iterator[Rollout]:
-        """Pending rollouts in the order of handing out, as far as the bounds allow."""
+        """Pending rollouts in the order of handing out, as far as the bounds allow.
+
+        Beyond the bounds those of the step that is being collected still come, so that it can
+        close.
+        """
         while self._ready and not self._is_full():
             rollout = self._find(heapq.heappop(self._ready)[-1])
             if rollout is not None and rollout.state is RolloutState.PENDING:
@@ -309,17 +321,17 @@ class QueueState:
         self._num_changes += 1
         heapq.heappush(self._ready, (is_first, group.number, member, rollout.rollout_id))
 
-    def _wait(self, rollout: Rollout) -> None:
+    def _add_waiting(self, rollout: Rollout) -> None:
         assert rollout.payload is not None
         self._waiting[rollout.rollout_id] = rollout.payload.num_bytes
         self._waiting_bytes += rollout.payload.num_bytes
 
-    def _give_back(self, first: int) -> tuple[int, ...]:
-        """Return the steps from `first` on to the window; their trajectories wait again."""
+    def _roll_back(self, first: int) -> tuple[int, ...]:
+        """Undo the taking of the steps from `first` on; their trajectories wait again."""
         held = {number: self._window.step_of(number) for number in self._groups}
         numbers = [number for number, step in held.items() if step is not None and step >= first]
         for rollout in _finished(self._groups[number] for number in numbers):
-            self._wait(rollout)
+            self._add_waiting(rollout)
         return self._window.roll_back(first)
 
     def _fail(self, rollouts: Iterable[Rollout], *, detail: str) -> None:
@@ -337,19 +349,19 @@ class QueueState:
     def _after_attempt(self, rollout: Rollout, outcome: Outcome) -> None:
         match rollout.state:
             case RolloutState.FINISHED:
-                self._wait(rollout)
+                self._add_waiting(rollout)
             case RolloutState.PENDING:
                 self._num_retries += 1
                 self._make_ready(rollout)
             case RolloutState.GONE:
-                self._leave(rollout, EvictionReason.of(outcome))
+                self._evict(rollout, EvictionReason.of(outcome))
 
     def _close_if_done(self, group: Group) -> None:
         if self._groups.get(group.number) is not group:
             return
         if group.has_enough:
             for rollout in group.unfinished():
-                self._leave(rollout, EvictionReason.CANCELLED)
+                self._evict(rollout, EvictionReason.CANCELLED)
         if not group.is_closed:
             return
         self._closed.add(group.number)
@@ -366,11 +378,11 @@ class QueueState:
         """Evict all that is left of a group; its number is filled again with another task."""
         for rollout in group.rollouts.values():
             if rollout.state is not RolloutState.GONE:
-                self._leave(rollout, reason)
+                self._evict(rollout, reason)
         self._forget(group)
         self._replacements[group.number] = group.replacement + 1
 
-    def _leave(self, rollout: Rollout, reason: EvictionReason) -> None:
+    def _evict(self, rollout: Rollout, reason: EvictionReason) -> None:
         self._handed_out.pop(rollout.rollout_id, None)
         self._waiting_bytes -= self._waiting.pop(rollout.rollout_id, 0)
         rollout.clear(RolloutState.GONE)

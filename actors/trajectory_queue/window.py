@@ -1,13 +1,14 @@
 """The admission window: policy age is bounded by what is let in, not by throwing work away.
 
 P groups make a step; groups are numbered k = 0, 1, 2, ... at admission, steps from 1. Group k may
-be admitted when floor(k / P) <= published + S. A step takes P closed groups, one after the other,
-each out of the W numbers that start at the oldest group not yet taken.
+be admitted when floor(k / P) <= v + S, v the version that every ready engine holds. A step takes P
+closed groups, one after the other, each out of the W numbers that start at the oldest group not yet
+taken.
 
 Invariant: no token is older than S + ceil((W - 1) / P) versions when it is trained. Why: when
 group k is taken as the n-th, all n before it have numbers below k + W and are not k, so
 n <= k + W - 1; it is trained by version floor(n / P) and was let in at version floor(k / P) - S or
-later. A step is given back (`roll_back`) as if it had never been taken. Called by the queue state.
+later. A step that is rolled back counts as never taken. Called by the queue state.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from actors.algorithm import AlgorithmSettings
 class WindowSnapshot:
     """The window as a run that starts again needs it."""
 
-    published: int = 0
-    """The version that every ready engine held."""
+    loaded_version: int = 0
+    """The newest version that every ready engine held."""
 
     next_step: int = 1
     """The first step that is not finalised."""
@@ -49,15 +50,15 @@ class AdmissionWindow:
         self._algorithm = algorithm
         self._num_steps = num_steps
         snapshot = snapshot or WindowSnapshot()
-        self._published = snapshot.published
+        self._loaded_version = snapshot.loaded_version
         self._next_step = snapshot.next_step
         self._oldest = snapshot.oldest
         self._beyond = set(snapshot.taken_beyond)
         self._taken: dict[int, tuple[int, ...]] = {}
 
     @property
-    def published(self) -> int:
-        return self._published
+    def loaded_version(self) -> int:
+        return self._loaded_version
 
     @property
     def next_step(self) -> int:
@@ -71,9 +72,9 @@ class AdmissionWindow:
 
     @property
     def admissible_end(self) -> int:
-        """Group numbers below it may be admitted."""
+        """Group numbers below it may be admitted: P for each of v + S + 1 steps."""
         algorithm = self._algorithm
-        num_steps = self._published + algorithm.max_lag + 1
+        num_steps = self._loaded_version + algorithm.max_lag + 1
         if self._num_steps is not None:
             num_steps = min(num_steps, self._num_steps)
         return num_steps * algorithm.groups_per_step
@@ -81,20 +82,20 @@ class AdmissionWindow:
     def is_taken(self, number: int) -> bool:
         return number < self._oldest or number in self._beyond
 
-    def publish(self, version: int) -> None:
+    def set_loaded_version(self, version: int) -> None:
         """Record that every ready engine holds `version`.
 
         Raises: ValueError when versions go backwards.
         """
-        if version < self._published:
+        if version < self._loaded_version:
             raise ValueError(
-                f"window: version {version} published after {self._published}; versions only grow "
-                "within a term: start a new term from a snapshot to go back"
+                f"window: version {version} loaded after {self._loaded_version}; versions only "
+                "grow within a term: start a new term from a snapshot to go back"
             )
-        self._published = version
+        self._loaded_version = version
 
     def collecting(self) -> list[int]:
-        """The P oldest numbers not taken: if they close, the step is complete, whatever else."""
+        """The P oldest numbers not taken: once they are closed, a step can be taken."""
         numbers: list[int] = []
         number = self._oldest
         while len(numbers) < self._algorithm.groups_per_step:
@@ -157,25 +158,25 @@ class AdmissionWindow:
     def roll_back(self, step: int) -> tuple[int, ...]:
         """Give back a taken step and all after it. Returns: these steps, ascending."""
         self.taken_groups(step)
-        given_back = tuple(sorted(s for s in self._taken if s >= step))
-        for each in given_back:
+        rolled_back = tuple(sorted(s for s in self._taken if s >= step))
+        for each in rolled_back:
             self._untake(self._taken.pop(each))
         self._next_step = step
-        return given_back
+        return rolled_back
 
     def step_of(self, number: int) -> int | None:
         """The step that has taken a group and is not finalised, if any."""
         return next((s for s, numbers in self._taken.items() if number in numbers), None)
 
     def snapshot(self) -> WindowSnapshot:
-        """The window as if every step that is not finalised had been given back."""
+        """The window as if every step that is not finalised had been rolled back."""
         clone = AdmissionWindow(self._algorithm)
         clone._oldest, clone._beyond = self._oldest, set(self._beyond)
         clone._next_step, clone._taken = self._next_step, dict(self._taken)
         if clone._taken:
             clone.roll_back(min(clone._taken))
         return WindowSnapshot(
-            published=self._published,
+            loaded_version=self._loaded_version,
             next_step=clone._next_step,
             oldest=clone._oldest,
             taken_beyond=tuple(sorted(clone._beyond)),

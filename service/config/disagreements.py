@@ -104,7 +104,7 @@ def _of_groups(config: Config) -> Iterator[str]:
             f"algorithm.turn_discount is {algorithm.turn_discount:g} with rollouts.max_turns 1: "
             "there is no later turn to discount; leave it out, or allow more turns"
         )
-    if algorithm.is_in_step and algorithm.window > 1:
+    if algorithm.is_synchronous and algorithm.window > 1:
         yield (
             f"algorithm.window_groups is {algorithm.window} with max_lag 0; synchronous training "
             "takes the groups in order: leave window_groups out, or set max_lag to 1 or more"

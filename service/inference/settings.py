@@ -68,7 +68,7 @@ class EngineSettings:
     stop_token_ids: tuple[int, ...]
     """Sampling ends after any of them; the token is kept."""
     resets_prefix_cache: bool
-    """On each publication: in step, no cached block outlives its version."""
+    """On each publication, in synchronous training: no cached block outlives its version."""
     seed: int
     """Of the engine's sampler."""
     max_ongoing_requests: int = 4096

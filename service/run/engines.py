@@ -42,10 +42,10 @@ END_LIMIT_S, END_UNREADY_LIMIT_S = 90.0, 1.0
 
 
 class Engines:
-    """Start with `open_term`; the deployment is ready once a version has been published."""
+    """`open_term` starts them; they get ready once a version has been published."""
 
     def __init__(self, settings: EngineSettings, *, run_id: str, first_term: int) -> None:
-        """run_id: the same for every process that ever holds this run. first_term: this one's."""
+        """run_id: the same for every process of this run. first_term: the first of this process."""
         self.settings = settings
         self.app_name = f"{run_id}-t{first_term}"
         self._run_id = run_id
@@ -60,11 +60,11 @@ class Engines:
 
     @property
     def make_policy(self) -> PolicyFactory:
-        """What makes a client of the deployment, wherever it is carried."""
+        """Makes a client of the deployment, in whatever process it is called."""
         return partial(ServePolicyClient, self.app_name)
 
     async def open_term(self, term: int) -> None:
-        """Fence off older terms; start what is not there."""
+        """Make the board refuse older terms; start board and deployment where they are missing."""
         if self._board is not None and await self._is_alive():
             await self._board_handle().open_term(term)
             return
@@ -114,25 +114,25 @@ def board_handle(board: ActorHandle, *, deadline_s: float) -> WeightBoard:
 
 
 class Publisher:
-    """One term's way of weights: the trainer puts, the engines load, both score the same text."""
+    """Brings weights from the trainer to the engines, and compares how both score a fixed text."""
 
     def __init__(
         self, group: TrainerGroup, board: ActorHandle, *, term: int, deadline_s: float
     ) -> None:
         """deadline_s: until every engine must hold a published version."""
-        self._group = group
+        self._trainer = group
         self._board = board
         self._term = term
         self._deadline_s = deadline_s
         self._own_logprobs: Float32s = np.empty(0, np.float32)
 
     async def publish(self, version: int) -> None:
-        """Make the trainer's weights, as `version`, what the engines load next; do not wait."""
+        """Put the trainer's weights on the board as `version`; do not wait for the engines."""
         try:
-            await self._group.publish(self._board, self._term, version)
+            await self._trainer.publish(self._board, self._term, version)
         except (TimeoutError, RayError) as error:
             raise ActorLost(f"the weight board is lost: {error}") from error
-        self._own_logprobs = await self._group.check_logprobs()
+        self._own_logprobs = await self._trainer.check_logprobs()
 
     async def wait_until_loaded(self, version: int) -> float | None:
         """Wait until every engine holds the version that was published last.

@@ -21,16 +21,16 @@ from actors.deadline import ActorLost, within
 from actors.metrics import Part
 from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.types import Task, TrajectorySummary
-from service.run.remote_handles import answer, reason_of
+from service.run.remote_handles import await_reply, reason_of
 from service.telemetry.recorder import RunRecorder
 
 log = logging.getLogger("rayloom.environments")
 
 EVALUATION_DEADLINE_S = 900.0
 STOP_DEADLINE_S = 40.0
-# Actors that die this often right after their start would die again.
+# A death within EARLY_DEATH_S of the start is early; so many in a row end the term.
 MAX_EARLY_DEATHS = 5
-SETTLED_AFTER_S = 30.0
+EARLY_DEATH_S = 30.0
 START_DEADLINE_S = 300.0
 PING_EVERY_S = 5.0
 
@@ -54,7 +54,7 @@ class EnvironmentPool:
         queue: TrajectoryQueue,
         recorder: RunRecorder,
     ) -> None:
-        """start_actor: by its id. term: part of the ids, which so never repeat over terms.
+        """start_actor: starts an actor, given its id. term: part of the ids, which never repeat.
 
         frozen_after_s: an actor that answers nothing for as long is replaced.
         """
@@ -67,7 +67,7 @@ class EnvironmentPool:
         self._members = [self._new_member() for _ in range(num_actors)]
 
     async def watch(self) -> None:
-        """Run every actor and replace those that die; returns only by raising.
+        """Run every actor and replace those that die; never returns.
 
         Raises: ActorLost when actors die at once, again and again, or the queue is lost.
         """
@@ -87,7 +87,7 @@ class EnvironmentPool:
         shares = [list(tasks[index::size]) for index in range(size)]
         answers = await asyncio.gather(
             *(
-                answer(
+                await_reply(
                     member.actor.evaluate.remote(share),
                     name=f"environment actor {member.actor_id}",
                     deadline_s=EVALUATION_DEADLINE_S,
@@ -110,7 +110,9 @@ class EnvironmentPool:
     async def stop(self) -> None:
         """Let the actors hand over what they hold, then end them."""
         stops = [
-            answer(member.actor.stop.remote(), name="environment actor", deadline_s=STOP_DEADLINE_S)
+            await_reply(
+                member.actor.stop.remote(), name="environment actor", deadline_s=STOP_DEADLINE_S
+            )
             for member in self._members
         ]
         for result in await asyncio.gather(*stops, return_exceptions=True):
@@ -129,11 +131,11 @@ class EnvironmentPool:
             started = time.monotonic()
             cause = await self._run_to_death(member)
             lived_s = time.monotonic() - started
-            num_early_deaths = 0 if lived_s > SETTLED_AFTER_S else num_early_deaths + 1
+            num_early_deaths = 0 if lived_s > EARLY_DEATH_S else num_early_deaths + 1
             if num_early_deaths >= MAX_EARLY_DEATHS:
                 raise ActorLost(
                     f"environment actors died {num_early_deaths} times in a row within "
-                    f"{SETTLED_AFTER_S:g} s of their start; the last: {cause}"
+                    f"{EARLY_DEATH_S:g} s of their start; the last: {cause}"
                 )
             ray.kill(member.actor)
             num_released = await self._queue.release_actor(member.actor_id)
@@ -145,7 +147,7 @@ class EnvironmentPool:
             )
 
     async def _run_to_death(self, member: _Member) -> str:
-        """Return why the actor is of no more use."""
+        """Run the actor. Returns: why it ended, once it has stopped, died or frozen."""
         ends = [
             asyncio.create_task(self._until_stopped(member)),
             asyncio.create_task(self._until_frozen(member)),

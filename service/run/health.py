@@ -1,6 +1,6 @@
-"""How a run stands: its status, whether it can serve, and when it has failed. Pure.
+"""A run's status, whether it can serve, and when it has failed. Pure.
 
-Kept and asked by the supervisor and its loop. The command line asks for a RunStatus twice a second
+Called by the supervisor and its loop. The command line asks for a RunStatus twice a second
 and hands it to a display; lists that only grow (records, evaluations, notices) come as what is new
 since the asker's cursor.
 """
@@ -168,10 +168,12 @@ def readiness(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChange:
-    """num_lost: since the last check. text: a sentence for the user; empty without a change."""
+    """What has changed since the last check."""
 
     num_lost: int = 0
+    """Engines."""
     text: str = ""
+    """A sentence for the user; empty without a change."""
 
 
 def current_replicas(status: BoardStatus) -> frozenset[str]:
@@ -239,7 +241,7 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureLimits:
-    """The leaves of the configuration that say how much is borne."""
+    """The parts of the configuration that limit failures."""
 
     rollouts: RolloutSettings
     algorithm: AlgorithmSettings
@@ -259,10 +261,13 @@ class FailureWatch:
 
     def __init__(self, limits: FailureLimits) -> None:
         self._limits = limits
-        self._row: int | None = None
-        self._row_since = 0.0
-        self._num_excused = 0
+        self._streak: int | None = None
+        """`num_usable_before` of the failures that are being counted; None: there are none."""
+        self._failing_since = 0.0
+        self._num_uncounted = 0
+        """Groups of them that failed while no engine was ready, and before."""
         self._away_since: float | None = None
+        """Since when no engine has been ready."""
         self._num_skipped = 0
         self._num_misaligned = 0
 
@@ -275,7 +280,7 @@ class FailureWatch:
             raise RunFailed(
                 f"every trajectory of the last {self._num_misaligned} steps, up to step {step}, "
                 "ended as token_misaligned, and nothing was trained; the last step's first: "
-                f"{next(iter(notices), 'without a notice')}; mend what records the turns; to bear "
+                f"{next(iter(notices), 'without a notice')}; mend what records the turns; to allow "
                 "more, raise trainer.max_skipped_steps"
             )
 
@@ -287,7 +292,7 @@ class FailureWatch:
                 f"no update of the last {self._num_skipped} steps, up to step {step}, was finite, "
                 "and none was applied; their inputs lie in checkpoints/skipped: look at the loss "
                 "and the gradient norm before, and begin again with a lower trainer.learning_rate "
-                "or, with a critic, algorithm.critic.learning_rate; to bear more, raise "
+                "or, with a critic, algorithm.critic.learning_rate; to allow more, raise "
                 "trainer.max_skipped_steps"
             )
 
@@ -299,22 +304,23 @@ class FailureWatch:
         Raises: RunFailed; ActorLost when no engine is ready for too long.
         """
         if failed is None:
-            self._row = self._away_since = None
+            self._streak = self._away_since = None
             return
-        if failed.num_before != self._row:
-            self._row, self._row_since, self._num_excused = failed.num_before, now, 0
+        if failed.num_usable_before != self._streak:
+            self._streak, self._failing_since = failed.num_usable_before, now
+            self._num_uncounted = 0
         if num_engines_ready == 0:
-            self._excuse(failed, now)
+            self._wait_for_engine(failed, now)
             return
         self._away_since = None
-        num_counted = failed.num_groups - self._num_excused
-        lasted_s = now - self._row_since
+        num_counted = failed.num_groups - self._num_uncounted
+        lasted_s = now - self._failing_since
         rollouts = self._limits.rollouts
         is_long = lasted_s >= rollouts.failed_groups_grace_s
         if num_counted >= rollouts.max_failed_groups and is_long:
             raise RunFailed(_failure_text(failed, num_counted, lasted_s, self._limits))
 
-    def _excuse(self, failed: FailedGroups, now: float) -> None:
+    def _wait_for_engine(self, failed: FailedGroups, now: float) -> None:
         self._away_since = now if self._away_since is None else self._away_since
         if now - self._away_since > self._limits.inference.start_deadline_s:
             raise ActorLost(
@@ -322,7 +328,7 @@ class FailureWatch:
                 f"{self._limits.inference.start_deadline_s:g} s (inference.start_deadline_s)"
             )
         # The count starts again when an engine is back.
-        self._row_since, self._num_excused = now, failed.num_groups
+        self._failing_since, self._num_uncounted = now, failed.num_groups
 
 
 def _failure_text(
@@ -338,5 +344,5 @@ def _failure_text(
         f"of {algorithm.group_size}); of their attempts ended {counts}; the last, on task "
         f"{failed.task_id!r} of {failed.environment!r}, as {failed.last_outcome.value}{detail}; "
         f"{REMEDIES.get(failed.main_outcome, OTHER_REMEDY)}; "
-        "to bear more, raise rollouts.max_failed_groups"
+        "to allow more, raise rollouts.max_failed_groups"
     )

@@ -1,10 +1,10 @@
 """The training loop: admit groups, collect a step, merge, train, publish, and again.
 
-Synchronous and asynchronous training are this same code: how far rollouts run ahead is decided by
-the queue's admission window alone. Two short loops over handles run side by side: `_admit` gives
-admitted group numbers their tasks, `_train` takes closed groups to the optimiser and the weights
-back to the engines. With a lag, the engines load a version while the next step is collected and
-trained; a version is never published before all of them hold the one before it. Run once a term.
+Synchronous and asynchronous training are this same code: the queue's admission window alone decides
+how far rollouts run ahead. Two loops run side by side: `_admit` gives open group numbers their
+tasks; `_train` takes closed groups through the merge actor and the trainer, and publishes the
+weights. With a lag, the engines load a version while the next step is collected and trained.
+Invariant: a version is published only once the engines hold the one before it. Run once a term.
 Every call of a handle may raise `ActorLost`.
 """
 
@@ -44,7 +44,7 @@ POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """What the loop is told: two leaves of the configuration, and where this term stands."""
+    """Two parts of the configuration, and where this term starts."""
 
     term: int
 
@@ -53,7 +53,7 @@ class LoopSettings:
     first_step: int
     """The checkpoint's step + 1, or 1."""
     failures: FailureLimits | None
-    """None: no row of failed groups ends the run, because clients bring the tasks."""
+    """None: no failure ends the run, because clients bring the tasks."""
     checkpoint: str = ""
     """The name of the checkpoint that this term goes on from; empty for a fresh start."""
 
@@ -69,7 +69,7 @@ class Merge(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handles:
-    """What the loop works with; tests put fakes of a few lines in their place."""
+    """The actors and objects that the loop calls; tests put fakes of a few lines in their place."""
 
     queue: TrajectoryQueue
     merge: Merge
@@ -86,14 +86,14 @@ class Handles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """A step whose weights are published, before every engine holds them."""
+    """A step whose weights are published, but perhaps not yet loaded by the engines."""
 
     step: int
     report: StepReport
     stats: StepStats
 
     stages: StageSeconds
-    """How long the loop stood at each; what overlaps the next step is not in it."""
+    """How long the loop waited at each stage; what overlaps the next step is not in it."""
 
 
 class Stopwatch:
@@ -116,8 +116,10 @@ class Loop:
         self._settings = settings
         self._step = settings.first_step
         self._committed: tuple[int, str] = (settings.first_step - 1, settings.checkpoint)
+        """Step and directory name of the newest checkpoint; the name is empty before the first."""
         self._failures = FailureWatch(settings.failures) if settings.failures else None
-        self._background: asyncio.Task[None] | None = None
+        self._loading: asyncio.Task[None] | None = None
+        """Waits until the engines hold the last version, then records its step; None: done."""
         self._is_stopping = asyncio.Event()
         self._rewards: deque[float] = deque(maxlen=EDGE_STEPS)
         self._evaluated_step: int | None = None
@@ -153,9 +155,9 @@ class Loop:
             await training
         except RunFailed as error:
             failure = error
-            await self._join_background()
+            await self._join_loading()
         finally:
-            tasks = [task for task in (admitting, training, self._background) if task]
+            tasks = [task for task in (admitting, training, self._loading) if task]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -184,7 +186,7 @@ class Loop:
                 built, score_s = await self._build(step_input)
             except PayloadsLost as loss:
                 self._handles.recorder.notice(f"step {self._step}: {loss}; they are played again")
-                await self._handles.queue.lost(loss.rollout_ids)
+                await self._handles.queue.replay_lost(loss.rollout_ids)
                 continue
             for notice in built.notices:
                 self._handles.recorder.notice(notice)
@@ -192,7 +194,7 @@ class Loop:
             stages = StageSeconds(collect=collect_s, merge=merge_s, score=score_s)
             await self._train_step(built, stages)
             self._step += 1
-        await self._join_background()
+        await self._join_loading()
 
     async def _collect(self) -> StepInput | None:
         """Wait for a step's closed groups; None when asked to stop, or solved, meanwhile."""
@@ -201,8 +203,8 @@ class Loop:
             drained = await self._drain()
             if step_input is not None:
                 return step_input
-            if self._background is not None and self._background.done():
-                await self._join_background()
+            if self._loading is not None and self._loading.done():
+                await self._join_loading()
             await self._check_failures(drained.failed_groups)
         return None
 
@@ -218,7 +220,7 @@ class Loop:
         return await handles.merge.build(step_input, version, scores), score_s
 
     async def _check_failures(self, failed: FailedGroups | None) -> None:
-        """Raises: RunFailed when the run gets nowhere."""
+        """Raises: RunFailed when too many groups have failed in a row."""
         if self._failures is None:
             return
         # The number of ready engines counts only where groups have failed.
@@ -229,16 +231,15 @@ class Loop:
         handles, step, watch = self._handles, self._step, Stopwatch()
         stats = await handles.trainer.step(built.shards, built.value_shards)
         stages = replace(stages, train=watch.lap())
-        await self._join_background()
+        await self._join_loading()
         await handles.publisher.publish(step)
         outcomes = built.outcomes_after(is_all_skipped=stats.is_all_skipped)
         await handles.queue.finalise(step, outcomes)
         stages = replace(stages, publish=watch.lap())
         trained = TrainedStep(step=step, report=built.report, stats=stats, stages=stages)
-        # In step nothing can be sampled while the engines load.
-        is_in_step = self._settings.algorithm.is_in_step
-        if not is_in_step and not self._is_any_due(step):
-            self._background = asyncio.create_task(self._load_and_record(trained), name="load")
+        # Synchronous training samples nothing while the engines load, so it waits for them here.
+        if not self._settings.algorithm.is_synchronous and not self._is_any_due(step):
+            self._loading = asyncio.create_task(self._load_and_record(trained), name="load")
         else:
             await self._load_and_checkpoint(trained)
         if self._failures is not None:
@@ -252,19 +253,19 @@ class Loop:
     def _is_evaluation_due(self, step: int) -> bool:
         return step % self._settings.run.evaluate_every == 0 or step == self._settings.run.steps
 
-    async def _join_background(self) -> None:
+    async def _join_loading(self) -> None:
         """Wait until the engines hold the version published last, and its step is recorded."""
-        background, self._background = self._background, None
-        if background is not None:
-            await background
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            await loading
 
     async def _load_and_record(self, trained: TrainedStep) -> None:
-        """What remains of a step, while the next one is collected and trained."""
+        """Finish a step while the next one is collected and trained."""
         logprob_check_max = await self._wait_until_loaded(trained.step)
         await self._record(trained, logprob_check_max)
 
     async def _load_and_checkpoint(self, trained: TrainedStep) -> None:
-        """What remains of a step after which an evaluation or a checkpoint may be due."""
+        """Finish a step; evaluate and write a checkpoint where they are due."""
         step, stages, watch = trained.step, trained.stages, Stopwatch()
         logprob_check_max = await self._wait_until_loaded(step)
         stages = replace(stages, publish=stages.publish + watch.lap())
@@ -279,9 +280,12 @@ class Loop:
             await self._commit(directory, step=step)
 
     async def _wait_until_loaded(self, version: int) -> float | None:
-        """Wait until every engine holds the version; only then may groups count on it."""
+        """Wait until every engine holds the version, then let the queue admit groups by it.
+
+        Returns: as Publisher.wait_until_loaded.
+        """
         logprob_check_max = await self._handles.publisher.wait_until_loaded(version)
-        await self._handles.queue.published(version)
+        await self._handles.queue.set_loaded_version(version)
         return logprob_check_max
 
     async def _record(self, trained: TrainedStep, logprob_check_max: float | None) -> None:
@@ -312,25 +316,25 @@ class Loop:
         return path.name
 
     async def _commit(self, directory: str, *, step: int) -> None:
-        """Make a written checkpoint the one to return to, together with the queue's state."""
+        """Store a written checkpoint with the queue's state: the next term goes on from it."""
         cut = await self._handles.queue.cut()
-        self._note(cut.drained)
+        self._record_drained(cut.drained)
         self._handles.recorder.checkpoint(step=step, version=step, directory=directory, cut=cut)
         self._committed = (step, directory)
         await self._handles.prune_checkpoints()
 
     async def _drain(self) -> Drained:
         drained = await self._handles.queue.drain()
-        self._note(drained)
+        self._record_drained(drained)
         return drained
 
-    def _note(self, drained: Drained) -> None:
+    def _record_drained(self, drained: Drained) -> None:
         self._handles.recorder.events(drained.events)
         self._handles.recorder.rollouts(drained.summaries)
 
     async def _finish(self) -> None:
-        """Commit the last step done. At the run's end nothing stays in flight; after a stop, what
-        is in flight stays so, to be played when the run is resumed."""
+        """Commit the last step done. At the run's end cancel what is in flight; after a stop leave
+        it, to be played when the run is resumed."""
         done = self._step - 1
         is_complete = not self._has_more
         if is_complete:

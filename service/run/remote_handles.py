@@ -1,7 +1,7 @@
 """The run's actors as the service calls them: each call with a deadline, Ray's errors translated.
 
-A handle has its actor's own methods, so that they are stated once, at the actor. Every call may
-raise `ActorLost`; the supervisor answers that with a return to the newest checkpoint.
+A handle has its actor's own methods, so that their signatures are stated once, at the actor. Every
+call may raise `ActorLost`; the supervisor then starts a new term from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ RPC_DEADLINE_S = 60.0
 MERGE_DEADLINE_S = 300.0
 BOARD_DEADLINE_S = 10.0
 SUPERVISOR_DEADLINE_S = 20.0
-# Of the first call: a supervisor that is being started does not answer, and /readyz must.
+# Of the first call: a supervisor that is starting does not answer, but /readyz has to.
 CONTACT_DEADLINE_S = 5.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 Answer = TypeVar("Answer")
 Actor = TypeVar("Actor")
 
 
-async def answer(call: Awaitable[Answer], *, name: str, deadline_s: float) -> Answer:
+async def await_reply(call: Awaitable[Answer], *, name: str, deadline_s: float) -> Answer:
     """Await a Ray call. An error that the callee raised comes out as itself.
 
     Raises: ActorLost when the actor has died or does not answer in time.
@@ -58,7 +58,7 @@ def reason_of(error: RayError) -> str:
 
 
 def remote_handle(actor: ActorHandle, kind: type[Actor], *, name: str, deadline_s: float) -> Actor:
-    """The actor's methods, awaited as if it were here.
+    """An object with the actor's methods; each call is awaited, with a deadline.
 
     kind: its class, or a Protocol. name: for an error's text. deadline_s: of each call.
     """
@@ -74,7 +74,7 @@ class _RemoteHandle:
 
     async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
         call = getattr(self._actor, method).remote(*arguments, **named)
-        return await answer(call, name=self._name, deadline_s=self._deadline_s)
+        return await await_reply(call, name=self._name, deadline_s=self._deadline_s)
 
 
 class SupervisorClient:
@@ -99,7 +99,7 @@ class SupervisorClient:
     async def _ask(self, method: str, *arguments: Any) -> Any:
         try:
             call = getattr(await self._find(), method).remote(*arguments)
-            return await answer(call, name="supervisor", deadline_s=SUPERVISOR_DEADLINE_S)
+            return await await_reply(call, name="supervisor", deadline_s=SUPERVISOR_DEADLINE_S)
         except (LeaseLost, StoreError) as error:
             raise RunUnavailable(str(error)) from error
         except ActorLost as error:
@@ -117,7 +117,7 @@ class SupervisorClient:
             raise RunUnavailable(f"the run {self._run_id} is not there: {error}") from error
         contact = actor.readiness.remote()
         try:
-            await answer(contact, name="supervisor", deadline_s=CONTACT_DEADLINE_S)
+            await await_reply(contact, name="supervisor", deadline_s=CONTACT_DEADLINE_S)
         except ActorLost as error:
             raise RunUnavailable(f"the run is starting, or has died: {error}") from error
         self._actor = actor

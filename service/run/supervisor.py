@@ -1,8 +1,9 @@
-"""The supervisor: one actor that holds a run's lease and runs its terms, one after the other.
+"""The supervisor: one actor that runs a run's terms (`term`), one after the other.
 
-The command line and the Ray Serve entry point both start this actor and show its status; no other
-loop exists. A lost actor ends the term, and the next one goes on from the newest checkpoint; a
-newer lease ends the supervisor. All actors of the run are its children, so that they end with it.
+The command line and the Ray Serve entry point both start this actor and show its status. Each term
+takes a lease of the run's database. A lost actor ends the term, and the next one goes on from the
+newest checkpoint; a newer lease, of another process, ends the supervisor. All actors of the run are
+its children, so that they end with it.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Supervisor:
     ) -> None:
         """is_service: train on what clients submit, not on the configuration's own tasks.
 
-        notice: what the user is to see first.
+        notice: the first notice of the run; empty: none.
         """
         configure_logging(str(run_dir.log_file))
         self._config = config
@@ -124,6 +125,7 @@ class Supervisor:
         self._started_at = time.time()
         self._term: Term | None = None
         self._faults: dict[str, str] = {}
+        """By directory, why a checkpoint cannot be loaded; no term goes on from one of these."""
         self._is_stopping = False
         self._exit_reason: str | None = None
         self._stats: QueueStats | None = None
@@ -166,7 +168,7 @@ class Supervisor:
                 self._store.release(self._recorder.term)
 
     async def stop(self) -> None:
-        """Finish the step in hand, leave a checkpoint, end; or give the start up."""
+        """End the run: after the step in hand and its checkpoint, or during the start at once."""
         self._is_stopping = True
         is_training = self._term is not None and self._term.is_training
         self._recorder.phase(
@@ -213,7 +215,8 @@ class Supervisor:
         return await self._own_submissions.cancel(submission_id, evict=self._evict)
 
     async def _evict(self, group_id: str) -> bool:
-        """Returns: False when a step has it. The next term cancels it in a queue of its own."""
+        """Returns: False when a step has it. Without a term, or when its queue is lost, True: the
+        next term cancels the group at its start."""
         with suppress(ActorLost):
             return self._term is None or await self._term.queue.cancel_group(group_id)
         return True
@@ -244,7 +247,7 @@ class Supervisor:
             try:
                 return await self._run_one_term()
             except ParentUnusable as error:
-                # It is never tried again, so that this ends at the last checkpoint.
+                # Not tried again, so this repeats at most once for each checkpoint.
                 self._faults[error.directory] = error.reason
             except CheckpointError:
                 # A full disk can fail this check too; then the first error is the one to read.
@@ -312,7 +315,7 @@ class Supervisor:
         return lease
 
     async def _observe_forever(self) -> None:
-        """Keep the gauges and the shown numbers fresh; who does not answer is asked again."""
+        """Refresh the gauges and the status; an actor that does not answer is asked again later."""
         while True:
             await asyncio.sleep(OBSERVE_EVERY_S)
             if (term := self._term) is not None:
@@ -323,13 +326,13 @@ class Supervisor:
     async def _observe_queue(self, term: Term) -> None:
         """Raises: ActorLost."""
         stats = await term.queue.stats()
-        # A late answer of a term that has ended would replace the newer one's numbers.
+        # The answer may come after the term has ended.
         if term is self._term:
             self._stats, self._ledger = stats, stats.ledger
             self._recorder.queue(stats)
 
     async def _renew_forever(self) -> None:
-        """Renew the lease; an error of the store ends the run where it writes, not here."""
+        """Renew the lease. Errors are ignored: the run's next write to the store raises them."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             with suppress(LeaseLost, StoreError):
@@ -349,7 +352,7 @@ class Supervisor:
             self._recorder.notice(change.text)
 
     async def _end(self, phase: Phase, reason: str) -> bool:
-        """Report, as far as that can be done; returns whether a report was written."""
+        """Write the report and the last status. Returns: whether the report could be written."""
         has_report = False
         try:
             # The report belongs to the newest term.
@@ -416,7 +419,7 @@ def engine_settings(config: Config, *, model: str) -> EngineSettings:
         dtype=config.model.dtype,
         max_context_tokens=config.model.max_context_tokens,
         stop_token_ids=stop_token_ids(model),
-        resets_prefix_cache=config.algorithm.is_in_step,
+        resets_prefix_cache=config.algorithm.is_synchronous,
         seed=config.run.seed,
     )
 
@@ -431,11 +434,11 @@ def start_supervisor(
     on_head: bool = False,
     lost: Any = None,
 ) -> Any:
-    """Start the supervisor as an actor named after the run; it ends with the process that did.
+    """Start the supervisor as an actor named after the run; it ends with the calling process.
 
     One of the same name is what an earlier start of this run left on the cluster: it is ended.
-    on_head: of the cluster, where a Kubernetes Service finds its metrics. lost: the supervisor of
-    this process that died, and that the new one replaces.
+    on_head: on the cluster's head node, where a Kubernetes Service finds its metrics. lost: the
+    supervisor of this process that died, and that the new one replaces.
     Raises: LeaseLost when another process has started one since `lost` died.
     """
     actor_class = ray.remote(Supervisor).options(

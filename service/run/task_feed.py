@@ -1,4 +1,4 @@
-"""Where the loop's tasks come from, and the feed of a run that plays its configuration's own."""
+"""The loop's source of tasks, and the one of a run that plays its configuration's own tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from actors.environment.tasks import TaskSource
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.messages import OpenSlot
 
-# Replacement r of group k plays task k + r * 2^32, so that no first choice is ever played twice.
+# Replacement r of group k plays task k + r * 2^32, which is no other group's first task.
 _REPLACEMENT_STRIDE = 2**32
 
 
@@ -17,9 +17,9 @@ class TaskFeed(Protocol):
     """Gives group numbers their tasks: the configuration's task set, or what clients submit."""
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        """Tasks for the first of these open slots, as far as there are any now.
+        """Tasks for as many of these open slots as there are tasks now, in order.
 
-        May wait a moment for the first one; an empty answer means that none came.
+        May wait a moment for the first one; an empty list means that none came.
         """
         ...
 
@@ -30,7 +30,7 @@ def task_index(slot: OpenSlot) -> int:
 
 
 class ConfiguredTasks:
-    """A task source without end: group number k always plays task k."""
+    """An endless task source: group number k always plays task k."""
 
     def __init__(
         self, source: TaskSource, *, group_size: int, min_usable_samples: int | None = None

@@ -1,8 +1,8 @@
-"""One term of a run: the actors it starts from a checkpoint (or afresh), its loop, and their end.
+"""One term of a run: starts its actors from a checkpoint or afresh, runs the loop, ends them.
 
 A term is the time under one lease. It ends with the run, with a stop, or with the loss of an actor
 that cannot be replaced in place; the supervisor then starts the next one from the newest committed
-checkpoint. So a resumed run and a recovered one are one path.
+checkpoint. A resumed run takes the same path as a recovered one.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from service.telemetry.recorder import RunRecorder
 
 
 class ParentUnusable(Exception):
-    """The checkpoint that the term was to go on from cannot be loaded. directory: its name."""
+    """The checkpoint that the term continues from (the lease's parent) cannot be loaded."""
 
     def __init__(self, directory: str, reason: str) -> None:
+        """directory: the checkpoint's name."""
         super().__init__(directory, reason)
         self.directory, self.reason = directory, reason
 
@@ -53,7 +54,7 @@ class ParentUnusable(Exception):
 
 
 class Term:
-    """Made once per lease; `run` it, then `stop` it, whatever happened."""
+    """One per lease; call `run`, then `stop`, also after an error."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Term:
         self.queue = remote_handle(
             self._queue_actor, TrajectoryQueue, name="trajectory queue", deadline_s=RPC_DEADLINE_S
         )
-        self._group = TrainerGroup(
+        self._trainer = TrainerGroup(
             rank_settings(config, model=model, checkpoint_dir=run_dir.checkpoints)
         )
         self._merge_actor: ActorHandle | None = None
@@ -129,7 +130,7 @@ class Term:
         training = asyncio.create_task(self._loop.run())
         watching = [
             asyncio.create_task(self._pool.watch()),
-            asyncio.create_task(self._group.watch()),
+            asyncio.create_task(self._trainer.watch()),
         ]
         try:
             await asyncio.wait({training, *watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -145,16 +146,16 @@ class Term:
     async def stop(self, *, is_orderly: bool) -> None:
         """End this term's actors; the engines stay.
 
-        is_orderly: no actor is lost; only then, and once training began, they hand over their work.
+        is_orderly: no actor was lost. Then, if training began, actors first hand over their work.
         """
         if is_orderly and self.is_training:
             assert self._pool is not None
             await self._pool.stop()
-            await self._group.stop()
+            await self._trainer.stop()
         else:
             if self._pool is not None:
                 self._pool.kill()
-            self._group.kill()
+            self._trainer.kill()
         for actor in (self._merge_actor, self._queue_actor):
             if actor is not None:
                 ray.kill(actor)
@@ -178,17 +179,17 @@ class Term:
         self._recorder.starting("engines and trainer")
         claim(self._run_dir.checkpoints, self._lease.term)
         await self._engines.open_term(self._lease.term)
-        await self._group.start()
+        await self._trainer.start()
         await self._load_parent()
         self._merge_actor = self._start_merge_actor()
         publisher = Publisher(
-            self._group,
+            self._trainer,
             self._engines.board,
             term=self._lease.term,
             deadline_s=config.inference.publish_deadline_s,
         )
         await publisher.publish(version)
-        # Its actors import while the engines start; they begin to play with `watch`.
+        # Environment actors import while the engines start; `EnvironmentPool.watch` lets them play.
         self._pool = EnvironmentPool(
             config.rollouts.num_actors,
             self._start_environment_actor,
@@ -220,7 +221,7 @@ class Term:
         )
 
     def _start_merge_actor(self) -> ActorHandle:
-        """After the trainer's start, from which the model's shape is known."""
+        """Called after the trainer has started, which knows the model's shape."""
         config, merge_class = self._config, cast(Any, MergeActor)
         actor: ActorHandle = merge_class.options(num_cpus=0).remote(
             StepSettings(
@@ -229,7 +230,7 @@ class Term:
                 max_context_tokens=config.model.max_context_tokens,
                 seed=config.run.seed,
                 policies=config.policies,
-                shape=self._group.shape,
+                shape=self._trainer.shape,
             ),
             self._journal_settings(),
         )
@@ -249,7 +250,7 @@ class Term:
         )
 
     async def _cancel_again(self) -> None:
-        """The restored queue holds the groups that were cancelled after the checkpoint."""
+        """Cancel what was cancelled after the checkpoint: the restored queue still holds it."""
         for group_id in self._submissions.groups_to_cancel if self._submissions else ():
             await self.queue.cancel_group(group_id)
 
@@ -258,7 +259,7 @@ class Term:
         if parent is None:
             return
         try:
-            await self._group.load(self._run_dir.checkpoints / parent.directory)
+            await self._trainer.load(self._run_dir.checkpoints / parent.directory)
         except CheckpointError as error:
             raise ParentUnusable(parent.directory, str(error)) from error
 
@@ -277,7 +278,7 @@ class Term:
         return Handles(
             queue=self.queue,
             merge=merge,
-            trainer=self._group,
+            trainer=self._trainer,
             publisher=publisher,
             environments=self._pool,
             recorder=self._recorder,

@@ -352,5 +352,5 @@ def test_no_setting_is_declared_twice(tmp_path: Path) -> None:
 
 
 def test_engines_forget_their_cached_prefixes_at_a_publish_where_there_is_no_lag() -> None:
-    assert AlgorithmSettings(max_lag=0).is_in_step
-    assert not AlgorithmSettings(max_lag=1).is_in_step
+    assert AlgorithmSettings(max_lag=0).is_synchronous
+    assert not AlgorithmSettings(max_lag=1).is_synchronous

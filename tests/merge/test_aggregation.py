@@ -1,4 +1,4 @@
-"""Aggregation as a weight of each token: vectors by hand, and what every choice must sum to."""
+"""Aggregation as a weight of each token: computed vectors, and what every choice must sum to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward shaping: vectors from the papers or by hand, and what it must leave alone."""
+"""Reward shaping: vectors from the papers or computed by hand, and what it must leave alone."""
 
 from __future__ import annotations
 

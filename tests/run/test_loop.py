@@ -25,7 +25,7 @@ async def test_each_step_is_trained_published_and_finalised_before_its_version_c
     assert world.published_versions == [1, 2, 3]
     first = world.calls.index("train 1")
     assert world.calls[first : first + 6] == [
-        "train 1", "publish 1", "finalise 1", "load 1", "published 1", "record 1",
+        "train 1", "publish 1", "finalise 1", "load 1", "loaded 1", "record 1",
     ]  # fmt: skip
     assert [record.policy_version for record in world.records] == [1, 2, 3]
 
@@ -36,9 +36,9 @@ async def test_where_rewards_need_a_model_the_trainer_is_asked_before_a_step_is_
 ) -> None:
     world = World(lose_payloads_at=lose_payloads_at)
     await make_loop(world, steps=2, scores_first=True).run()
-    assert world.calls_of("plan", "build", "train", "lost") == [
+    assert world.calls_of("plan", "build", "train", "replay_lost") == [
         "plan 1", "build 1 scores of rows 1", "train 1",
-        *(["lost r1"] if lose_payloads_at else []),
+        *(["replay_lost r1"] if lose_payloads_at else []),
         "plan 2", "build 2 scores of rows 2", "train 2",
     ]  # fmt: skip
     assert world.value_shards == [("values",)] * 2
@@ -53,8 +53,8 @@ async def test_with_a_lag_the_next_step_is_trained_while_the_engines_load_this_v
 
     world.engines_load = load
     await make_loop(world, max_lag=1).run()
-    assert world.calls_of("train", "publish", "published")[:6] == [
-        "train 1", "publish 1", "train 2", "published 1", "publish 2", "published 2",
+    assert world.calls_of("train", "publish", "loaded")[:6] == [
+        "train 1", "publish 1", "train 2", "loaded 1", "publish 2", "loaded 2",
     ]  # fmt: skip
     assert [record.step for record in world.records] == [1, 2, 3]
 
@@ -119,7 +119,12 @@ async def test_evaluations_come_before_the_first_step_when_due_and_at_the_end() 
 async def test_lost_payloads_give_the_step_back_and_it_is_taken_again() -> None:
     world = World(lose_payloads_at=2)
     await make_loop(world).run()
-    assert world.calls_of("lost", "train") == ["train 1", "lost r1", "train 2", "train 3"]
+    assert world.calls_of("replay_lost", "train") == [
+        "train 1",
+        "replay_lost r1",
+        "train 2",
+        "train 3",
+    ]
 
 
 async def test_a_skipped_update_trains_nothing_and_still_moves_the_version_on() -> None:

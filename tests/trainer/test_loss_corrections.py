@@ -1,4 +1,4 @@
-"""Importance weights and rejection masks, by hand."""
+"""Importance weights and rejection masks against hand-computed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The critic's loss: vectors by hand, where the clip takes the gradient, and that parts add up."""
+"""The critic's loss: computed vectors, where the clip takes the gradient, and that parts add up."""
 
 from __future__ import annotations
 

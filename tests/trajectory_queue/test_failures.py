@@ -74,11 +74,11 @@ def test_a_usable_group_ends_the_row_and_the_next_row_is_another_one() -> None:
     for assignment in take_all(queue):
         end(queue, assignment)
     assert failed_groups(queue) is None
-    queue.publish(1)
+    queue.set_loaded_version(1)
     fail_round(queue, outcome=Outcome.WALL_TIMEOUT)
     second = failed_groups(queue)
     assert first is not None and second is not None
-    assert (first.num_before, second.num_before, second.num_groups) == (0, 1, 1)
+    assert (first.num_usable_before, second.num_usable_before, second.num_groups) == (0, 1, 1)
 
 
 def test_answers_that_are_always_cut_off_are_failures_although_they_are_not_dropped() -> None:
@@ -116,7 +116,7 @@ def test_dead_environment_actors_are_failures_too() -> None:
 # What the loop makes of it.
 
 
-def row(num_groups: int, *, num_before: int = 0, **fields: object) -> FailedGroups:
+def row(num_groups: int, *, num_usable_before: int = 0, **fields: object) -> FailedGroups:
     known: dict[str, object] = {
         "outcomes": {Outcome.ENVIRONMENT_ERROR: 3 * num_groups, Outcome.WALL_TIMEOUT: 1},
         "last_outcome": Outcome.ENVIRONMENT_ERROR,
@@ -124,7 +124,9 @@ def row(num_groups: int, *, num_before: int = 0, **fields: object) -> FailedGrou
         "task_id": "guessing-7",
         "environment": "guessing",
     }
-    return FailedGroups(num_before=num_before, num_groups=num_groups, **{**known, **fields})  # type: ignore[arg-type]
+    return FailedGroups(
+        num_usable_before=num_usable_before, num_groups=num_groups, **{**known, **fields}
+    )  # type: ignore[arg-type]
 
 
 def test_enough_groups_for_long_enough_end_the_run_with_the_whole_story() -> None:
@@ -156,11 +158,11 @@ def test_few_groups_are_borne_however_long_it_lasts() -> None:
 def test_a_usable_group_between_two_looks_starts_the_count_and_the_clock_anew() -> None:
     watch = FailureWatch(LIMITS)
     watch.check_groups(row(3), num_engines_ready=1, now=0.0)
-    watch.check_groups(row(5, num_before=1), num_engines_ready=1, now=40.0)
+    watch.check_groups(row(5, num_usable_before=1), num_engines_ready=1, now=40.0)
     watch.check_groups(None, num_engines_ready=1, now=45.0)
-    watch.check_groups(row(5, num_before=2), num_engines_ready=1, now=50.0)
+    watch.check_groups(row(5, num_usable_before=2), num_engines_ready=1, now=50.0)
     with pytest.raises(RunFailed):
-        watch.check_groups(row(5, num_before=2), num_engines_ready=1, now=80.0)
+        watch.check_groups(row(5, num_usable_before=2), num_engines_ready=1, now=80.0)
 
 
 def test_what_fails_while_no_engine_is_ready_does_not_count() -> None:

@@ -149,7 +149,7 @@ def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:
     with pytest.raises(PayloadsLost) as caught:
         get(merge.build.remote(step_input, 0))
     assert caught.value.cause.rollout_ids == ("g000001.0-2", "g000001.0-3")
-    assert get(queue.lost.remote(caught.value.cause.rollout_ids)) == (1,)
+    assert get(queue.replay_lost.remote(caught.value.cause.rollout_ids)) == (1,)
     assert get(queue.take_step.remote(0.0)) is None
     assert get(player.take.remote(8, LIMIT_S)) == ["g000001.0-2.a1", "g000001.0-3.a1"]
     get(player.hand_in.remote(8, 2))
@@ -170,10 +170,10 @@ def test_waits_end_when_something_comes_or_the_time_is_over() -> None:
     assert [x.rollout_id for x in get(waiting)] == ["g000000.0-0", "g000000.0-1"]
     assert get(queue.admissible.remote(0.05)) == []
     admissible = queue.admissible.remote(LIMIT_S)
-    get(queue.published.remote(1))
+    get(queue.set_loaded_version.remote(1))
     assert [slot.group_number for slot in get(admissible)] == [1]
-    with pytest.raises(ValueError, match="version 0 published after 1"):
-        get(queue.published.remote(0))
+    with pytest.raises(ValueError, match="version 0 loaded after 1"):
+        get(queue.set_loaded_version.remote(0))
 
 
 def test_a_wait_of_a_released_actor_takes_nothing_away() -> None:

@@ -150,7 +150,7 @@ def test_lost_payloads_give_their_step_and_all_later_ones_back() -> None:
     steps = [queue.take_step() for _ in range(3)]
     assert all(steps)
     finalise_all(queue, *steps[0])  # type: ignore[misc]
-    assert queue.lost(["g000001.0-1", "g000000.0-0", "nobody"]) == (2, 3)
+    assert queue.replay_lost(["g000001.0-1", "g000000.0-0", "nobody"]) == (2, 3)
     assert queue.take_step() is None
     again = take_all(queue)
     assert [(x.rollout_id, x.attempt) for x in again] == [("g000001.0-1", 1)]
@@ -213,7 +213,7 @@ def test_a_restart_plays_again_what_was_not_finalised_with_its_budget_and_fresh_
     assert first is not None
     finalise_all(queue, *first)
     assert queue.take_step() is None  # group 1 waits for its retry
-    queue.publish(1)
+    queue.set_loaded_version(1)
     later = restart(queue)
     counts = later.stats().ledger
     assert (counts.admitted, counts.trained, counts.in_flight) == (9, 3, 6)

@@ -86,10 +86,10 @@ class QueueMachine(RuleBasedStateMachine):
         }
         lost = data.draw(st.sampled_from(sorted(finished)))
         self.lost_attempts.add(finished[lost])
-        given_back = self.queue.lost([lost])
-        assert given_back
-        assert self.queue.lost([lost]) == (), "what is lost cannot be lost again"
-        self.taken = [step for step in self.taken if step[0] not in given_back]
+        rolled_back = self.queue.replay_lost([lost])
+        assert rolled_back
+        assert self.queue.replay_lost([lost]) == (), "what is lost cannot be lost again"
+        self.taken = [step for step in self.taken if step[0] not in rolled_back]
 
     @rule()
     def kill_an_actor(self) -> None:
@@ -153,7 +153,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.taken: list[tuple[int, Sequence[Group]]] = []
 
     def hold(self, actor: str, assignments: Sequence[RolloutAssignment]) -> None:
-        version = self.queue.stats().published
+        version = self.queue.stats().loaded_version
         for assignment in assignments:
             self.held.append((actor, assignment))
             self.version_when_taken[assignment.trajectory_id] = version
@@ -165,7 +165,7 @@ class QueueMachine(RuleBasedStateMachine):
             age = step - 1 - self.version_when_taken[attempt]
             assert age <= self.queue.settings.algorithm.max_policy_age
         finalise_all(self.queue, step, groups)
-        self.queue.publish(step)
+        self.queue.set_loaded_version(step)
 
     def drain(self) -> None:
         for event in self.queue.drain().events:

@@ -69,7 +69,7 @@ def test_the_next_number_has_refills_of_its_own() -> None:
         assert taken is not None and taken[1][0].group_id == f"g00000{step}.1"
         finalise_all(queue, *taken)
         assert queue.snapshot().variance_refills == {}
-        queue.publish(step + 1)
+        queue.set_loaded_version(step + 1)
 
 
 def test_a_restart_remembers_the_refills_used() -> None:
@@ -120,7 +120,7 @@ def test_a_lost_payload_opens_its_group_and_it_is_looked_at_again() -> None:
     queue = make_queue()
     play(queue, DIFFERENT)
     assert queue.take_step() is not None
-    assert queue.lost(["g000000.0-0"]) == (1,)
+    assert queue.replay_lost(["g000000.0-0"]) == (1,)
     (again,) = take_all(queue)
     end(queue, again, reward=0.0)
     assert evicted(queue) == {"zero_variance": 2} and queue.stats().ledger.is_balanced

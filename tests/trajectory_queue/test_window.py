@@ -30,7 +30,7 @@ class Run:
 
     def admit(self) -> None:
         for number in range(self.window.admissible_end):
-            self.sampled_at.setdefault(number, self.window.published)
+            self.sampled_at.setdefault(number, self.window.loaded_version)
 
     def open_groups(self) -> list[int]:
         return sorted(set(self.sampled_at) - self.closed)
@@ -45,7 +45,7 @@ class Run:
         # The trainer holds version n - 1 when it trains step n.
         self.oldest_age = max(self.oldest_age, *(step - 1 - self.sampled_at[k] for k in numbers))
         self.window.finalise(step)
-        self.window.publish(step)
+        self.window.set_loaded_version(step)
         return True
 
 
@@ -110,16 +110,16 @@ def test_lag_zero_and_window_one_is_synchronous() -> None:
     assert window.take({1}.__contains__) is None
     assert window.take({0, 1}.__contains__) == (1, (0, 1))
     assert window.admissible_end == 2
-    window.publish(1)
+    window.set_loaded_version(1)
     assert window.admissible_end == 4
 
 
 def test_a_version_that_goes_backwards_is_refused() -> None:
     window = AdmissionWindow(AlgorithmSettings(groups_per_step=1, max_lag=0, window_groups=1))
-    window.publish(3)
-    window.publish(3)
-    with pytest.raises(ValueError, match="version 2 published after 3"):
-        window.publish(2)
+    window.set_loaded_version(3)
+    window.set_loaded_version(3)
+    with pytest.raises(ValueError, match="version 2 loaded after 3"):
+        window.set_loaded_version(2)
 
 
 def test_steps_are_finalised_in_order_and_once() -> None:
@@ -134,7 +134,7 @@ def test_steps_are_finalised_in_order_and_once() -> None:
 
 
 @given(settings_strategy, st.data())
-def test_steps_given_back_are_taken_again_as_if_for_the_first_time(
+def test_steps_rolled_back_are_taken_again_as_if_for_the_first_time(
     settings: AlgorithmSettings, data: st.DataObject
 ) -> None:
     window = AdmissionWindow(settings)
@@ -164,9 +164,9 @@ def test_a_restored_window_goes_on_after_the_last_finalised_step(
     num_final = data.draw(st.integers(0, len(steps)))
     for step in range(1, num_final + 1):
         window.finalise(step)
-    window.publish(num_final)
+    window.set_loaded_version(num_final)
     restored = AdmissionWindow(settings, snapshot=through_json(window.snapshot()))
-    assert restored.published == num_final and restored.next_step == num_final + 1
+    assert restored.loaded_version == num_final and restored.next_step == num_final + 1
     finalised = {k for _, numbers in steps[:num_final] for k in numbers}
     assert {k for k in range(60) if restored.is_taken(k)} == finalised
     assert [restored.take(closed.__contains__) for _ in steps[num_final:]] == steps[num_final:]

@@ -38,7 +38,7 @@ LIMITS = FailureLimits(
     inference=InferenceSettings(start_deadline_s=60.0),
 )
 FAILED = FailedGroups(
-    num_before=0, num_groups=4, outcomes={Outcome.ENVIRONMENT_ERROR: 8}, task_id="t",
+    num_usable_before=0, num_groups=4, outcomes={Outcome.ENVIRONMENT_ERROR: 8}, task_id="t",
     last_outcome=Outcome.ENVIRONMENT_ERROR, last_detail="reset: boom", environment="guessing",
 )  # fmt: skip
 
@@ -116,12 +116,12 @@ class World:
         self.calls.append(f"finalise {step}")
         self.finalised[step] = list(outcomes)
 
-    async def lost(self, rollout_ids: Sequence[str]) -> None:
-        self.calls.append(f"lost {','.join(rollout_ids)}")
+    async def replay_lost(self, rollout_ids: Sequence[str]) -> None:
+        self.calls.append(f"replay_lost {','.join(rollout_ids)}")
         self.num_taken -= 1
 
-    async def published(self, version: int) -> None:
-        self.calls.append(f"published {version}")
+    async def set_loaded_version(self, version: int) -> None:
+        self.calls.append(f"loaded {version}")
 
     async def drain(self) -> Drained:
         failed = FAILED if self.fail_from == self.num_taken else None

@@ -56,7 +56,7 @@ class Service:
         self.step = lease.parent.step if lease.parent else 0
         self.queue = QueueState(make_settings(step=GROUPS_PER_STEP, lag=1), snapshot=snapshot)
         if snapshot is not None:
-            self.queue.publish(self.step)
+            self.queue.set_loaded_version(self.step)
         for group_id in self.submissions.groups_to_cancel:
             self.queue.cancel_group(group_id)
         return self
@@ -92,7 +92,7 @@ class Service:
         rollouts = finalise_all(self.queue, *self.taken)
         self.taken = None
         self.step += 1
-        self.queue.publish(self.step)
+        self.queue.set_loaded_version(self.step)
         self.drain()
         self.recorder.step(step_record(self.step))
         return rollouts

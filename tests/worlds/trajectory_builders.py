@@ -1,4 +1,4 @@
-"""Trajectories for tests: by hand and, as Hypothesis strategies, of any shape."""
+"""Trajectories for tests: written out and, as Hypothesis strategies, of any shape."""
 
 from __future__ import annotations
 
