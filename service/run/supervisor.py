@@ -386,7 +386,7 @@ class Supervisor:
 
 
 def _ledger_of(lease: Lease) -> LedgerCounts:
-    """Where the ledger stood at the checkpoint that the lease goes on from."""
+    """The ledger's counts at the checkpoint that the lease continues from."""
     if lease.parent is None:
         return LedgerCounts()
     snapshot = QUEUE_SNAPSHOT.validate_python(lease.parent.queue_snapshot)
@@ -406,7 +406,7 @@ def _versions() -> dict[str, str]:
 
 
 def engine_settings(config: Config, *, model: str) -> EngineSettings:
-    """What a run's engines are given. model: a directory or hub name."""
+    """The settings of a run's engines. model: a directory or hub name."""
     return EngineSettings(
         inference=config.inference,
         model=model,
