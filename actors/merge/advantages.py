@@ -69,14 +69,14 @@ class CriticSettings:
     __pydantic_config__ = STRICT
 
     model: ModelName | None = None
-    """What it begins as, directory or hub name; null: the model that training starts from."""
+    """The model it starts from, directory or hub name; null: the one that training starts from."""
     discount: Fraction = 1.0
     """Gamma, from one sampled token to the next."""
     decay: Fraction = 1.0
     """Lambda of GAE, likewise."""
     truncation: Truncation = Truncation.BOOTSTRAP
-    """What a trajectory that was cut off is: worth V(s_T) at its end, worth 0, out of the loss,
-    worth 0 less truncation_penalty, or dropped."""
+    """How a trajectory that was cut off is treated: its end worth V(s_T), or worth 0; masked; worth
+    0 less truncation_penalty; or dropped."""
     truncation_penalty: NotNegative = 0.0
     """Taken off the return, with truncation penalty."""
     learning_rate: Rate = 1e-4
@@ -88,7 +88,7 @@ class CriticSettings:
 
     @property
     def truncation_rule(self) -> OutcomeRule:
-        """What becomes of a trajectory that was cut off."""
+        """The outcome rule of a trajectory that was cut off."""
         match self.truncation:
             case Truncation.BOOTSTRAP | Truncation.TERMINAL:
                 return OutcomeRule(disposition=Disposition.TRAIN)

@@ -1,4 +1,4 @@
-"""What becomes of each trajectory of a group: in the baseline, in the loss, or why not.
+"""Decide for each trajectory whether it is in the baseline and in the loss, and if not why.
 
 Invariant: a member that is not in the loss has a reason. The rules are data (`actors.outcomes`), by
 environment. Called by `groups`.

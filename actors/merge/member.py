@@ -30,21 +30,21 @@ class Member:
     rewards: Float64s = field(default_factory=lambda: np.empty(0))
     """[K], one a turn, after shaping and the outcome's rule, which changes the last one."""
     baseline_return: float | None = None
-    """What it brings to its group's baseline; None: it is not in it."""
+    """Its return in the group's baseline; None: it is not in the baseline."""
     shaped_return: float
-    """With all shaping, before the outcome's rule."""
+    """Its return after shaping, before the outcome's rule."""
     scores: tuple[RowScores, ...] = ()
-    """Of each sample, where a reference or a critic was asked."""
+    """By sample; empty unless a reference or a critic has scored them."""
     kl_rewards: Float64s | None = None
     """[N], added to the rewards of the trained tokens: minus their KL penalties. None: no KL."""
     advantages: tuple[Float64s, ...] = ()
-    """Of each sample [M]; none for a member that is not in the baseline."""
+    """By sample, [M]; empty for a member that is not in the baseline."""
     no_signal: EvictionReason | None = None
     """Why its group gives no training signal: all its advantages are 0. None: it gives one."""
     old_values: tuple[Float32s, ...] = ()
-    """Of each sample [M], as the critic scored the states that the tokens were sampled in."""
+    """By sample, [M]: the critic's values of the states that the tokens were sampled in."""
     value_targets: tuple[Float32s, ...] = ()
-    """Of each sample [M], what the critic learns."""
+    """By sample, [M]: what the critic is trained to answer."""
 
     @property
     def is_trained(self) -> bool:

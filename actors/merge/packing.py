@@ -54,7 +54,7 @@ class WeightedSample:
     advantage: float | NDArray[np.float64] | Float32s
     """[M] float, or one number for all of them."""
     loss_weight: float
-    """Of each token, from `aggregation`; 0 in rows that are not trained."""
+    """The weight of each trained token, from `aggregation`; 0 in rows that are not trained."""
     old_values: Float32s = field(default_factory=_no_floats)
     """[M] float32, as the critic scored the states; [0] without a critic."""
     value_targets: Float32s = field(default_factory=_no_floats)

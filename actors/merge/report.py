@@ -30,7 +30,7 @@ _REDUCE: Mapping[Reduction, Callable[[NDArray[np.float64]], np.floating]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReport:
     samples_before: int
-    """Turns: without merging each is a sample."""
+    """Turns: without merging each would be a sample."""
     samples_after: int
     branches: Mapping[BranchReason, int]
     """Samples that branched off an earlier one, by reason."""
@@ -47,7 +47,7 @@ class MergeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What went into a step, counted when its batch was made."""
+    """Counts and statistics of one step."""
 
     step: int
     trainer_version: int
@@ -67,7 +67,7 @@ class StepReport:
     num_sampled_tokens: int
     num_trained_tokens: int
     num_packed_tokens: int
-    """Of all rows, padding rows included."""
+    """Tokens of all rows, after sharing prefixes, padding rows included."""
     num_micro_batches: int
     num_padding_rows: int
     """Micro-batches that train nothing; in `num_micro_batches` too."""

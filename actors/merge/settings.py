@@ -18,7 +18,7 @@ class StepSettings:
     algorithm: AlgorithmSettings
     trainer: TrainerSettings
     max_context_tokens: int
-    """What aggregation constant divides by where `constant_tokens` is not set."""
+    """The divisor of aggregation constant where `algorithm.loss.constant_tokens` is not set."""
     seed: int
     """Seeds the split into minibatches."""
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
@@ -30,5 +30,5 @@ class StepSettings:
 
     @property
     def constant_tokens(self) -> int:
-        """What aggregation constant divides by, for each trajectory."""
+        """The divisor of aggregation constant, tokens for each trajectory."""
         return self.algorithm.loss.constant_tokens or self.max_context_tokens

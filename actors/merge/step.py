@@ -71,7 +71,7 @@ def build_step(
     value_shards: tuple[ValueShard, ...] = ()
     if settings.algorithm.has_critic:
         value_shards = pack_values(
-            [weighted for member in trained for weighted in _weighted(member)],
+            [weighted for member in trained for weighted in _weighted_samples(member)],
             step=step,
             num_ranks=settings.trainer.num_ranks,
             budget=settings.trainer.tokens_per_micro_batch,
@@ -114,7 +114,7 @@ def _credit(group: GroupMembers, settings: StepSettings) -> GroupMembers:
     """Give the members of a group's baseline their advantages, or every member its reason."""
     counted = [member for member in group if member.baseline_return is not None]
     if len(counted) < settings.algorithm.min_group_size:
-        return tuple(_leave(member, EvictionReason.GROUP_TOO_SMALL) for member in group)
+        return tuple(_exclude(member, EvictionReason.GROUP_TOO_SMALL) for member in group)
     kl = settings.algorithm.reward.kl
     credited, no_signal = credit_group(
         counted if kl is None else [charge_kl(member, kl) for member in counted],
@@ -130,10 +130,10 @@ def _credit(group: GroupMembers, settings: StepSettings) -> GroupMembers:
     members = tuple(replace(m, no_signal=no_signal) if m.is_trained else m for m in members)
     if settings.algorithm.trains_without_signal:
         return members
-    return tuple(_leave(member, no_signal) for member in members)
+    return tuple(_exclude(member, no_signal) for member in members)
 
 
-def _leave(member: Member, reason: EvictionReason) -> Member:
+def _exclude(member: Member, reason: EvictionReason) -> Member:
     """Take a member out of the loss; one that is out already keeps its own reason."""
     return replace(member, reason=reason) if member.is_trained else member
 
@@ -186,7 +186,7 @@ def _pack(
             [
                 weighted
                 for member, weight in zip(members, weights.tolist(), strict=True)
-                for weighted in _weighted(member, loss_weight=weight)
+                for weighted in _weighted_samples(member, loss_weight=weight)
             ],
             num_ranks=settings.trainer.num_ranks,
             budget=settings.trainer.tokens_per_micro_batch,
@@ -200,7 +200,7 @@ def _pack(
     )
 
 
-def _weighted(member: Member, *, loss_weight: float = 0.0) -> Iterator[WeightedSample]:
+def _weighted_samples(member: Member, *, loss_weight: float = 0.0) -> Iterator[WeightedSample]:
     """A member's samples that hold a trained token, ready to be packed."""
     for index, sample in enumerate(member.samples):
         if sample.num_trained:

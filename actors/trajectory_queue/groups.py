@@ -46,7 +46,7 @@ class BlockRow:
     """Reference to a TrajectoryBlock, which the state never resolves."""
     row: int
     num_bytes: int
-    """Of the row."""
+    """Size of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +274,7 @@ class FailedGroups:
     num_groups: int
 
     outcomes: Mapping[Outcome, int]
-    """Of the attempts since the last usable group that no baseline could use."""
+    """How often each outcome ended an attempt that no baseline could use."""
 
     last_outcome: Outcome
     last_detail: str

@@ -39,7 +39,7 @@ OTHER_REMEDY = "look at the rules of rollouts.outcomes and at algorithm.min_grou
 
 
 class Phase(StrEnum):
-    """What a run is doing, in words that are shown as they are."""
+    """What a run is doing; the values are shown to users."""
 
     STARTING = "starting"
     TRAINING = "training"

@@ -394,7 +394,7 @@ class Supervisor:
 
 
 def _ledger_of(lease: Lease) -> LedgerCounts:
-    """Where the ledger stood at the checkpoint that the lease goes on from."""
+    """Where the ledger stood at the checkpoint that the lease continues from."""
     snapshot = lease.queue_snapshot
     return Ledger(snapshot=snapshot.ledger).counts() if snapshot else LedgerCounts()
 
@@ -412,7 +412,7 @@ def _versions() -> dict[str, str]:
 
 
 def engine_settings(config: Config, *, model: str) -> EngineSettings:
-    """What a run's engines are given. model: a directory or hub name."""
+    """The settings of a run's engines. model: a directory or hub name."""
     return EngineSettings(
         inference=config.inference,
         model=model,

@@ -317,7 +317,7 @@ class Term:
 
 
 def rank_settings(config: Config, *, model: str, checkpoint_dir: Path) -> RankSettings:
-    """What a run's trainer ranks are told."""
+    """The settings of a run's trainer ranks."""
     return RankSettings(
         trainer=config.trainer,
         algorithm=config.algorithm,
