@@ -27,7 +27,7 @@ def facts(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> lis
         tokens = f"{trajectory.num_sampled} sampled, 0 trained, {entry.num_trained} handed out"
     found = [
         ("outcome", f"{trajectory.outcome.value}{detail}"),
-        ("verdict", f"{verdict(entry, is_refused=is_refused)}{problem}"),
+        ("ledger", f"{exit_of(entry, is_refused=is_refused)}{problem}"),
         ("return", _with_best(trajectory.episode_return, trajectory.best_return)),
         ("in the baseline", "no" if brought is None else number(brought)),
         ("advantage", advantage(entry)),
@@ -41,7 +41,7 @@ def facts(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> lis
     return found
 
 
-def verdict(entry: TrajectoryEntry, *, is_refused: bool) -> str:
+def exit_of(entry: TrajectoryEntry, *, is_refused: bool) -> str:
     reason = EvictionReason.NONFINITE_STEP if is_refused else entry.reason
     return "trained" if reason is None else f"evicted: {reason.value}"
 

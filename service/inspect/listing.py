@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.types import Outcome
-from service.inspect.facts import advantage, number, verdict
+from service.inspect.facts import advantage, exit_of, number
 from service.inspect.reader import OpenJournal, is_refused, load_step
 from service.visible import visible_text
 
-HEADER = ("step", "trajectory", "outcome", "return", "advantage", "turns", "tokens", "verdict")
+HEADER = ("step", "trajectory", "outcome", "return", "advantage", "turns", "tokens", "ledger")
 _NUMBERS = frozenset({"step", "return", "advantage", "turns", "tokens"})
 
 
@@ -46,7 +46,7 @@ def row_of(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> tu
         advantage(entry),
         str(len(trajectory.turns)),
         f"{num_trained}/{trajectory.num_sampled}",
-        verdict(entry, is_refused=is_refused),
+        exit_of(entry, is_refused=is_refused),
     )
 
 

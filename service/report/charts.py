@@ -38,7 +38,7 @@ from service.report.drawing import (
 )
 from service.report.figures import Curve
 from service.telemetry.records import EvaluationRecord
-from service.telemetry.summary import EDGE_STEPS
+from service.telemetry.summary import AVERAGED_STEPS
 
 MAX_EVALUATIONS = 60
 
@@ -298,7 +298,7 @@ def _reward_legend(records: Records, *, has_evaluations: bool) -> tuple[LegendEn
     if len(records) > MAX_POINTS:
         each, mean, mark = "range of the steps", "mean", Mark.BAND
     else:
-        each, mean, mark = "training, each step", f"mean of {EDGE_STEPS} steps", Mark.FAINT
+        each, mean, mark = "training, each step", f"mean of {AVERAGED_STEPS} steps", Mark.FAINT
     evaluation = "evaluation, held out, temperature 0"
     legend = (
         LegendEntry(label=each, role="blue", mark=mark),
@@ -325,7 +325,7 @@ def _evaluation_points(evaluations: Evaluations) -> Points:
 
 def _draw_reward(axes: Axes, records: Records, rewards: Floats, evaluations: Points) -> None:
     buckets = buckets_of(records)
-    smooth = buckets.mean(trailing_mean(rewards, width=EDGE_STEPS))
+    smooth = buckets.mean(trailing_mean(rewards, width=AVERAGED_STEPS))
     x = buckets.centres
     if buckets.is_thinned:
         low, high = buckets.minimum(rewards), buckets.maximum(rewards)

@@ -28,7 +28,7 @@ from service.config.tree import RunSettings
 from service.run.health import FailureLimits, FailureWatch, RunFailed
 from service.run.task_feed import TaskFeed
 from service.telemetry.records import StageSeconds, evaluation_record, step_record
-from service.telemetry.summary import EDGE_STEPS
+from service.telemetry.summary import AVERAGED_STEPS
 
 if TYPE_CHECKING:
     # Ray, torch and vLLM, which the loop itself does without.
@@ -121,16 +121,16 @@ class Loop:
         self._loading: asyncio.Task[None] | None = None
         """Waits until the engines hold the last version, then records its step; None: done."""
         self._is_stopping = asyncio.Event()
-        self._rewards: deque[float] = deque(maxlen=EDGE_STEPS)
+        self._rewards: deque[float] = deque(maxlen=AVERAGED_STEPS)
         self._evaluated_step: int | None = None
 
     @property
     def is_solved(self) -> bool:
         """Whether the last steps' mean return has reached stop_at_reward."""
         goal = self._settings.run.stop_at_reward
-        if goal is None or len(self._rewards) < EDGE_STEPS:
+        if goal is None or len(self._rewards) < AVERAGED_STEPS:
             return False
-        return sum(self._rewards) / EDGE_STEPS >= goal
+        return sum(self._rewards) / AVERAGED_STEPS >= goal
 
     @property
     def _has_more(self) -> bool:

@@ -22,7 +22,7 @@ from actors.trajectory_queue.ledger import LedgerCounts
 from actors.types import Outcome
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 
-EDGE_STEPS = 5
+AVERAGED_STEPS = 5
 Key = TypeVar("Key")
 
 
@@ -142,8 +142,8 @@ def summarize_run(
         exit_reason=exit_reason,
         steps=steps[-1].step if steps else 0,
         planned_steps=planned_steps,
-        reward_first=_mean_reward(steps[:EDGE_STEPS]),
-        reward_last=_mean_reward(steps[-EDGE_STEPS:]),
+        reward_first=_mean_reward(steps[:AVERAGED_STEPS]),
+        reward_last=_mean_reward(steps[-AVERAGED_STEPS:]),
         is_reward_scaled=any(record.value("scaled_reward_mean") is not None for record in steps),
         evaluation=Evaluations(
             first=evaluations[0] if evaluations else None,
@@ -162,7 +162,8 @@ def summarize_run(
         mismatch=_mismatch_totals(steps),
         logprob_check_max=_largest(record.value("logprob_check_max") for record in steps),
         malformed_share=FirstAndLast(
-            first=_malformed_share(steps[:EDGE_STEPS]), last=_malformed_share(steps[-EDGE_STEPS:])
+            first=_malformed_share(steps[:AVERAGED_STEPS]),
+            last=_malformed_share(steps[-AVERAGED_STEPS:]),
         ),
         malformed_rewarded=sum(record.num_malformed_rewarded for record in steps),
         outcomes=_counts(record.outcomes for record in steps),

@@ -80,9 +80,9 @@ class _Auditor:
                 text=f"{step.num_packed_trained} trained tokens in the rows, {num_trained} handed "
                 "out",
             )
-        is_settled = step.step in self._recorded
-        yield from check_groups(step, self._groups if is_settled else None)
-        if self._newest is not None and is_settled:
+        is_recorded = step.step in self._recorded
+        yield from check_groups(step, self._groups if is_recorded else None)
+        if self._newest is not None and is_recorded:
             yield from check_ledger(step, self._newest)
 
     def _check_once(self, step: JournalStep) -> Iterator[Offence]:

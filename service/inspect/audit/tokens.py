@@ -44,12 +44,12 @@ def _check_sample(sample: Sample) -> Iterator[tuple[Check, str]]:
                 f"turn {turn.index}: {missing.size} of {turn.num_sampled} sampled tokens, the "
                 f"first is number {missing[0]}",
             )
-    strangers = np.flatnonzero((mask == 1) & ~is_sampled)
-    if strangers.size:
+    unsampled = np.flatnonzero((mask == 1) & ~is_sampled)
+    if unsampled.size:
         yield (
             Check.SAMPLED,
-            f"{strangers.size} tokens to be trained that nobody sampled, the first at "
-            f"{strangers[0]}",
+            f"{unsampled.size} tokens to be trained that nobody sampled, the first at "
+            f"{unsampled[0]}",
         )
 
 
