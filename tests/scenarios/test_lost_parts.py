@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from worlds.run_checks import check_audit, check_finished
-from worlds.run_driver import START_S, STEP_S, running, small_config
+from worlds.run_driver import ENGINE, START_S, STEP_S, running, small_config
 
 from service.config.file import load_config
 
@@ -36,7 +36,7 @@ def test_a_run_survives_the_death_of_each_part(tmp_path: Path, small_model: str)
         run.advance(2, limit_s=START_S)
         assert "environment actor" in run.log()
         # No step ends without an engine, so that the two are waited for at once.
-        run.kill_part("VLLM::EngineCore")
+        run.kill_part(ENGINE)
         run.freeze_part("ray::EnvironmentActor")
         run.wait_for_log("an engine was lost; 0 of 1 ready", limit_s=START_S)
         run.wait_for_log("answered nothing for 10 s", limit_s=START_S)

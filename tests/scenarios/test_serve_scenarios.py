@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from worlds.run_checks import check_lineage
-from worlds.run_driver import START_S, STEP_S, Run, running, small_config
+from worlds.run_driver import ENGINE, START_S, STEP_S, Run, running, small_config
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -103,7 +103,7 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
             [1, 1],
         ]
         assert api.submit(*first).json()["accepted"] == 0
-        run.kill_part("VLLM::EngineCore")
+        run.kill_part(ENGINE)
         (reason,) = api.wait_ready(is_ready=False, limit_s=STEP_S)
         assert "0 of 1 engines hold the current version" in reason
         assert "a publish may take 8 s" in reason

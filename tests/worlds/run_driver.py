@@ -30,6 +30,9 @@ STEP_S = 120.0
 # Seconds that a process which is there may be missing in the table.
 FOUND_S = 30.0
 
+# An engine's process by its title, or by its command line: now and then one comes without a title.
+ENGINE = r"VLLM::EngineCore|\S*python\S* -c from multiprocessing\.spawn import spawn_main"
+
 # Four groups of four short games a step: seconds each, and every part is the real one.
 SMALL: dict[str, Any] = {
     "run": {"name": "small", "steps": 4, "checkpoint_every": 2, "evaluate_every": 2},
@@ -137,11 +140,11 @@ class Run:
         return left
 
     def processes(self, title: str) -> list[psutil.Process]:
-        """This run's own descendants whose title begins so, such as ray::EnvironmentActor."""
+        """This run's own descendants whose title begins so (a pattern): ray::EnvironmentActor."""
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if " ".join(child.cmdline()).startswith(title):
+                if re.match(title, " ".join(child.cmdline())):
                     found.append(child)
         return found
 
