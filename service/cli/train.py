@@ -29,8 +29,8 @@ from service.launch.run_dir import (
     run_id_of,
 )
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals
-from service.run.health import Cursor, Phase, RunStatus
-from service.run.supervisor import Ending, start_supervisor
+from service.run.health import Cursor, Ending, Phase, RunStatus
+from service.run.supervisor import start_supervisor
 from service.store.run_store import LeaseLost, StoreError
 
 POLL_S = 0.5

@@ -17,7 +17,8 @@ from ray.exceptions import RayError
 from service.config.tree import Config
 from service.launch.cluster import prepare_environment
 from service.launch.run_dir import RunDir, check_new, check_resumable, prepared_run, run_id_of
-from service.run.supervisor import Ending, start_supervisor
+from service.run.health import Ending
+from service.run.supervisor import start_supervisor
 
 log = logging.getLogger("ray.serve")
 

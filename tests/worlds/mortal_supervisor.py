@@ -6,8 +6,7 @@ import os
 
 import ray
 
-from service.run.health import Cursor, Phase, RunStatus
-from service.run.supervisor import Ending
+from service.run.health import Cursor, Ending, Phase, RunStatus
 
 
 @ray.remote(num_cpus=0)
