@@ -27,9 +27,9 @@ STILL_S = 60.0
 LABEL_VALUES = {
     "environment": {"guessing"},
     "outcome": {outcome.value for outcome in Outcome},
-    "reason": {reason.value for reason in EvictionReason},
+    "reason": {reason.value for reason in (*EvictionReason, *BranchReason)},
     "part": {part.value for part in Part},
-    "kind": {kind.value for kind in (*LedgerEventKind, *BranchReason)},
+    "kind": {kind.value for kind in LedgerEventKind},
     "side": {"before", "after"},
     "stage": set(StageSeconds().by_name()),
     "name": set(BY_NAME),

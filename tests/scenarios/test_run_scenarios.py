@@ -69,5 +69,5 @@ def test_a_run_leaves_a_report_and_a_model(finished: Run, tmp_path: Path) -> Non
         ["export", run_dir, str(tmp_path / "exported")],
     )
     assert (listed.code, audited.code, exported.code) == (0, 0, 0), (listed, audited, exported)
-    assert "guessing" in listed.out and "step 4" in exported.out
+    assert "3 of 64 trajectories" in listed.out and "step 4" in exported.out
     assert (tmp_path / "exported" / "config.json").is_file()
