@@ -1,9 +1,9 @@
 """The inference deployment: one vLLM engine in each Serve replica, fed by the weight board.
 
-    deploy_inference(settings, name="run-e1", board=board)
+    deploy_inference(settings, name="run-t1", board=board)
     ...                                    # the trainer publishes; the replicas load
-    wait_ready("run-e1", timeout_s=420)
-    client = ServePolicyClient("run-e1")
+    wait_ready("run-t1", timeout_s=420)
+    client = ServePolicyClient("run-t1")
 
 A replica is ready only with the current policy version: its constructor waits for it. From then on
 a background task pulls new versions. A replica whose engine or whose pulling has died ends its own

@@ -24,7 +24,7 @@ def test_an_interrupted_run_goes_on_though_moved_and_damaged(tmp_path: Path) -> 
         assert run.wait(limit_s=STEP_S) == 130, run.log()
         stopped_at = run.summary()["steps"]
         newest, earlier = checkpoints(run)
-        assert newest == f"step-{stopped_at:06d}-e1" and 3 <= stopped_at < 400
+        assert newest == f"step-{stopped_at:06d}-t1" and 3 <= stopped_at < 400
 
     moved = (tmp_path / "before").rename(tmp_path / "after")
     shard = next((moved / "checkpoints" / newest).glob("*.distcp"))
@@ -37,7 +37,7 @@ def test_an_interrupted_run_goes_on_though_moved_and_damaged(tmp_path: Path) -> 
         check_finished(run, steps=steps)
         assert f"going back to {earlier}, step" in run.log()
         assert run.history().num_terms == 3
-        assert checkpoints(run)[0] == f"step-{steps:06d}-e3"
+        assert checkpoints(run)[0] == f"step-{steps:06d}-t3"
     assert f"step {steps}" in export_checkpoint(moved, tmp_path / "exported")
 
 

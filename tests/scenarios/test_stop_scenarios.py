@@ -102,5 +102,5 @@ def test_a_run_whose_every_episode_fails_says_why_and_leaves_a_checkpoint(
         stopped_at = summary["steps"]
         assert summary["ledger"]["is_balanced"] and "groups in a row" in summary["exit_reason"]
         assert [path.name for path in run.place.checkpoints.glob("step-*")] == [
-            f"step-{stopped_at:06d}-e1"
+            f"step-{stopped_at:06d}-t1"
         ]
