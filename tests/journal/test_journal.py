@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +116,25 @@ def test_a_damaged_file_is_refused(data: st.DataObject) -> None:
         del content[at:]
     with pytest.raises(JournalDamaged):
         read_step(io.BytesIO(content))
+
+
+def test_sound_sections_that_hold_something_else_are_refused() -> None:
+    start = f"rayloom journal {FORMAT}\n".encode()
+
+    def section(content: bytes, *, length: int | None = None) -> bytes:
+        size = len(content) if length is None else length
+        return struct.pack("<QI", size, zlib.crc32(content)) + content
+
+    def read(data: bytes) -> JournalStep:
+        return read_step(io.BytesIO(data))
+
+    with pytest.raises(JournalDamaged, match="content is no index"):
+        read_index(io.BytesIO(start + section(b"not an index")))
+    for body in (b"not compressed", zlib.compress(b"no step")):
+        with pytest.raises(JournalDamaged, match="content is no step"):
+            read(start + section(b"") + section(body))
+    with pytest.raises(JournalDamaged, match="that no memory can hold"):
+        read(start + section(b"", length=2**63))
 
 
 def test_a_file_of_another_format_is_refused_in_a_sentence() -> None:
