@@ -77,6 +77,11 @@ def start(
             new_run, resumed = _path("--run-dir", run_dir), _path("--resume", resume)
             if take_over and resumed is None:
                 raise ConfigError("--take-over: got no --resume, expected the run to take; name it")
+            if new_run is not None and resumed is not None:
+                raise ConfigError(
+                    f"--run-dir {new_run}: got --resume {resumed} too, expected one of them: a run "
+                    "goes on in its own directory; leave --run-dir out"
+                )
             if context.info_name == "serve":
                 settings, api = checked_service(settings, is_local=is_local)
             _check_machine_and_files(settings, new_run, resumed, is_local=is_local)

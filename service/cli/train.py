@@ -166,9 +166,10 @@ class SupervisorWatcher:
             except ActorDiedError as error:
                 num_restarts += 1
                 is_final = error.actor_init_failed or num_restarts > self._max_restarts
-                if is_final or signals.is_asked:
+                # Where the whole node was lost, Ray would wait for another one without end.
+                if is_final or signals.is_asked or not _is_any_node_alive():
                     raise
-            check_not_taken_over(run_dir)
+            check_not_taken_over(run_dir, lost=self.last.supervisor if self.last else "")
             self._supervisor = self._restart(lost=self._supervisor)
             self._cursor, self._question = Cursor(), None
 
@@ -205,6 +206,10 @@ class SupervisorWatcher:
             evaluations=self._cursor.evaluations + len(status.evaluations),
             notices=self._cursor.notices + len(status.notices),
         )
+
+
+def _is_any_node_alive() -> bool:
+    return any(node["Alive"] for node in ray.nodes())
 
 
 def _show_until_done(

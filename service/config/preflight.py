@@ -20,7 +20,8 @@ from service.config.model_files import check_model_files, read_object
 from service.config.tasks import check_prompt, first_observation
 from service.config.tree import Config
 
-MAX_PROCESSES_PER_CPU = 64
+# Each takes about half a GiB before it has a model.
+MAX_PROCESSES_PER_CPU = 16
 
 
 def check_without_model(config: Config, *, is_local: bool = True) -> Observation:

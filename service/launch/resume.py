@@ -74,14 +74,18 @@ def newest_usable(checkpoints: Path, commits: Sequence[Checkpoint]) -> Checkpoin
     )
 
 
-def check_not_taken_over(run_dir: RunDir) -> None:
-    """Raises: LeaseLost when a living process owns the newest lease."""
+def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
+    """A supervisor that Ray calls dead is not always dead yet: its own lease is no loss.
+
+    lost: HOST:PID of that supervisor; empty where it never said.
+    Raises: LeaseLost when another living process owns the newest lease.
+    """
     store = RunStore(run_dir.database_url)
     try:
         owner = store.live_owner(now=time.time())
     finally:
         store.close()
-    if owner is not None:
+    if owner is not None and owner.name != lost:
         raise LeaseLost(f"{owner.name} has taken the run over")
 
 

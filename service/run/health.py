@@ -105,6 +105,9 @@ class RunStatus:
     metrics_address: str | None = None
     """A URL; None where nothing listens."""
 
+    supervisor: str = ""
+    """HOST:PID, as its lease names it."""
+
     run_dir: str = ""
 
     is_done: bool = False

@@ -190,6 +190,7 @@ class Supervisor:
             sampled_tokens=recorder.num_sampled,
             engines_ready=self._engine_watch.num_current,
             metrics_address=self.metrics_address(),
+            supervisor=own_name(),
             run_dir=str(self._run_dir.path),
             is_done=self._exit_reason is not None,
             exit_reason=self._exit_reason,

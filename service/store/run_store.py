@@ -102,11 +102,8 @@ class RunStore:
         """Look for damage, which opening need not meet. Raises: StoreError."""
         if self._engine.dialect.name != "sqlite":
             return
-        try:
-            with self.reading() as connection:
-                found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
-        except DatabaseError as error:
-            raise self._unusable("read", error) from error
+        with self.reading() as connection:
+            found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
         if found != "ok":
             raise StoreError(f"the database {self._location} is damaged ({found}); restore a copy")
 
@@ -243,8 +240,12 @@ class RunStore:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        with self._engine.connect() as connection:
-            yield connection
+        """Raises: StoreError."""
+        try:
+            with self._engine.connect() as connection:
+                yield connection
+        except DatabaseError as error:
+            raise self._unusable("read", error) from error
 
     def _set_renewed(self, term: int, renewed_at: float | None) -> None:
         leases = tables.leases
@@ -321,13 +322,15 @@ def _lives_here(owner: LeaseOwner) -> bool | None:
 
 
 def _has_tables(connection: Connection) -> bool:
-    return inspect(connection).has_table(tables.leases.name)
+    return bool(set(inspect(connection).get_table_names()) & tables.metadata.tables.keys())
 
 
 def _check_format(connection: Connection, database: str) -> None:
     """Raises: StoreError."""
     has_number = inspect(connection).has_table(tables.formats.name)
     number = connection.scalar(select(tables.formats.c.number)) if has_number else 1
+    if number is None:
+        raise StoreError(f"the database {database} is damaged (no format number); restore a copy")
     if number != tables.FORMAT:
         raise StoreError(
             f"the run in {Path(database).parent} was written in format {number}, this Rayloom "

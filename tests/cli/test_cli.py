@@ -80,6 +80,7 @@ def test_what_names_no_place_or_a_wrong_one_is_refused_before_the_heavy_imports(
         ("train", config, "--run-dir", "/dev/null/run"): "expected",
         ("train", config, "--resume", str(tmp_path / "link")): "no run lies there",
         ("serve", config, "--take-over"): "--take-over: got no --resume",
+        ("train", config, "--run-dir", "a", "--resume", "b"): "--run-dir a: got --resume b too",
         ("export", str(tmp_path), str(tmp_path / "out")): "no run or checkpoint lies there",
     }
     for line, answer in zip(expected, rayloom(*expected), strict=True):

@@ -42,15 +42,20 @@ def place(tmp_path: Path) -> RunDir:
     return RunDir(path=tmp_path / "run")
 
 
-def watcher(*, num_deaths: int, max_restarts: int) -> tuple[SupervisorWatcher, list[Any]]:
-    """A watcher of a supervisor of which the first `num_deaths` die, and those that were lost."""
+def watcher(
+    *, num_deaths: int, max_restarts: int, name: str = ""
+) -> tuple[SupervisorWatcher, list[Any]]:
+    """A watcher of a supervisor of which the first `num_deaths` die, and those that were lost.
+
+    name: what the first one calls itself.
+    """
     lost_ones: list[Any] = []
 
     def restart(*, lost: Any) -> Any:
         lost_ones.append(lost)
         return Mortal.remote(dies=len(lost_ones) < num_deaths)
 
-    first = Mortal.remote(dies=num_deaths > 0)
+    first = Mortal.remote(dies=num_deaths > 0, name=name)
     return SupervisorWatcher(first, Screen(), restart=restart, max_restarts=max_restarts), lost_ones
 
 
@@ -75,6 +80,17 @@ def test_a_run_that_another_process_has_taken_over_is_not_taken_back(place: RunD
     with pytest.raises(LeaseLost, match="has taken the run over"):
         watching.run(place, StopSignals())
     assert lost == []
+
+
+def test_a_supervisor_that_ray_calls_dead_before_it_is_has_taken_nothing_over(
+    place: RunDir,
+) -> None:
+    store = RunStore(place.database_url)
+    store.renew(store.acquire_lease(owner=own_name()).term)
+    store.close()
+    watching, lost = watcher(num_deaths=1, max_restarts=2, name=own_name())
+    assert watching.run(place, StopSignals()).reason == "all 4 steps are done"
+    assert len(lost) == 1
 
 
 def test_a_supervisor_that_another_process_has_started_meanwhile_is_left_alone(

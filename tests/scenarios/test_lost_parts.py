@@ -56,3 +56,17 @@ def test_a_run_survives_the_death_of_each_part(tmp_path: Path, small_model: str)
         assert max(record.policy_age_max for record in run.history().steps) <= bound
         assert all(record.stages.score > 0 for record in run.history().steps)
         check_audit(run)
+
+
+def test_a_run_whose_node_is_lost_ends_and_says_how_to_go_on(
+    tmp_path: Path, small_model: str
+) -> None:
+    """kill -9 of the raylet: nothing can be started any more in its place."""
+    sections = {"run": {"steps": 400, "evaluate_every": 1000}, "trainer": {"num_ranks": 1}}
+    with running(small_config(tmp_path, small_model, **sections), tmp_path / "run") as run:
+        run.wait_for_step(2, limit_s=START_S)
+        run.kill_part(r"\S+/raylet/raylet ")
+        assert run.wait(limit_s=STEP_S) == 1, run.log()
+        assert "the supervisor is gone" in run.output.read_text()
+        assert "go on with --resume" in run.output.read_text()
+        assert run.wait_until_gone(limit_s=STEP_S) == []

@@ -156,6 +156,27 @@ def test_what_is_no_database_is_refused_in_a_sentence(tmp_path: Path) -> None:
         open_store(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("DROP TABLE leases", r"cannot be read \(no such table: leases\)"),
+        ("DROP TABLE checkpoints", r"cannot be read \(no such table: checkpoints\)"),
+        ("DELETE FROM format", "is damaged .no format number.; restore a copy"),
+    ],
+)
+def test_a_database_that_lacks_something_is_refused_in_a_sentence(
+    tmp_path: Path, damage: str, words: str
+) -> None:
+    open_store(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "run.db")) as connection:
+        connection.execute(damage)
+        connection.commit()
+    with pytest.raises(StoreError, match=words):
+        store = open_store(tmp_path)
+        store.newest_term()
+        store.checkpoints()
+
+
 def test_a_run_of_another_format_is_refused_by_whoever_opens_it(tmp_path: Path) -> None:
     old, newer = tmp_path / "old", tmp_path / "newer"
     for directory in (old, newer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import ray
@@ -11,17 +12,26 @@ from service.run.health import Cursor, Ending, Phase, RunStatus
 
 @ray.remote(num_cpus=0)
 class Mortal:
-    """What the command sees of a supervisor: it ends its own process, or the run."""
+    """What the command sees of a supervisor: it ends its own process, or the run.
 
-    def __init__(self, *, dies: bool) -> None:
-        self.dies = dies
+    It dies once it was asked how it stands. name: as it calls itself then.
+    """
+
+    def __init__(self, *, dies: bool, name: str = "") -> None:
+        self.dies, self.name = dies, name
+        self.was_asked = asyncio.Event()
 
     async def status(self, cursor: Cursor) -> RunStatus:
+        self.was_asked.set()
         return RunStatus(
-            name="small", phase=Phase.TRAINING, started_at=0.0, steps=4, step=cursor.steps
-        )
+            name="small", phase=Phase.TRAINING, started_at=0.0, steps=4, step=cursor.steps,
+            supervisor=self.name,
+        )  # fmt: skip
 
     async def run(self) -> Ending:
         if self.dies:
+            await self.was_asked.wait()
+            # The answer is on its way.
+            await asyncio.sleep(0.5)
             os._exit(1)
         return Ending(reason="all 4 steps are done", has_report=False)
