@@ -134,17 +134,25 @@ def start_ray(**options: Any) -> None:
     Ray gives a node 30 s to come up, whatever the load, and no setting changes that.
     """
     try:
-        ray.init(**options)
+        _init(**options)
     except Exception as error:
         if "timed out during startup" not in str(error):
             raise
         ray.shutdown()
+        _init(**options)
+
+
+def _init(**options: Any) -> None:
+    """`ray.init`, whose own handler of SIGTERM ends the process with the signal's number."""
+    try:
         ray.init(**options)
+    except SystemExit as end:
+        raise KeyboardInterrupt from end
 
 
 def _join(address: str) -> None:
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
+        _init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
     except Exception as error:
         raise ConfigError(
             f"--address {address}: no Ray cluster answers there ({_first_line(error)}); expected "

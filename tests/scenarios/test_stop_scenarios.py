@@ -60,6 +60,20 @@ def test_an_interrupted_start_is_given_up_and_leaves_nothing_alive(
 
 
 @pytest.mark.chaos
+def test_a_sigterm_while_ray_starts_is_an_interrupted_start(
+    tmp_path: Path, small_model: str
+) -> None:
+    """Ray takes the signal for itself meanwhile."""
+    with running(small_config(tmp_path, small_model), tmp_path / "run") as run:
+        when_ray_is_coming_up(run)
+        time.sleep(1.0)
+        run.process.terminate()
+        assert run.wait(limit_s=STOP_S) == 130, run.output.read_text()
+        assert run.wait_until_gone(limit_s=STOP_S) == []
+        assert "Traceback" not in run.output.read_text() + run.log()
+
+
+@pytest.mark.chaos
 def test_a_second_interrupt_leaves_nothing_alive_wherever_it_comes(
     tmp_path: Path, small_model: str
 ) -> None:
