@@ -171,6 +171,17 @@ def test_a_token_that_the_engine_found_impossible_leaves_every_number_finite(nam
         assert {"mismatch_k3_mean", "ratio_mean", "unclipped_surrogate_mean"} <= known.keys()
 
 
+@pytest.mark.parametrize(
+    "unknown",
+    [{"objective": "ppo"}, {"ratio": "word"}, {"correction": "some"}],
+    ids=["objective", "ratio", "correction"],
+)
+def test_a_word_that_is_no_member_gives_no_gradient(unknown: dict[str, str]) -> None:
+    settings = replace(LossSettings(), **unknown)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="unreachable"):
+        micro_batch_loss(terms_of(random_tokens(0)), settings)
+
+
 def test_a_clipped_token_of_an_overflowing_ratio_has_the_gradient_of_the_clip() -> None:
     # Float32, as the trainer has it: e^99 is infinite there.
     def gradient_of(objective: Objective, advantage: float) -> list[float]:
