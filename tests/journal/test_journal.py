@@ -133,6 +133,8 @@ def test_sound_sections_that_hold_something_else_are_refused() -> None:
     for body in (b"not compressed", zlib.compress(b"no step")):
         with pytest.raises(JournalDamaged, match="content is no step"):
             read(start + section(b"") + section(body))
+    with pytest.raises(JournalDamaged, match="cut short"):
+        read_index(io.BytesIO(start))
     with pytest.raises(JournalDamaged, match="that no memory can hold"):
         read(start + section(b"", length=2**63))
 
