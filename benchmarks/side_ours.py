@@ -67,7 +67,8 @@ def start_rank(
             warmup_updates=0,
             threads=num_threads,
         ),
-        algorithm=AlgorithmSettings(loss=loss or LossSettings()),
+        # Every step takes the same tokens, which grow older by a version each time.
+        algorithm=AlgorithmSettings(loss=loss or LossSettings(), max_lag=10_000),
         model=model,
         checkpoint_dir=directory,
         weight_backend=WeightBackend.OBJECT_STORE,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,3 +113,29 @@ def test_a_side_answers_one_step_at_a_time_and_says_why_it_ended() -> None:
         assert taken == StepTaken(seconds=Seconds(wall_s=0.25, cpu_s=2.0), loss=4.0, grad_norm=3.0)
         with pytest.raises(SystemExit, match=r"ended with code 1:(?s:.*)ZeroDivisionError"):
             side.step("0")
+
+
+OURS = """
+import sys
+from pathlib import Path
+from benchmarks.side_ours import make_shard, start_rank, train
+from benchmarks.train_inputs import UpdateShape, make_trajectories, weigh
+model, directory, shape, vocabulary = sys.argv[1:]
+trajectories = make_trajectories(UpdateShape.from_json(shape), vocabulary=int(vocabulary))
+shard = make_shard(weigh(trajectories), budget=4096)
+rank = start_rank(model, Path(directory), num_threads=1)
+print(train(rank, shard).statistics["loss"], train(rank, shard).statistics["loss"])
+rank.close()
+"""
+
+
+def test_our_side_takes_the_same_step_again_and_again(
+    tiny_models: dict[bool, str], tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OURS, tiny_models[True], tmp_path, SHAPE.to_json(), str(VOCABULARY)],
+        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = map(float, done.stdout.split())
+    assert first == pytest.approx(second, abs=1e-6)
