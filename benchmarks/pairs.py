@@ -6,6 +6,7 @@ machine does meets all of them. The caller runs each side once before, which war
 
 from __future__ import annotations
 
+import argparse
 import gc
 import statistics
 import time
@@ -44,6 +45,13 @@ class Spread:
         """Needs at least two ratios."""
         lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
         return cls(median=round(median, 3), lower=round(lower, 3), upper=round(upper, 3))
+
+
+def rounds(text: str) -> int:
+    """A number of rounds, as an option of a command line. Raises: argparse.ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"got {text}, expected 2 or more: quartiles are told")
+    return int(text)
 
 
 def interleave(

@@ -22,7 +22,7 @@ from actors.merge.packing import WeightedSample
 from actors.trainer.rank import TrainerRank
 from actors.trainer.settings import Dtype
 from benchmarks.environment import describe_environment
-from benchmarks.pairs import Seconds, interleave, ratios_of, time_once
+from benchmarks.pairs import Seconds, interleave, ratios_of, rounds, time_once
 from benchmarks.side import restart_quietly
 from benchmarks.side_ours import make_shard, num_tokens_of, start_rank, train
 from benchmarks.train_inputs import UpdateShape, build_model, make_trajectories, weigh
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a group's prompt")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a packed row")
     parser.add_argument("--dtype", type=Dtype, default=Dtype.FLOAT32)
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--pairs", type=rounds, default=9)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     restart_quietly("benchmarks.train_step", num_threads=options.threads)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.environment import describe_environment
-from benchmarks.pairs import Seconds, interleave, ratios_of
+from benchmarks.pairs import Seconds, interleave, ratios_of, rounds
 from benchmarks.side import Side, StepTaken, quiet_environment
 from benchmarks.train_inputs import UpdateShape, build_model, make_trajectories, return_of
 
@@ -119,7 +119,7 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peer-python", required=True, help="Python of the peer's environment")
-    parser.add_argument("--pairs", type=int, default=3, help="steps of each side")
+    parser.add_argument("--pairs", type=rounds, default=3, help="steps of each side")
     parser.add_argument("--rows", type=int, default=8, help="TRL's rows of a micro-batch")
     parser.add_argument("--groups", type=int, default=4, help="groups of eight trajectories")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a packed row")
