@@ -11,10 +11,10 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 SOURCE_ONLY := cellpylib,zss
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo test chaos proof mutants bench-merge bench-train lint lock clean
+.PHONY: help setup deps demo test chaos proof mutants bench-merge bench-train bench-recovery lint lock clean
 
 help: ## show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(STAMP) ## make .venv from the lock file
 
@@ -40,11 +40,11 @@ test: setup ## all the tests but those of `chaos` and `proof`
 	$(BIN)/python -m pytest -m 'not scenario and not chaos and not proof' --numprocesses 2 --dist loadfile
 	$(BIN)/python -m pytest -m 'scenario and not chaos and not proof'
 
-chaos: setup ## whole runs whose parts die, freeze or are interrupted
-	$(BIN)/python -m pytest -m 'chaos and not proof'
+chaos: setup ## whole runs whose parts die, freeze or are interrupted; SEED=n MINUTES=m: faults by chance
+	$(if $(SEED),$(BIN)/python tests/chaos.py --seed $(SEED) --minutes $(or $(MINUTES),30),$(BIN)/python -m pytest -m 'chaos and not proof')
 
-proof: setup ## the long proofs: three seeds, the other CPU configurations, kill -9
-	$(BIN)/python -m pytest -m proof --timeout 3600
+proof: setup ## the long proofs, or with PART=nodes those of one marker: nodes that die or are cut off
+	$(BIN)/python -m pytest -m 'proof$(if $(PART), and $(PART))' --timeout 3600
 
 mutants: setup ## plant the sixty faults of tests/mutants.toml one by one: each must fail its tests
 	$(BIN)/python tests/mutants.py
@@ -59,6 +59,9 @@ bench-train: setup build/peers/trl/.installed ## training steps beside padded ro
 	$(BIN)/python -m benchmarks.train_step_trl --peer-python build/peers/trl/bin/python || status=1; \
 	$(BIN)/python -m benchmarks.loss_memory || status=1; \
 	exit $$status
+
+bench-recovery: setup ## kill -9 of every part of a run, to the next finished step
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.recovery
 
 build/peers/%/.installed: benchmarks/peers/%.txt
 	$(PYTHON) -m venv $(@D)

@@ -10,7 +10,7 @@ where p is the last of its segment; all samples of a trajectory are in one row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +88,9 @@ class RankShard:
     step: int
     """Counted from 1."""
     trainer_version: int
-    """The policy version that the trainer holds when the step starts; in a run step - 1."""
+    """The policy version that the trainer holds when the step starts."""
+    republished: tuple[int, ...] = ()
+    """Versions that were published for the same step as the one before them (`policy_ages`)."""
     minibatches: tuple[Minibatch, ...]
 
 
@@ -124,3 +126,14 @@ class ValueShard:
 
     step: int
     rows: tuple[ValueRow, ...]
+
+
+def array_bytes(value: object) -> int:
+    """The bytes of all arrays in a shard, or in any part of one."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, tuple):
+        return sum(map(array_bytes, value))
+    if is_dataclass(value):
+        return sum(array_bytes(getattr(value, field.name)) for field in fields(value))
+    return 0

@@ -11,8 +11,8 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 
@@ -34,6 +34,31 @@ async def is_set_within(limit_s: float, event: asyncio.Event) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+async def wait_while_moving(
+    answers: Sequence[asyncio.Future[Any]],
+    progress: Callable[[], Awaitable[Mapping[int, int]]],
+    *,
+    idle_s: float,
+    look_s: float,
+) -> None:
+    """Wait until all have answered, or one has failed, for as long as the work goes on.
+
+    progress: what each worker has done so far; one that does not answer is left out. idle_s: this
+    returns after so long without a change of it, or another answer. look_s: between two looks.
+    """
+    seen: dict[int, int] = {}
+    num_done, since = 0, time.monotonic()
+    while time.monotonic() - since < idle_s:
+        done, left = await asyncio.wait(
+            answers, timeout=look_s, return_when=asyncio.FIRST_EXCEPTION
+        )
+        if not left or any(answer.exception() for answer in done):
+            return
+        now = {**seen, **await progress()}
+        if now != seen or len(done) > num_done:
+            seen, num_done, since = now, len(done), time.monotonic()
 
 
 async def retry(

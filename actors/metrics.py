@@ -9,12 +9,13 @@ run; `service/telemetry/recorder.py` fills it. docs/metrics.md lists them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import StrEnum
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from actors.statistics import STATISTICS
@@ -31,6 +32,9 @@ class Part(StrEnum):
 
     ENVIRONMENT_ACTOR = "environment_actor"
     ENGINE = "engine"
+    QUEUE = "queue"
+    TRAINER = "trainer"
+    MERGE_ACTOR = "merge_actor"
     TERM = "term"
 
 
@@ -69,6 +73,40 @@ class OptionalGauge(OptionalGauges):
         self.show({} if value is None else {"": value})
 
 
+class StoredHistograms(Collector):
+    """Histograms of one name, by the value of their label, whose counts are kept elsewhere.
+
+    The library's own cannot go on from counts. Without a label there is one, whose key is "".
+    """
+
+    def __init__(
+        self, name: str, documentation: str, label: str = "", *, buckets: tuple[float, ...]
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labelnames = (label,) if label else ()
+        self._bounds = [str(float(bound)) for bound in buckets] + ["+Inf"]
+        # By the label's value, how many are in each bucket, and the sum of all.
+        self._values: Mapping[str, tuple[Sequence[int], float]] = {}
+        if not label:
+            self._values = {"": ((), 0.0)}
+
+    def show(self, values: Mapping[str, tuple[Sequence[int], float]]) -> None:
+        """By the label's value: how many are in each bucket, the last above all bounds; the sum."""
+        self._values = dict(values)
+
+    def describe(self) -> Iterable[Metric]:
+        return [HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)]
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)
+        for key, (counts, total) in self._values.items():
+            below = map(float, accumulate(counts or [0] * len(self._bounds)))
+            buckets = list(zip(self._bounds, below, strict=True))
+            family.add_metric([key] if self._labelnames else [], buckets, total)
+        return [family]
+
+
 class AtomicRegistry(CollectorRegistry):
     """A registry of which no scrape shows half a change, and where metrics are declared.
 
@@ -97,6 +135,13 @@ class AtomicRegistry(CollectorRegistry):
         self, name: str, documentation: str, *labels: str, buckets: tuple[float, ...]
     ) -> Histogram:
         return Histogram(name, documentation, labels, buckets=buckets, registry=self)
+
+    def stored_histograms(
+        self, name: str, documentation: str, label: str = "", *, buckets: tuple[float, ...]
+    ) -> StoredHistograms:
+        histograms = StoredHistograms(name, documentation, label, buckets=buckets)
+        self.register(histograms)
+        return histograms
 
     def gauge(self, name: str, documentation: str) -> OptionalGauge:
         gauge = OptionalGauge(name, documentation)
@@ -230,7 +275,7 @@ class StepMetrics:
             field: registry.counter(name, documentation)
             for field, (name, documentation) in STEP_COUNTERS.items()
         }
-        self.stage_seconds = registry.histogram(
+        self.stage_seconds = registry.stored_histograms(
             "rayloom_stage_seconds",
             "Wall time of each stage of a stored step.",
             "stage",
@@ -240,7 +285,7 @@ class StepMetrics:
             "rayloom_policy_version",
             "Version that the newest step made, and that every engine took.",
         )
-        self.policy_age = registry.histogram(
+        self.policy_age = registry.stored_histograms(
             "rayloom_policy_age_versions",
             "Age of the oldest token of each step that trained any.",
             buckets=AGE_BUCKETS,

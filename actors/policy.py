@@ -39,7 +39,7 @@ class GenerateRequest:
     cache_salt: str | None = None
     """What the trajectory's first reply carried; None on its first turn."""
     replica: str = ""
-    """Who gave the trajectory's first reply, and has its prefix cached; empty on its first turn."""
+    """Who gave the trajectory's last reply, and has its prefix cached; empty on its first turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class GenerateReply:
     cache_salt: str
     """For the trajectory's later requests."""
     replica: str = ""
-    """For the trajectory's later requests."""
+    """For the trajectory's next request."""
     expert_indices: ExpertIndices | None = None
     """[R, L, K] uint8 or int16, as `Turn.expert_indices`; None: not recorded."""
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from worlds.postgresql_server import PostgresqlServer
     from worlds.trainer_world import World
 
 # Read when torch is imported. Matrices this small gain nothing by threads, and on busy cores the
@@ -64,6 +65,15 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
 def model(tiny_models: dict[bool, str]) -> str:
     """The directory of a tiny model."""
     return tiny_models[True]
+
+
+@pytest.fixture(scope="session")
+def postgresql_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresqlServer]:
+    """For all tests of a process that only use it; each takes a schema of its own."""
+    from worlds.postgresql_server import postgresql
+
+    with postgresql(tmp_path_factory.mktemp("postgresql") / "server") as server:
+        yield server
 
 
 @pytest.fixture

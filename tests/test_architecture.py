@@ -14,7 +14,6 @@ REPOSITORY = Path(__file__).parents[1]
 ALLOWED = {"actors": {"actors"}, "service": {"actors", "service"}}
 # Beside every actor.py of `actors`: what starts a group of actors.
 RAY_FILES = {"actors/trainer/group.py"}
-VLLM_FILES = {"actors/trainer/publish_cuda.py"}
 # Packages whose mathematics and state machines never await, outside of the files above.
 PURE_PACKAGES = ("actors/merge/", "actors/trajectory_queue/", "actors/trainer/")
 WAITS = ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith
@@ -42,7 +41,7 @@ def is_shell(file: str) -> bool:
 
 
 def test_the_rules_are_held_over_real_files() -> None:
-    assert RAY_FILES | VLLM_FILES <= TREES.keys()
+    assert RAY_FILES <= TREES.keys()
     assert len([file for file in TREES if file.startswith(PURE_PACKAGES)]) > 20
 
 
@@ -85,7 +84,7 @@ def test_ray_and_vllm_stay_in_the_shells_of_the_actors() -> None:
         if file.startswith("actors/")
         for module in imported(tree)
         if (module.partition(".")[0] == "ray" and not is_shell(file))
-        or (module.partition(".")[0] == "vllm" and file not in VLLM_FILES)
+        or module.partition(".")[0] == "vllm"
         # Settings are plain dataclasses; the configuration alone reads them from YAML.
         or module.partition(".")[0] == "pydantic"
     ]

@@ -50,7 +50,7 @@ def test_the_metrics_show_every_statistic_once() -> None:
 
 
 def test_the_report_has_a_row_for_every_statistic() -> None:
-    tables = statistic_tables(learning_run(1).steps)
+    tables = statistic_tables(learning_run(1).totals)
     assert sum(len(table.rows) for table in tables) == len(STATISTICS)
 
 

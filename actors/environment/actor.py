@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from actors.deadline import is_set_within, retry, within
 from actors.environment.protocol import Environment
@@ -42,6 +42,10 @@ PolicyFactory = Callable[[], PolicyClient]
 
 class QueueUnreachable(Exception):
     """The trajectory queue did not answer; this actor's rollouts must be given to another one."""
+
+
+class QueueDied(Exception):
+    """The queue that had this actor's rollouts is gone; its successor gives them out anew."""
 
 
 class EnvironmentActor:
@@ -75,6 +79,8 @@ class EnvironmentActor:
         self._evaluations: set[asyncio.Task[Trajectory]] = set()
         self._evaluation_slots = asyncio.Semaphore(settings.rollouts.slots_per_actor)
         self._finished: list[Trajectory] = []
+        self._num_deaths_seen = 0
+        """Of the queue: what was taken before the last one is not kept."""
         self._num_sending = 0
         self._is_taking = False
         self._is_running = False
@@ -158,10 +164,16 @@ class EnvironmentActor:
                 if free <= 0:
                     await self._wait_for(self._has_free_slots)
                     continue
-                for assignment in await self._take(free):
-                    task = asyncio.create_task(self._play(assignment))
+                try:
+                    assignments = await self._take(free)
+                except QueueDied:
+                    await self._begin_anew()
+                    continue
+                num_deaths = self._num_deaths_seen
+                for assignment in assignments:
+                    task = asyncio.create_task(self._play(assignment, num_deaths))
                     self._episodes.add(task)
-                    task.add_done_callback(partial(self._on_end, assignment))
+                    task.add_done_callback(partial(self._on_end, assignment, num_deaths))
         finally:
             self._is_taking = False
             self._has_finished.set()
@@ -177,24 +189,53 @@ class EnvironmentActor:
         limit_s = settings.poll_s + settings.queue_deadline_s
         try:
             assignments: list[RolloutAssignment] = await within(limit_s, call)
+        except ActorUnavailableError as error:
+            raise QueueDied(describe(error)) from error
         except (RayError, TimeoutError) as error:
             raise QueueUnreachable(f"take_rollouts: {describe(error)}") from error
         return assignments
 
-    async def _play(self, assignment: RolloutAssignment) -> None:
-        self._keep(await self._episode(assignment))
+    async def _begin_anew(self) -> None:
+        """Drop what is held, and tell the queue.
 
-    def _on_end(self, assignment: RolloutAssignment, task: asyncio.Task[None]) -> None:
+        Raises: QueueUnreachable.
+        """
+        self._num_deaths_seen += 1
+        for task in self._episodes:
+            task.cancel()
+        self._finished.clear()
+        settings = self._settings
+
+        async def give_back() -> None:
+            call = self._queue.give_back.remote(self._actor_id)
+            await within(settings.queue_deadline_s, call)
+
+        try:
+            await retry(give_back, on=ActorUnavailableError, limit_s=settings.queue_deadline_s)
+        except (RayError, TimeoutError) as error:
+            raise QueueUnreachable(f"give_back: {describe(error)}") from error
+
+    async def _play(self, assignment: RolloutAssignment, num_deaths: int) -> None:
+        self._keep(await self._episode(assignment), num_deaths)
+
+    def _on_end(
+        self, assignment: RolloutAssignment, num_deaths: int, task: asyncio.Task[None]
+    ) -> None:
         self._episodes.discard(task)
         # A task that is cancelled before its first step never runs at all.
         if task.cancelled():
-            self._keep(
-                Trajectory.of(assignment, Outcome.CANCELLED, detail="cancelled before it began")
+            cancelled = Trajectory.of(
+                assignment, Outcome.CANCELLED, detail="cancelled before it began"
             )
+            self._keep(cancelled, num_deaths)
 
-    def _keep(self, trajectory: Trajectory) -> None:
-        self._finished.append(trajectory)
-        self._has_finished.set()
+    def _keep(self, trajectory: Trajectory, num_deaths: int) -> None:
+        """num_deaths: of the queue, that were seen when its rollout was taken."""
+        if num_deaths == self._num_deaths_seen:
+            self._finished.append(trajectory)
+            self._has_finished.set()
+        else:
+            self._has_free_slots.set()
 
     async def _episode(
         self, assignment: RolloutAssignment, *, temperature: float | None = None
@@ -281,7 +322,7 @@ class EnvironmentActor:
             await retry(
                 put,
                 on=(RayError, TimeoutError),
-                max_attempts=settings.put_attempts,
+                limit_s=settings.queue_deadline_s,
                 first_pause_s=0.5,
             )
         except (RayError, TimeoutError) as error:

@@ -62,5 +62,3 @@ class EnvironmentActorSettings:
     """Trajectories that travel together at most."""
     queue_deadline_s: float = 60.0
     """How long the queue may take to answer beyond a poll."""
-    put_attempts: int = 4
-    """Of the same block; the queue knows a trajectory that it has already."""

@@ -13,7 +13,9 @@ import json
 import os
 import random
 import tempfile
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -25,6 +27,7 @@ from actors.types import Task
 
 # Below 2^31, so that a seed suits every generator there is (some take 32 bits, some signed).
 _SEEDS_PER_RANGE = 2**30
+_KEPT_EPOCHS = 16
 _FIELDS = ("task_id", "environment", "seed", "data")
 _TEXT = pa.string()
 _SCHEMA = pa.schema({"task_id": _TEXT, "environment": _TEXT, "seed": pa.int64(), "data": _TEXT})
@@ -98,17 +101,18 @@ class FileTasks:
         self._held_out = by_hash[:num_held_out]
         self._train = by_hash[num_held_out:]
         self._run_seed = run_seed
-        self._epoch = -1
-        self._order: list[int] = []
+        # First choices and each of their replacements run through epochs of their own.
+        self._order = lru_cache(maxsize=_KEPT_EPOCHS)(self._shuffled)
 
     def task(self, index: int) -> Task:
         _check_index(index)
         epoch, position = divmod(index, len(self._train))
-        if epoch != self._epoch:
-            self._order = list(range(len(self._train)))
-            random.Random(derived_seed("epoch", self._run_seed, epoch)).shuffle(self._order)
-            self._epoch = epoch
-        return self._train[self._order[position]]
+        return self._train[self._order(epoch)[position]]
+
+    def _shuffled(self, epoch: int) -> array[int]:
+        order = list(range(len(self._train)))
+        random.Random(derived_seed("epoch", self._run_seed, epoch)).shuffle(order)
+        return array("L", order)
 
     def held_out(self, count: int) -> list[Task]:
         if count > len(self._held_out):

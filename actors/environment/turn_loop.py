@@ -282,7 +282,8 @@ class _Episode:
             turn = check_reply(prompt, reply)
             if self._cache_salt is None:
                 self._cache_salt = reply.cache_salt
-            self._replica = self._replica or reply.replica
+            # Not always the replica that was asked for: one that is gone has a successor.
+            self._replica = reply.replica
             return turn
 
         started = time.monotonic()

@@ -13,6 +13,7 @@ import os
 import re
 import struct
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ import msgspec
 
 from actors.journal.record import GroupRule, JournalStep, journal_step
 from actors.merge.step import StepResult
+from actors.policy_age import oldest_version
 from actors.trajectory_queue.codec import decoder_of, to_bytes, with_shared, without_shared
 
 FORMAT = 2
@@ -184,13 +186,17 @@ class Journal:
         self._settings = settings
         self._is_told = False
 
-    def write(self, result: StepResult) -> str:
-        """Write a step; returns a warning, once, when it cannot be written, else an empty text."""
+    def write(self, result: StepResult, *, republished: Sequence[int] = ()) -> str:
+        """Write a step; returns a warning, once, when it cannot be written, else an empty text.
+
+        republished: as `policy_ages`.
+        """
         settings = self._settings
+        version = result.report.trainer_version
         step = journal_step(
             result,
             term=settings.term,
-            max_policy_age=settings.max_policy_age,
+            max_policy_age=version - oldest_version(version, settings.max_policy_age, republished),
             group_rule=settings.group_rule,
         )
         try:

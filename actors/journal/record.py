@@ -58,7 +58,7 @@ class JournalStep:
     term: int
     trainer_version: int
     max_policy_age: int
-    """The run's bound, versions."""
+    """The run's bound, versions; those included that were published once more for their step."""
     group_rule: GroupRule | None
     """None where advantages are no function of the group's returns alone."""
     num_packed_trained: int
@@ -72,8 +72,7 @@ def journal_step(
     """Lay out a built step for the journal."""
     report = result.report
     return JournalStep(
-        # The trainer holds version n - 1 when it does step n.
-        step=report.trainer_version + 1,
+        step=report.step,
         term=term,
         trainer_version=report.trainer_version,
         max_policy_age=max_policy_age,

@@ -14,9 +14,10 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
+from actors.batch import array_bytes
 from actors.journal.files import Journal, JournalSettings
 from actors.merge.disposition import problem_notices
-from actors.merge.groups import GroupMembers, classify_groups, read_groups
+from actors.merge.groups import GroupMembers, ScoresLost, classify_groups, read_groups
 from actors.merge.report import StepReport
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.settings import StepSettings
@@ -44,6 +45,8 @@ class BuiltStep:
     """A reference to each rank's ValueShard, in the order of ranks; empty without a critic."""
     notices: tuple[str, ...] = ()
     """Sentences for the user on faults; usually empty."""
+    num_bytes: int = 0
+    """Of all shards."""
 
     def outcomes_after(self, *, is_all_skipped: bool) -> tuple[RolloutOutcome, ...]:
         """The outcomes of the step; none is `trained` where all its updates were skipped."""
@@ -81,20 +84,33 @@ class MergeActor:
         return tuple(ray.put(shard) for shard in shards)
 
     def build(
-        self, step_input: StepInput, trainer_version: int, scores: Sequence[Any] = ()
+        self,
+        step_input: StepInput,
+        trainer_version: int,
+        scores: Sequence[Any] = (),
+        republished: Sequence[int] = (),
     ) -> BuiltStep:
         """Build the batch of a taken step.
 
         Args: trainer_version: the policy version that the trainer holds. scores: of each rank, a
-        reference to its RowScores for the plan; empty without a plan.
-        Raises: PayloadsLost, naming the rollouts; ValueError, as build_step and read_scores.
+        reference to its RowScores for the plan; empty without a plan. republished: versions that
+        were published for the same step as the one before them.
+        Raises: PayloadsLost, naming the rollouts; ScoresLost; ValueError, as build_step and
+        read_scores.
         """
         groups = self._read(step_input)
         if scores:
-            answers = ray.get(list(scores), timeout=FETCH_DEADLINE_S)
+            try:
+                answers = ray.get(list(scores), timeout=FETCH_DEADLINE_S)
+            except (ObjectLostError, GetTimeoutError) as error:
+                raise ScoresLost(f"step {step_input.step}: a rank died with its scores") from error
             groups = read_scores(groups, self._settings, answers)
         result = build_step(
-            groups, self._settings, step=step_input.step, trainer_version=trainer_version
+            groups,
+            self._settings,
+            step=step_input.step,
+            trainer_version=trainer_version,
+            republished=republished,
         )
         return BuiltStep(
             step=step_input.step,
@@ -102,13 +118,15 @@ class MergeActor:
             outcomes=result.outcomes,
             report=result.report,
             value_shards=tuple(ray.put(shard) for shard in result.value_shards),
-            notices=self._notices(result),
+            notices=self._notices(result, republished),
+            num_bytes=array_bytes((*result.shards, *result.value_shards)),
         )
 
-    def _notices(self, result: StepResult) -> tuple[str, ...]:
-        unwritten = self._journal.write(result) if self._journal is not None else ""
-        # The step number of the run and its journal: step n trains on version n - 1.
-        problems = problem_notices(result.members, step=result.report.trainer_version + 1)
+    def _notices(self, result: StepResult, republished: Sequence[int]) -> tuple[str, ...]:
+        unwritten = ""
+        if self._journal is not None:
+            unwritten = self._journal.write(result, republished=republished)
+        problems = problem_notices(result.members, step=result.report.step)
         return (*problems, unwritten) if unwritten else problems
 
     def _read(self, step_input: StepInput) -> tuple[GroupMembers, ...]:

@@ -20,6 +20,10 @@ GroupMembers = tuple[Member, ...]
 """A group of a step once its trajectories are classified, in the order of the queue."""
 
 
+class ScoresLost(Exception):
+    """The ranks' scores are gone from the object store: have the plan scored again."""
+
+
 class PayloadsLost(Exception):
     """Payloads of finished rollouts are gone; tell the queue (`lost`) and take the step again."""
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from actors.batch import MicroBatch, RankShard
 from actors.limits import MAX_REWARD
 from actors.merge.member import Member
+from actors.policy_age import policy_ages
 from actors.statistics import STATISTICS, Reduction, Source
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import BranchReason, Outcome, Trajectory
@@ -80,7 +81,8 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
     members = [member for group in groups for member in group]
     trajectories = [member.trajectory for member in members]
     rows = [r for shard in shards for part in shard.minibatches for r in part.micro_batches]
-    ages = shards[0].trainer_version - _versions(rows)
+    first = shards[0]
+    ages = policy_ages(_versions(rows), first.trainer_version, first.republished)
     graded = [t for t in trajectories if t.is_graded and abs(t.episode_return) <= MAX_REWARD]
     shaped = [
         member.shaped_return
@@ -92,8 +94,8 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
     # The reasons found in each group. Members out of the loss for another reason have None.
     reasons = [{member.no_signal for member in group} for group in groups]
     return StepReport(
-        step=shards[0].step,
-        trainer_version=shards[0].trainer_version,
+        step=first.step,
+        trainer_version=first.trainer_version,
         num_groups=len(groups),
         num_zero_variance_groups=sum(EvictionReason.ZERO_VARIANCE in found for found in reasons),
         num_negative_return_groups=sum(

@@ -45,13 +45,18 @@ class StepResult:
 
 
 def build_step(
-    groups: Sequence[GroupMembers], settings: StepSettings, *, step: int, trainer_version: int
+    groups: Sequence[GroupMembers],
+    settings: StepSettings,
+    *,
+    step: int,
+    trainer_version: int,
+    republished: Sequence[int] = (),
 ) -> StepResult:
     """Make the batch of one step.
 
     Args: groups: as `classify_groups` made them with these settings, scored (`read_scores`) where
     the settings need a critic or a reference. step: its number, counted from 1. trainer_version:
-    the policy version that the trainer holds; in a run step - 1.
+    the policy version that the trainer holds. republished: as `policy_ages`.
     Raises: ValueError when scores are missing, or a trajectory was sampled by a version that the
     trainer does not hold yet.
     """
@@ -67,6 +72,7 @@ def build_step(
         without_signal=_size_of([m for m in members if m.no_signal and not m.is_trained]),
         step=step,
         trainer_version=trainer_version,
+        republished=tuple(republished),
     )
     value_shards: tuple[ValueShard, ...] = ()
     if settings.algorithm.has_critic:
@@ -163,6 +169,7 @@ def _pack(
     without_signal: UpdateSize,
     step: int,
     trainer_version: int,
+    republished: tuple[int, ...],
 ) -> tuple[RankShard, ...]:
     """Split into updates, weigh and pack. Each update counts a share of the tokens without signal,
     in proportion to the tokens that it trains."""
@@ -195,7 +202,12 @@ def _pack(
         )
         minibatches.append(packed)
     return tuple(
-        RankShard(step=step, trainer_version=trainer_version, minibatches=tuple(of_rank))
+        RankShard(
+            step=step,
+            trainer_version=trainer_version,
+            minibatches=tuple(of_rank),
+            republished=republished,
+        )
         for of_rank in zip(*minibatches, strict=True)
     )
 

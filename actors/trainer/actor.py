@@ -1,6 +1,7 @@
 """One trainer rank as a Ray actor: `TrainerRank`, and what of it needs Ray.
 
-Methods run one at a time, in the order of their calls, so that the ranks' collectives line up.
+Methods run one at a time, in the order of their calls, so that the ranks' collectives line up; but
+for the two groups of `CONCURRENCY`, which answer beside them.
 Started, watched and killed by `group.TrainerGroup`; never restarted by Ray, because a rank that
 lost its process group is of no use to the others.
 """
@@ -8,30 +9,45 @@ lost its process group is of no use to the others.
 from __future__ import annotations
 
 import os
+import resource
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch.distributed as dist
 from ray import ObjectRef
 from ray.actor import ActorHandle
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayTaskError,
+)
 
 from actors.batch import RankShard
 from actors.expert_records import ModelShape
 from actors.trainer.process_group import (
+    MOVED,
     Rendezvous,
     connect_store,
-    free_port,
     keep_freed_memory,
     open_store,
 )
 from actors.trainer.settings import RankSettings
-from actors.weights.board import BoardStatus, WeightGroup
+from actors.weights.board import Seat, StaleTerm, WeightGroup
+from actors.weights.collective import Offer, Sender
 
 if TYPE_CHECKING:
     from actors.trainer.rank import TrainerRank
 
 BOARD_TIMEOUT_S = 30.0
+CONCURRENCY = {"watch": 1, "save": 1}
+# A start's work is in libraries: a MiB of memory counts, or so many seconds of the processor.
+_START_TICK_S = 10.0
+BOARD_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +68,18 @@ class TrainerRankActor:
         self._rank_number = rank
         self._store: dist.Store | None = None
         self._rank: TrainerRank | None = None
-        self._publisher: object | None = None
+        self._sender: Sender | None = None
 
+    @ray.method(concurrency_group="watch")
+    def progress(self) -> int:
+        """A number that grows while this rank starts, loads, writes or gathers."""
+        if self._rank is not None:
+            return MOVED.total
+        # Loading a model fills memory, and checking it takes time.
+        num_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        return num_mib + int(time.process_time() / _START_TICK_S)
+
+    @ray.method(concurrency_group="watch")
     def process(self) -> RankProcess:
         return RankProcess(
             node_id=ray.get_runtime_context().get_node_id(),
@@ -94,6 +120,11 @@ class TrainerRankActor:
         """Call a method of the rank by its name."""
         return getattr(self._joined, method)(*arguments)
 
+    @ray.method(concurrency_group="save")
+    def finish_save(self) -> Path:
+        """As the rank's."""
+        return self._joined.finish_save()
+
     def score_rows(self, shard: RankShard) -> ObjectRef:
         """A reference to the answers: [rows] RowScores."""
         return ray.put(self._joined.score_rows(shard))
@@ -104,31 +135,20 @@ class TrainerRankActor:
             replace(group, buffer=ray.put(group.buffer)) for group in self._joined.pack_weights()
         )
 
-    def transfer_port(self, address: str) -> Rendezvous:
-        """Choose where rank 0 and the engines may meet."""
-        return Rendezvous(address=address, port=free_port(address))
+    def keep_weights(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
+        """Pack the weights, keep them and broadcast them to whoever takes a seat on the board.
 
-    def send_weights(
-        self, board: ActorHandle, term: int, version: int, rendezvous: Rendezvous
-    ) -> None:
-        """Send the weights through vLLM's own transfer; CUDA only."""
-        from actors.trainer.publish_cuda import CudaPublisher
-        from actors.weights.actor import BoardClient
-
-        def read_status() -> BoardStatus:
-            return ray.get(board.status.remote(), timeout=BOARD_TIMEOUT_S)
-
-        rank = self._joined
-        if not isinstance(self._publisher, CudaPublisher):
-            self._publisher = CudaPublisher(
-                rank.causal_lm,
-                rank=self._rank_number,
-                transport=self._settings.weight_backend,
-                client=BoardClient(board, term),
-                read_status=read_status,
-                dtype=rank.param_dtype,
+        Returns: on rank 0 the groups without their bytes, on the others nothing.
+        """
+        packed = tuple(self._joined.pack_weights())
+        if packed:
+            self._sender = self._sender or Sender(
+                _group_former(board),
+                address=ray.util.get_node_ip_address(),
+                device=self._joined.device,
             )
-        self._publisher.send(version, rendezvous=rendezvous)
+            self._sender.offer(Offer(term=term, version=version, groups=packed))
+        return tuple(replace(group, buffer=None) for group in packed)
 
     def close(self) -> None:
         if self._rank is not None:
@@ -139,3 +159,22 @@ class TrainerRankActor:
         if self._rank is None:
             raise RuntimeError("trainer rank: not joined yet; start the group first")
         return self._rank
+
+
+def _group_former(board: ActorHandle) -> Callable[[Offer, str, float], Seat | None]:
+    """`WeightBoard.form_group` for a `Sender`'s thread."""
+
+    def form_group(offer: Offer, store: str, timeout_s: float) -> Seat | None:
+        call = board.form_group.remote(offer.term, offer.version, store, timeout_s)
+        try:
+            seat: Seat | None = ray.get(call, timeout=timeout_s + BOARD_TIMEOUT_S)
+            return seat
+        except RayTaskError as error:
+            raise error.cause from error
+        except ActorDiedError as error:
+            raise StaleTerm("the weight board is gone, and what it asked for with it") from error
+        except (GetTimeoutError, ActorUnavailableError):
+            time.sleep(BOARD_PAUSE_S)
+            return None
+
+    return form_group

@@ -83,22 +83,6 @@ def read_manifest(path: Path) -> Progress:
         ) from error
 
 
-def list_checkpoints(root: Path) -> list[Path]:
-    """List the whole checkpoints under a directory, oldest first: by term, then step.
-
-    A newer term outranks a later step: it went on from a checkpoint that was committed, and what
-    the older term wrote beyond that belongs to no surviving lineage.
-    """
-    found: list[tuple[int, int, Path]] = []
-    for manifest in root.glob(f"step-*/{MANIFEST}"):
-        try:
-            progress = read_manifest(manifest.parent)
-        except CheckpointError:
-            continue
-        found.append((progress.term, progress.step, manifest.parent))
-    return [path for _, _, path in sorted(found)]
-
-
 def claim(root: Path, term: int) -> None:
     """Take the checkpoint directory for a term; an older term can no longer save.
 

@@ -1,15 +1,18 @@
 """The trainer's ranks as one object that the supervisor awaits.
 
-Every call goes to all ranks and has a deadline. Invariant: after `TrainerRankLost` no rank of the
-group is alive, so nothing half-done can come later; the supervisor makes a new group and loads the
-newest checkpoint. Errors that all ranks agree on (a refused shard, a broken checkpoint) leave the
-group as it was. `TrainerStartFailed` ends it too, and a new one would fail alike.
+Every call goes to all ranks and has a deadline; where the time depends on the model's size, it is
+one of progress: the group gives up when no rank has moved a byte for so long. Invariant: after
+`TrainerRankLost` no rank of the group is alive, so nothing half-done can come later;
+`service/run/restartable_trainer.py` makes a new group, which loads the newest checkpoint. Errors
+that all ranks agree on (a refused shard, a broken checkpoint) leave the group as it was.
+`TrainerStartFailed` ends it too, and a new one would fail alike.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,17 +22,23 @@ import torch
 import torch.distributed as dist
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.exceptions import ActorDiedError, ObjectLostError, RayError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.batch import Float32s
-from actors.deadline import ActorLost, within
+from actors.deadline import ActorLost, wait_while_moving, within
 from actors.expert_records import ModelShape
-from actors.trainer.actor import RankProcess, TrainerRankActor
+from actors.trainer.actor import CONCURRENCY, RankProcess, TrainerRankActor
 from actors.trainer.checkpoint import CheckpointError, Progress
 from actors.trainer.process_group import LOOPBACK
-from actors.trainer.settings import Device, RankSettings, WeightBackend
+from actors.trainer.settings import RankSettings, WeightBackend
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused
 from actors.trainer.statistics import StepStats
 from actors.weights.board import WeightGroup
@@ -48,7 +57,9 @@ _CAUSED_ELSEWHERE = (
 )
 _GRACE_S = 10.0
 _BLAME_S = 2.0
-_WATCH_EVERY_S = 2.0
+# Until ranks that could share a node must have found one; then they are spread over several.
+_ONE_NODE_S = 5.0
+_LOOK_EVERY_S = 2.0
 _Result = TypeVar("_Result")
 
 
@@ -68,10 +79,13 @@ class _RankFailure(Exception):
 class TrainerRankLost(_RankFailure, ActorLost):
     """A rank died, failed or did not answer in time; the whole group has been killed."""
 
-    sentence = (
-        "trainer: rank {rank} was lost in {method} ({reason}); the group is stopped, start a new "
-        "one from the newest checkpoint"
-    )
+    sentence = "trainer: rank {rank} was lost in {method} ({reason}); its group is stopped"
+
+
+class ShardLost(TrainerRankLost):
+    """What a rank was to train on is gone from the object store; the group has been killed."""
+
+    sentence = "trainer: rank {rank} could not fetch its shard for {method} ({reason})"
 
 
 class TrainerStartFailed(_RankFailure):
@@ -87,11 +101,32 @@ class TrainerStartFailed(_RankFailure):
 class Deadlines:
     """Seconds until a call other than a step must have ended on every rank."""
 
-    start_s: float = 300.0
-    publish_s: float = 300.0
+    place_s: float = 300.0
+    """Until a cluster has room for the ranks."""
+    idle_s: float = 300.0
+    """Without progress of any rank, in a start, a load, a checkpoint or a publish."""
+    board_s: float = 300.0
+    """Until the weight board has copies of its own."""
     check_s: float = 60.0
-    checkpoint_s: float = 300.0
     stop_s: float = 10.0
+
+
+def reservation_name(run_id: str, term: int) -> str:
+    """What a term's ranks call their placement group."""
+    return f"{run_id}-ranks-{term}"
+
+
+def remove_reservations(run_id: str, *, before_term: int) -> None:
+    """Remove the placement groups that older terms of a run have left.
+
+    Ray keeps one whose creator was killed for as long as the creator's job lives: it would hold
+    CPUs and GPUs that the next term's actors wait for.
+    """
+    older = {reservation_name(run_id, term) for term in range(1, before_term)}
+    for group in placement_group_table().values():
+        if group["name"] in older and group["state"] != "REMOVED":
+            with suppress(ValueError):
+                remove_placement_group(get_placement_group(group["name"]))
 
 
 class TrainerGroup:
@@ -106,14 +141,36 @@ class TrainerGroup:
         settings: RankSettings,
         *,
         deadlines: Deadlines | None = None,
+        resources: Mapping[str, float] | None = None,
+        reservation: str = "",
     ) -> None:
+        """resources: what a rank asks for beside its CPU and its GPUs. reservation: the name of
+        its placement group (`reservation_name`); empty: none."""
         self.settings = settings
+        self._reservation = reservation
+        self._resources = dict(resources or {})
         self.deadlines = deadlines or Deadlines()
         self.version = 0
         self.shape: ModelShape | None = None
         self.processes: tuple[RankProcess, ...] = ()
         self._ranks: list[ActorHandle] = []
+        self._saves: list[ObjectRef] = []
         self._placement: PlacementGroup | None = None
+
+    async def reserve(self) -> None:
+        """Take the ranks' places, before others take them; `start` does it too.
+
+        Raises: TrainerRankLost for resources that do not come in time.
+        """
+        if self._placement is not None:
+            return
+        num_ranks, timeout_s = self.settings.trainer.num_ranks, self.deadlines.place_s
+        bundle = {"CPU": 1, **self._resources, **self._gpus}
+        # On one node if there is one for all: gradients would cross the network at each step.
+        if not await self._reserve(bundle, "STRICT_PACK", min(_ONE_NODE_S, timeout_s)) and (
+            not await self._reserve(bundle, "PACK", timeout_s)
+        ):
+            raise TrainerRankLost(0, "start", f"no {num_ranks} x {bundle} within {timeout_s} s")
 
     async def start(self) -> None:
         """Start the ranks, let them meet, load the model.
@@ -122,27 +179,35 @@ class TrainerGroup:
             an architecture that cannot be trained; TrainerRankLost for a rank that died, or
             resources that do not come in time.
         """
-        timeout_s = self.deadlines.start_s
-        options = await self._actor_options(timeout_s)
-        actor_class = ray.remote(TrainerRankActor)
+        await self.reserve()
+        options = {
+            "num_cpus": 1,
+            "num_gpus": self.settings.trainer.gpus_per_rank,
+            "resources": self._resources,
+            "max_restarts": 0,
+        }
+        actor_class = ray.remote(concurrency_groups=CONCURRENCY)(TrainerRankActor)
         self._ranks = [
             actor_class.options(**options, **self._bundle(rank)).remote(self.settings, rank)
             for rank in range(self.settings.trainer.num_ranks)
         ]
-        self.processes = tuple(await self._on_all("process", timeout_s=timeout_s))
+        self.processes = tuple(await self._on_all("process"))
         is_local = len({process.node_id for process in self.processes}) == 1
         address = LOOPBACK if is_local else self.processes[0].node_address
-        rendezvous = await self._on_first("open_rendezvous", address, timeout_s=timeout_s)
-        shapes = await self._on_all("join", rendezvous, is_local, timeout_s=timeout_s)
+        rendezvous = await self._on_first("open_rendezvous", address)
+        shapes = await self._on_all("join", rendezvous, is_local)
         self.shape = shapes[0]
 
-    async def watch(self) -> None:
-        """Raise TrainerRankLost soon after a rank has died, also while nothing is asked of it."""
-        while True:
-            await asyncio.sleep(_WATCH_EVERY_S)
-            if self._ranks:
-                # It waits behind a step that is under way, which has the same deadline.
-                await self._on_all("process", timeout_s=self.settings.trainer.step_deadline_s)
+    @property
+    def serves_engines(self) -> bool:
+        """Whether engines get a published version from the ranks themselves, for as long as it is
+        the current one."""
+        return self.settings.weight_backend is WeightBackend.COLLECTIVE
+
+    async def check_alive(self) -> None:
+        """Ask every rank, beside whatever it is doing. Raises: TrainerRankLost for a dead one."""
+        if self._ranks:
+            await self._on_all("process", timeout_s=self.settings.trainer.step_deadline_s)
 
     async def score(self, shard_refs: Sequence[ObjectRef]) -> tuple[ObjectRef, ...]:
         """Score rows before they are trained; each rank fetches only its own shard.
@@ -178,23 +243,25 @@ class TrainerGroup:
     async def publish(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
         """Make the ranks' weights the board's current publication.
 
-        Returns: what the board was given, once it holds copies of its own; empty when the weights
-            travel through vLLM's own transfer.
+        Returns: what the board was given, once it holds copies of its own; without buffers when
+            rank 0 broadcasts them.
         Raises: ValueError for a version that the ranks do not hold; TrainerRankLost; the board's
             own errors (`actors.weights.board`); TimeoutError when the board does not answer.
         """
         if version != self.version:
             raise ValueError(f"trainer: got version {version}, expected {self.version} to publish")
-        timeout_s = self.deadlines.publish_s
-        if self.settings.weight_backend != WeightBackend.OBJECT_STORE:
-            # Engines can be on other nodes than the trainer, so never loopback.
-            address = self.processes[0].node_address
-            meeting = await self._on_first("transfer_port", address, timeout_s=timeout_s)
-            await self._on_all("send_weights", board, term, version, meeting, timeout_s=timeout_s)
-            return ()
         groups: tuple[WeightGroup, ...]
-        groups = (await self._on_all("put_weights", timeout_s=timeout_s))[0]
-        await _answer(board.publish.remote(term, version, groups), timeout_s)
+        if self.settings.weight_backend is WeightBackend.COLLECTIVE:
+            packed = await self._on_all("keep_weights", board, term, version)
+        else:
+            packed = await self._on_all("put_weights")
+        groups = packed[0]
+        try:
+            await _answer(board.publish.remote(term, version, groups), self.deadlines.board_s)
+        except RayError:
+            # Ray frees what a dead rank put: then the rank is what was lost.
+            await self.check_alive()
+            raise
         return groups
 
     async def check_logprobs(self) -> Float32s:
@@ -206,16 +273,37 @@ class TrainerGroup:
         logprobs: Float32s = found[0]
         return logprobs
 
-    async def save(self, step: int, *, version: int, term: int) -> Path:
-        """Write a checkpoint; return its directory once it counts.
+    async def begin_save(self, step: int, *, term: int) -> None:
+        """Copy the ranks' state and start to write it; steps may follow at once.
 
-        Raises: ValueError for a version that the ranks do not hold; CheckpointError;
-            TrainerRankLost.
+        Raises: TrainerRankLost.
         """
-        if version != self.version:
-            raise ValueError(f"trainer: got version {version}, expected {self.version} to save")
-        paths = await self._call_all("save", step, term, timeout_s=self.deadlines.checkpoint_s)
-        return Path(paths[0])
+        await self._call_all("begin_save", step, term)
+        self._saves = [rank.finish_save.remote() for rank in self._ranks]
+
+    async def finish_save(self) -> Path:
+        """Wait for the checkpoint that was begun last; return its directory once it counts.
+
+        Raises: CheckpointError; TrainerRankLost.
+        """
+        return Path((await self._join("finish_save", self._saves, None))[0])
+
+    async def fingerprint(self) -> tuple[int, ...]:
+        """Of each rank's weights and optimiser: equal where they are, bit for bit.
+
+        Raises: TrainerRankLost.
+        """
+        timeout_s = self.settings.trainer.step_deadline_s
+        return tuple(await self._call_all("fingerprint", timeout_s=timeout_s))
+
+    async def renumber(self, version: int, republished: tuple[int, ...]) -> None:
+        """Call the weights another version of the same step, as `TrainerRank.renumber`.
+
+        Raises: TrainerRankLost.
+        """
+        timeout_s = self.deadlines.check_s
+        await self._call_all("renumber", version, republished, timeout_s=timeout_s)
+        self.version = version
 
     async def load(self, path: Path) -> Progress:
         """Take weights, optimiser, version and progress from a checkpoint.
@@ -223,7 +311,7 @@ class TrainerGroup:
         Raises: CheckpointError (load another one before going on); TrainerStartFailed;
             TrainerRankLost.
         """
-        found = await self._call_all("load", path, timeout_s=self.deadlines.checkpoint_s)
+        found = await self._call_all("load", path)
         progress: Progress = found[0]
         self.version = progress.version
         return progress
@@ -247,23 +335,23 @@ class TrainerGroup:
             remove_placement_group(self._placement)
             self._placement = None
 
-    async def _actor_options(self, timeout_s: float) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0}
-        if self.settings.trainer.device == Device.CPU:
-            return {**options, "scheduling_strategy": "SPREAD"}
+    @property
+    def _gpus(self) -> dict[str, float]:
         num_gpus = self.settings.trainer.gpus_per_rank
-        bundle = {"CPU": 1, "GPU": num_gpus}
+        return {"GPU": num_gpus} if num_gpus else {}
+
+    async def _reserve(self, bundle: dict[str, float], strategy: str, timeout_s: float) -> bool:
+        """Make the placement group; False, and nothing reserved, where it does not come in time."""
+        count = self.settings.trainer.num_ranks
         self._placement = placement_group(
-            [bundle] * self.settings.trainer.num_ranks, strategy="PACK"
+            [bundle] * count, strategy=strategy, name=self._reservation
         )
         try:
             await _answer(self._placement.ready(), timeout_s)
-        except TimeoutError as error:
+        except TimeoutError:
             self.kill()
-            raise TrainerRankLost(
-                0, "start", f"no {self.settings.trainer.num_ranks} x {bundle} within {timeout_s} s"
-            ) from error
-        return {**options, "num_gpus": num_gpus}
+            return False
+        return True
 
     def _bundle(self, rank: int) -> dict[str, Any]:
         if self._placement is None:
@@ -278,27 +366,38 @@ class TrainerGroup:
             raise ValueError(f"trainer: got {len(shard_refs)} shards for {len(self._ranks)} ranks")
         return list(zip(self._ranks, shard_refs, strict=True))
 
-    async def _call_all(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
-        """Call a method of every `TrainerRank`."""
+    async def _call_all(
+        self, method: str, *arguments: Any, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Call a method of every `TrainerRank`. timeout_s: None: as long as there is progress."""
         calls = [rank.call.remote(method, *arguments) for rank in self._ranks]
         return await self._join(method, calls, timeout_s)
 
-    async def _on_all(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
-        """Call a method of every actor."""
+    async def _on_all(
+        self, method: str, *arguments: Any, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Call a method of every actor. timeout_s: as `_call_all`."""
         calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
         return await self._join(method, calls, timeout_s)
 
-    async def _on_first(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+    async def _on_first(self, method: str, *arguments: Any) -> Any:
         call = getattr(self._ranks[0], method).remote(*arguments)
-        return (await self._join(method, [call], timeout_s))[0]
+        return (await self._join(method, [call], None))[0]
 
-    async def _join(self, method: str, calls: Sequence[ObjectRef], timeout_s: float) -> list[Any]:
+    async def _join(
+        self, method: str, calls: Sequence[ObjectRef], timeout_s: float | None
+    ) -> list[Any]:
         """Await every rank; the first that fails or is late decides for all."""
         if not calls:
             raise RuntimeError(f"trainer: {method} on a group that is not running; start it")
         answers = [asyncio.wrap_future(call.future()) for call in calls]
         try:
-            await asyncio.wait(answers, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            if timeout_s is not None:
+                await asyncio.wait(answers, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            else:
+                await wait_while_moving(
+                    answers, self._progress, idle_s=self.deadlines.idle_s, look_s=_LOOK_EVERY_S
+                )
         except asyncio.CancelledError:
             _abandon(answers)
             raise
@@ -310,13 +409,28 @@ class TrainerGroup:
                 raise errors[0]
         if all(answer.done() and answer.exception() is None for answer in answers):
             return [answer.result() for answer in answers]
-        # A peer's broken connection often shows before the death that broke it.
-        await asyncio.wait(answers, timeout=_BLAME_S)
-        lost = _blame(method, answers, timeout_s)
+        if not any(_has_died(answer) for answer in answers):
+            # A peer's broken connection often shows before the death that broke it.
+            await asyncio.wait(answers, timeout=_BLAME_S)
+        limit = f"progress for {self.deadlines.idle_s:g} s"
+        lost = _blame(
+            method, answers, limit if timeout_s is None else f"answer within {timeout_s:g} s"
+        )
         failure = _start_failure(method, answers) if method in _START_METHODS else None
         self.kill()
         _abandon(answers)
         raise failure or lost
+
+    async def _progress(self) -> dict[int, int]:
+        """What each rank has moved so far, of those that answer at once."""
+        looks = [asyncio.wrap_future(rank.progress.remote().future()) for rank in self._ranks]
+        await asyncio.wait(looks, timeout=_LOOK_EVERY_S)
+        _abandon(looks)
+        return {
+            rank: look.result()
+            for rank, look in enumerate(looks)
+            if look.done() and not look.cancelled() and look.exception() is None
+        }
 
 
 async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
@@ -327,10 +441,11 @@ async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
         raise error.cause from error
 
 
-def _blame(
-    method: str, answers: Sequence[asyncio.Future[Any]], timeout_s: float
-) -> TrainerRankLost:
-    """Name the rank to blame: one that died, else one that failed, else one that is late."""
+def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> TrainerRankLost:
+    """Name the rank to blame: one that died, else one that failed, else one that is late.
+
+    limit: what a late one did not keep to.
+    """
     failed = [
         (rank, error)
         for rank, answer in enumerate(answers)
@@ -338,9 +453,10 @@ def _blame(
     ]
     if not failed:
         late = next(rank for rank, answer in enumerate(answers) if not answer.done())
-        return TrainerRankLost(late, method, f"no answer within {timeout_s:g} s")
+        return TrainerRankLost(late, method, f"no {limit}")
     rank, error = min(failed, key=lambda item: not isinstance(item[1], ActorDiedError))
-    lost = TrainerRankLost(rank, method, _reason(error))
+    kind = ShardLost if isinstance(error, ObjectLostError) else TrainerRankLost
+    lost = kind(rank, method, _reason(error))
     lost.__cause__ = error
     return lost
 
@@ -363,6 +479,10 @@ def _start_failure(
 def _is_caused_elsewhere(cause: BaseException) -> bool:
     # Gloo has no type of its own for a peer that is gone.
     return isinstance(cause, _CAUSED_ELSEWHERE) or "gloo" in str(cause).lower()
+
+
+def _has_died(answer: asyncio.Future[Any]) -> bool:
+    return answer.done() and isinstance(answer.exception(), ActorDiedError)
 
 
 def _agreed_error(answer: asyncio.Future[Any]) -> Exception | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +24,20 @@ LOOPBACK = "127.0.0.1"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024
 _NEVER_TRIM = 2**31 - 1
+
+
+class ByteCounter:
+    """What this process has moved, so that others see whether its work goes on."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.total += num_bytes
+
+
+# There is one rank in a process.
+MOVED = ByteCounter()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +116,7 @@ def join_group(
     is_local: all ranks are on this machine, so gloo speaks over loopback; without it gloo binds to
     the host name's interface, which a container need not be able to reach.
     """
-    if is_local and device.type == "cpu":
+    if is_local:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -117,11 +130,12 @@ def join_group(
     return init_device_mesh(device.type, (num_ranks,))
 
 
-def free_port(address: str) -> int:
-    """Ask the system for a port that is free now; for peers that cannot choose their own."""
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        return int(listener.getsockname()[1])
+def join_side_group() -> dist.ProcessGroup:
+    """Make a second group of the same ranks, on gloo, whose members may be minutes apart.
+
+    Collective. A member that dies breaks it at once; one that hangs is the caller's to notice.
+    """
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 def gather_rows(row: Tensor) -> Tensor:
@@ -134,16 +148,8 @@ def gather_rows(row: Tensor) -> Tensor:
     return flat.view(num_ranks, -1)
 
 
-def gather_texts(text: str) -> list[str]:
+def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """Gather one text of every rank, in the order of ranks."""
     texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
+    dist.all_gather_object(texts, text, group=group)
     return texts
-
-
-def broadcast_integers(values: list[int], *, device: torch.device | None = None) -> list[int]:
-    """Give every rank rank 0's integers."""
-    sent = torch.tensor(values, dtype=torch.int64, device=device)
-    if dist.get_world_size() > 1:
-        dist.broadcast(sent, src=0)
-    return [int(value) for value in sent.tolist()]

@@ -3,8 +3,7 @@
 Invariant: names and tensors are those of the model's checkpoint, each once (a tied head travels as
 its embedding): where transformers holds a layer's experts as one tensor, or calls a module by
 another name, the engine is given what it would read from a file. Gathering is collective: every
-rank iterates to the end, also the ranks that keep nothing. Called by `TrainerRank`,
-`TrainerRankActor` and `publish_cuda`.
+rank iterates to the end, also the ranks that keep nothing. Called by `TrainerRank`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from actors.trainer.process_group import MOVED
 from actors.weights.board import WeightGroup
 from actors.weights.buffers import layer_groups, pack_group
 
@@ -32,19 +32,9 @@ def gather_groups(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator
     """
     parameters = dict(causal_lm.named_parameters())
     for names in layer_groups(list(parameters)):
-        yield _as_in_checkpoint(
-            causal_lm, {name: _full(parameters[name]).to(dtype) for name in names}
-        )
-
-
-def published_shapes(causal_lm: PreTrainedModel) -> list[tuple[str, tuple[int, ...]]]:
-    """The names and shapes of what `gather_groups` yields, in its order; nothing is gathered."""
-    parameters = dict(causal_lm.named_parameters())
-    found: list[tuple[str, tuple[int, ...]]] = []
-    for names in layer_groups(list(parameters)):
-        empty = {name: torch.empty(parameters[name].shape, device="meta") for name in names}
-        found += [(name, tuple(t.shape)) for name, t in _as_in_checkpoint(causal_lm, empty)]
-    return found
+        gathered = {name: _full(parameters[name]).to(dtype) for name in names}
+        MOVED.add(sum(tensor.nbytes for tensor in gathered.values()))
+        yield _as_in_checkpoint(causal_lm, gathered)
 
 
 def _as_in_checkpoint(causal_lm: PreTrainedModel, tensors: dict[str, Tensor]) -> NamedTensors:

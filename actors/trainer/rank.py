@@ -9,7 +9,9 @@ by `actor.py`.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from actors.trainer.critic import Critic
 from actors.trainer.loss.micro_batch import micro_batch_loss
 from actors.trainer.loss.statistics import combine_rows, micro_batch_statistics, no_statistics
 from actors.trainer.model import load_policy, row_tensors, scoring_row
-from actors.trainer.process_group import join_group, rank_device
+from actors.trainer.process_group import join_group, join_side_group, rank_device
 from actors.trainer.publish import pack_weights
 from actors.trainer.scoring import Reference, score_minibatches, score_row
 from actors.trainer.settings import RankSettings
@@ -35,7 +37,8 @@ from actors.trainer.sharded_model import (
     Sharding,
     TrainedModel,
     load_checkpoint,
-    save_checkpoint,
+    stage_checkpoint,
+    write_checkpoint,
 )
 from actors.trainer.statistics import StepStats, UpdateTotals, summarize_step
 from actors.weights.board import WeightGroup, check_tokens
@@ -57,7 +60,8 @@ class ScoredMinibatch:
 class TrainerRank:
     """One rank's share of the policy, and of the critic and the reference where there are any.
 
-    version: the policy version that the weights are; one more after each step.
+    version: the policy version that the weights are; one more after each step. republished: of
+    this term, the versions that are of the same step as the one before them.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class TrainerRank:
         self.settings = settings
         self.rank = rank
         self.version = 0
+        self.republished: tuple[int, ...] = ()
         self.device = rank_device(trainer.device, rank=rank, num_visible=torch.cuda.device_count())
         torch.set_num_threads(trainer.threads)
         torch.manual_seed(settings.seed)
@@ -84,6 +89,10 @@ class TrainerRank:
             timeout_s=settings.collective_timeout_s,
             is_local=is_local,
         )
+        # Of the checkpoints alone: they are written while the other group trains.
+        self._side_group = join_side_group()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[Path] | None = None
         sharding = Sharding(
             mesh=mesh,
             device=self.device,
@@ -157,7 +166,7 @@ class TrainerRank:
         return summarize_step(
             updates,
             step=shard.step,
-            trainer_version=shard.trainer_version,
+            trainer_version=self.version - 1,
             critic=critic_stats,
         )
 
@@ -181,26 +190,42 @@ class TrainerRank:
         """
         return pack_weights(self.causal_lm, dtype=self.param_dtype, is_kept=self.rank == 0)
 
-    def save(self, step: int, term: int) -> Path:
-        """Write a checkpoint of weights, optimiser and progress; return its directory.
+    def begin_save(self, step: int, term: int) -> None:
+        """Copy weights, optimiser and progress, and write them in a thread; training may go on.
 
-        Args: step, term: name it.
-        Raises: as `save_checkpoint`.
+        Args: step, term: name the checkpoint.
         """
-        return save_checkpoint(
-            self.settings.checkpoint_dir,
-            Progress(
-                step=step,
-                version=self.version,
-                term=term,
-                num_updates=self._policy.num_updates,
-                num_ranks=self.settings.trainer.num_ranks,
-                model=self.settings.model,
-                critic_updates=None if self._critic is None else self._critic.trained.num_updates,
-            ),
-            policy=self._policy,
-            critic=None if self._critic is None else self._critic.trained,
+        trained = None if self._critic is None else self._critic.trained
+        progress = Progress(
+            step=step,
+            version=self.version,
+            term=term,
+            num_updates=self._policy.num_updates,
+            num_ranks=self.settings.trainer.num_ranks,
+            model=self.settings.model,
+            critic_updates=None if trained is None else trained.num_updates,
         )
+        staged = stage_checkpoint(policy=self._policy, critic=trained)
+        self._writing = self._writer.submit(
+            write_checkpoint,
+            self.settings.checkpoint_dir,
+            progress,
+            staged,
+            group=self._side_group,
+        )
+
+    def finish_save(self) -> Path:
+        """Wait for the checkpoint that was begun last; return its directory.
+
+        Raises: as `write_checkpoint`.
+        """
+        assert self._writing is not None, "begin_save comes first"
+        return self._writing.result()
+
+    def save(self, step: int, term: int) -> Path:
+        """Write a checkpoint; return its directory. Args, raises: as the two halves."""
+        self.begin_save(step, term)
+        return self.finish_save()
 
     def load(self, path: Path) -> Progress:
         """Take weights, optimiser and progress from a checkpoint of any number of ranks.
@@ -211,12 +236,23 @@ class TrainerRank:
             path,
             policy=self._policy,
             critic=None if self._critic is None else self._critic.trained,
+            group=self._side_group,
         )
         self.version = progress.version
         return progress
 
+    def renumber(self, version: int, republished: tuple[int, ...]) -> None:
+        """Call the weights another version of the same step."""
+        self.version, self.republished = version, republished
+
+    def fingerprint(self) -> int:
+        """Of this rank's shards of weights and optimiser: equal where they are, bit for bit."""
+        of_critic = () if self._critic is None else self._critic.trained.fingerprint()
+        return zlib.crc32(repr((self._policy.fingerprint(), of_critic)).encode())
+
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process groups."""
+        self._writer.shutdown()
         dist.destroy_process_group()
 
     def _agree_on(self, shard: RankShard, value_shard: ValueShard | None = None) -> None:
@@ -226,6 +262,7 @@ class TrainerRank:
             trainer_version=self.version,
             max_policy_age=self.settings.algorithm.max_policy_age,
             device=self.device,
+            republished=self.republished,
         )
 
     def _score(self, minibatches: Sequence[Minibatch]) -> list[ScoredMinibatch]:

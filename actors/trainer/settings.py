@@ -29,13 +29,12 @@ class Dtype(StrEnum):
 class WeightBackend(StrEnum):
     """How published weights reach the engines.
 
-    object_store: packed groups over the weight board; everywhere. nccl, ipc: vLLM's own engines,
-    for engines on other GPUs and on the trainer's own.
+    object_store: Ray's object store carries them and keeps the current ones. collective: the
+    trainer's rank 0 broadcasts them, by gloo on CPU and by NCCL between GPUs.
     """
 
     OBJECT_STORE = "object_store"
-    NCCL = "nccl"
-    IPC = "ipc"
+    COLLECTIVE = "collective"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +77,9 @@ class TrainerSettings:
     end the run."""
     step_deadline_s: Seconds = 600
     """Seconds of one training step, after which the ranks count as lost."""
+    max_replay_mib: Natural = 4096
+    """MiB of batches, of steps that no checkpoint holds yet, kept for ranks that are replaced; with
+    more, the loss of a rank sends the run back to the checkpoint. Ray's object store has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,7 @@ class RankSettings:
     checkpoint_dir: Path
     """Where checkpoints and the inputs of skipped updates go; seen by every rank."""
     weight_backend: WeightBackend
-    """How published weights travel; nccl and ipc need CUDA."""
+    """How published weights travel."""
     temperature: float
     """The run's one sampling temperature."""
     seed: int

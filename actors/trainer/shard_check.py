@@ -9,11 +9,13 @@ is refused by all, so that none waits for another in a later collective. Called 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from actors.batch import RankShard, ValueShard
+from actors.policy_age import policy_ages
 from actors.trainer.process_group import gather_rows, gather_texts
 
 
@@ -28,13 +30,21 @@ class PolicyTooOld(ValueError):
 _REFUSALS = (ShardRefused, PolicyTooOld)
 
 
-def check_versions(shard: RankShard, *, trainer_version: int, max_policy_age: int | None) -> None:
+def check_versions(
+    shard: RankShard,
+    *,
+    trainer_version: int,
+    max_policy_age: int | None,
+    republished: Sequence[int] = (),
+) -> None:
     """Raise when the shard's versions do not fit the trainer's.
 
-    Args: trainer_version: what this rank holds. max_policy_age: versions; None: not asserted.
+    Args: trainer_version: what this rank holds. max_policy_age: training steps; None: not asserted.
+    republished: as `policy_ages`; a shard made before its step was published once more is taken.
     Raises: ShardRefused; PolicyTooOld for a token beyond the age bound.
     """
-    if shard.trainer_version != trainer_version:
+    made_for = np.array([shard.trainer_version], np.int32)
+    if policy_ages(made_for, trainer_version, republished)[0] != 0:
         raise ShardRefused(
             f"trainer: got a batch made for version {shard.trainer_version}, expected version "
             f"{trainer_version}, which the trainer holds; make the batch again"
@@ -43,7 +53,8 @@ def check_versions(shard: RankShard, *, trainer_version: int, max_policy_age: in
     versions = np.concatenate([np.empty(0, np.int32), *(row.sampled_versions for row in rows)])
     if not versions.shape[0]:
         return
-    age, newest = trainer_version - int(versions.min()), int(versions.max())
+    age = int(policy_ages(versions, trainer_version, republished).max())
+    newest = int(versions.max())
     if newest > trainer_version:
         raise ShardRefused(
             f"trainer: a token was sampled by version {newest}, expected at most "
@@ -63,6 +74,7 @@ def agree_on(
     trainer_version: int,
     max_policy_age: int | None,
     device: torch.device,
+    republished: Sequence[int] = (),
 ) -> None:
     """Raise on every rank when any rank refuses its shard, or when the shards differ in outline.
 
@@ -71,7 +83,12 @@ def agree_on(
     """
     fault: ShardRefused | PolicyTooOld | None = None
     try:
-        check_versions(shard, trainer_version=trainer_version, max_policy_age=max_policy_age)
+        check_versions(
+            shard,
+            trainer_version=trainer_version,
+            max_policy_age=max_policy_age,
+            republished=republished,
+        )
     except _REFUSALS as error:
         fault = error
     kind = 0 if fault is None else 1 + _REFUSALS.index(type(fault))

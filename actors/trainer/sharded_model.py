@@ -8,10 +8,12 @@ before the first update resumes exactly. Used alike by policy, critic and refere
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +22,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -34,10 +39,11 @@ from transformers import PreTrainedModel
 
 from actors.trainer import checkpoint
 from actors.trainer.checkpoint import CheckpointError, Progress
-from actors.trainer.process_group import gather_rows, gather_texts
+from actors.trainer.process_group import MOVED, gather_rows, gather_texts
 from actors.trainer.settings import TrainerSettings
 
 _CRITIC = "critic"
+_HASH_BLOCK, _HASH_FACTOR = 2**20, 0x9E3779B97F4A7C15
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -173,6 +179,14 @@ class TrainedModel(ShardedModel[Model]):
         set_optimizer_state_dict(self._stored, self._optimizer, optim_state_dict=state["optimizer"])
         self.num_updates = num_updates
 
+    def fingerprint(self) -> tuple[int, ...]:
+        """Of this rank's shards of weights and moments, and of the number of updates."""
+        hashes = [self.num_updates]
+        for parameter in self.model.parameters():
+            moments = self._optimizer.state[parameter]
+            hashes += map(hash_bits, [parameter, *(moments[name] for name in sorted(moments))])
+        return tuple(hashes)
+
     def _local_gradients(self) -> list[Tensor]:
         """This rank's shards of the gradients, those that are not empty."""
         gradients = (parameter.grad for parameter in self.model.parameters())
@@ -223,6 +237,29 @@ def build_optimizer(
     return optimizer
 
 
+@torch.no_grad()
+def hash_bits(tensor: Tensor) -> int:
+    """Hash the bits of this rank's shard of a float32 tensor, on its device.
+
+    Σ_i m_i b_i over blocks, modulo 2^64, with odd random m_i: a difference in the last bit of one
+    element, or two elements that are exchanged, give another number. Not cryptographic.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    bits = local.detach().contiguous().view(-1).view(torch.int32)
+    total = 0
+    for block in bits.split(_HASH_BLOCK):
+        product = (block.to(torch.int64) * _multipliers(block.device)[: block.shape[0]]).sum()
+        total = (total * _HASH_FACTOR + int(product)) % 2**64
+    return total
+
+
+@cache
+def _multipliers(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-(2**62), 2**62, (_HASH_BLOCK,), generator=generator)
+    return (2 * values + 1).to(device)
+
+
 def _squared_norm(shards: list[Tensor], *, device: torch.device) -> Tensor:
     """The sum of squares over this rank's shards, a float64 scalar."""
     if not shards:
@@ -230,26 +267,32 @@ def _squared_norm(shards: list[Tensor], *, device: torch.device) -> Tensor:
     return torch.stack(torch._foreach_norm(shards)).double().square().sum()
 
 
-def save_checkpoint(
-    root: Path,
-    progress: Progress,
-    *,
-    policy: TrainedModel[Any],
-    critic: TrainedModel[Any] | None = None,
+def stage_checkpoint(
+    *, policy: TrainedModel[Any], critic: TrainedModel[Any] | None = None
+) -> dict[str, Any]:
+    """Copy what a checkpoint holds of this rank to the CPU, so that training may go on."""
+    staged: dict[str, Any] = BlockingAsyncStager().stage(_state(policy, critic))
+    return staged
+
+
+def write_checkpoint(
+    root: Path, progress: Progress, state: dict[str, Any], *, group: dist.ProcessGroup
 ) -> Path:
     """Write a checkpoint under a temporary name and rename it, when it is whole.
 
-    An older checkpoint of the same name (a step done again under the same lease) is replaced.
+    Runs beside training, in a thread, so its collectives have a group of their own. An older
+    checkpoint of the same name (a step done again under the same lease) is replaced.
 
+    Args: state: as `stage_checkpoint` copied it.
     Returns: its directory, on every rank.
     Raises: CheckpointError, on every rank, when a newer term has claimed the directory or a rank
         cannot write its shard.
     """
     aside = checkpoint.temporary_path(root, progress)
     is_writer = dist.get_rank() == 0
-    _together(lambda: checkpoint.begin(root, progress), does_run=is_writer)
+    _together(lambda: checkpoint.begin(root, progress), does_run=is_writer, group=group)
     try:
-        dcp.save(_state(policy, critic), checkpoint_id=aside)
+        dcp.save(state, checkpoint_id=aside, process_group=group, planner=_CountingSave())
     except (CheckpointException, OSError) as error:
         if is_writer:
             # A full disk would otherwise stay full.
@@ -258,13 +301,17 @@ def save_checkpoint(
             f"checkpoint {root / progress.directory_name}: a rank could not write its shard "
             f"({_first_line(error)}); is the disk full, and does every rank see the same directory?"
         ) from error
-    dist.barrier()
-    _together(lambda: checkpoint.finish(root, progress), does_run=is_writer)
+    dist.barrier(group)
+    _together(lambda: checkpoint.finish(root, progress), does_run=is_writer, group=group)
     return root / progress.directory_name
 
 
 def load_checkpoint(
-    path: Path, *, policy: TrainedModel[Any], critic: TrainedModel[Any] | None = None
+    path: Path,
+    *,
+    policy: TrainedModel[Any],
+    critic: TrainedModel[Any] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Progress:
     """Read a checkpoint into models and optimisers, whatever number of ranks wrote it.
 
@@ -281,7 +328,7 @@ def load_checkpoint(
         )
     state = _state(policy, critic)
     try:
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, checkpoint_id=path, process_group=group, planner=_CountingLoad())
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"checkpoint {path}: its shards cannot be read ({_first_line(error)}), expected "
@@ -293,12 +340,28 @@ def load_checkpoint(
     return progress
 
 
+class _CountingSave(DefaultSavePlanner):
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        data = super().resolve_data(write_item)
+        if isinstance(data, Tensor):
+            MOVED.add(data.nbytes)
+        return data
+
+
+class _CountingLoad(DefaultLoadPlanner):
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        MOVED.add(tensor.nbytes)
+
+
 def _state(policy: TrainedModel[Any], critic: TrainedModel[Any] | None) -> dict[str, Any]:
     state = policy.state()
     return state if critic is None else {**state, _CRITIC: critic.state()}
 
 
-def _together(work: Callable[[], None], *, does_run: bool) -> None:
+def _together(
+    work: Callable[[], None], *, does_run: bool, group: dist.ProcessGroup | None = None
+) -> None:
     """Run work on one rank while the others wait for its end; when it fails, all ranks raise."""
     failure = ""
     if does_run:
@@ -306,7 +369,7 @@ def _together(work: Callable[[], None], *, does_run: bool) -> None:
             work()
         except (OSError, CheckpointError) as error:
             failure = str(error)
-    failures = [text for text in gather_texts(failure) if text]
+    failures = [text for text in gather_texts(failure, group) if text]
     if failures:
         raise CheckpointError(failures[0])
 

@@ -5,13 +5,17 @@ a dead process owned, and a finished trajectory has to outlive the environment a
 it, so `put` takes the block by value (large ones come through shared memory) and stores it under
 the queue's own name. Readers get references. Every wait has a deadline; an empty answer means
 that there was nothing until then.
+
+Ray starts a queue that died again, under the same handles and without its state; calls wait until
+the supervisor has opened it. What the loop is told comes with a cut: the newest one is what the
+next queue is opened from, so that the two agree.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -21,7 +25,6 @@ from actors.trajectory_queue.codec import TrajectoryBlock
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest, Rollout
 from actors.trajectory_queue.ledger import RolloutOutcome
 from actors.trajectory_queue.messages import (
-    Drained,
     OpenSlot,
     QueueCut,
     QueueSnapshot,
@@ -39,19 +42,41 @@ Found = TypeVar("Found")
 class TrajectoryQueue:
     """One for a run. Called by environment actors (rollouts) and by the supervisor (the rest)."""
 
-    def __init__(self, settings: QueueStateSettings, snapshot: QueueSnapshot | None = None) -> None:
-        self._state = QueueState(settings, snapshot=snapshot)
+    def __init__(self, settings: QueueStateSettings) -> None:
+        self._settings = settings
+        self._state = QueueState(settings)
+        self._opening: int | None = None
+        self._opened = asyncio.Event()
+        self._num_cuts = 0
         self._changed = asyncio.Event()
         self._num_changes_seen = 0
+        # Blocks are stored one after the other, so that an actor's puts keep their order.
+        self._storing = asyncio.Lock()
 
-    async def admissible(self, timeout_s: float) -> list[OpenSlot]:
+    async def open(
+        self, opening: int, snapshot: QueueSnapshot | None, *, keeps_taken: bool = False
+    ) -> bool:
+        """Go on from a snapshot, None: empty; every other call waits for it.
+
+        Args: opening: 0, 1, 2, … over the queues of a term. keeps_taken: as QueueState.
+        Returns: False when this queue was opened before, as another one.
+        """
+        if self._opening is None:
+            self._state = QueueState(self._settings, snapshot=snapshot, keeps_taken=keeps_taken)
+            self._opening = opening
+            self._opened.set()
+        return self._opening == opening
+
+    async def admissible(self, timeout_s: float) -> tuple[list[OpenSlot], QueueCut]:
         """Group numbers that have no task, waited for up to timeout_s."""
-        return await self._until(self._state.admissible, timeout_s) or []
+        await self._opened.wait()
+        return await self._until(self._state.admissible, timeout_s) or [], self._cut()
 
-    async def admit(self, groups: Sequence[GroupRequest]) -> None:
+    async def admit(self, groups: Sequence[GroupRequest]) -> QueueCut:
         """Give tasks to group numbers; all or none. Raises: ValueError, as QueueState.admit."""
+        await self._opened.wait()
         self._state.admit(groups)
-        self._notify()
+        return self._cut()
 
     async def take_rollouts(
         self, actor_id: str, max_count: int, timeout_s: float
@@ -60,6 +85,8 @@ class TrajectoryQueue:
 
         Raises: ActorReleased once the actor was released, also in a wait that is under way.
         """
+
+        await self._opened.wait()
 
         def take() -> list[RolloutAssignment]:
             return self._state.take_rollouts(actor_id, max_count=max_count)
@@ -79,73 +106,101 @@ class TrajectoryQueue:
                 f"queue: a block of {block.num_rows} rows with {len(summaries)} summaries, "
                 "expected one for each row"
             )
-        reference = ray.put(block)
+        await self._opened.wait()
+        async with self._storing:
+            # In a thread: copying a large block would hold up every other call.
+            reference = await asyncio.to_thread(ray.put, block)
+        num_bytes = int(block.data.nbytes)
         accepted = [
             self._state.put(
-                actor_id, summary, BlockRow(block=reference, row=row, num_bytes=summary.num_bytes)
+                actor_id, summary, BlockRow(block=reference, row=row, num_bytes=num_bytes)
             )
             for row, summary in enumerate(summaries)
         ]
         self._notify()
         return accepted
 
-    async def take_step(self, timeout_s: float) -> StepInput | None:
+    async def take_step(self, timeout_s: float) -> tuple[StepInput | None, QueueCut]:
         """The next step's closed groups, waited for up to timeout_s; None: not complete yet."""
+        await self._opened.wait()
         taken = await self._until(self._state.take_step, timeout_s)
-        if taken is None:
-            return None
-        self._notify()
-        return _step_input(taken[0], taken[1])
+        return None if taken is None else _step_input(*taken), self._cut()
 
-    async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> None:
+    async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> QueueCut:
         """Let a step's rollouts leave, each once. Raises: ValueError, as QueueState.finalise."""
+        await self._opened.wait()
         self._state.finalise(step, outcomes)
-        self._notify()
+        return self._cut()
 
-    async def replay_lost(self, rollout_ids: Sequence[str]) -> tuple[int, ...]:
-        """Play again rollouts whose payload was lost. Returns: the steps rolled back, which have to
-        be taken again."""
-        rolled_back = self._state.replay_lost(rollout_ids)
-        self._notify()
-        return rolled_back
+    async def replay_lost(self, rollout_ids: Sequence[str]) -> QueueCut:
+        """Play again rollouts whose payload was lost; the step that took them is taken again."""
+        await self._opened.wait()
+        self._state.replay_lost(rollout_ids)
+        return self._cut()
 
-    async def set_loaded_version(self, version: int) -> None:
-        """Every ready engine holds `version`. Raises: ValueError when it goes backwards."""
+    async def set_loaded_version(self, version: int) -> QueueCut:
+        """Every ready engine holds `version`, counted in steps.
+
+        Raises: ValueError when it goes backwards.
+        """
+        await self._opened.wait()
         self._state.set_loaded_version(version)
-        self._notify()
+        return self._cut()
 
     async def release_actor(self, actor_id: str) -> int:
         """An environment actor is dead: its rollouts are played again, its id is used up.
 
         Returns: how many rollouts it held.
         """
+        await self._opened.wait()
         num_released = self._state.release_actor(actor_id)
         self._notify()
         return num_released
 
-    async def cancel_group(self, group_id: str) -> bool:
-        """Evict a group as cancelled. Returns: False when it has left, or a step has taken it."""
+    async def give_back(self, actor_id: str) -> int:
+        """An environment actor has dropped what it held, and goes on.
+
+        Returns: how many rollouts it held here, which are played again.
+        """
+        await self._opened.wait()
+        num_held = self._state.give_back(actor_id)
+        self._notify()
+        return num_held
+
+    async def cancel_group(self, group_id: str) -> tuple[bool, QueueCut]:
+        """Evict a group as cancelled; False when it has left, or a step has taken it."""
+        await self._opened.wait()
         is_cancelled = self._state.cancel_group(group_id)
-        self._notify()
-        return is_cancelled
+        return is_cancelled, self._cut()
 
-    async def cancel_all(self) -> int:
-        """End the run. Returns: how many rollouts were in flight and are evicted now."""
-        num_cancelled = self._state.cancel_all()
-        self._notify()
-        return num_cancelled
-
-    async def drain(self) -> Drained:
-        """Ledger events and summaries of accepted attempts since the last call."""
-        return self._state.drain()
+    async def cancel_all(self) -> QueueCut:
+        """End the run: what is in flight is evicted."""
+        await self._opened.wait()
+        self._state.cancel_all()
+        return self._cut()
 
     async def stats(self) -> QueueStats:
+        await self._opened.wait()
         return self._state.stats()
 
     async def cut(self) -> QueueCut:
-        """Drain and take a snapshot in one call, so that no event falls between the two."""
+        """What happened since the last cut, and how things stand now."""
+        await self._opened.wait()
+        return self._cut()
+
+    def _cut(self) -> QueueCut:
+        """Called without a wait after the change, so that no event falls between the two."""
+        self._notify()
+        assert self._opening is not None
         drained = self._state.drain()
-        return QueueCut(snapshot=self._state.snapshot(), drained=drained)
+        cut = QueueCut(
+            opening=self._opening,
+            number=self._num_cuts,
+            snapshot=self._state.snapshot(),
+            drained=drained,
+        )
+        self._num_cuts += 1
+        return cut
 
     def _notify(self) -> None:
         """Wake the waiting calls, if something has changed for any of them."""
@@ -168,9 +223,13 @@ class TrajectoryQueue:
                 return find()
 
 
-def start_queue(settings: QueueStateSettings, snapshot: QueueSnapshot | None = None) -> ActorHandle:
-    """Start the queue, empty or as `snapshot` has it."""
-    return ray.remote(num_cpus=0)(TrajectoryQueue).remote(settings, snapshot)
+def start_queue(settings: QueueStateSettings, *, strategy: Any = "DEFAULT") -> ActorHandle:
+    """Start a queue that has to be opened; Ray starts one that dies again, not opened either.
+
+    strategy: Ray's, of its place.
+    """
+    options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
+    return ray.remote(**options)(TrajectoryQueue).remote(settings)
 
 
 def _step_input(step: int, groups: Sequence[Group]) -> StepInput:

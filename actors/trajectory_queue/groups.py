@@ -46,12 +46,16 @@ class BlockRow:
     """Reference to a TrajectoryBlock, which the state never resolves."""
     row: int
     num_bytes: int
-    """Size of the row."""
+    """Size of the whole block, which stays while any of its rows does."""
+
+
+# In place of a payload that died with the queue which owned it.
+LOST_ROW = BlockRow(block=None, row=0, num_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSnapshot:
-    """A rollout as a restarted run needs it."""
+    """A rollout as a queue that starts again needs it."""
 
     rollout_id: str
     next_attempt: int
@@ -63,7 +67,7 @@ class RolloutSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSnapshot:
-    """A group with its task, so that a restarted run can play it again."""
+    """A group with its task, so that a queue that starts again can play it again."""
 
     number: int
     replacement: int
@@ -241,8 +245,11 @@ def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy)
     return group
 
 
-def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy) -> Group:
-    """A group of a run that starts again: what had not left the ledger is pending again."""
+def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: bool) -> Group:
+    """A group from its snapshot: what had not left the ledger is pending again.
+
+    is_taken: a step has it, whose batch may be built already: finished, without their payloads.
+    """
     group = Group(
         number=snapshot.number,
         replacement=snapshot.replacement,
@@ -251,11 +258,13 @@ def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy) -> Group:
         min_usable_samples=snapshot.min_usable_samples,
     )
     for each in snapshot.rollouts:
+        state = RolloutState.FINISHED if is_taken else RolloutState.PENDING
         group.rollouts[each.rollout_id] = Rollout(
             rollout_id=each.rollout_id,
-            state=RolloutState.GONE if each.is_gone else RolloutState.PENDING,
+            state=RolloutState.GONE if each.is_gone else state,
             next_attempt=each.next_attempt,
             num_failures=each.num_failures,
+            payload=LOST_ROW if is_taken and not each.is_gone else None,
         )
     return group
 

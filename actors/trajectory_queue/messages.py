@@ -89,7 +89,7 @@ class Drained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
-    """What a queue restarts from: all that was admitted and not finalised is pending again."""
+    """What a queue starts again from, without the trajectories that it held."""
 
     window: WindowSnapshot = field(default_factory=WindowSnapshot)
     ledger: LedgerSnapshot = field(default_factory=LedgerSnapshot)
@@ -104,11 +104,15 @@ class QueueSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCut:
-    """A snapshot, and what was drained in the same call; a checkpoint stores both.
+    """A snapshot, and what was drained in the same call.
 
-    So each ledger event is stored once: with this cut up to last_event_seq, later ones after it.
+    So each ledger event is recorded once: with this cut up to last_event_seq, later ones after it.
     """
 
+    opening: int
+    """Of the queue that made it."""
+    number: int
+    """0, 1, 2, … over the cuts of one opening."""
     snapshot: QueueSnapshot
     drained: Drained
 

@@ -9,10 +9,13 @@ Called by the queue actor alone.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.groups import (
+    LOST_ROW,
     BlockRow,
     FailureCounter,
     Group,
@@ -43,8 +46,16 @@ class QueueState:
     """Everything the queue knows; payloads are opaque references."""
 
     def __init__(
-        self, settings: QueueStateSettings, *, snapshot: QueueSnapshot | None = None
+        self,
+        settings: QueueStateSettings,
+        *,
+        snapshot: QueueSnapshot | None = None,
+        keeps_taken: bool = False,
     ) -> None:
+        """All that the snapshot has in flight is pending again.
+
+        keeps_taken: but not the groups of taken steps, which the trainer goes on with.
+        """
         self.settings = settings
         snapshot = snapshot or QueueSnapshot()
         self._window = AdmissionWindow(
@@ -66,9 +77,12 @@ class QueueState:
         first; a rollout that is no longer pending is passed over when it is popped."""
         self._handed_out: dict[str, None] = {}
         """Rollout ids, in the order of handing out."""
-        self._waiting: dict[str, int] = {}
-        """Payload bytes of each finished rollout that no step has taken."""
+        self._waiting: dict[str, BlockRow] = {}
+        """Where each finished rollout lies that no step has taken."""
+        self._waiting_rows: Counter[Any] = Counter()
+        """By block, its rows in `_waiting`."""
         self._waiting_bytes = 0
+        """Of these blocks, each counted once and whole."""
         self._summaries: list[TrajectorySummary] = []
         self._num_refused = self._num_retries = self._num_replaced_groups = 0
         self._failures = FailureCounter()
@@ -76,8 +90,12 @@ class QueueState:
         """Ids of dead environment actors."""
         self._is_ended = False
         self._num_changes = 0
+        if not keeps_taken:
+            self._window.roll_back_all()
         for each in snapshot.groups:
-            self._add(restore_group(each, policy=self._policy(each.task.environment)))
+            is_taken = self._window.is_taken(each.number)
+            policy = self._policy(each.task.environment)
+            self._add(restore_group(each, policy=policy, is_taken=is_taken))
 
     @property
     def num_changes(self) -> int:
@@ -166,12 +184,11 @@ class QueueState:
         Returns: how many rollouts it held.
         """
         self._released.add(actor_id)
-        self._num_changes += 1
-        held = [r for r in map(self._find, list(self._handed_out)) if r and r.actor_id == actor_id]
-        for rollout in held:
-            del self._handed_out[rollout.rollout_id]
-        self._fail(held, detail="its environment actor died")
-        return len(held)
+        return self._take_back(actor_id, detail="its environment actor died")
+
+    def give_back(self, actor_id: str) -> int:
+        """End what an actor held, which has dropped it and goes on. Returns: how many rollouts."""
+        return self._take_back(actor_id, detail="its environment actor lost sight of the queue")
 
     def take_step(self) -> tuple[int, list[Group]] | None:
         """Take the next step's closed groups. Returns: (step, groups), None: not complete yet."""
@@ -183,7 +200,7 @@ class QueueState:
         self._num_changes += 1
         groups = [self._groups[number] for number in taken[1]]
         for rollout in _finished(groups):
-            self._waiting_bytes -= self._waiting.pop(rollout.rollout_id)
+            self._drop_waiting(rollout.rollout_id)
         return taken[0], groups
 
     def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> None:
@@ -218,8 +235,14 @@ class QueueState:
         steps = [self._window.step_of(self._group_of(rollout).number) for rollout in rollouts]
         first = min((step for step in steps if step is not None), default=None)
         rolled_back = () if first is None else self._roll_back(first)
+        # A step that an earlier queue took has no payload left.
+        lost = {r.rollout_id: r for r in rollouts}
+        for rollout in map(self._find, list(self._waiting)):
+            if rollout is not None and rollout.payload is LOST_ROW:
+                lost[rollout.rollout_id] = rollout
+        rollouts = list(lost.values())
         for rollout in rollouts:
-            self._waiting_bytes -= self._waiting.pop(rollout.rollout_id)
+            self._drop_waiting(rollout.rollout_id)
         self._fail(rollouts, detail="its payload was lost")
         return rolled_back
 
@@ -268,7 +291,7 @@ class QueueState:
         )
 
     def snapshot(self) -> QueueSnapshot:
-        """The state as it would start again; taken and not finalised counts as not taken."""
+        """The state, from which another queue can go on."""
         return QueueSnapshot(
             window=self._window.snapshot(),
             ledger=self._ledger.snapshot(),
@@ -309,8 +332,9 @@ class QueueState:
     def _add(self, group: Group) -> None:
         self._groups[group.number] = group
         for rollout in group.rollouts.values():
-            if rollout.state is RolloutState.PENDING:
+            if rollout.state is not RolloutState.GONE:
                 self._group_numbers[rollout.rollout_id] = group.number
+            if rollout.state is RolloutState.PENDING:
                 self._make_ready(rollout)
 
     def _make_ready(self, rollout: Rollout) -> None:
@@ -323,8 +347,18 @@ class QueueState:
 
     def _add_waiting(self, rollout: Rollout) -> None:
         assert rollout.payload is not None
-        self._waiting[rollout.rollout_id] = rollout.payload.num_bytes
-        self._waiting_bytes += rollout.payload.num_bytes
+        payload = self._waiting[rollout.rollout_id] = rollout.payload
+        if not self._waiting_rows[payload.block]:
+            self._waiting_bytes += payload.num_bytes
+        self._waiting_rows[payload.block] += 1
+
+    def _drop_waiting(self, rollout_id: str) -> None:
+        if (payload := self._waiting.pop(rollout_id, None)) is None:
+            return
+        self._waiting_rows[payload.block] -= 1
+        if not self._waiting_rows[payload.block]:
+            del self._waiting_rows[payload.block]
+            self._waiting_bytes -= payload.num_bytes
 
     def _roll_back(self, first: int) -> tuple[int, ...]:
         """Undo the taking of the steps from `first` on; their trajectories wait again."""
@@ -333,6 +367,14 @@ class QueueState:
         for rollout in _finished(self._groups[number] for number in numbers):
             self._add_waiting(rollout)
         return self._window.roll_back(first)
+
+    def _take_back(self, actor_id: str, *, detail: str) -> int:
+        self._num_changes += 1
+        held = [r for r in map(self._find, list(self._handed_out)) if r and r.actor_id == actor_id]
+        for rollout in held:
+            del self._handed_out[rollout.rollout_id]
+        self._fail(held, detail=detail)
+        return len(held)
 
     def _fail(self, rollouts: Iterable[Rollout], *, detail: str) -> None:
         for rollout in rollouts:
@@ -384,7 +426,7 @@ class QueueState:
 
     def _evict(self, rollout: Rollout, reason: EvictionReason) -> None:
         self._handed_out.pop(rollout.rollout_id, None)
-        self._waiting_bytes -= self._waiting.pop(rollout.rollout_id, 0)
+        self._drop_waiting(rollout.rollout_id)
         rollout.clear(RolloutState.GONE)
         self._num_changes += 1
         self._ledger.evict(rollout.rollout_id, reason)

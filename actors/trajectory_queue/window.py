@@ -13,27 +13,30 @@ later. A step that is rolled back counts as never taken. Called by the queue sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from actors.algorithm import AlgorithmSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSnapshot:
-    """The window as a run that starts again needs it."""
+    """The window as it stands."""
 
     loaded_version: int = 0
     """The newest version that every ready engine held."""
 
     next_step: int = 1
-    """The first step that is not finalised."""
+    """The step that is being collected."""
 
     oldest: int = 0
-    """The smallest group number that no finalised step took."""
+    """The smallest group number that no step has taken."""
 
     taken_beyond: tuple[int, ...] = ()
     """Taken numbers above `oldest`, ascending."""
+
+    taken: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """The groups of each step that is taken and not finalised."""
 
 
 class AdmissionWindow:
@@ -54,7 +57,7 @@ class AdmissionWindow:
         self._next_step = snapshot.next_step
         self._oldest = snapshot.oldest
         self._beyond = set(snapshot.taken_beyond)
-        self._taken: dict[int, tuple[int, ...]] = {}
+        self._taken = dict(snapshot.taken)
 
     @property
     def loaded_version(self) -> int:
@@ -155,6 +158,11 @@ class AdmissionWindow:
             )
         del self._taken[step]
 
+    def roll_back_all(self) -> None:
+        """Give back every step that is taken and not finalised."""
+        if self._taken:
+            self.roll_back(min(self._taken))
+
     def roll_back(self, step: int) -> tuple[int, ...]:
         """Give back a taken step and all after it. Returns: these steps, ascending."""
         self.taken_groups(step)
@@ -169,17 +177,12 @@ class AdmissionWindow:
         return next((s for s, numbers in self._taken.items() if number in numbers), None)
 
     def snapshot(self) -> WindowSnapshot:
-        """The window as if every step that is not finalised had been rolled back."""
-        clone = AdmissionWindow(self._algorithm)
-        clone._oldest, clone._beyond = self._oldest, set(self._beyond)
-        clone._next_step, clone._taken = self._next_step, dict(self._taken)
-        if clone._taken:
-            clone.roll_back(min(clone._taken))
         return WindowSnapshot(
             loaded_version=self._loaded_version,
-            next_step=clone._next_step,
-            oldest=clone._oldest,
-            taken_beyond=tuple(sorted(clone._beyond)),
+            next_step=self._next_step,
+            oldest=self._oldest,
+            taken_beyond=tuple(sorted(self._beyond)),
+            taken=dict(self._taken),
         )
 
     def _untake(self, numbers: tuple[int, ...]) -> None:

@@ -10,62 +10,101 @@ A poll that waits is a replica's heartbeat. The board copies each published buff
 of its own, so that the weights outlive the trainer rank that put them, and a replica that starts
 later can still load the current version. Not restarted: its state refers to objects that die with
 it.
+
+A run's board is detached: board and engines outlive a supervisor that is replaced in time. When no
+term has shown life for `orphan_timeout_s`, the board deletes the run's Serve applications and ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
+from ray.serve.exceptions import RayServeException
 
 from actors.batch import Float32s
 from actors.deadline import is_set_within, within
 from actors.weights.board import (
     Board,
     BoardStatus,
-    Command,
-    CommandKind,
     NotPublished,
     Publication,
-    ReplicasLagging,
-    WeightCommandFailed,
+    Seat,
     WeightGroup,
 )
 
 MAX_POLL_S = 30.0
+# Of one buffer.
 ADOPT_TIMEOUT_S = 300.0
 PROBE_PERIOD_S = 1.0
 PROBE_TIMEOUT_S = 1.0
-RPC_MARGIN_S = 10.0
+INVITATION_S = 2.0
+BEAT_LEASE_S = 5.0
+ORPHAN_CHECK_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """What a detached board keeps for the run that started it."""
+
+    name: str
+    """Of the board, as an actor; one run has one."""
+    namespace: str
+    orphan_timeout_s: float
+    """Without a sign of life of any term for so long, all ends."""
+    applications: tuple[str, ...]
+    """Serve applications that end with the run."""
+    deployment: Any = None
+    """What the engines were started with; for a supervisor that takes them over."""
 
 
 class WeightBoard:
     """`board.Board` with waiting. Every method is a coroutine; all run on one event loop."""
 
-    def __init__(self, apply_limit_s: float = 120.0) -> None:
-        self._board = Board(apply_limit_s=apply_limit_s)
+    def __init__(self, keeping: Keeping | None = None) -> None:
+        """keeping: None for a board that ends with whoever started it."""
+        self._board = Board(now=time.monotonic())
         self._changed = asyncio.Event()
         self._actors: dict[str, ActorHandle] = {}
+        self._seats: dict[str, Seat] = {}
+        self._keeping = keeping
+        self._seen_at = time.monotonic()
+        if keeping is not None:
+            this_actor = ray.get_runtime_context().current_actor
+            watch = threading.Thread(
+                target=self._end_when_orphaned, args=(keeping, this_actor), daemon=True
+            )
+            watch.start()
 
     # The trainer and the supervisor
 
-    async def open_term(self, term: int) -> None:
+    async def open_term(self, term: int) -> Any:
         """Announce a new run (lease): from now on older ones are refused.
 
+        Returns: `Keeping.deployment`.
         Raises: StaleTerm.
         """
         self._board.check_term(term)
+        self._seen_at = time.monotonic()
+        return None if self._keeping is None else self._keeping.deployment
 
     async def publish(self, term: int, version: int, groups: Sequence[WeightGroup]) -> None:
         """Make (term, version) current and wake the replicas; returns before they have loaded it.
 
-        Args: groups: each `buffer` an object reference to [num_bytes] uint8, put by the caller.
+        Args: groups: each `buffer` an object reference to [num_bytes] uint8, put by the caller, or
+            None where the caller will broadcast it.
         Raises: StaleTerm, StaleVersion; TimeoutError when a buffer cannot be fetched.
         """
         self._board.check_term(term)
@@ -78,8 +117,8 @@ class WeightBoard:
     ) -> BoardStatus:
         """Wait until every live replica, and at least min_replicas, hold the current publication.
 
-        Raises: NotPublished when `version` is not the current one; ReplicasLagging at the end of
-            timeout_s, with the names of the laggards.
+        Returns: how it stands then, or at the end of timeout_s.
+        Raises: NotPublished when `version` is not the current one.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -88,61 +127,68 @@ class WeightBoard:
                 raise NotPublished(
                     f"board: waiting for version {version}, but the current one is {status.version}"
                 )
-            laggards = self._board.laggards()
-            if not laggards and len(status.replicas) >= min_replicas:
-                return status
             remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                raise ReplicasLagging(
-                    f"board: version {version} is not held by {list(laggards)}; "
-                    f"{len(status.replicas)} replicas are live, expected at least {min_replicas}; "
-                    "look at the replicas' logs"
-                )
+            is_held = status.is_loaded and len(status.replicas) >= min_replicas
+            if is_held or remaining_s <= 0:
+                return status
             # Leases run out, and actors die, without an event.
             await self._wait_for_change(min(remaining_s, PROBE_PERIOD_S))
-            await self._drop_dead(laggards)
+            await self._drop_dead(self._board.laggards())
 
-    async def status(self) -> BoardStatus:
-        self._board.forget_silent(now=time.monotonic())
-        return self._board.status()
+    async def status(self, term: int | None = None) -> BoardStatus:
+        """How it stands. term: of the asking run, which so shows that it lives."""
+        now = time.monotonic()
+        if term is not None:
+            self._board.check_term(term)
+            self._seen_at = now
+        self._board.forget_silent(now=now)
+        return self._board.status(now=now)
 
-    async def command(
-        self,
-        term: int,
-        kind: CommandKind,
-        payload: Any,
-        version: int | None,
-        timeout_s: float,
-    ) -> None:
-        """Have every member replica execute one step of vLLM's handshake and wait for all.
+    async def form_group(
+        self, term: int, version: int, store: str, timeout_s: float
+    ) -> Seat | None:
+        """Seat the replicas that answer within `INVITATION_S` for a broadcast of the publication.
 
-        After FINISH, (term, version) is the current publication.
-        Raises: StaleTerm, RendezvousNeeded, ValueError (see `Board.submit`);
-            WeightCommandFailed when a replica fails or does not answer within timeout_s.
+        Args: store: where the caller, who is rank 0, meets them.
+        Returns: the caller's own seat; None when nobody asked for one within timeout_s.
+        Raises: StaleTerm.
         """
-        self._board.forget_silent(now=time.monotonic())
-        sequence = self._board.submit(term, kind, payload=payload, version=version)
-        self._wake()
+        self._board.check_term(term)
         deadline = time.monotonic() + timeout_s
-        while (silent := self._board.waiting_for(sequence)) and time.monotonic() < deadline:
-            await self._wait_for_change(min(deadline - time.monotonic(), PROBE_PERIOD_S))
-            await self._drop_dead(silent)
-            self._board.forget_silent(now=time.monotonic())
-        failures = self._board.close_command(sequence)
-        if failures or silent:
-            raise WeightCommandFailed(
-                f"board: command {kind.value} failed on {dict(failures)} and was not answered by "
-                f"{list(silent)}; initialise the transfer again"
-            )
-        if kind is CommandKind.FINISH and version is not None:
-            self._board.publish(Publication(term=term, version=version))
-            self._wake()
+        invited_at: float | None = None
+        while True:
+            now = time.monotonic()
+            self._board.forget_silent(now=now)
+            if self._board.is_past(term, version):
+                return None
+            waiting = self._board.waiting() if self._board.is_current(term, version) else ()
+            if waiting and invited_at is None:
+                invited_at = now
+            closes_at = deadline if invited_at is None else invited_at + INVITATION_S
+            is_complete = bool(waiting) and set(waiting) == set(self._board.laggards())
+            if is_complete or now >= closes_at:
+                break
+            await self._wait_for_change(closes_at - now)
+        # One that has frozen or died while it waited would hold up all others.
+        answers = await asyncio.gather(*(self._answers(each) for each in waiting))
+        present = [name for name, is_there in zip(waiting, answers, strict=True) if is_there]
+        if not self._board.is_current(term, version):
+            return None
+        seats = self._board.seat(present, store=store)
+        self._seats |= seats
+        self._wake()
+        return replace(next(iter(seats.values())), rank=0) if seats else None
 
     # The replicas
 
     async def join(self, replica_id: str, actor: ActorHandle) -> None:
-        """Tell the board by which actor it can see that the replica has died; optional."""
+        """A replica begins its start; by its actor the board sees later that it has died."""
         self._actors[replica_id] = actor
+        self._board.starting(replica_id, work=0.0, now=time.monotonic())
+
+    async def starting(self, replica_id: str, work: float) -> None:
+        """A replica is still starting. work: grows while it gets on."""
+        self._board.starting(replica_id, work=work, now=time.monotonic())
 
     async def poll(
         self,
@@ -151,10 +197,10 @@ class WeightBoard:
         version: int | None,
         timeout_s: float,
         num_workers: int = 1,
-    ) -> Publication | Command | None:
-        """Say that the replica lives and holds (term, version); wait for what it must apply.
+    ) -> Publication | None:
+        """Say that the replica lives and holds (term, version); wait for what it must load.
 
-        Args: num_workers: processes of its engine that take part in a transfer group.
+        Args: num_workers: processes of its engine that take part in a broadcast.
         Returns: None when nothing came up within timeout_s.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
@@ -168,12 +214,38 @@ class WeightBoard:
             now=time.monotonic(),
         )
         self._wake()
-        while (work := self._board.next_for(replica_id, now=time.monotonic())) is None:
+        while (work := self._board.next_for(replica_id)) is None:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return None
             await self._wait_for_change(remaining_s)
         return work
+
+    async def take_seat(self, replica_id: str, timeout_s: float) -> Seat | None:
+        """Wait for a place in the broadcast of the current publication.
+
+        Returns: None when no group was formed within timeout_s; poll again.
+        """
+        timeout_s = min(timeout_s, MAX_POLL_S)
+        deadline = time.monotonic() + timeout_s
+        self._board.beat(replica_id, lease_s=timeout_s, now=time.monotonic())
+        # One that was given and never fetched: its group has met without this replica.
+        self._seats.pop(replica_id, None)
+        self._board.ask_for_seat(replica_id)
+        self._wake()
+        try:
+            while (seat := self._seats.pop(replica_id, None)) is None:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    return None
+                await self._wait_for_change(remaining_s)
+            return seat
+        finally:
+            self._board.stop_asking(replica_id)
+
+    async def beat(self, replica_id: str) -> None:
+        """A replica gets on with loading."""
+        self._board.beat(replica_id, lease_s=BEAT_LEASE_S, now=time.monotonic())
 
     async def report(
         self,
@@ -192,30 +264,33 @@ class WeightBoard:
         )
         self._wake()
 
-    async def acknowledge(self, replica_id: str, sequence: int, error: str | None) -> None:
-        """A replica has executed a command (error None) or failed to."""
-        self._board.acknowledge(replica_id, sequence, error=error)
-        self._wake()
-
     async def leave(self, replica_id: str) -> None:
         """A replica shuts down in order, or is dead."""
         self._board.leave(replica_id)
         self._actors.pop(replica_id, None)
+        self._seats.pop(replica_id, None)
         self._wake()
 
     async def _drop_dead(self, replica_ids: Sequence[str]) -> None:
-        for replica_id in replica_ids:
-            if (actor := self._actors.get(replica_id)) is None:
-                continue
-            try:
-                await within(PROBE_TIMEOUT_S, actor.__ray_ready__.remote())
-            except ActorDiedError:
-                await self.leave(replica_id)
-            except (TimeoutError, RayError):
-                # Busy, or out of reach for now: its lease decides.
-                continue
+        await asyncio.gather(*(self._answers(each) for each in replica_ids))
+
+    async def _answers(self, replica_id: str) -> bool:
+        """Whether a replica's process answers now. One that has died leaves the board."""
+        if (actor := self._actors.get(replica_id)) is None:
+            return True
+        try:
+            await within(PROBE_TIMEOUT_S, actor.__ray_ready__.remote())
+        except ActorDiedError:
+            await self.leave(replica_id)
+            return False
+        except (TimeoutError, RayError):
+            # Busy, frozen, or out of reach for now: its lease decides.
+            return False
+        return True
 
     async def _adopt(self, group: WeightGroup) -> WeightGroup:
+        if group.buffer is None:
+            return group
         buffer = await within(ADOPT_TIMEOUT_S, group.buffer)
         # In a thread: copying gigabytes would hold up every heartbeat.
         own = await asyncio.to_thread(ray.put, buffer)
@@ -228,59 +303,35 @@ class WeightBoard:
     async def _wait_for_change(self, timeout_s: float) -> None:
         await is_set_within(timeout_s, self._changed)
 
+    def _end_when_orphaned(self, keeping: Keeping, this_actor: ActorHandle) -> None:
+        while time.monotonic() - self._seen_at < keeping.orphan_timeout_s:
+            time.sleep(ORPHAN_CHECK_S)
+        log.error(
+            "board: no term of this run has shown life for %g s; ending %s",
+            keeping.orphan_timeout_s,
+            ", ".join(keeping.applications),
+        )
+        for name in keeping.applications:
+            # Serve may be gone already.
+            with suppress(RayServeException, RayError, TimeoutError):
+                serve.delete(name)
+        ray.kill(this_actor)
 
-def start_board(*, apply_limit_s: float = 120.0) -> ActorHandle:
-    return ray.remote(num_cpus=0, max_restarts=0)(WeightBoard).remote(apply_limit_s)
 
+def start_board(keeping: Keeping | None = None, *, strategy: Any = "DEFAULT") -> ActorHandle:
+    """Start the board: of this process, or a run's own, which outlives its supervisor.
 
-class BoardClient:
-    """The trainer's end of vLLM's own weight-transfer backends (NCCL, CUDA IPC), over the board.
-
-    Implements vLLM's `VLLMWeightSyncClient` protocol: each of its four calls becomes a command that
-    the board hands to every replica, and returns when all have executed it. So the trainer needs no
-    addresses of engines, and every call has a deadline.
-
-    Before each `send_weights()` set `version` to what is being sent: vLLM's trainer engines do not
-    pass one when they finish.
+    strategy: Ray's, of its place. Raises: ValueError while another board has the name.
     """
-
-    def __init__(
-        self,
-        board: ActorHandle,
-        term: int,
-        *,
-        timeout_s: float = 300.0,
-    ) -> None:
-        """timeout_s: of each command."""
-        self._board = board
-        self._term = term
-        self._timeout_s = timeout_s
-        self.version: int | None = None
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Open the transfer on every live replica; rank offsets are dealt out by the board."""
-        self._run(CommandKind.INIT, init_info)
-
-    def start_weight_update(self) -> None:
-        """Pause every replica, keeping its requests, and open the update."""
-        self._run(CommandKind.START, None)
-
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Have every replica receive one chunk; runs beside the trainer's own broadcast."""
-        self._run(CommandKind.UPDATE, update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Close the update, set the version and resume; the version is then the current one.
-
-        Raises: ValueError when neither the argument nor `self.version` says what was sent.
-        """
-        version = self.version if weight_version is None else int(weight_version)
-        if version is None:
-            raise ValueError(
-                "weights: no version to finish with; set client.version before sending"
-            )
-        self._run(CommandKind.FINISH, None, version=version)
-
-    def _run(self, kind: CommandKind, payload: Any, *, version: int | None = None) -> None:
-        reference = self._board.command.remote(self._term, kind, payload, version, self._timeout_s)
-        ray.get(reference, timeout=self._timeout_s + RPC_MARGIN_S)
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "max_restarts": 0,
+        "scheduling_strategy": strategy,
+    }
+    if keeping is not None:
+        options |= {
+            "name": keeping.name,
+            "namespace": keeping.namespace,
+            "lifetime": "detached",
+        }
+    return ray.remote(**options)(WeightBoard).remote(keeping)

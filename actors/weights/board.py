@@ -1,22 +1,21 @@
-"""The weight board's state machine: what is published, who holds it, who is asked to do what.
+"""The weight board's state machine: what is published, who holds it, who joins a broadcast.
 
     board.publish(Publication(term=1, version=7, groups=groups))    # by the trainer
     board.heartbeat("a", None, version=None, num_workers=1, lease_s=5.0, now=0.0)
-    board.next_for("a", now=0.0)                # -> that publication; the replica loads it
+    board.next_for("a")                         # -> that publication; the replica loads it
     board.report("a", 1, version=7, check_logprobs=scores, now=2.0)
     board.laggards()                            # -> (), so every live replica samples from it
 
 Pure: times come in as arguments, nothing waits; `actor.WeightBoard` adds the waiting. Invariants: a
 publication's (term, version) never goes back, and nothing older than the newest known term is
-accepted; a replica is live while its lease lasts, and only live replicas are waited for; a command
-goes, in order, to the members that it was addressed to and to no other replica.
+accepted; a replica is live while its lease lasts, and only live replicas are waited for; a version
+is held once the replica has reported that it loaded it, however its bytes travelled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ class WeightError(Exception):
 
 
 class StaleTerm(WeightError):
-    """An older run (lease) tried to publish or to command; it has been replaced and must stop."""
+    """An older run (lease) tried to publish; it has been replaced and must stop."""
 
 
 class StaleVersion(WeightError):
@@ -43,18 +42,6 @@ class StaleVersion(WeightError):
 
 class NotPublished(WeightError):
     """A version was waited for that is not the current publication."""
-
-
-class ReplicasLagging(WeightError):
-    """Not every live replica held the version in time."""
-
-
-class RendezvousNeeded(WeightError):
-    """The replicas are not those that met at the last init; the trainer must initialise again."""
-
-
-class WeightCommandFailed(WeightError):
-    """Replicas failed a command of the transfer handshake, or did not answer in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +67,8 @@ class WeightGroup:
     checksum: str
     """Of the buffer's bytes."""
     buffer: Any
-    """[num_bytes] uint8; in a publication an object reference to it, which is opaque here."""
+    """[num_bytes] uint8; in a publication an object reference to it, which is opaque here, or None
+    where the trainer's rank 0 keeps it and broadcasts it to those who take a seat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,30 +77,26 @@ class Publication:
 
     term: int
     version: int
-    groups: tuple[WeightGroup, ...] = ()
-    """Empty when the weights travelled by commands."""
+    groups: tuple[WeightGroup, ...]
 
-
-class CommandKind(StrEnum):
-    """The four calls of vLLM's weight-transfer handshake."""
-
-    INIT = "init"
-    START = "start"
-    UPDATE = "update"
-    FINISH = "finish"
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether the buffers come by a broadcast and not from the object store."""
+        return any(group.buffer is None for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """One step of the handshake for one replica."""
+class Seat:
+    """A member's place in one broadcast of the current publication; rank 0 is the trainer's."""
 
-    sequence: int
-    term: int
-    kind: CommandKind
-    payload: Any = None
-    """vLLM's own plain dict (or list of dicts) for INIT and UPDATE."""
-    version: int | None = None
-    """What the engines hold once FINISH is done."""
+    store: str
+    """HOST:PORT of the store at which the members meet."""
+    name: str
+    """The group's own prefix in it; no two groups have one name."""
+    rank: int
+    """Of the member's first worker."""
+    size: int
+    """All members' workers, and the trainer's rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,12 +121,22 @@ class BoardStatus:
     version: int | None
     """Of the current publication; None before the first."""
     replicas: tuple[ReplicaReport, ...]
-    needs_rendezvous: bool
+
+    quiet_s: float = 0.0
+    """Seconds since a replica was live, or one that starts showed progress."""
 
     @property
-    def num_workers(self) -> int:
-        """Engine workers of all live replicas: the world size of a transfer group is this + 1."""
-        return sum(replica.num_workers for replica in self.replicas)
+    def holders(self) -> frozenset[str]:
+        """The live replicas that hold the current publication."""
+        if self.version is None:
+            return frozenset()
+        held = (self.term, self.version)
+        return frozenset(r.replica_id for r in self.replicas if (r.term, r.version) == held)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether every live replica holds the current publication, and there is one."""
+        return 0 < len(self.holders) == len(self.replicas)
 
 
 def check_tokens(vocab_size: int) -> Int32s:
@@ -171,21 +165,20 @@ def largest_difference(own: Float32s, engines: Sequence[Float32s]) -> float | No
 
 
 class Board:
-    """Publications, replicas and commands. Times: seconds of one monotonic clock."""
+    """Publications, replicas and seats. Times: seconds of one monotonic clock."""
 
-    def __init__(self, *, apply_limit_s: float = 120.0) -> None:
-        """apply_limit_s: how long a replica may be silent while it applies what it was given."""
-        self._apply_limit_s = apply_limit_s
+    def __init__(self, *, now: float) -> None:
         self._newest_term: int | None = None
         self._current: Publication | None = None
         self._replicas: dict[str, ReplicaReport] = {}
         self._lease_ends: dict[str, float] = {}
-        self._members: frozenset[str] = frozenset()
-        self._uses_commands = False
-        self._sequence = 0
-        self._queues: dict[str, list[Command]] = {}
-        self._pending: dict[int, set[str]] = {}
-        self._failures: dict[int, dict[str, str]] = {}
+        self._starting: dict[str, float] = {}
+        """By replica, the work that its start had taken when it was last heard of."""
+        self._heard_at = now
+        """When a replica was last live, or made progress in its start."""
+        self._waiting: set[str] = set()
+        """Who waits for a seat."""
+        self._num_groups = 0
 
     # Publications
 
@@ -220,7 +213,22 @@ class Board:
     def current(self) -> Publication | None:
         return self._current
 
+    def is_current(self, term: int, version: int) -> bool:
+        current = self._current
+        return current is not None and (current.term, current.version) == (term, version)
+
+    def is_past(self, term: int, version: int) -> bool:
+        """Whether a later publication than (term, version) is the current one."""
+        current = self._current
+        return current is not None and (current.term, current.version) > (term, version)
+
     # Replicas
+
+    def starting(self, replica_id: str, *, work: float, now: float) -> None:
+        """A replica that is not yet live starts. work: grows while it gets on."""
+        if work > self._starting.get(replica_id, -1.0):
+            self._starting[replica_id] = work
+            self._heard_at = now
 
     def heartbeat(
         self,
@@ -237,20 +245,18 @@ class Board:
             replica_id=replica_id, num_workers=num_workers
         )
         self._replicas[replica_id] = replace(known, term=term, version=version)
-        self._lease_ends[replica_id] = now + lease_s + POLL_GRACE_S
+        self._starting.pop(replica_id, None)
+        self._extend(replica_id, lease_s=lease_s, now=now)
 
-    def next_for(self, replica_id: str, *, now: float) -> Publication | Command | None:
-        """What a replica has to do now: its oldest command, else a publication it lacks."""
-        if (replica := self._replicas.get(replica_id)) is None:
-            return None
-        work: Publication | Command | None = None
-        if queue := self._queues.get(replica_id):
-            work = queue[0]
-        elif self._current is not None and self._current.groups and not self._holds(replica):
-            work = self._current
-        if work is not None:
-            self._lease_ends[replica_id] = now + self._apply_limit_s
-        return work
+    def beat(self, replica_id: str, *, lease_s: float, now: float) -> None:
+        """A replica gets on with loading. Ignored for one that was forgotten."""
+        if replica_id in self._replicas:
+            self._extend(replica_id, lease_s=lease_s, now=now)
+
+    def next_for(self, replica_id: str) -> Publication | None:
+        """The current publication, for a replica that lacks it."""
+        replica = self._replicas.get(replica_id)
+        return None if replica is None or self._holds(replica) else self._current
 
     def report(
         self,
@@ -261,118 +267,78 @@ class Board:
         check_logprobs: Float32s | None,
         now: float,
     ) -> None:
-        """A replica holds (term, version). Ignored for one that was forgotten."""
+        """A replica has loaded (term, version). Ignored for one that was forgotten."""
         if (replica := self._replicas.get(replica_id)) is None:
             return
         self._replicas[replica_id] = replace(
             replica, term=term, version=version, check_logprobs=check_logprobs
         )
-        self._lease_ends[replica_id] = now + POLL_GRACE_S
+        self._extend(replica_id, lease_s=0.0, now=now)
 
     def leave(self, replica_id: str) -> None:
-        """A replica is gone: it is no longer waited for, and its open commands have failed."""
+        """A replica is gone: it is no longer waited for, and given no seat."""
         self._replicas.pop(replica_id, None)
         self._lease_ends.pop(replica_id, None)
-        self._queues.pop(replica_id, None)
-        for sequence, waiting in self._pending.items():
-            if replica_id in waiting:
-                waiting.discard(replica_id)
-                self._failures[sequence][replica_id] = "the replica left or fell silent"
+        self._starting.pop(replica_id, None)
+        self._waiting.discard(replica_id)
 
     def forget_silent(self, *, now: float) -> tuple[str, ...]:
         """Drop the replicas whose lease has run out; return their names."""
         silent = tuple(name for name, lease_end in self._lease_ends.items() if lease_end < now)
         for replica_id in silent:
             self.leave(replica_id)
+        if self._replicas:
+            self._heard_at = now
         return silent
 
     def laggards(self) -> tuple[str, ...]:
         """Live replicas that do not hold the current publication."""
         return tuple(r.replica_id for r in self._replicas.values() if not self._holds(r))
 
-    def status(self) -> BoardStatus:
+    def status(self, *, now: float) -> BoardStatus:
         return BoardStatus(
             term=None if self._current is None else self._current.term,
             version=None if self._current is None else self._current.version,
             replicas=tuple(self._replicas.values()),
-            needs_rendezvous=self.needs_rendezvous,
+            quiet_s=now - self._heard_at,
         )
 
     def _holds(self, replica: ReplicaReport) -> bool:
         current = self._current
-        return current is not None and (replica.term, replica.version) == (
+        return current is None or (replica.term, replica.version) == (
             current.term,
             current.version,
         )
 
-    # Commands
+    def _extend(self, replica_id: str, *, lease_s: float, now: float) -> None:
+        self._lease_ends[replica_id] = now + lease_s + POLL_GRACE_S
+        self._heard_at = now
 
-    @property
-    def needs_rendezvous(self) -> bool:
-        """Whether the replicas are not those that met at the last INIT."""
-        return self._uses_commands and frozenset(self._replicas) != self._members
+    # Broadcasts
 
-    def submit(
-        self, term: int, kind: CommandKind, *, payload: Any = None, version: int | None = None
-    ) -> int:
-        """Queue a command for every member; return its sequence number.
+    def ask_for_seat(self, replica_id: str) -> None:
+        """A replica that lacks the current publication is ready for its broadcast."""
+        if replica_id in self._replicas:
+            self._waiting.add(replica_id)
 
-        INIT makes the replicas that are live now the members and drops what was queued before; a
-        payload with a `rank_offset` (NCCL) is shifted for each member by the workers before it.
-        Raises: StaleTerm; RendezvousNeeded when the members are not the live replicas;
-            ValueError when INIT names a world size that the members do not add up to.
-        """
-        self.check_term(term)
-        if kind is CommandKind.INIT:
-            payloads = self._init_payloads(payload)
-            self._members = frozenset(payloads)
-            self._uses_commands = True
-            self._queues.clear()
-        elif self.needs_rendezvous or not self._members:
-            raise RendezvousNeeded(
-                f"board: replicas joined {sorted(set(self._replicas) - self._members)} and left "
-                f"{sorted(self._members - set(self._replicas))} since the transfer was "
-                "initialised; initialise it again"
-            )
-        else:
-            payloads = dict.fromkeys(self._members, payload)
-        self._sequence += 1
-        command = Command(sequence=self._sequence, term=term, kind=kind, version=version)
-        for replica_id, part in payloads.items():
-            self._queues.setdefault(replica_id, []).append(replace(command, payload=part))
-        self._pending[command.sequence] = set(payloads)
-        self._failures[command.sequence] = {}
-        return command.sequence
+    def stop_asking(self, replica_id: str) -> None:
+        self._waiting.discard(replica_id)
 
-    def acknowledge(self, replica_id: str, sequence: int, *, error: str | None) -> None:
-        """A replica has executed a command, or failed to."""
-        if queue := self._queues.get(replica_id):
-            self._queues[replica_id] = [c for c in queue if c.sequence > sequence]
-        if replica_id in self._pending.get(sequence, ()):
-            self._pending[sequence].discard(replica_id)
-            if error is not None:
-                self._failures[sequence][replica_id] = error
+    def waiting(self) -> tuple[str, ...]:
+        """Who waits for a seat, of those that lack the current publication."""
+        return tuple(name for name in self.laggards() if name in self._waiting)
 
-    def waiting_for(self, sequence: int) -> tuple[str, ...]:
-        return tuple(sorted(self._pending.get(sequence, ())))
-
-    def close_command(self, sequence: int) -> Mapping[str, str]:
-        """Stop following a command; return the error of each member that failed it."""
-        self._pending.pop(sequence, None)
-        return self._failures.pop(sequence, {})
-
-    def _init_payloads(self, payload: Any) -> dict[str, Any]:
-        members = sorted(self._replicas)
-        if not isinstance(payload, Mapping) or "rank_offset" not in payload:
-            return dict.fromkeys(members, payload)
-        payloads: dict[str, Any] = {}
-        offset = int(payload["rank_offset"])
-        for replica_id in members:
-            payloads[replica_id] = {**payload, "rank_offset": offset}
-            offset += self._replicas[replica_id].num_workers
-        if offset != payload["world_size"]:
-            raise ValueError(
-                f"board: got a transfer group of {payload['world_size']} ranks, expected {offset} "
-                f"({len(members)} live replicas); read the board's status and initialise again"
-            )
-        return payloads
+    def seat(self, members: Iterable[str], *, store: str) -> dict[str, Seat]:
+        """Give the members that still wait their places in a new group; by name, empty for none."""
+        replicas = [self._replicas[name] for name in members if name in self.waiting()]
+        if not replicas or self._current is None:
+            return {}
+        self._num_groups += 1
+        name = f"t{self._current.term}-v{self._current.version}-g{self._num_groups}"
+        size = 1 + sum(replica.num_workers for replica in replicas)
+        seats, rank = {}, 1
+        for replica in replicas:
+            seats[replica.replica_id] = Seat(store=store, name=name, rank=rank, size=size)
+            self._waiting.discard(replica.replica_id)
+            rank += replica.num_workers
+        return seats

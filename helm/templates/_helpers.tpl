@@ -61,3 +61,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- $value := dig "data" .key "" $found -}}
 {{- default (randAlphaNum 48 | b64enc) $value -}}
 {{- end -}}
+
+{{/* What a group offers to the parts of its role (service/launch/placement.py), as the operator hands
+     it to `ray start` through a shell. Takes: the role. */}}
+{{- define "rayloom.role" -}}
+{{- printf "%q" (printf "{\"rayloom_%s\": 1}" .) | squote -}}
+{{- end -}}

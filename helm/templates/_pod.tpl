@@ -65,6 +65,10 @@ spec:
           mountPath: {{ $values.checkpoints.mountPath | quote }}
         - name: shm
           mountPath: /dev/shm
+        {{- if and $isHead (not $values.database.existingSecret) }}
+        - name: database
+          mountPath: /database
+        {{- end }}
   volumes:
     - name: config
       configMap:
@@ -76,6 +80,11 @@ spec:
       emptyDir:
         medium: Memory
         sizeLimit: {{ .group.shmSize | quote }}
+    {{- if and $isHead (not $values.database.existingSecret) }}
+    - name: database
+      persistentVolumeClaim:
+        claimName: {{ include "rayloom.fullname" $root }}-database
+    {{- end }}
 {{- end -}}
 
 {{/* Serve may build the application, and start its ingress, on any node: each has the key. */}}
@@ -85,6 +94,14 @@ spec:
     secretKeyRef:
       name: {{ include "rayloom.apiSecretName" .context }}
       key: {{ .context.Values.auth.api.key | quote }}
+{{- $database := .context.Values.database }}
+{{- if and (eq .name "head") $database.existingSecret }}
+- name: RAYLOOM_DATABASE_URL
+  valueFrom:
+    secretKeyRef:
+      name: {{ $database.existingSecret }}
+      key: {{ $database.key | quote }}
+{{- end }}
 - name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
   value: {{ .context.Values.drain.timeoutSeconds | quote }}
 - name: RAY_USAGE_STATS_ENABLED

@@ -42,7 +42,10 @@ class RunPort(Protocol):
 def create_app(run: RunPort, settings: HttpSettings) -> FastAPI:
     app = FastAPI(title="Rayloom", description="Rollouts for a training run, over HTTP.")
     app.add_middleware(
-        Guards, max_body_bytes=settings.service.max_body_kib << 10, key_digest=settings.key_digest
+        Guards,
+        max_body_bytes=settings.service.max_body_kib << 10,
+        key_digest=settings.key_digest,
+        hosts=settings.hosts,
     )
     problems.install(app)
     _add_health(app, run)
@@ -98,7 +101,12 @@ def _add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
 
 def _found(rollout_id: str, view: SubmissionView | None) -> SubmissionView:
     if view is None:
-        raise Problem(404, "unknown-rollout", f"no task {rollout_id!r} was accepted by this run")
+        raise Problem(
+            404,
+            "unknown-rollout",
+            f"this run knows no task {rollout_id!r}: it was never accepted, or it is over and no "
+            "longer among the newest service.keep_ended_tasks",
+        )
     return view
 
 
@@ -164,8 +172,7 @@ def _refuse_if_needed(reply: SubmitReply) -> None:
         raise Problem(
             429,
             "queue-full",
-            f"{reply.refusal}; send them again in {reply.retry_after_s} s, or raise "
-            "service.max_waiting_tasks",
+            f"{reply.refusal}; send them again in {reply.retry_after_s} s, or raise that limit",
             headers={"Retry-After": str(reply.retry_after_s)},
         )
     if reply.refusal:

@@ -1,15 +1,22 @@
-"""What is checked before a route runs: the size of the body, and the bearer key."""
+"""What is checked before a route runs: the host that is asked for, the bearer key, the body.
+
+An error that no route expects is answered as a problem here: Starlette's own handler raises it
+again, to a server that may then spoil the answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.problems import Problem, problem_response, shown
+from service.api.problems import Problem, internal_error, problem_response, shown
 from service.api.settings import digest_of
+
+log = logging.getLogger("rayloom.api")
 
 # What probes and people may read without a key.
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
@@ -26,9 +33,12 @@ class Guards:
         *,
         max_body_bytes: int,
         key_digest: str | None,
+        hosts: frozenset[str] | None = None,
         body_limit_s: float = BODY_LIMIT_S,
     ) -> None:
+        """hosts: names that a request may be for; None: any."""
         self._app = app
+        self._hosts = hosts
         self._max_body_bytes = max_body_bytes
         self._key_digest = key_digest
         self._body_limit_s = body_limit_s
@@ -42,11 +52,27 @@ class Guards:
         except Problem as problem:
             await problem_response(problem, instance=scope["path"])(scope, receive, send)
             return
-        await self._app(scope, _replay(body, receive), send)
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, _replay(body, receive), noted)
+        except Exception:
+            log.exception("%s %s", scope["method"], scope["path"])
+            if has_begun:
+                raise
+            answer = problem_response(internal_error(), instance=scope["path"])
+            await answer(scope, receive, send)
 
     async def _checked(self, scope: Scope, receive: Receive) -> bytes:
         """The whole body of a request that may pass. Raises: Problem."""
         headers = Headers(scope=scope)
+        if self._hosts is not None and _host_of(headers) not in self._hosts:
+            raise _wrong_host(headers)
         if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
             raise _wrong_key(headers)
         announced = headers.get("content-length", "0")
@@ -133,6 +159,24 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed
+
+
+def _host_of(headers: Headers) -> str:
+    """Without its port. Example: [::1]:8000 -> ::1"""
+    host = headers.get("host", "").lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].removesuffix(".")
+
+
+def _wrong_host(headers: Headers) -> Problem:
+    return Problem(
+        421,
+        "unknown-host",
+        f"the request is for the host {shown(headers.get('host', ''))!r}; the API listens on this "
+        "machine alone and answers to localhost, so that no web page reaches it under a name of "
+        "its own; ask localhost, or add the name to service.allowed_hosts",
+    )
 
 
 def _wrong_key(headers: Headers) -> Problem:

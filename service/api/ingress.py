@@ -8,12 +8,12 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
 
 from service.api.app import create_app
-from service.api.settings import HttpSettings
+from service.api.settings import HttpSettings, api_application_name
+from service.config.file import ConfigError
 from service.run.remote_handles import SupervisorClient
-
-APP_NAME = "rayloom-api"
 
 
 @serve.ingress()
@@ -41,14 +41,18 @@ def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None
     return deployment.bind(run_id, settings, host)
 
 
-def open_api(run_id: str, settings: HttpSettings) -> None:
+def open_api(run_id: str, settings: HttpSettings, *, route: str) -> None:
     """Deploy the API on a Serve that was started by `start_serve`; it answers in seconds."""
-    target = serve.RunTarget(ingress_application(run_id, settings), name=APP_NAME, route_prefix="/")
+    target = serve.RunTarget(
+        ingress_application(run_id, settings),
+        name=api_application_name(run_id),
+        route_prefix=route,
+    )
     serve.run_many([target], wait_for_applications_running=False)
 
 
 def start_serve(*, host: str, port: int) -> None:
-    """Start Serve with its HTTP proxy on this node, before anything else starts it without."""
+    """Start Serve with its HTTP proxy on the head node, before anything else starts it without."""
     # What it has to say to a developer of Serve goes to its own log files.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
@@ -56,3 +60,16 @@ def start_serve(*, host: str, port: int) -> None:
         http_options=HTTPOptions(host=host, port=port),
         logging_config={"log_level": "WARNING"},
     )
+
+
+def check_listens(*, host: str, port: int) -> None:
+    """Serve keeps the options of its first start, and says so in its own log alone.
+
+    Raises: ConfigError when it listens elsewhere.
+    """
+    running = _get_global_client().http_config
+    if (running.host, running.port) != (host, port):
+        raise ConfigError(
+            f"service.host {host}, service.port {port}: Ray Serve runs on this cluster already and "
+            f"listens on {running.host}:{running.port}; set service.host and service.port to these"
+        )

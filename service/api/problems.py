@@ -66,6 +66,17 @@ def unavailable(detail: str) -> Problem:
     return Problem(503, "not-available", detail, headers={"Retry-After": str(UNAVAILABLE_RETRY_S)})
 
 
+def internal_error() -> Problem:
+    """The text of the error is for the log."""
+    return Problem(
+        500,
+        "internal-error",
+        "the service met an error of its own, and may have done what was asked or not; look how it "
+        "stands, or send it again, since the same content is accepted once; the log of the API's "
+        "replica says what happened",
+    )
+
+
 def install(app: FastAPI) -> None:
     """Answer every error of this app as a problem."""
 

@@ -80,14 +80,15 @@ class SubmitBody(_Strict):
     def requests(self, *, num_samples: int) -> list[RolloutRequest]:
         """num_samples: of a task where neither it nor the batch names any."""
         return [
-            RolloutRequest(
-                task=Task(
+            RolloutRequest.of(
+                Task(
                     task_id=task.id,
                     environment=self.environment,
                     seed=derived_seed("submitted", task.id) if task.seed is None else task.seed,
                     data=task.data,
                 ),
-                num_samples=task.num_samples or self.num_samples or num_samples,
+                asked_samples=task.num_samples or self.num_samples,
+                default_samples=num_samples,
                 min_usable_samples=task.min_usable_samples,
             )
             for task in self.tasks

@@ -18,6 +18,7 @@ from service.config.tree import Config, ServiceSettings
 
 KEY_VARIABLE = "RAYLOOM_API_KEY"
 MIN_KEY_CHARACTERS = 16
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,17 @@ class HttpSettings:
     """Whose tasks are accepted."""
     key_digest: str | None = None
     """SHA-256 of the bearer key, hexadecimal; None: no key is needed."""
+
+    @property
+    def hosts(self) -> frozenset[str] | None:
+        """Names that a request may be for; None: any, where more than this machine may ask.
+
+        A web page of any site can send requests to loopback. Under a name that it has pointed there
+        (DNS rebinding) it could read the answers too.
+        """
+        if not is_loopback(self.service.host):
+            return None
+        return frozenset({*LOOPBACK_NAMES, self.service.host, *self.service.allowed_hosts})
 
 
 def checked_service(config: Config, *, is_local: bool) -> tuple[Config, HttpSettings]:
@@ -132,6 +144,16 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def api_address(service: ServiceSettings) -> str:
+def api_address(service: ServiceSettings, *, route: str = "/") -> str:
     host = f"[{service.host}]" if ":" in service.host else service.host
-    return f"http://{host}:{service.port}"
+    return f"http://{host}:{service.port}{route.rstrip('/')}"
+
+
+def api_application_name(run_id: str) -> str:
+    """Of a run's API, among the applications of a cluster."""
+    return f"{run_id}-api"
+
+
+def api_route(run_id: str, *, is_local: bool) -> str:
+    """Where a run's API begins: on a cluster of several runs each has a prefix of its own."""
+    return "/" if is_local else f"/{run_id}"

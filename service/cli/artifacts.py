@@ -18,7 +18,7 @@ from actors.trainer.checkpoint import MANIFEST, CheckpointError, read_manifest
 from service.config.file import ConfigError
 from service.launch.resume import newest_usable
 from service.launch.run_dir import RunDir
-from service.store.run_store import RunStore, StoreError
+from service.store.run_store import StoreError
 
 
 def export_checkpoint(source: Path, directory: Path) -> str:
@@ -48,7 +48,7 @@ def export_checkpoint(source: Path, directory: Path) -> str:
 
 def _checkpoint_of(source: Path) -> Path:
     run_dir = RunDir(path=source)
-    if not run_dir.database_file.is_file():
+    if not run_dir.database_file.is_file() and not run_dir.store_file.is_file():
         is_broken = run_dir.path.is_dir() and run_dir.path.name.startswith("step-")
         if not is_broken and not (run_dir.path / MANIFEST).is_file():
             raise ConfigError(
@@ -57,11 +57,8 @@ def _checkpoint_of(source: Path) -> Path:
             )
         return run_dir.path
     try:
-        store = RunStore(run_dir.database_url)
-        try:
+        with run_dir.looked_into() as store:
             newest = newest_usable(run_dir.checkpoints, store.checkpoints())
-        finally:
-            store.close()
     except StoreError as error:
         raise ConfigError(f"export: {error}") from error
     if newest is None:

@@ -52,6 +52,7 @@ PHASE_STYLES = {
     Phase.STOPPING: "bold yellow",
     Phase.FINISHED: "bold green",
     Phase.FAILED: "bold red",
+    Phase.TAKEN_OVER: "bold red",
 }
 
 Clock = Callable[[], float]

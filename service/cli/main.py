@@ -20,6 +20,9 @@ from service.cli.outlet import escape_unencodable, say
 from service.config.file import ConfigError, describe_config, load_config
 from service.config.tree import Config, TinyModelSettings
 from service.launch.signals import EXIT_INTERRUPTED, stop_signals
+from service.store.errors import StoreError
+from service.store.place import StoreOptions
+from service.store.tables import RunKind
 
 app = typer.Typer(
     help="Train language-model agents by reinforcement learning, on a laptop or a Ray cluster.",
@@ -67,6 +70,20 @@ def start(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="resume a run although another process holds it")
     ] = False,
+    state_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="of the run's database, on a local disk; default: run directory",
+        ),
+    ] = None,
+    database_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="keep the run's database in PostgreSQL; with a password: RAYLOOM_DATABASE_URL",
+        ),
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Both commands that run a run; they differ in where the tasks come from."""
@@ -82,9 +99,11 @@ def start(
                     f"--run-dir {new_run}: got --resume {resumed} too, expected one of them: a run "
                     "goes on in its own directory; leave --run-dir out"
                 )
-            if context.info_name == "serve":
+            store = _store_options(state_dir, database_url, is_new=resumed is None)
+            kind = RunKind(context.info_name or "")
+            if kind is RunKind.SERVE:
                 settings, api = checked_service(settings, is_local=is_local)
-            _check_machine_and_files(settings, new_run, resumed, is_local=is_local)
+            _check_machine_and_files(settings, new_run, resumed, kind=kind, is_local=is_local)
             # Ctrl-C may come during these seconds of imports too.
             from service.cli.train import TrainRequest, run_training
 
@@ -94,6 +113,7 @@ def start(
                 run_dir=new_run,
                 resume=resumed,
                 takes_over=take_over,
+                store=store,
                 api=api,
             )
             code = run_training(request, signals)
@@ -103,8 +123,28 @@ def start(
     raise typer.Exit(code)
 
 
+def _store_options(
+    state_dir: str | None, database_url: str | None, *, is_new: bool
+) -> StoreOptions:
+    """Raises: ConfigError."""
+    place = _path("--state-dir", state_dir)
+    options = StoreOptions(state_dir=place, database_url=database_url)
+    if not is_new and options != StoreOptions():
+        raise ConfigError(
+            f"{'--state-dir' if place else '--database-url'}: got --resume too, expected a new "
+            "run: a run goes on with its own database; leave the option out, or, where the "
+            "database was moved, name its place in the run's store.json"
+        )
+    if is_new:
+        try:
+            options.check()
+        except StoreError as error:
+            raise ConfigError(str(error)) from error
+    return options
+
+
 def _check_machine_and_files(
-    config: Config, new_run: Path | None, resumed: Path | None, *, is_local: bool
+    config: Config, new_run: Path | None, resumed: Path | None, *, kind: RunKind, is_local: bool
 ) -> None:
     """Raises: ConfigError."""
     from service.config.preflight import (
@@ -116,8 +156,9 @@ def _check_machine_and_files(
 
     if resumed is not None:
         # A run whose steps are all done needs nothing else of the machine.
-        check_metrics_address(config)
-        check_resumable(RunDir(path=resumed), config)
+        if is_local:
+            check_metrics_address(config)
+        check_resumable(RunDir(path=resumed), config, kind=kind)
         return
     check_machine(config, is_local=is_local)
     if new_run is not None:

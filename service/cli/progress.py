@@ -25,10 +25,13 @@ from service.visible import visible_lines
 RATE_WINDOW_S = 15.0
 RECENT_STEPS = 20
 SHOWN_STEPS = 5
+MAX_REWARDS = 1024
 
 # A return to training from these is not news.
 _INTERLUDES = frozenset({Phase.EVALUATING, Phase.CHECKPOINTING})
-_ENDINGS = frozenset({Phase.RECOVERING, Phase.STOPPING, Phase.FINISHED, Phase.FAILED})
+_ENDINGS = frozenset(
+    {Phase.RECOVERING, Phase.STOPPING, Phase.FINISHED, Phase.FAILED, Phase.TAKEN_OVER}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,8 @@ class Rates:
 
 
 class ProgressState:
-    """Give it every status, in order. Invariant: rewards[i] is of step i + 1 of this lineage."""
+    """Give it every status, in order. Rewards are kept of every 2^k-th step of this lineage, with
+    the smallest k that leaves MAX_REWARDS at most."""
 
     def __init__(self) -> None:
         self.status: RunStatus | None = None
@@ -59,6 +63,7 @@ class ProgressState:
         self.last_evaluation: EvaluationRecord | None = None
         self.is_reward_scaled = False
         self._rewards: dict[int, float | None] = {}
+        self._stride = 1
         # Time, rollouts and tokens of the statuses within RATE_WINDOW_S.
         self._totals: deque[tuple[float, int, int]] = deque()
 
@@ -130,7 +135,13 @@ class ProgressState:
                 step: value for step, value in self._rewards.items() if step < record.step
             }
         self.recent.append(record)
-        self._rewards[record.step] = record.best_known_reward
+        if record.step % self._stride == 0:
+            self._rewards[record.step] = record.best_known_reward
+        if len(self._rewards) > MAX_REWARDS:
+            self._stride *= 2
+            self._rewards = {
+                step: value for step, value in self._rewards.items() if step % self._stride == 0
+            }
         self.is_reward_scaled |= record.value("scaled_reward_mean") is not None
 
     def _add_totals(self, status: RunStatus, now: float) -> None:

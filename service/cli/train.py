@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from service.api.ingress import open_api, start_serve
-from service.api.settings import HttpSettings, api_address
+from service.api.ingress import check_listens, open_api, start_serve
+from service.api.settings import HttpSettings, api_address, api_route
 from service.cli.display import Display, open_display
 from service.cli.outlet import say
 from service.config.tree import Config
 from service.inference.deployment import session_directory
-from service.launch.cluster import joined
+from service.launch.cluster import joined, seen_from_afar
+from service.launch.other_nodes import check_api_place, check_other_nodes
 from service.launch.resume import check_lease_free, check_not_taken_over, finished_step
 from service.launch.run_dir import (
     RunDir,
@@ -30,7 +31,8 @@ from service.launch.run_dir import (
 )
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals
 from service.run.health import Cursor, Ending, Phase, RunStatus
-from service.run.supervisor import start_supervisor
+from service.run.supervisor import WhenHeld, start_supervisor
+from service.store.place import StoreOptions
 from service.store.run_store import LeaseLost, StoreError
 
 POLL_S = 0.5
@@ -50,6 +52,8 @@ class TrainRequest:
     """The directory of the run to go on with; None: start a new one."""
     takes_over: bool = False
     """Resume a run although another process has its lease."""
+    store: StoreOptions = field(default_factory=StoreOptions)
+    """Where a new run's database is to lie."""
     api: HttpSettings | None = None
     """Accept tasks over HTTP; None: play the configuration's own."""
 
@@ -64,34 +68,46 @@ def run_training(request: TrainRequest, signals: StopSignals) -> int:
     config = request.config
     if request.resume is not None:
         run_dir = RunDir(path=request.resume)
-        code = _look_before_resuming(run_dir, config)
-        if code is not None:
-            return code
-        if not request.takes_over:
-            check_lease_free(run_dir)
+        try:
+            if (step := finished_step(run_dir, steps=config.run.steps)) is not None:
+                return _report_finished(run_dir, step)
+            if not request.takes_over:
+                check_lease_free(run_dir)
+        except StoreError as error:
+            say(f"rayloom: --resume {run_dir.path}: {error}", err=True)
+            return EXIT_FAILED
     elif request.run_dir is not None:
         run_dir = RunDir(path=request.run_dir)
     else:
         run_dir = default_run_dir(config)
         check_new(run_dir)
     is_local = request.address is None
-    with prepared_run(config, run_dir, is_local=is_local, check_stop=signals.check) as model:
+    with prepared_run(
+        config, run_dir, is_local=is_local, store=request.store, check_stop=signals.check
+    ) as model:
         # A cluster that is half up is started to the end and then stopped.
         signals.hold()
         with joined(config, address=request.address):
-            return _run(config, run_dir, model, api=request.api, signals=signals)
+            if not is_local:
+                config = seen_from_afar(config, cwd=Path.cwd())
+                check_other_nodes(config, run_dir, model=model)
+                if request.api is not None:
+                    check_api_place(config.service)
+            return _run(replace(request, config=config), run_dir, model, signals=signals)
 
 
-def _run(
-    config: Config, run_dir: RunDir, model: str, *, api: HttpSettings | None, signals: StopSignals
-) -> int:
+def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSignals) -> int:
     """Run and show it within a Ray that has been joined; returns the exit code."""
+    config, api, is_local = request.config, request.api, request.address is None
     signals.install()
     try:
         signals.check()
         run_id = run_id_of(config, run_dir)
-        if api is not None:
+        if api is not None or not is_local:
+            # On a cluster the next run may want an API, and Serve opens its port at its start only.
             start_serve(host=config.service.host, port=config.service.port)
+        if api is not None:
+            check_listens(host=config.service.host, port=config.service.port)
         start = partial(
             start_supervisor,
             config,
@@ -99,11 +115,14 @@ def _run(
             model=model,
             run_id=run_id,
             is_service=api is not None,
+            when_held=WhenHeld.TAKE_OVER if request.takes_over else WhenHeld.REFUSE,
         )
         supervisor = start()
         if api is not None:
-            open_api(run_id, api)
-            say(f"the API listens on {api_address(config.service)}")
+            route = api_route(run_id, is_local=is_local)
+            open_api(run_id, api, route=route)
+            where = "" if is_local else " of the cluster's head node"
+            say(f"the API listens on {api_address(config.service, route=route)}{where}")
         watcher = SupervisorWatcher(
             supervisor,
             open_display(environ=os.environ),
@@ -116,15 +135,7 @@ def _run(
         signals.ignore()
 
 
-def _look_before_resuming(run_dir: RunDir, config: Config) -> int | None:
-    """Return the exit code where there is nothing to do, or nothing to go on from; else None."""
-    try:
-        step = finished_step(run_dir, steps=config.run.steps)
-    except StoreError as error:
-        say(f"rayloom: --resume {run_dir.path}: {error}", err=True)
-        return EXIT_FAILED
-    if step is None:
-        return None
+def _report_finished(run_dir: RunDir, step: int) -> int:
     say(
         f"all {step} steps are done already; raise run.steps to go on; "
         f"report: {os.path.relpath(run_dir.report_file)}"
@@ -135,7 +146,8 @@ def _look_before_resuming(run_dir: RunDir, config: Config) -> int | None:
 class SupervisorWatcher:
     """Asks the supervisor how the run stands, shows it, and passes a stop on.
 
-    A supervisor that dies is started again, `max_restarts` times at most.
+    A supervisor that dies is started again, `max_restarts` times at most without a later checkpoint
+    committed between them.
     """
 
     def __init__(
@@ -156,7 +168,7 @@ class SupervisorWatcher:
         Raises: RayTaskError for what ended it; ActorDiedError, LeaseLost when no supervisor is
         left; KeyboardInterrupt for a stop before the supervisor has answered.
         """
-        num_restarts = 0
+        num_restarts = furthest_step = 0
         while True:
             running = self._supervisor.run.remote()
             self._follow(running, signals)
@@ -164,13 +176,16 @@ class SupervisorWatcher:
                 ending: Ending = ray.get(running)
                 return ending
             except ActorDiedError as error:
+                if self.last is not None and self.last.checkpoint_step > furthest_step:
+                    num_restarts, furthest_step = 0, self.last.checkpoint_step
                 num_restarts += 1
                 is_final = error.actor_init_failed or num_restarts > self._max_restarts
                 # Where the whole node was lost, Ray would wait for another one without end.
                 if is_final or signals.is_asked or not _is_any_node_alive():
                     raise
-            check_not_taken_over(run_dir, lost=self.last.supervisor if self.last else "")
-            self._supervisor = self._restart(lost=self._supervisor)
+            name = self.last.supervisor if self.last else ""
+            check_not_taken_over(run_dir, lost=name)
+            self._supervisor = self._restart(lost=self._supervisor, lost_name=name)
             self._cursor, self._question = Cursor(), None
 
     def _follow(self, running: Any, signals: StopSignals) -> None:
@@ -201,11 +216,7 @@ class SupervisorWatcher:
             return
         self.last = status
         self.display.update(status)
-        self._cursor = Cursor(
-            steps=self._cursor.steps + len(status.records),
-            evaluations=self._cursor.evaluations + len(status.evaluations),
-            notices=self._cursor.notices + len(status.notices),
-        )
+        self._cursor = status.cursor
 
 
 def _is_any_node_alive() -> bool:
@@ -227,6 +238,9 @@ def _show_until_done(
     except LeaseLost as loss:
         display.close()
         return _report_loss(loss, run_dir)
+    except StoreError as error:
+        display.close()
+        return _report_failure(str(error), run_dir, worker_logs=worker_logs)
     except RayTaskError as error:
         display.close()
         if isinstance(error.cause, LeaseLost):
@@ -255,7 +269,7 @@ def _stay(ending: Ending, display: Display, signals: StopSignals) -> None:
 def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Path) -> int:
     """Say what a second signal cut short, by the last status; returns the exit code."""
     if last is None or not last.is_done:
-        how = f"; go on with {_resume(run_dir)}" if run_dir.database_file.exists() else ""
+        how = f"; go on with {_resume(run_dir)}" if run_dir.may_have_run() else ""
         say(f"interrupted: ended at once{how}", err=True)
         return EXIT_INTERRUPTED
     # The run had ended; only its parts were still being ended.

@@ -318,18 +318,19 @@ def _of_budgets(config: Config) -> Iterator[str]:
 
 def _of_weights(config: Config) -> Iterator[str]:
     inference = config.inference
-    if inference.weight_backend is WeightBackend.OBJECT_STORE:
+    if inference.weight_backend is not WeightBackend.COLLECTIVE:
         return
-    if config.trainer.device is Device.CPU:
+    if (config.trainer.device is Device.CPU) is not inference.is_on_cpu:
         yield (
-            f"inference.weight_backend is {inference.weight_backend} with a trainer on "
-            "cpu; expected object_store; nccl and ipc move weights between GPUs"
+            f"inference.weight_backend is collective with a trainer on {config.trainer.device} and "
+            f"inference.gpus_per_replica {inference.gpus_per_replica:g}; expected both on CPU or "
+            "both on GPUs, or object_store"
         )
-    if inference.is_on_cpu:
+    elif not inference.is_on_cpu and inference.gpus_per_replica % 1:
         yield (
-            f"inference.weight_backend is {inference.weight_backend} with "
-            "inference.gpus_per_replica 0; expected object_store for engines on CPU; nccl and ipc "
-            "move weights between GPUs"
+            f"inference.weight_backend is collective with inference.gpus_per_replica "
+            f"{inference.gpus_per_replica:g}; expected whole GPUs, since NCCL takes no two members "
+            "on one; use object_store"
         )
 
 
@@ -360,6 +361,12 @@ def _of_gpus(config: Config) -> Iterator[str]:
             f"inference.tensor_parallel_size is {num_gpus} with inference.gpus_per_replica "
             f"{inference.gpus_per_replica:g}; expected at least as many GPUs; raise "
             "gpus_per_replica or set tensor_parallel_size to 1"
+        )
+    if trainer.num_ranks > 1 and 0 < trainer.gpus_per_rank < 1:
+        yield (
+            f"trainer.gpus_per_rank is {trainer.gpus_per_rank:g} with trainer.num_ranks "
+            f"{trainer.num_ranks}: Ray would put two ranks on one GPU, which NCCL refuses; "
+            "expected whole GPUs for more than one rank; set gpus_per_rank to 1, or num_ranks to 1"
         )
     for key, share in (
         ("inference.gpus_per_replica", inference.gpus_per_replica),

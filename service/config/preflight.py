@@ -37,13 +37,15 @@ def check_without_model(config: Config, *, is_local: bool = True) -> Observation
 def check_machine(config: Config, *, is_local: bool) -> None:
     """Run the checks of the machine alone, which the command line makes before its imports.
 
+    The nodes of a cluster are asked once it is joined (`service.launch.other_nodes`).
     Raises: ConfigError.
     """
     if is_local:
         check_processes(config)
         check_gpus(config)
-    check_memory(config)
-    check_metrics_address(config)
+        check_memory(config)
+        # On a cluster the supervisor opens it, on whichever node it runs.
+        check_metrics_address(config)
 
 
 def check_with_model(config: Config, observation: Observation, *, model_path: str) -> None:

@@ -19,7 +19,7 @@ from pydantic import Field
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
 from actors.journal.record import GroupRule
-from actors.limits import STRICT, Natural, Port, Positive, Seed
+from actors.limits import STRICT, Natural, Port, Positive, Seconds, Seed
 from actors.merge.shaping import RewardSettings
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trainer.settings import Dtype, TrainerSettings
@@ -53,7 +53,10 @@ class RunSettings:
     journal_steps: Natural = 200
     """Newest steps whose trajectories `rayloom inspect` can show; 0: none."""
     max_recoveries: Natural = 5
-    """Returns to the last checkpoint after a fault."""
+    """Returns to a checkpoint, or new supervisors, until a later checkpoint is committed."""
+    orphan_timeout_s: Seconds = 60
+    """Seconds without a sign of life of the run's supervisor, after which its engines and its API
+    end; one that is started sooner takes them over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,12 @@ class ServiceSettings:
     """Port of the HTTP API; 0: any free one."""
     max_waiting_tasks: Positive = 1024
     """Tasks that are accepted and not yet admitted; more are refused with status 429."""
+    max_waiting_mib: Positive = 256
+    """MiB of these tasks; more are refused with status 429."""
+    keep_ended_tasks: Positive = 10000
+    """The newest so many tasks that are over can still be asked for."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names, beside those of loopback, that a Host header may have where the API listens there."""
     max_tasks_per_request: Positive = 256
     """Tasks of one request; more are refused."""
     max_samples_per_task: Positive = 256

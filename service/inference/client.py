@@ -2,14 +2,14 @@
 
     client = ServePolicyClient(app_name)
     first = await client.generate(request)
-    # The trajectory's later turns meet the replica that has its prefix cached.
+    # The trajectory's next turn meets the replica that has its prefix cached.
     await client.generate(replace(later, cache_salt=first.cache_salt, replica=first.replica))
 
 A Serve call costs about a millisecond on either side, more than a turn of a small model. So the
 requests of about one millisecond that go to the same replica travel together, and the replica
-streams the answers back as they come. First turns have no replica yet: they are split into small
-calls, so that Serve's queue lengths can spread them. One client serves one event loop; it is
-picklable, by application name.
+streams the answers back as they come. First turns have no replica yet, and those of a replica that
+is gone need another: they are split into small calls, which Serve spreads by load.
+One client serves one event loop; it is picklable, by application name.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from actors.policy import (
 DEADLINE_MARGIN_S = 1.0
 MAX_REQUESTS_PER_CALL = 256
 MAX_FIRST_TURNS_PER_CALL = 16
+MAX_LOST = 64
 # Turns that one engine step ended come back to the environments together, but need not reach the
 # next generate in the same tick; a tenth of a step's time gathers them.
 LINGER_S = 0.001
@@ -70,6 +71,27 @@ class _Call:
     """In the event loop's time; it counts from the caller's call, wherever the request waits."""
 
 
+class LostReplicas:
+    """The replicas that did not answer what was addressed to them, of the newest `MAX_LOST`."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+
+    def address(self, replica: str) -> str:
+        """Whom to address a request to: `replica`, or nobody when it is gone."""
+        return "" if replica in self._names else replica
+
+    def learn(self, asked: str, answer: Answer) -> None:
+        """asked: the replica that the request wanted; empty: any."""
+        if isinstance(answer, GenerateReply):
+            self._names.pop(answer.replica, None)
+        is_elsewhere = isinstance(answer, GenerateReply) and answer.replica != asked
+        if asked and (is_elsewhere or isinstance(answer, PolicyUnavailable)):
+            self._names[asked] = None
+            if len(self._names) > MAX_LOST:
+                del self._names[next(iter(self._names))]
+
+
 class ServePolicyClient:
     """Implements `actors.policy.PolicyClient` over a deployment's handle."""
 
@@ -78,6 +100,7 @@ class ServePolicyClient:
         self._handle: DeploymentHandle[Any] | None = None
         self._connecting: asyncio.Lock | None = None
         self._waiting: dict[str, list[_Call]] = {}
+        self._lost = LostReplicas()
         self._batches: set[asyncio.Task[None]] = set()
 
     def __reduce__(self) -> tuple[type[ServePolicyClient], tuple[str]]:
@@ -106,6 +129,7 @@ class ServePolicyClient:
             answer = await call.answer
         finally:
             call.answer.cancel()
+        self._lost.learn(request.replica, answer)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -129,7 +153,7 @@ class ServePolicyClient:
     def _enqueue(self, call: _Call, loop: asyncio.AbstractEventLoop) -> None:
         if not self._waiting:
             loop.call_later(LINGER_S, self._flush)
-        self._waiting.setdefault(call.request.replica, []).append(call)
+        self._waiting.setdefault(self._lost.address(call.request.replica), []).append(call)
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, {}

@@ -5,10 +5,12 @@
     wait_ready("run-t1", timeout_s=420)
     client = ServePolicyClient("run-t1")
 
-A replica is ready only with the current policy version: its constructor waits for it. From then on
-a background task pulls new versions. A replica whose engine or whose pulling has died ends its own
-process, which Serve sees sooner than failed health checks; one that lacks the current version for
-too long fails its health check. Either way Serve replaces it.
+A replica asks for its board before it loads an engine: one whose board is gone deletes its own
+application, which Serve would otherwise restart for ever. It is ready only with the current policy
+version: its constructor waits for it. From then on a background task pulls new versions. A replica
+whose engine or whose pulling has died, or whose loading makes no progress, ends its own process,
+which Serve sees sooner than failed health checks; one that hears nothing of the board for too long
+fails its health check. Either way Serve replaces it.
 """
 
 from __future__ import annotations
@@ -19,37 +21,49 @@ import os
 import random
 import re
 import tempfile
+import threading
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import ray
 from ray import serve
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.config import ProxyLocation, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import ApplicationStatus
 
-from actors.deadline import within
+from actors.deadline import retry, within
+from actors.limits import MIB
 from actors.policy import (
     GenerateReply,
     GenerateRequest,
     PolicyDeadlineExceeded,
     PolicyUnavailable,
 )
-from actors.weights.board import POLL_GRACE_S, Command, CommandKind, Publication
+from actors.weights.board import POLL_GRACE_S, BoardStatus, Publication
 from service.inference.client import Answer, AnswerChunk, as_answer
 from service.inference.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from actors.weights.buffers import Bytes
 
 POLL_S = 5.0
 RPC_TIMEOUT_S = 10.0
 RETRY_S = 0.5
-FETCH_TIMEOUT_S = 300.0
+# A live board answers within milliseconds; one on a node that is coming back, later.
+MEET_BOARD_S = 60.0
+BEAT_S = 2.0
+# In a row, after which the engine is at fault and not the others.
+MAX_FAILED_BROADCASTS = 5
 DEPLOYMENT_NAME = "InferenceReplica"
 STATUS_POLL_S = 0.2
 MAX_FAILURE_CHARACTERS = 600
@@ -101,6 +115,9 @@ def make_engine_directory(parent: Path, name: str) -> Path:
 class ReplicaAffinityRouter(RequestRouter):
     """Sends a call to the replica that its session id names, else to the less busy of two.
 
+    So the trajectories of a replica that is gone are spread by load; each then stays with whoever
+    answered it (`GenerateRequest.replica`).
+
     Serve's public extension point, imported by name wherever a handle is used; requests are matched
     one by one, not first in first out.
     """
@@ -114,47 +131,51 @@ class ReplicaAffinityRouter(RequestRouter):
         if not candidate_replicas:
             return []
         wanted = "" if pending_request is None else pending_request.metadata.session_id
-        if not wanted:
-            count = min(2, len(candidate_replicas))
-            return [random.sample(candidate_replicas, count)]
-        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        return [[by_name[home(wanted, by_name)]]]
-
-
-def home(wanted: str, names: Iterable[str]) -> str:
-    """The replica called `wanted`, else the one that inherits its trajectories.
-
-    A rendezvous hash: all trajectories of a replica that is gone meet again at one survivor.
-    """
-    candidates = list(names)
-    if wanted in candidates:
-        return wanted
-    return max(candidates, key=lambda name: (zlib.crc32(f"{wanted}/{name}".encode()), name))
+        named = [each for each in candidate_replicas if each.replica_id.unique_id == wanted]
+        return [named or random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
 
 class InferenceReplica:
     """Serve's view of one engine."""
 
     async def __init__(self, settings: EngineSettings, board: ActorHandle) -> None:  # type: ignore[misc]
-        # vLLM takes ten seconds to import, which the process that deploys should not wait for.
-        from service.inference.engine import PolicyEngine
-
         self._settings = settings
         self._board = board
         self._name = serve.get_replica_context().replica_id.unique_id
-        # Replicas with one seed would sample the same tokens for members of a group.
-        seed = (settings.seed + zlib.crc32(self._name.encode())) % _SEEDS
-        directory = make_engine_directory(session_directory(), self._name)
-        self._engine = PolicyEngine(replace(settings, seed=seed), directory)
-        self._current_at = self._heard_at = time.monotonic()
-        self._is_applying = self._is_ending = False
-        await self._engine.start()
-        this_actor = ray.get_runtime_context().current_actor
-        await within(RPC_TIMEOUT_S, board.join.remote(self._name, this_actor))
+        self._heard_at = self._progress_at = time.monotonic()
+        self._is_loading = self._is_ending = False
+        self._num_failed_broadcasts = 0
+        await self._meet_board()
+        with _StartReports(board, self._name):
+            # vLLM takes ten seconds to import, which the process that deploys should not wait for.
+            from service.inference.engine import PolicyEngine
+
+            # Replicas with one seed would sample the same tokens for members of a group.
+            seed = (settings.seed + zlib.crc32(self._name.encode())) % _SEEDS
+            directory = make_engine_directory(session_directory(), self._name)
+            self._engine = PolicyEngine(replace(settings, seed=seed), directory)
+            await self._engine.start()
         while self._engine.version is None:
             await self._pull()
         self._pulling = asyncio.create_task(self._pull_forever())
         self._pulling.add_done_callback(self._end_without_weights)
+
+    async def _meet_board(self) -> None:
+        """Raises: PolicyUnavailable when the board is gone, after this application's deletion."""
+        this_actor = ray.get_runtime_context().current_actor
+
+        async def join() -> None:
+            await within(RPC_TIMEOUT_S, self._board.join.remote(self._name, this_actor))
+
+        try:
+            await retry(join, on=(TimeoutError, ActorUnavailableError), limit_s=MEET_BOARD_S)
+        except ActorDiedError as error:
+            # Its supervisor starts another application with another board, if there is one.
+            serve.delete(serve.get_replica_context().app_name, _blocking=False)
+            raise PolicyUnavailable(
+                "inference: the weight board is gone; this application is deleted"
+            ) from error
+        self._heard_at = time.monotonic()
 
     # Serving
 
@@ -184,7 +205,7 @@ class InferenceReplica:
 
     async def _generate(self, request: GenerateRequest) -> GenerateReply:
         silent_s = time.monotonic() - self._heard_at
-        if silent_s > POLL_S + POLL_GRACE_S and not self._is_applying:
+        if silent_s > POLL_S + POLL_GRACE_S and not self._is_loading:
             # The board may count this replica as gone and have published without it.
             raise PolicyUnavailable(
                 f"inference: no answer of the weight board for {silent_s:.0f} s"
@@ -219,11 +240,11 @@ class InferenceReplica:
             raise PolicyUnavailable("inference: pulling weights has ended") from (
                 None if self._pulling.cancelled() else self._pulling.exception()
             )
-        limit_s = self._settings.max_staleness_s
-        if (lacking_s := time.monotonic() - self._current_at) > limit_s:
+        limit_s = self._settings.max_silence_s
+        silent_s = time.monotonic() - self._heard_at
+        if silent_s > limit_s and not self._is_loading:
             raise PolicyUnavailable(
-                f"inference: not known to hold the current version for {lacking_s:.0f} s, "
-                f"limit {limit_s} s"
+                f"inference: no answer of the weight board for {silent_s:.0f} s, limit {limit_s} s"
             )
 
     async def _end_if_dead(self) -> None:
@@ -266,53 +287,97 @@ class InferenceReplica:
             await self._engine.check_health()
 
     async def _pull(self) -> None:
-        """Ask the board once and apply what it has. A board that is slow is asked again."""
+        """Ask the board once and load what it has. A board that is slow is asked again."""
         try:
-            work = await self._poll()
+            publication = await self._poll()
         except (TimeoutError, ActorUnavailableError):
             logger.warning("inference: the weight board did not answer; asking again")
             await asyncio.sleep(RETRY_S)
             return
-        # While it applies, the board waits for this replica.
-        self._is_applying = work is not None
-        match work:
-            case Publication():
-                await self._load(work)
-            case Command():
-                await self._execute(work)
-        self._is_applying = False
-        # After a command of an unfinished update the replica is on its way, not current.
-        if not self._engine.is_updating:
-            self._current_at = time.monotonic()
+        if publication is None:
+            return
+        # While it loads, the board waits for this replica.
+        self._is_loading, self._progress_at = True, time.monotonic()
+        try:
+            await self._load_with_beats(publication)
+        finally:
+            self._is_loading = False
 
-    async def _poll(self) -> Publication | Command | None:
+    async def _poll(self) -> Publication | None:
         engine = self._engine
         reference = self._board.poll.remote(
             self._name, engine.term, engine.version, POLL_S, engine.num_workers
         )
         sent_at = time.monotonic()
-        work = await within(POLL_S + RPC_TIMEOUT_S, reference)
+        publication: Publication | None = await within(POLL_S + RPC_TIMEOUT_S, reference)
         self._heard_at = sent_at
-        return work
+        return publication
+
+    async def _load_with_beats(self, publication: Publication) -> None:
+        """Load, and tell the board that it goes on. Raises: PolicyUnavailable when it does not."""
+        limit_s = self._settings.inference.publish_deadline_s
+        loading = asyncio.create_task(self._load(publication))
+        try:
+            while not (await asyncio.wait({loading}, timeout=BEAT_S))[0]:
+                if time.monotonic() - self._progress_at > limit_s:
+                    raise PolicyUnavailable(
+                        f"inference: loading version {publication.version} has made no progress "
+                        f"for {limit_s:g} s (inference.publish_deadline_s)"
+                    )
+                self._board.beat.remote(self._name)
+            loading.result()
+        finally:
+            loading.cancel()
+
+    def _mark_progress(self) -> None:
+        self._progress_at = time.monotonic()
 
     async def _load(self, publication: Publication) -> None:
-        fetching = asyncio.gather(*(group.buffer for group in publication.groups))
-        buffers = await within(FETCH_TIMEOUT_S, fetching)
-        await self._engine.apply(publication, buffers)
+        if publication.is_broadcast:
+            if not await self._load_broadcast(publication):
+                return
+        else:
+            buffers = await asyncio.gather(
+                *(self._fetched(group.buffer) for group in publication.groups)
+            )
+            await self._engine.apply(publication, buffers, on_progress=self._mark_progress)
         await self._report(publication.term, publication.version)
 
-    async def _execute(self, command: Command) -> None:
-        error: str | None = None
+    async def _fetched(self, buffer: Awaitable[Bytes]) -> Bytes:
+        fetched = await buffer
+        self._mark_progress()
+        return fetched
+
+    async def _load_broadcast(self, publication: Publication) -> bool:
+        """Take a seat in the next broadcast. Returns: False when there was none, or it failed."""
+        from service.inference.engine import BroadcastFailed
+
+        waiting = self._board.take_seat.remote(self._name, POLL_S)
         try:
-            await self._engine.execute(command)
-            if command.kind is CommandKind.FINISH and command.version is not None:
-                await self._report(command.term, command.version)
-        except PolicyUnavailable as failure:
-            # The board gets the message, the replica's log the traceback.
-            logger.exception("inference: command %s failed", command.kind.value)
-            error = str(failure)
-        reference = self._board.acknowledge.remote(self._name, command.sequence, error)
-        await within(RPC_TIMEOUT_S, reference)
+            seat = await within(POLL_S + RPC_TIMEOUT_S, waiting)
+        except (TimeoutError, ActorUnavailableError):
+            return False
+        self._mark_progress()
+        if seat is None:
+            return False
+        try:
+            await self._engine.apply_broadcast(
+                publication,
+                seat,
+                address=ray.util.get_node_ip_address(),
+                on_progress=self._mark_progress,
+            )
+        except BroadcastFailed as error:
+            self._num_failed_broadcasts += 1
+            logger.warning("inference: a broadcast failed, asking for the next: %s", error)
+            if self._num_failed_broadcasts >= MAX_FAILED_BROADCASTS:
+                raise PolicyUnavailable(
+                    f"inference: {self._num_failed_broadcasts} broadcasts in a row have failed; "
+                    f"the last: {error}"
+                ) from error
+            return False
+        self._num_failed_broadcasts = 0
+        return True
 
     async def _report(self, term: int, version: int) -> None:
         check_logprobs = await self._engine.check_logprobs()
@@ -321,12 +386,53 @@ class InferenceReplica:
         await within(RPC_TIMEOUT_S, reference)
 
 
-def deploy_inference(
-    settings: EngineSettings, *, name: str, board: ActorHandle
-) -> DeploymentHandle[InferenceReplica]:
-    """Start (or update) the deployment under an application name; do not wait for it.
+class _StartReports:
+    """Tells the board, while an engine starts, how much work its start has taken.
 
-    The replicas become ready once the board has a publication, so publish, then `wait_ready`.
+    From a thread, because the start blocks the event loop. A start that hangs takes no work, and
+    one that is frozen reports none.
+    """
+
+    def __init__(self, board: ActorHandle, name: str) -> None:
+        self._board, self._name = board, name
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._report_until_ended, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _report_until_ended(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self._board.starting.remote(self._name, _work_so_far())
+
+
+def _work_so_far() -> float:
+    """Processor seconds, and mebibytes read, of this process and those that it started."""
+    this = psutil.Process()
+    work = 0.0
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            work += times.user + times.system + process.io_counters().read_chars / MIB
+    return work
+
+
+def deploy_inference(
+    settings: EngineSettings,
+    *,
+    name: str,
+    board: ActorHandle,
+    resources: Mapping[str, float] | None = None,
+) -> DeploymentHandle[InferenceReplica]:
+    """Start the deployment under an application name, or change its number of replicas.
+
+    resources: what a replica asks for beside its CPUs and GPUs.
+
+    Does not wait for it. The replicas become ready once the board has a publication, so publish,
+    then `wait_ready`. The same settings but for `num_replicas` leave running replicas as they are.
     Where Serve is not running it is started without any HTTP proxy; an HTTP API that shares the
     cluster starts Serve itself, on loopback, before this.
     """
@@ -338,6 +444,7 @@ def deploy_inference(
         ray_actor_options={
             "num_cpus": settings.inference.cpus_per_replica,
             "num_gpus": settings.inference.gpus_per_replica,
+            "resources": dict(resources or {}),
         },
         request_router_config=RequestRouterConfig(request_router_class=ReplicaAffinityRouter),
         health_check_period_s=settings.health_check_period_s,
@@ -346,36 +453,41 @@ def deploy_inference(
         graceful_shutdown_timeout_s=settings.graceful_shutdown_s,
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )(InferenceReplica)
+    # Without a version of its own Serve takes each deployment for new code and replaces replicas.
+    deployment = deployment.options(version=_digest(settings), _internal=True)
     target = serve.RunTarget(deployment.bind(settings, board), name=name, route_prefix=None)
     [handle] = serve.run_many([target], wait_for_applications_running=False)
     return handle
 
 
-def wait_ready(name: str, *, timeout_s: float) -> None:
-    """Wait until every replica holds the current version.
+async def wait_ready(
+    name: str, read_status: Callable[[], Awaitable[BoardStatus]], *, quiet_limit_s: float
+) -> None:
+    """Wait until a replica holds the current version; the others follow when they can.
 
-    Raises: PolicyUnavailable, with what a replica last failed of, when the deployment failed or is
-        not ready in time.
+    Args: read_status: the board's. quiet_limit_s: for how long no replica may be live, and none
+        that starts may show progress.
+    Raises: PolicyUnavailable, with what a replica last failed of, when the deployment has failed
+        or nothing moves; what read_status raises.
     """
-    deadline = time.monotonic() + timeout_s
     while True:
-        application = serve.status().applications.get(name)
-        status = None if application is None else application.status
-        if status is ApplicationStatus.RUNNING:
+        status = await read_status()
+        if status.holders:
             return
-        failed = status is ApplicationStatus.DEPLOY_FAILED
-        if application is None or failed or time.monotonic() > deadline:
+        application = (await asyncio.to_thread(serve.status)).applications.get(name)
+        failed = application is None or application.status is ApplicationStatus.DEPLOY_FAILED
+        if failed or status.quiet_s > quiet_limit_s:
             messages = []
             if application is not None:
                 deployed = application.deployments.values()
                 messages = [application.message, *[each.message for each in deployed]]
             failure = last_failure(messages)
-            state = "not deployed" if status is None else status.value
+            state = "not deployed" if application is None else application.status.value
             raise PolicyUnavailable(
-                f"inference: {name!r} is {state}, expected {ApplicationStatus.RUNNING.value} "
-                f"within {timeout_s:.0f} s; {failure}; see the replicas' logs"
+                f"inference: {name!r} is {state}, expected a ready engine, or progress of one "
+                f"within {quiet_limit_s:.0f} s; {failure}; see the replicas' logs"
             )
-        time.sleep(STATUS_POLL_S)
+        await asyncio.sleep(STATUS_POLL_S)
 
 
 def last_failure(messages: Sequence[str]) -> str:
@@ -391,11 +503,30 @@ def last_failure(messages: Sequence[str]) -> str:
     return " ".join(text.split())[:MAX_FAILURE_CHARACTERS]
 
 
+def _digest(settings: EngineSettings) -> str:
+    return blake2b(repr(_of_one(settings)).encode(), digest_size=8).hexdigest()
+
+
+def is_same_engine(one: EngineSettings, other: EngineSettings) -> bool:
+    """Whether they differ in the number of engines at most."""
+    return _of_one(one) == _of_one(other)
+
+
+def _of_one(settings: EngineSettings) -> EngineSettings:
+    return replace(settings, inference=replace(settings.inference, num_replicas=1))
+
+
+def application_name(run_id: str, *, term: int) -> str:
+    """Of a run's engines. term: the one that started them; a later board has other engines."""
+    return f"{run_id}-t{term}"
+
+
 def delete_leftovers(run_id: str) -> None:
     """End the deployments that an earlier supervisor of a run left on the cluster, if any."""
     serve.start(proxy_location=ProxyLocation.Disabled)
     for name in serve.status().applications:
-        if name.rpartition("-e")[0] == run_id:
+        owner, _, term = name.rpartition("-t")
+        if owner == run_id and term.isdecimal():
             delete_inference(name)
 
 

@@ -12,8 +12,10 @@ import gc
 import itertools
 import os
 import shutil
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +37,20 @@ from actors.batch import Float32s
 from actors.expert_records import routed_layers, sampled_experts
 from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded, PolicyUnavailable
 from actors.types import FinishReason, VersionSpan
-from actors.weights.board import Command, CommandKind, Publication, check_tokens
+from actors.weights.board import Publication, Seat, check_tokens
 from actors.weights.buffers import Bytes
+from actors.weights.collective import STALL_S, read_progress
 from service.inference.plugin import OWNER_PID_VARIABLE, check_installed, register
 from service.inference.settings import EngineSettings
 from service.inference.weight_transfer import StagedBuffer, update_payload
 
 CHECK_DEADLINE_S = 60.0
+FOLLOW_EVERY_S = 0.02
 DIRECTORY_VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
+
+
+class BroadcastFailed(Exception):
+    """A broadcast broke off before this engine had all of it; the engine is as it was."""
 
 
 class PolicyEngine:
@@ -96,11 +104,6 @@ class PolicyEngine:
             await self._engine.check_health()
         except EngineDeadError as error:
             raise PolicyUnavailable("inference: the engine process is dead") from error
-
-    @property
-    def is_updating(self) -> bool:
-        """Whether new requests wait: for the first version, or for the end of an update."""
-        return not self._admission.is_set()
 
     @property
     def num_workers(self) -> int:
@@ -188,57 +191,78 @@ class PolicyEngine:
 
     # Weights
 
-    async def apply(self, publication: Publication, buffers: Sequence[Bytes]) -> None:
+    async def apply(
+        self, publication: Publication, buffers: Sequence[Bytes], *, on_progress: Callable[[], None]
+    ) -> None:
         """Load a version between two steps of the scheduler.
 
         Args: buffers: those of the publication's groups, in the same order, on this machine.
+        on_progress: called after each group.
         Raises: PolicyUnavailable when it fails: the engine is then half loaded and must go.
         """
         staged = await asyncio.to_thread(lambda: [StagedBuffer(buffer) for buffer in buffers])
+        payloads = [
+            update_payload(buffer, group.manifest, group.checksum)
+            for buffer, group in zip(staged, publication.groups, strict=True)
+        ]
         try:
-            async with self._update_lock, self._failure_ends_engine():
-                await self._pause()
-                await self._engine.start_weight_update()
-                for buffer, group in zip(staged, publication.groups, strict=True):
-                    await self._update(update_payload(buffer, group.manifest, group.checksum))
-                await self._finish(publication.term, publication.version)
+            await self._load(publication, payloads, on_progress)
         finally:
             for buffer in staged:
                 buffer.close()
 
-    async def execute(self, command: Command) -> None:
-        """One step of vLLM's own transfer handshake.
+    async def apply_broadcast(
+        self,
+        publication: Publication,
+        seat: Seat,
+        *,
+        address: str,
+        on_progress: Callable[[], None],
+    ) -> None:
+        """Receive a version beside the sampling, then load it as `apply` does.
 
-        Raises: PolicyUnavailable as `apply`.
+        Args: address: of this node, as the other members reach it.
+        Raises: BroadcastFailed, with the engine as it was; PolicyUnavailable as `apply`.
         """
+        progress = self._directory / seat.name
+        workers = [Path(f"{progress}.{number}") for number in range(self.num_workers)]
+        request = WeightTransferInitRequest(
+            init_info={
+                "seat": asdict(seat),
+                "address": address,
+                "progress": str(progress),
+                "manifests": [asdict(group.manifest) for group in publication.groups],
+                "checksums": [group.checksum for group in publication.groups],
+            }
+        )
+        num_groups = len(publication.groups)
+        try:
+            await self._engine.init_weight_transfer_engine(request)
+            await _follow(workers, num_groups=num_groups, on_progress=on_progress)
+        finally:
+            for path in workers:
+                path.unlink(missing_ok=True)
+        await self._load(publication, [{"index": i} for i in range(num_groups)], on_progress)
+
+    async def _load(
+        self,
+        publication: Publication,
+        payloads: Sequence[dict[str, Any]],
+        on_progress: Callable[[], None],
+    ) -> None:
         async with self._update_lock, self._failure_ends_engine():
-            match command.kind:
-                case CommandKind.INIT:
-                    request = WeightTransferInitRequest(init_info=command.payload)
-                    await self._engine.init_weight_transfer_engine(request)
-                case CommandKind.START:
-                    await self._pause()
-                    await self._engine.start_weight_update()
-                case CommandKind.UPDATE:
-                    await self._update(command.payload)
-                case CommandKind.FINISH:
-                    assert command.version is not None
-                    await self._finish(command.term, command.version)
-
-    async def _pause(self) -> None:
-        self._admission.clear()
-        await self._engine.pause_generation(mode="keep", clear_cache=False)
-
-    async def _update(self, payload: Any) -> None:
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=payload))
-
-    async def _finish(self, term: int, version: int) -> None:
-        await self._engine.finish_weight_update(str(version))
-        if self.settings.resets_prefix_cache:
-            await self._engine.reset_prefix_cache()
-        self.term, self.version = term, version
-        await self._engine.resume_generation()
-        self._admission.set()
+            self._admission.clear()
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+            await self._engine.start_weight_update()
+            for payload in payloads:
+                await self._engine.update_weights(WeightTransferUpdateRequest(update_info=payload))
+                on_progress()
+            await self._engine.finish_weight_update(str(publication.version))
+            if self.settings.resets_prefix_cache:
+                await self._engine.reset_prefix_cache()
+            self.term, self.version = publication.term, publication.version
+            await self._engine.resume_generation()
+            self._admission.set()
 
     @asynccontextmanager
     async def _failure_ends_engine(self) -> AsyncIterator[None]:
@@ -312,6 +336,27 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+async def _follow(
+    paths: Sequence[Path], *, num_groups: int, on_progress: Callable[[], None]
+) -> None:
+    """Wait until each worker has received all groups. Raises: BroadcastFailed."""
+    num_received, heard_at = 0, time.monotonic()
+    while True:
+        states = [read_progress(path) for path in paths]
+        if reasons := [reason for _, reason in states if reason is not None]:
+            raise BroadcastFailed(reasons[0])
+        slowest = min(number for number, _ in states)
+        if slowest == num_groups:
+            return
+        if (total := sum(number for number, _ in states)) > num_received:
+            num_received, heard_at = total, time.monotonic()
+            on_progress()
+        # The workers give up by themselves; this is for one that cannot.
+        if time.monotonic() - heard_at > 3 * STALL_S:
+            raise BroadcastFailed(f"{slowest} of {num_groups} groups received, and no more")
+        await asyncio.sleep(FOLLOW_EVERY_S)
 
 
 def _scoring_params() -> SamplingParams:

@@ -1,6 +1,6 @@
 """vLLM's entry point into this package (`vllm.general_plugins`), loaded in each of its processes.
 
-It makes the weight-transfer backend known by name, and ties the life of the engine's processes to
+It makes the weight-transfer backends known by name, and ties the life of the engine's processes to
 the replica's: an engine core is no Ray worker, so nothing else ends it when its replica is killed.
 """
 
@@ -13,7 +13,12 @@ from importlib.metadata import entry_points
 
 from tqdm import tqdm
 
-BACKEND_NAME = "object_store"
+from actors.trainer.settings import WeightBackend
+
+BACKENDS = {
+    WeightBackend.OBJECT_STORE: "ObjectStoreWeightTransferEngine",
+    WeightBackend.COLLECTIVE: "CollectiveWeightTransferEngine",
+}
 ENTRY_POINT_NAME = "rayloom"
 OWNER_PID_VARIABLE = "RAYLOOM_ENGINE_OWNER_PID"
 
@@ -21,17 +26,18 @@ _registered = False
 
 
 def register() -> None:
-    """Register the backend and start the watch on the owner; a second call does nothing."""
+    """Register the backends and start the watch on the owner; a second call does nothing."""
     global _registered
     if _registered:
         return
     _registered = True
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    # By module path: it is imported in the worker alone, when the engine is created.
-    WeightTransferEngineFactory.register_engine(
-        BACKEND_NAME, "service.inference.weight_transfer", "ObjectStoreWeightTransferEngine"
-    )
+    for backend, class_name in BACKENDS.items():
+        # By module path: it is imported in the worker alone, when the engine is created.
+        WeightTransferEngineFactory.register_engine(
+            backend.value, "service.inference.weight_transfer", class_name
+        )
     # Its default makes a named semaphore, which outlives a process that is killed.
     tqdm.set_lock(threading.RLock())
     _die_with_owner()

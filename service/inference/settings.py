@@ -21,7 +21,7 @@ class InferenceSettings:
     num_replicas: Positive = 1
     """Number of engines, each a replica of one deployment."""
     weight_backend: WeightBackend = WeightBackend.OBJECT_STORE
-    """How weights reach the engines; nccl and ipc need CUDA."""
+    """How weights reach the engines."""
     max_num_seqs: Positive = 128
     """Sequences that an engine runs at once."""
     kv_cache_gib: Rate = 1.0
@@ -41,9 +41,10 @@ class InferenceSettings:
     threads: Positive = 1
     """CPU threads of one engine."""
     publish_deadline_s: Seconds = 120
-    """Seconds until every engine holds a published version."""
+    """Seconds without progress after which an engine that loads a version is replaced; and for so
+    long /readyz allows an engine to lack the current one."""
     start_deadline_s: Seconds = 600
-    """Seconds until every engine is ready."""
+    """Seconds without any engine, and without progress of one that starts, that end a term."""
 
     @property
     def is_on_cpu(self) -> bool:
@@ -73,8 +74,8 @@ class EngineSettings:
     """Of the engine's sampler."""
     max_ongoing_requests: int = 4096
     """Streams that Serve lets into one replica; each carries many requests."""
-    max_staleness_s: float = 300.0
-    """A replica that lacks the current version for longer is unhealthy."""
+    max_silence_s: float = 300.0
+    """A replica that hears nothing of the weight board for longer is unhealthy."""
     graceful_shutdown_s: float = 10.0
     health_check_period_s: float = 2.0
     health_check_timeout_s: float = 30.0
@@ -98,7 +99,4 @@ class EngineSettings:
             # vLLM still compiles one small function of its sampler: ten seconds of a C++ compiler,
             # in every engine, because each has a temporary directory of its own.
             variables["TORCHDYNAMO_DISABLE"] = "1"
-        if inference.weight_backend is WeightBackend.IPC:
-            # CUDA IPC handles are no plain data; they travel between the replica and its own child.
-            variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return variables

@@ -1,9 +1,11 @@
-"""The worker's end of the object-store weight backend.
+"""The worker's end of the two weight backends, which load the same packed groups.
 
-The replica writes each weight group into an anonymous memory file and names it by its own process
-(/proc/PID/fd/N): no name in /dev/shm, so nothing is left behind however a process dies, and no
-size limit of a container's /dev/shm. The worker, another process on the same machine, maps the
-file, checks the checksum and loads the tensors as views of it.
+collective: the worker receives them in a broadcast (`actors.weights.collective`).
+
+object_store: the replica writes each weight group into an anonymous memory file and names it by its
+own process (/proc/PID/fd/N): no name in /dev/shm, so nothing is left behind however a process dies,
+and no size limit of a container's /dev/shm. The worker, another process on the same machine, maps
+the file, checks the checksum and loads the tensors as views of it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import mmap
 import os
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,8 +33,12 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from actors.weights.board import WeightManifest
+from actors.weights.board import Seat, WeightManifest
 from actors.weights.buffers import Bytes, buffer_checksum, unpack_group
+from actors.weights.collective import Reception
+
+_Init = TypeVar("_Init", bound=WeightTransferInitInfo)
+_Update = TypeVar("_Update", bound=WeightTransferUpdateInfo)
 
 
 class StagedBuffer:
@@ -94,17 +101,31 @@ def update_payload(staged: StagedBuffer, manifest: WeightManifest, checksum: str
     return {"path": staged.path, "checksum": checksum, "manifest": asdict(manifest)}
 
 
-class ObjectStoreWeightTransferEngine(
-    WeightTransferEngine[ObjectStoreInitInfo, ObjectStoreUpdateInfo]
-):
-    """Loads weight groups from memory that the replica shares."""
+@dataclass
+class CollectiveInitInfo(WeightTransferInitInfo):
+    """A seat in a broadcast: `actors.weights.board.Seat`, and what this machine adds to it."""
 
-    init_info_cls = ObjectStoreInitInfo
-    update_info_cls = ObjectStoreUpdateInfo
+    seat: dict[str, Any]
+    """Its fields; the rank is that of the engine's first worker."""
+    address: str
+    """Of this node, as the other members reach it."""
+    progress: str
+    """A file for each worker: this path and the worker's number."""
+    manifests: list[dict[str, Any]]
+    checksums: list[str]
+
+
+@dataclass
+class CollectiveUpdateInfo(WeightTransferUpdateInfo):
+    """One weight group of those that were received."""
+
+    index: int
+
+
+class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
+    """Loads packed weight groups between the start and the end of a layerwise reload."""
+
     supports_draft_weight_update = False
-
-    def init_transfer_engine(self, init_info: ObjectStoreInitInfo) -> None:
-        """No rendezvous."""
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -116,6 +137,24 @@ class ObjectStoreWeightTransferEngine(
             # The copies read memory that is unmapped once the last view is gone.
             torch.accelerator.synchronize()
 
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            repack_kept_weights(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing outlives an update."""
+
+
+class ObjectStoreWeightTransferEngine(_LayerwiseReload[ObjectStoreInitInfo, ObjectStoreUpdateInfo]):
+    """Loads weight groups from memory that the replica shares."""
+
+    init_info_cls = ObjectStoreInitInfo
+    update_info_cls = ObjectStoreUpdateInfo
+
+    def init_transfer_engine(self, init_info: ObjectStoreInitInfo) -> None:
+        """No rendezvous."""
+
     def receive_weights(self, update_info: ObjectStoreUpdateInfo) -> None:
         manifest = WeightManifest(**update_info.manifest)
         buffer = map_buffer(update_info.path, num_bytes=manifest.num_bytes)
@@ -126,13 +165,40 @@ class ObjectStoreWeightTransferEngine(
             )
         self.model.load_weights(unpack_group(manifest, torch.from_numpy(buffer)))
 
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu":
-            repack_kept_weights(self.model)
 
-    def shutdown(self) -> None:
-        """Nothing outlives an update."""
+class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, CollectiveUpdateInfo]):
+    """Loads weight groups that this worker has received in a broadcast.
+
+    They are received beside the sampling, into memory of the host; the model is touched once they
+    are complete.
+    """
+
+    init_info_cls = CollectiveInitInfo
+    update_info_cls = CollectiveUpdateInfo
+    _reception: Reception | None = None
+
+    def init_transfer_engine(self, init_info: CollectiveInitInfo) -> None:
+        """Begin to receive; returns at once."""
+        seat, worker = Seat(**init_info.seat), self.parallel_config.rank
+        self._reception = Reception(
+            seat,
+            [WeightManifest(**fields) for fields in init_info.manifests],
+            init_info.checksums,
+            rank=seat.rank + worker,
+            device=self.device,
+            address=init_info.address,
+            progress=Path(f"{init_info.progress}.{worker}"),
+        )
+
+    def receive_weights(self, update_info: CollectiveUpdateInfo) -> None:
+        assert self._reception is not None
+        manifest = self._reception.manifests[update_info.index]
+        buffer = self._reception.buffers[update_info.index]
+        self.model.load_weights(unpack_group(manifest, buffer))
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        self._reception = None
 
 
 def repack_kept_weights(model: torch.nn.Module) -> None:

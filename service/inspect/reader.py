@@ -21,13 +21,8 @@ from actors.journal.files import (
 from actors.journal.record import JournalStep, TrajectoryEntry
 from service.config.file import ConfigError, load_config
 from service.config.tree import Config
-from service.inspect.surviving import (
-    read_surviving,
-    refused_rollouts,
-    surviving_files,
-)
+from service.inspect.surviving import read_surviving, surviving_files
 from service.launch.run_dir import RunDir
-from service.store.lineage import History
 
 RUNS = Path("runs")
 
@@ -35,16 +30,16 @@ RUNS = Path("runs")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenJournal:
     """place: as the user named it. run_dir: None for a file on its own. files: those that survive,
-    by step. num_superseded: files of steps that a later term played again. history: of the run's
-    database, where there is one. refused: rollouts that were handed to the trainer, and whose
-    update it refused as not finite: only the database knows.
+    by step. num_superseded: files of steps that a later term played again. has_database: the run's
+    database says which survive. refused: rollouts that were handed to the trainer, and whose update
+    it refused as not finite: only the database knows.
     """
 
     place: Path
     run_dir: RunDir | None
     files: tuple[JournalFile, ...]
     num_superseded: int = 0
-    history: History | None = None
+    has_database: bool = False
     refused: frozenset[str] = frozenset()
 
     def steps(self) -> Iterator[JournalStep]:
@@ -87,8 +82,8 @@ def open_journal(place: Path) -> OpenJournal:
             "/step-….journal in it, as `rayloom train` writes them unless run.journal_steps is 0; "
             "or another version of Rayloom wrote it"
         )
-    history = read_surviving(run_dir)
-    kept = surviving_files(files, history.spans if history else None)
+    surviving = read_surviving(run_dir)
+    kept = surviving_files(files, surviving.spans if surviving else None)
     if not kept:
         raise ConfigError(
             f"inspect: none of the {len(files)} files in {run_dir.journal} is of the run's "
@@ -100,8 +95,8 @@ def open_journal(place: Path) -> OpenJournal:
         run_dir=run_dir,
         files=tuple(kept),
         num_superseded=len(files) - len(kept),
-        history=history,
-        refused=refused_rollouts(history) if history else frozenset(),
+        has_database=surviving is not None,
+        refused=surviving.refused if surviving else frozenset(),
     )
 
 

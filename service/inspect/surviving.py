@@ -6,56 +6,105 @@ from. Of a journal that was copied without one, the newest term of each step cou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
+from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from actors.journal.files import JournalFile
-from actors.trajectory_queue.ledger import EvictionReason
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
-from service.store.lineage import History, Span, read_history
+from service.store import tables
+from service.store.lineage import Span, read_events, recorded_steps, surviving_spans, within
+from service.store.place import shown, sqlite_file
 from service.store.run_store import ReadOnlyStore, StoreError
 
+Answer = TypeVar("Answer")
 _RESTORE = "restore a copy of it, or look at one journal file alone by its path"
 
 
-def read_surviving(run_dir: RunDir) -> History | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surviving:
+    """What one trajectory needs of the run's database."""
+
+    spans: tuple[Span, ...]
+    refused: frozenset[str]
+    """Rollouts whose update was refused as not finite, which is known only after the journal is
+    written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What an audit holds against the journal."""
+
+    steps: tuple[int, ...]
+    events: tuple[LedgerEvent, ...]
+
+
+def read_surviving(run_dir: RunDir) -> Surviving | None:
     """What survives by the run's database; None for a journal that was copied without it.
 
     Raises: ConfigError where it is lost, damaged, or knows nothing of a run.
     """
-    database = run_dir.database_file
-    if not database.is_file():
-        _check_copied(run_dir)
+    try:
+        url = run_dir.database_url
+    except StoreError as error:
+        raise ConfigError(f"inspect: {error}") from error
+    database, file = shown(url), sqlite_file(url)
+    if file is not None and not file.is_file():
+        _check_copied(run_dir, file)
         return None
     # SQLite takes away the log of an empty database: it must not come to opening one.
-    if database.stat().st_size == 0:
+    if file is not None and file.stat().st_size == 0:
         raise ConfigError(
             f"inspect: the database {database} is empty; expected a run's; {_RESTORE}"
         )
+    surviving = _read(run_dir, _surviving)
+    if not surviving.spans:
+        raise ConfigError(
+            f"inspect: the database {database} knows of no run, and there is a journal beside it; "
+            f"expected the journal's own; {_RESTORE}"
+        )
+    return surviving
+
+
+def read_recorded(run_dir: RunDir) -> Recorded:
+    """Raises: ConfigError."""
+    return _read(
+        run_dir, lambda store: Recorded(steps=recorded_steps(store), events=read_events(store))
+    )
+
+
+def _surviving(store: ReadOnlyStore) -> Surviving:
+    events = tables.events.c
+    refused = select(events.rollout_id).where(events.reason == EvictionReason.NONFINITE_STEP)
+    with store.reading() as connection:
+        spans = surviving_spans(connection)
+        found = frozenset(
+            rollout_id
+            for span in spans
+            for rollout_id in connection.scalars(refused.where(within(events, span)))
+        )
+    return Surviving(spans=tuple(spans), refused=found)
+
+
+def _read(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answer:
+    """Raises: ConfigError."""
     try:
-        history = read_history(ReadOnlyStore(database))
+        with run_dir.looked_into() as store:
+            return read(store)
     except StoreError as error:
         raise ConfigError(f"inspect: {error}") from error
     except (SQLAlchemyError, LookupError, TypeError, ValueError) as error:
         # Rows that no run wrote.
         raise ConfigError(
-            f"inspect: the database {database} cannot be read ({type(error).__name__}: {error}); "
-            f"expected the rows of a run; {_RESTORE}"
+            f"inspect: the database {shown(run_dir.database_url)} cannot be read "
+            f"({type(error).__name__}: {error}); expected the rows of a run; {_RESTORE}"
         ) from error
-    if not history.spans:
-        raise ConfigError(
-            f"inspect: the database {database} knows of no run, and there is a journal beside it; "
-            f"expected the journal's own; {_RESTORE}"
-        )
-    return history
-
-
-def refused_rollouts(history: History) -> frozenset[str]:
-    """Whose update was refused as not finite, which is known only after the journal is written."""
-    refused = EvictionReason.NONFINITE_STEP.value
-    return frozenset(event.rollout_id for event in history.events if event.reason == refused)
 
 
 def surviving_files(
@@ -77,14 +126,14 @@ def surviving_files(
     ]
 
 
-def _check_copied(run_dir: RunDir) -> None:
+def _check_copied(run_dir: RunDir, database: Path) -> None:
     """Raises: ConfigError where a run lies whose database is gone."""
-    database = run_dir.database_file
     left = (
         run_dir.checkpoints,
         run_dir.log_file,
         run_dir.summary_file,
         database.with_name(f"{database.name}-wal"),
+        run_dir.store_file,
     )
     found = [path.name for path in left if path.exists()]
     if found:

@@ -1,6 +1,7 @@
 """Accepts submissions, shows where they stand, and fills group numbers with them in order.
 
-An acceptance is stored before it is answered, a binding before its group is admitted.
+An acceptance is stored before it is answered, a binding before its group is admitted. A submission
+that is over leaves memory; the store still knows the newest of them.
 One for a process; lives in the supervisor and is called from its event loop alone.
 """
 
@@ -11,13 +12,16 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 
 from actors.deadline import is_set_within
+from actors.limits import MIB
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.groups import GroupRequest, group_id
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import OpenSlot
 from actors.types import TrajectorySummary
+from service.config.tree import ServiceSettings
 from service.intake.submission import (
     Backlog,
+    KnownSubmission,
     RolloutRequest,
     RolloutResult,
     Status,
@@ -25,8 +29,9 @@ from service.intake.submission import (
     SubmitReply,
 )
 from service.intake.table import SubmissionTable, rebuild
-from service.store.run_store import RunStore
+from service.store.run_store import Lease, RunStore
 from service.store.submissions import SubmissionStore
+from service.store.thread import StoreThread
 
 WAIT_S = 1.0
 MAX_RETRY_AFTER_S = 60
@@ -36,26 +41,41 @@ class SubmissionQueue:
     """Refuses everything as not ready until `begin_term`."""
 
     def __init__(
-        self, store: RunStore, *, capacity: int, groups_per_step: int, policy: OutcomePolicy
+        self,
+        store: RunStore,
+        *,
+        thread: StoreThread,
+        settings: ServiceSettings,
+        groups_per_step: int,
+        policy: OutcomePolicy,
     ) -> None:
-        """capacity: submissions that may wait in the backlog. groups_per_step: P."""
+        """groups_per_step: P."""
         self._store = SubmissionStore(store)
-        self._capacity = capacity
+        self._thread = thread
+        self._settings = settings
         self._groups_per_step = groups_per_step
         self._policy = policy
         self._term = 0
         self._table = SubmissionTable(policy)
         self._has_news = asyncio.Event()
         self._cancelling = asyncio.Lock()
+        # Held from the look at the table over the write to the change of the table.
+        self._changing = asyncio.Lock()
         self._step_s = 5.0
         self._closed_because = "the run has not begun; wait until /readyz says 200"
 
-    def begin_term(self, term: int) -> None:
+    async def begin_term(self, lease: Lease) -> None:
         """Go on from what is stored, as the owner of this lease."""
-        self._term = term
-        self._table = rebuild(self._policy, self._store.read())
-        self._closed_because = ""
+        held = lease.queue_snapshot.groups if lease.queue_snapshot else ()
+        groups = [group_id(group.number, replacement=group.replacement) for group in held]
+        async with self._changing:
+            self._term = lease.term
+            self._table = await self._thread.call(self._rebuild, groups)
+            self._closed_because = ""
         self._has_news.set()
+
+    def _rebuild(self, held_groups: Sequence[str]) -> SubmissionTable:
+        return rebuild(self._policy, self._store.read(), held_groups=held_groups)
 
     def close(self, reason: str) -> None:
         """Accept nothing from here on; what is known can still be asked for."""
@@ -63,66 +83,105 @@ class SubmissionQueue:
 
     @property
     def backlog(self) -> Backlog:
-        return Backlog(waiting=self._table.num_waiting, capacity=self._capacity)
+        return Backlog(waiting=self._table.num_waiting, capacity=self._settings.max_waiting_tasks)
 
     @property
     def groups_to_cancel(self) -> list[str]:
         """Groups in flight whose submission was cancelled; a restored queue has them again."""
         return self._table.cancelled_groups()
 
-    def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
+    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
         """Accept all or none; a known id with the same content is answered as the first time.
 
         Raises: LeaseLost, StoreError.
         """
-        new = [item for item in requests if item.id not in self._table]
-        conflicts = tuple(
-            item.id
-            for item in requests
-            if item.id in self._table and self._table.content_of(item.id) != item.content
-        )
-        if conflicts:
-            return SubmitReply(conflicts=conflicts, backlog=self.backlog)
-        if new and (refusal := self._refusal(len(new))):
-            return refusal
-        for submission in self._store.add(new, term=self._term) if new else ():
-            self._table.accept(submission)
-        self._has_news.set()
-        return SubmitReply(
-            views=tuple(self._table.view(item.id) for item in requests),
-            new_ids=frozenset(item.id for item in new),
-            backlog=self.backlog,
-        )
+        return await self._thread.finish(self._submit(requests))
 
-    def _refusal(self, num_new: int) -> SubmitReply | None:
-        """Why so many cannot be accepted now; None: they can."""
+    async def _submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
+        async with self._changing:
+            over = await self._known_as_over(
+                [item.id for item in requests if item.id not in self._table]
+            )
+            digests = {
+                item.id: over[item.id].digest if item.id in over else self._table.digest_of(item.id)
+                for item in requests
+                if item.id in over or item.id in self._table
+            }
+            conflicts = tuple(
+                item.id for item in requests if digests.get(item.id, item.digest) != item.digest
+            )
+            if conflicts:
+                return SubmitReply(conflicts=conflicts, backlog=self.backlog)
+            new = [item for item in requests if item.id not in digests]
+            if new and (refusal := self._refusal(new)):
+                return refusal
+            if new:
+                accepted = await self._thread.call(self._store.add, new, term=self._term)
+                for submission in accepted:
+                    self._table.accept(submission)
+                self._has_news.set()
+            return SubmitReply(
+                views=tuple(
+                    over[item.id].view if item.id in over else self._table.view(item.id)
+                    for item in requests
+                ),
+                new_ids=frozenset(item.id for item in new),
+                backlog=self.backlog,
+            )
+
+    async def _known_as_over(self, submission_ids: Sequence[str]) -> dict[str, KnownSubmission]:
+        return await self._thread.call(self._store.find, submission_ids) if submission_ids else {}
+
+    def _refusal(self, new: Sequence[RolloutRequest]) -> SubmitReply | None:
+        """Why these cannot be accepted now; None: they can."""
+        num_new, capacity = len(new), self._settings.max_waiting_tasks
         if self._closed_because:
             return SubmitReply(refusal=self._closed_because, backlog=self.backlog)
-        if num_new > self._capacity:
+        if num_new > capacity:
             return SubmitReply(
                 refusal=(
                     f"{num_new} new tasks are offered at once, expected at most "
-                    f"{self._capacity}, for which there is room"
+                    f"{capacity}, for which there is room"
                 ),
                 is_too_large=True,
                 backlog=self.backlog,
             )
         num_waiting = self._table.num_waiting
-        excess = num_waiting + num_new - self._capacity
-        if excess <= 0:
-            return None
+        # Of a backlog that is too large in bytes, how many steps make room is not known.
+        excess = num_waiting + num_new - capacity
+        if excess > 0:
+            return self._full(
+                f"{num_waiting} tasks wait already and {num_new} more are offered, "
+                f"expected at most {capacity} together (service.max_waiting_tasks)",
+                excess=excess,
+            )
+        num_bytes = self._table.waiting_bytes + sum(item.num_bytes for item in new)
+        most = self._settings.max_waiting_mib * MIB
+        # What is taken when nothing waits is bounded by the size of a body.
+        if num_bytes > most and num_waiting:
+            return self._full(
+                f"the tasks that wait and those that are offered are {num_bytes / MIB:.1f} MiB, "
+                f"expected at most {self._settings.max_waiting_mib} MiB (service.max_waiting_mib)",
+                excess=1,
+            )
+        return None
+
+    def _full(self, refusal: str, *, excess: int) -> SubmitReply:
+        """excess: tasks that have to be admitted before there is room."""
         wait_s = math.ceil(math.ceil(excess / self._groups_per_step) * self._step_s)
         return SubmitReply(
-            refusal=(
-                f"{num_waiting} tasks wait already and {num_new} more are offered, "
-                f"expected at most {self._capacity} together"
-            ),
+            refusal=refusal,
             retry_after_s=max(1, min(MAX_RETRY_AFTER_S, wait_s)),
             backlog=self.backlog,
         )
 
-    def view(self, submission_id: str) -> SubmissionView | None:
-        return self._table.view(submission_id) if submission_id in self._table else None
+    async def view(self, submission_id: str) -> SubmissionView | None:
+        """None for one that was never accepted, or has been over for too long. Raises:
+        StoreError."""
+        if submission_id in self._table:
+            return self._table.view(submission_id)
+        known = await self._known_as_over([submission_id])
+        return known[submission_id].view if known else None
 
     async def cancel(
         self, submission_id: str, *, evict: Callable[[str], Awaitable[bool]]
@@ -135,19 +194,61 @@ class SubmissionQueue:
         """
         # One at a time: a second call would find the group evicted by the first, not yet stored.
         async with self._cancelling:
-            view = self.view(submission_id)
-            if view is None or view.status in (Status.TRAINED, Status.EVICTED, Status.CANCELLED):
-                return view
-            while (group_id := self._table.group_of(submission_id)) is not None:
-                term = self._term
-                if not await evict(group_id):
-                    return self.view(submission_id)
-                # The queue of a newer term may have the group again.
-                if term == self._term:
-                    break
-            self._store.cancel(submission_id, term=self._term)
+            evicted = None
+            while True:
+                view = await self.view(submission_id)
+                if view is None or view.status in (Status.TRAINED, Status.CANCELLED):
+                    return view
+                group, term = self._group_of(submission_id), self._term
+                if evicted != (group, term):
+                    if view.status is Status.EVICTED:
+                        return view
+                    if group is not None and not await evict(group):
+                        return await self.view(submission_id)
+                    evicted = group, term
+                if await self._thread.finish(self._cancel(submission_id, group, term)):
+                    return await self.view(submission_id)
+
+    def _group_of(self, submission_id: str) -> str | None:
+        return self._table.group_of(submission_id) if submission_id in self._table else None
+
+    async def _cancel(self, submission_id: str, group: str | None, term: int) -> bool:
+        """Returns: False when it has got another group since, or a newer term may have it again."""
+        async with self._changing:
+            if (self._group_of(submission_id), self._term) != (group, term):
+                return False
+            await self._thread.call(self._store.cancel, submission_id, term=term)
             self._table.cancel(submission_id)
-            return self.view(submission_id)
+            if group is None:
+                await self._let_go([self._table.view(submission_id)])
+            return True
+
+    async def archive(self, *, last_event_seq: int) -> None:
+        """Let go of what is over. last_event_seq: as SubmissionTable.over. Raises: LeaseLost."""
+
+        async def archive() -> None:
+            async with self._changing:
+                if views := self._table.over(last_event_seq=last_event_seq):
+                    await self._let_go(views)
+
+        await self._thread.finish(archive())
+
+    async def _let_go(self, views: Sequence[SubmissionView]) -> None:
+        rollout_ids = [
+            f"{group}-{rollout.index}"
+            for view in views
+            if (group := self._table.group_of(view.id)) is not None
+            for rollout in view.rollouts
+        ]
+        await self._thread.call(
+            self._store.archive,
+            views,
+            rollout_ids,
+            term=self._term,
+            keep=self._settings.keep_ended_tasks,
+        )
+        for view in views:
+            self._table.forget(view.id)
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
         """The first of the backlog for as many slots as there are; waits a moment for one.
@@ -157,16 +258,21 @@ class SubmissionQueue:
         self._has_news.clear()
         if not self._table.num_waiting:
             await is_set_within(WAIT_S, self._has_news)
-        requests = [item.request for item in self._table.next_waiting(len(slots))]
-        pairs = list(zip(slots, requests, strict=False))
-        bindings = {
-            group_id(slot.group_number, replacement=slot.replacement): request.id
-            for slot, request in pairs
-        }
-        if bindings:
-            self._store.bind(bindings, term=self._term)
-        for group, submission_id in bindings.items():
-            self._table.bind(submission_id, group)
+        return await self._thread.finish(self._bind(slots))
+
+    async def _bind(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
+        async with self._changing:
+            waiting = self._table.next_waiting(len(slots))
+            filled = slots[: len(waiting)]
+            bindings = {
+                group_id(slot.group_number, replacement=slot.replacement): submission.id
+                for slot, submission in zip(filled, waiting, strict=True)
+            }
+            if not bindings:
+                return []
+            requests = await self._thread.call(self._store.bind, bindings, term=self._term)
+            for group, submission_id in bindings.items():
+                self._table.bind(submission_id, group)
         return [
             GroupRequest(
                 group_number=slot.group_number,
@@ -174,7 +280,7 @@ class SubmissionQueue:
                 num_samples=request.num_samples,
                 min_usable_samples=request.min_usable_samples,
             )
-            for slot, request in pairs
+            for slot, request in zip(filled, requests, strict=True)
         ]
 
     def note_rollouts(self, summaries: Sequence[TrajectorySummary]) -> list[RolloutResult]:

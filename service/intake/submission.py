@@ -1,7 +1,8 @@
 """What a client submits, and what it is answered. Plain values, no HTTP, no Ray.
 
 A submission is one task and how many rollouts of it are requested; its id is the client's. It has
-a position in the backlog; once a group number is free, the group of its rollouts is admitted.
+a position in the backlog; once a group number is free, the group of its rollouts is admitted. The
+task itself lies in the store alone, until nothing can play it again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from hashlib import sha256
 
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.types import Outcome, Task, TrajectorySummary
@@ -40,26 +42,49 @@ class RolloutRequest:
     """Rollouts of the task."""
     min_usable_samples: int | None = None
     """Train as soon as so many can be used; None: wait for all."""
+    digest: str
+    """Equal for a repeated request, different for a changed one."""
+    num_bytes: int
+    """About as many are stored of it."""
+
+    @classmethod
+    def of(
+        cls,
+        task: Task,
+        *,
+        asked_samples: int | None,
+        default_samples: int,
+        min_usable_samples: int | None = None,
+    ) -> RolloutRequest:
+        """asked_samples: what the client named; None: nothing, so that it gets the run's default.
+
+        The digest is of what the client sent: a run that is resumed may have another default.
+        """
+        sent = (asdict(task), asked_samples, min_usable_samples)
+        content = json.dumps(sent, sort_keys=True, ensure_ascii=False).encode()
+        return cls(
+            task=task,
+            num_samples=asked_samples or default_samples,
+            min_usable_samples=min_usable_samples,
+            digest=sha256(content).hexdigest(),
+            num_bytes=len(content),
+        )
 
     @property
     def id(self) -> str:
         return self.task.task_id
 
-    @property
-    def content(self) -> str:
-        """Canonical JSON: equal for a repeated request, different for a changed one."""
-        return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """An accepted request."""
+    """An accepted request, without its task."""
 
-    request: RolloutRequest
+    id: str
     position: int
     """1, 2, 3, … in the order of acceptance, never given twice."""
-    accepted_at: float
-    """Seconds since 1970."""
+    digest: str
+    num_samples: int
+    num_bytes: int
     is_cancelled: bool = False
 
 
@@ -97,7 +122,7 @@ class StoredSubmissions:
     """All that survives of a run's submissions when it starts again."""
 
     submissions: tuple[Submission, ...]
-    """Every one, in the order of acceptance."""
+    """Those that are not over, in the order of acceptance."""
     bindings: Mapping[str, str]
     """Group id to submission id; where two terms bound a group, the newer one counts."""
     results: tuple[RolloutResult, ...]
@@ -128,6 +153,14 @@ class SubmissionView:
     num_ahead: int
     """Submissions that will be admitted before it; 0 for one that is not queued."""
     rollouts: tuple[RolloutView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownSubmission:
+    """What the store still says of a submission that is over."""
+
+    digest: str
+    view: SubmissionView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""Accepted submissions, their backlog, and where each rollout stands: one pure state machine.
+"""Accepted submissions that are not over, their backlog, and where each rollout stands; pure.
 
 Invariants: a submission is in the backlog, or bound to one group, or cancelled; positions only
 grow; a group number whose group was evicted whole is filled with the next submission of the
 backlog, never with the same one again. Rebuilt from the store at the start of each term, then
-updated with what the queue reports.
+updated with what the queue reports. What is over leaves it (`over`, `forget`).
 """
 
 from __future__ import annotations
@@ -54,13 +54,17 @@ class SubmissionTable:
     def num_waiting(self) -> int:
         return len(self._backlog)
 
-    def content_of(self, submission_id: str) -> str:
-        return self._entries[submission_id].submission.request.content
+    @property
+    def waiting_bytes(self) -> int:
+        return sum(submission.num_bytes for submission in self._backlog)
+
+    def digest_of(self, submission_id: str) -> str:
+        return self._entries[submission_id].submission.digest
 
     def accept(self, submission: Submission) -> None:
         """Put a stored submission into the backlog; a cancelled one is only remembered."""
         entry = _Entry(submission, is_cancelled=submission.is_cancelled)
-        self._entries[submission.request.id] = entry
+        self._entries[submission.id] = entry
         if not submission.is_cancelled:
             insort(self._backlog, submission, key=_position)
 
@@ -90,7 +94,7 @@ class SubmissionTable:
         return [
             group_id
             for group_id, entry in self._by_group.items()
-            if entry.is_cancelled and len(entry.exits) < entry.submission.request.num_samples
+            if entry.is_cancelled and len(entry.exits) < entry.submission.num_samples
         ]
 
     def note_results(self, results: Iterable[RolloutResult]) -> None:
@@ -107,10 +111,26 @@ class SubmissionTable:
             if entry is not None and event.kind is not _ADMITTED:
                 entry.exits[index] = event
 
+    def over(self, *, last_event_seq: int) -> list[SubmissionView]:
+        """Those that no rollout can be played of any more, as they ended.
+
+        last_event_seq: the newest ledger event that the run cannot go back before.
+        """
+        return [
+            self.view(submission_id)
+            for submission_id, entry in self._entries.items()
+            if _is_over(entry, last_event_seq)
+        ]
+
+    def forget(self, submission_id: str) -> None:
+        entry = self._entries.pop(submission_id)
+        if entry.group_id is not None:
+            del self._by_group[entry.group_id]
+
     def view(self, submission_id: str) -> SubmissionView:
         entry = self._entries[submission_id]
         submission = entry.submission
-        num_samples = submission.request.num_samples
+        num_samples = submission.num_samples
         rollouts = tuple(self._rollout_view(entry, index) for index in range(num_samples))
         status = _overall(rollouts, is_cancelled=entry.is_cancelled)
         return SubmissionView(
@@ -156,10 +176,19 @@ class SubmissionTable:
             del self._backlog[index]
 
 
-def rebuild(policy: OutcomePolicy, stored: StoredSubmissions) -> SubmissionTable:
-    """The table of a run that starts again.
+def _is_over(entry: _Entry, last_event_seq: int) -> bool:
+    if entry.group_id is None:
+        return entry.is_cancelled
+    has_left = len(entry.exits) == entry.submission.num_samples
+    return has_left and all(event.seq <= last_event_seq for event in entry.exits.values())
 
-    A binding without an admitted rollout is void: its submission is in the backlog again, at its
+
+def rebuild(
+    policy: OutcomePolicy, stored: StoredSubmissions, *, held_groups: Iterable[str] = ()
+) -> SubmissionTable:
+    """The table of a run that starts again. held_groups: those that the restored queue holds.
+
+    A binding whose group was never admitted is void: its submission is in the backlog again, at its
     old position. What had not left the ledger is played again, so that its results so far are void
     as well.
     """
@@ -168,7 +197,7 @@ def rebuild(policy: OutcomePolicy, stored: StoredSubmissions) -> SubmissionTable
         table.accept(submission)
     admitted = {event.rollout_id for event in stored.events if event.kind is _ADMITTED}
     left = {event.rollout_id for event in stored.events if event.kind is not _ADMITTED}
-    groups = {rollout_id.rpartition("-")[0] for rollout_id in admitted}
+    groups = {rollout_id.rpartition("-")[0] for rollout_id in admitted | left} | {*held_groups}
     for group_id, submission_id in stored.bindings.items():
         if group_id in groups:
             table.bind(submission_id, group_id)

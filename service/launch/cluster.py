@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.deadline import poll
 from actors.limits import MIB
 from service.config.file import ConfigError
-from service.config.preflight import gpus_wanted
 from service.config.tree import Config
+from service.launch.placement import Node, misfit
 from service.launch.signals import kept_from_children
 
 NAMESPACE = "rayloom"
 # Of an AF_UNIX socket's path, without its closing zero.
 MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 _FALLBACK_TEMP_DIR = "/tmp"
+# Until a cluster has started a process for the first task.
+AUTHENTICATION_LIMIT_S = 60.0
 # The longest of Ray's sockets, as its own sessions are named.
 _SESSION = "session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
@@ -60,8 +68,8 @@ def joined(config: Config, *, address: str | None) -> Iterator[None]:
         if address is None:
             _start_local(config)
         else:
-            _join(address)
-        _check_resources(config)
+            _join(address, config)
+        check_places(config)
         yield
     finally:
         # Also after a start that failed. On an existing cluster only this driver's actors end.
@@ -150,28 +158,141 @@ def _init(**options: Any) -> None:
         raise KeyboardInterrupt from end
 
 
-def _join(address: str) -> None:
+def _join(address: str, config: Config) -> None:
     try:
-        _init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
+        _init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level="warning",
+            runtime_env=shipped_files(config, cwd=Path.cwd()),
+        )
     except Exception as error:
         raise ConfigError(
             f"--address {address}: no Ray cluster answers there ({_first_line(error)}); expected "
             "the address of a running head node, such as auto or HOST:6379"
         ) from error
+    _check_authentication(address)
+
+
+def _check_authentication(address: str) -> None:
+    """Raises: ConfigError for a cluster that authenticates in another way than this process.
+
+    Ray lets it in, but this process then refuses the control store's calls, which takes every actor
+    that it starts for one that nobody refers to, and ends it.
+    """
+    own = _authentication_mode()
+    asked = ray.remote(_authentication_mode).options(num_cpus=0, max_retries=0).remote()
+    try:
+        found = ray.get(asked, timeout=AUTHENTICATION_LIMIT_S)
+    except RayError as error:
+        raise ConfigError(
+            f"--address {address}: the cluster ran no task within {AUTHENTICATION_LIMIT_S:g} s "
+            f"({_first_line(error)}); expected one that does, and that authenticates as this "
+            f"process (RAY_AUTH_MODE {own}); look at its nodes"
+        ) from error
+    if found != own:
+        raise ConfigError(
+            f"--address {address}: RAY_AUTH_MODE is {own} here and {found} on the cluster, "
+            f"expected the same; set RAY_AUTH_MODE={found} (unset, it is token where "
+            "~/.ray/auth_token lies)"
+        )
+
+
+def _authentication_mode() -> str:
+    """As Ray has settled it for this process, which sets the variable where it was unset."""
+    return os.environ.get("RAY_AUTH_MODE", "disabled").lower()
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _check_resources(config: Config) -> None:
-    have = ray.cluster_resources()
-    for name, wanted in (("CPU", cpus_wanted(config)), ("GPU", gpus_wanted(config))):
-        if wanted > have.get(name, 0):
-            raise ConfigError(
-                f"the run asks for {wanted:g} {name}s, the cluster has {have.get(name, 0):g}; "
-                "lower the numbers of engines, ranks or environment actors, or add nodes"
-            )
+def alive_nodes() -> list[Node]:
+    return [
+        Node(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            resources=dict(node["Resources"]),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
+    """Run a task or an actor there and nowhere else."""
+    return NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+
+
+def on_this_node() -> NodeAffinitySchedulingStrategy:
+    """Beside the calling process, and nowhere else: for actors that are of no use without it."""
+    return on_node(ray.get_runtime_context().get_node_id())
+
+
+def check_places(config: Config, *, limit_s: float = 0.0) -> None:
+    """Every engine, rank and environment actor fits on some node beside the others.
+
+    Args: limit_s: until nodes that are still to join must have done so.
+    Raises: ConfigError, with the first part that fits nowhere.
+    """
+    poll(lambda: True if misfit(config, alive_nodes()) is None else None, limit_s=limit_s)
+    if (fault := misfit(config, alive_nodes())) is not None:
+        raise ConfigError(f"the cluster has no room for the run: {fault}")
+
+
+def shipped_files(config: Config, *, cwd: Path) -> dict[str, Any]:
+    """What the processes of a run get on other nodes, as Ray's runtime environment.
+
+    The working directory goes along where the environment's module or the task file lies in it, and
+    a module that lies in another place of the import path by itself. What is installed is expected
+    to be so on every node.
+    """
+    module = _user_module(config.tasks.environment)
+    file = config.tasks.file
+    is_in_cwd = [path.resolve().is_relative_to(cwd) for path in (module, file) if path is not None]
+    if any(is_in_cwd):
+        # Ray leaves out what .gitignore names, too.
+        return {"working_dir": str(cwd), "excludes": [".git", ".venv", "/runs", "/*/checkpoints"]}
+    return {"py_modules": [str(module)]} if module is not None else {}
+
+
+def seen_from_afar(config: Config, *, cwd: Path) -> Config:
+    """The configuration with paths that hold on other nodes, where the working directory differs.
+
+    A task file that travels with the working directory is named relative to it.
+    """
+    file = config.tasks.file
+    if file is not None:
+        file = (cwd / file).resolve()
+        file = file.relative_to(cwd) if file.is_relative_to(cwd) else file
+    algorithm = config.algorithm
+    critic = replace(algorithm.critic, model=_absolute(algorithm.critic.model, cwd))
+    return replace(
+        config,
+        tasks=replace(config.tasks, file=file),
+        algorithm=replace(algorithm, critic=critic, reference=_absolute(algorithm.reference, cwd)),
+    )
+
+
+def _absolute(model: str | None, cwd: Path) -> str | None:
+    """A model's directory; a name of a hub stays."""
+    if model is None or not (directory := cwd / Path(model).expanduser()).is_dir():
+        return model
+    return str(directory)
+
+
+def _user_module(environment: str) -> Path | None:
+    """The package or file of "module:Class"; None where it is a name, or installed."""
+    name, colon, _ = environment.partition(":")
+    spec = find_spec(name.partition(".")[0]) if colon else None
+    if spec is None:
+        return None
+    # A package's directory, or a module's file.
+    places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else [])]
+    module = Path(places[0]).resolve()
+    installed = [Path(place).resolve() for place in sysconfig.get_paths().values()]
+    return None if any(module.is_relative_to(place) for place in installed) else module
 
 
 def _import_path() -> str:

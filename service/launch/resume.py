@@ -5,36 +5,36 @@ Checked before anything starts, and again by the supervisor at the start of each
 
 from __future__ import annotations
 
-import asyncio
 import json
+import re
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actors.deadline import poll
-from actors.trainer.checkpoint import CheckpointError, list_checkpoints, read_manifest
+from actors.trainer.checkpoint import CheckpointError, read_manifest
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
+from service.store.database import PATIENCE_S
 from service.store.lineage import Checkpoint
 from service.store.run_store import TOLERANCE_S, LeaseLost, RunStore, StoreError
 
 # A supervisor outlives the kill -9 of its command for a moment.
 LEASE_LIMIT_S = 10.0
+# Inputs of refused updates; ten steps of two ranks, with the default of trainer.max_skipped_steps.
+KEPT_SKIPPED = 20
+_STEP_AND_TERM = re.compile(r"step-(\d+)-t(\d+)")
 
 
 def check_lease_free(run_dir: RunDir) -> None:
     """Wait a moment for a lease owner that is ending. Raises: ConfigError for one that lives on."""
-    store = RunStore(run_dir.database_url)
-    try:
-        poll(lambda: store.live_owner(now=time.time()) is None or None, limit_s=LEASE_LIMIT_S)
-        owner = store.live_owner(now=time.time())
-    finally:
-        store.close()
+    with run_dir.looked_into() as store:
+        poll(lambda: store.live_owner() is None or None, limit_s=LEASE_LIMIT_S)
+        owner = store.live_owner()
     if owner is not None:
         raise ConfigError(
-            f"--resume {run_dir.path}: the run is held by {owner.name} (its supervisor; "
-            f"last sign of life {time.time() - owner.renewed_at:.0f} s ago), expected one "
+            f"--resume {run_dir.path}: the run is held by {owner}, its supervisor; the last "
+            f"sign of life came {owner.silent_s:.0f} s ago; expected a run "
             "that nobody holds; end it with Ctrl-C or SIGTERM where it was started, wait "
             f"{TOLERANCE_S:g} s where its machine is dead, or take the run from it with "
             "--take-over"
@@ -78,31 +78,49 @@ def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
     """A supervisor that Ray calls dead is not always dead yet: its own lease is no loss.
 
     lost: HOST:PID of that supervisor; empty where it never said.
-    Raises: LeaseLost when another living process owns the newest lease.
+    Raises: LeaseLost when another living process owns the newest lease; StoreError.
     """
-    store = RunStore(run_dir.database_url)
-    try:
-        owner = store.live_owner(now=time.time())
-    finally:
-        store.close()
+    with run_dir.looked_into(patience_s=PATIENCE_S) as store:
+        owner = store.live_owner()
     if owner is not None and owner.name != lost:
-        raise LeaseLost(f"{owner.name} has taken the run over")
+        raise LeaseLost(f"{owner} has taken the run over")
 
 
-async def prune_checkpoints(checkpoints: Path, store: RunStore, *, term: int, keep: int) -> None:
-    """Remove all checkpoints but the newest `keep` commits of the lineage.
+def kept_commits(checkpoints: Path, store: RunStore, *, term: int, keep: int) -> list[Checkpoint]:
+    """The newest `keep` commits of the lineage, newest first, when everything else may go.
 
-    A directory that no commit names was cut short by a fault, and goes too. Nothing is removed
-    unless this term has committed and a kept directory is there.
+    Returns: none unless this term has committed and a kept directory is there. Raises: LeaseLost.
     """
-    commits = store.checkpoints()
-    kept = {commit.directory for commit in commits[:keep]}
-    directories = list_checkpoints(checkpoints)
-    is_ours = bool(commits) and commits[0].term == term
-    if is_ours and any(directory.name in kept for directory in directories):
-        for directory in directories:
-            if directory.name not in kept:
-                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+    store.check_lease(term)
+    kept = store.checkpoints()[:keep]
+    is_ours = bool(kept) and kept[0].term == term
+    is_there = any((checkpoints / commit.directory).is_dir() for commit in kept)
+    return kept if is_ours and is_there else []
+
+
+def prune_directories(checkpoints: Path, kept: Sequence[Checkpoint]) -> None:
+    """Remove every checkpoint that is not of `kept`, and all but the newest skipped inputs.
+
+    A directory that no commit names was cut short by a fault, in its writing or its removal, and
+    goes too. One of the newest term that is further than its newest commit may yet be committed.
+    """
+    names, newest = {commit.directory for commit in kept}, kept[0]
+    for directory in checkpoints.glob("step-*-t*"):
+        found = _STEP_AND_TERM.fullmatch(directory.name)
+        step, term = map(int, found.groups()) if found else (0, 0)
+        is_ahead = term == newest.term and step > newest.step
+        if directory.name not in names and not is_ahead:
+            shutil.rmtree(directory, ignore_errors=True)
+    inputs = sorted((checkpoints / "skipped").glob("*.npz"), key=_modified_at)
+    for path in inputs[:-KEPT_SKIPPED]:
+        path.unlink(missing_ok=True)
+
+
+def _modified_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def fallback_notice(faults: Mapping[str, str], newest: Checkpoint, used: Checkpoint) -> str:
@@ -123,11 +141,8 @@ def finished_step(run_dir: RunDir, *, steps: int) -> int | None:
 
     Raises: StoreError when no checkpoint is left to go on from.
     """
-    store = RunStore(run_dir.database_url)
-    try:
+    with run_dir.looked_into() as store:
         newest = newest_usable(run_dir.checkpoints, store.checkpoints())
-    finally:
-        store.close()
     if newest is None or newest.step < steps:
         return None
     # A run that died between its last checkpoint and its report has its report to write.

@@ -16,7 +16,18 @@ from service.config.file import ConfigError, dump_config, load_config
 from service.config.preflight import check_with_model, check_without_model
 from service.config.resumable import refused_changes
 from service.config.tree import Config, TinyModelSettings
-from service.store.run_store import RunStore, StoreError
+from service.store.place import (
+    DATABASE,
+    StoreOptions,
+    check_local,
+    chosen_url,
+    record,
+    recorded_url,
+    shown,
+    sqlite_file,
+)
+from service.store.run_store import ReadOnlyStore, StoreError, check_kind, has_run
+from service.store.tables import RunKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +44,42 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def store_file(self) -> Path:
+        """Says where the database lies, unless it lies here."""
+        return self.path / "store.json"
+
+    @property
     def database_url(self) -> str:
-        return f"sqlite:///{self.path / 'rayloom.db'}"
+        """Where the database lies, without a password. Raises: StoreError."""
+        return recorded_url(self.store_file)
 
     @property
     def database_file(self) -> Path:
-        return self.path / "rayloom.db"
+        """Where the database lies unless another place is recorded."""
+        return self.path / DATABASE
+
+    def has_run(self) -> bool:
+        """Whether there is a database of a run. Raises: StoreError for one that does not answer."""
+        url = self.database_url
+        if (file := sqlite_file(url)) is not None:
+            return os.path.exists(file)
+        return has_run(url)
+
+    def may_have_run(self) -> bool:
+        """As `has_run`; True where the database does not answer now."""
+        try:
+            return self.has_run()
+        except StoreError:
+            return True
+
+    @contextmanager
+    def looked_into(self, *, patience_s: float = 0.0) -> Iterator[ReadOnlyStore]:
+        """The database of a run that is there. Raises: StoreError."""
+        store = ReadOnlyStore(self.database_url, patience_s=patience_s)
+        try:
+            yield store
+        finally:
+            store.close()
 
     @property
     def tiny_model(self) -> Path:
@@ -83,7 +124,7 @@ def check_new(run_dir: RunDir) -> None:
                 f"run directory {run_dir.path} is a file; expected a new directory: choose another "
                 "--run-dir"
             )
-        if run_dir.database_file.exists():
+        if run_dir.has_run():
             raise ConfigError(
                 f"run directory {run_dir.path} holds a run and is not empty; expected a new one: "
                 f"choose another --run-dir, or go on with that run by --resume {run_dir.path}"
@@ -114,7 +155,7 @@ def prepared_directory(run_dir: RunDir) -> Iterator[None]:
             try:
                 yield
             finally:
-                if not os.path.exists(run_dir.database_file):
+                if not run_dir.may_have_run():
                     _clear(run_dir, had_model=had_model)
     finally:
         with suppress(OSError):
@@ -128,7 +169,7 @@ def _alone(run_dir: RunDir) -> Iterator[None]:
 
     Raises: ConfigError.
     """
-    if os.path.exists(run_dir.database_file):
+    if run_dir.may_have_run():
         yield
         return
     directory = os.open(run_dir.path, os.O_RDONLY)
@@ -153,8 +194,9 @@ def _clear(run_dir: RunDir, *, had_model: bool) -> None:
     """Remove what a start has written that did not become a run."""
     if not had_model:
         shutil.rmtree(run_dir.tiny_model, ignore_errors=True)
-    with suppress(OSError):
-        run_dir.config_file.unlink()
+    for file in (run_dir.config_file, run_dir.store_file):
+        with suppress(OSError):
+            file.unlink()
 
 
 def write_config(run_dir: RunDir, config: Config) -> None:
@@ -172,6 +214,8 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
             f"run directory {run_dir.path} cannot be used ({error.strerror or error}); expected "
             "one that can be made and written: choose another --run-dir"
         ) from error
+    except StoreError as error:
+        raise ConfigError(f"run directory {run_dir.path}: {error}") from error
 
 
 def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
@@ -181,6 +225,8 @@ def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
         from actors.trainer.tiny.model import MARKER
 
         return (path / MARKER).is_file()
+    if path == run_dir.store_file:
+        return True
     if path != run_dir.config_file:
         return False
     try:
@@ -189,15 +235,15 @@ def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
         return False
 
 
-def check_resumable(run_dir: RunDir, config: Config) -> None:
-    """A run can go on with this configuration. Raises: ConfigError."""
-    if not run_dir.database_file.is_file() or not run_dir.config_file.is_file():
-        raise ConfigError(
-            f"--resume {run_dir.path}: no run lies there; expected a directory with rayloom.db "
-            "and config.yaml, as `rayloom train` makes it"
-        )
+def check_resumable(run_dir: RunDir, config: Config, *, kind: RunKind = RunKind.TRAIN) -> None:
+    """A run of this kind can go on with this configuration. Raises: ConfigError."""
     # First: the configuration of another format may be unreadable too.
-    _check_database(run_dir)
+    _check_database(run_dir, kind)
+    if not run_dir.config_file.is_file():
+        raise ConfigError(
+            f"--resume {run_dir.path}: no run lies there; expected a directory with its "
+            "config.yaml, as `rayloom train` makes it"
+        )
     try:
         before = load_config(run_dir.config_file)
     except (ConfigError, OSError) as error:
@@ -212,22 +258,55 @@ def check_resumable(run_dir: RunDir, config: Config) -> None:
         )
 
 
-def _check_database(run_dir: RunDir) -> None:
-    """Raises: ConfigError for a database that is damaged, or that knows nothing of the run."""
+def _check_database(run_dir: RunDir, kind: RunKind) -> None:
+    """Raises: ConfigError for one that is missing, damaged, or does not belong to the run."""
     try:
-        store = RunStore(run_dir.database_url)
-        try:
+        place = shown(run_dir.database_url)
+        check_local(run_dir.database_url)
+        if not run_dir.has_run():
+            raise ConfigError(
+                f"--resume {run_dir.path}: no run lies there; expected one in the database {place},"
+                " as `rayloom train` makes it; where it was moved, name its place in "
+                f"{run_dir.store_file.name}"
+            )
+        with run_dir.looked_into() as store:
             store.check()
+            check_kind(store.kind(), kind)
             is_blank = store.newest_term() == 0
-        finally:
-            store.close()
     except StoreError as error:
         raise ConfigError(f"--resume {run_dir.path}: {error}") from error
     if is_blank and any(run_dir.checkpoints.glob("step-*")):
         raise ConfigError(
-            f"--resume {run_dir.path}: the database {run_dir.database_file} is empty, but there "
+            f"--resume {run_dir.path}: the database {place} is empty, but there "
             f"are checkpoints in {run_dir.checkpoints}; restore a copy of it, or start a new run"
         )
+
+
+def place_store(run_dir: RunDir, run_id: str, options: StoreOptions) -> None:
+    """Choose and record where a new run's database is to lie; nothing where there is a run.
+
+    Raises: ConfigError for a place that cannot be used, or that holds another run.
+    """
+    if run_dir.may_have_run():
+        return
+    try:
+        url = chosen_url(run_dir.path, run_id, options)
+        check_local(url)
+        file = sqlite_file(url)
+        if file is None:
+            is_taken, remedy = has_run(url), "drop that schema, or choose another --run-dir"
+        else:
+            is_taken, remedy = file.exists(), "choose another --state-dir"
+            file.parent.mkdir(parents=True, exist_ok=True)
+        if is_taken:
+            raise ConfigError(
+                f"the database {shown(url)} holds a run already, expected a place for a new one: "
+                f"{remedy}"
+            )
+        with _refusing(run_dir):
+            record(run_dir.store_file, url)
+    except (StoreError, OSError) as error:
+        raise ConfigError(str(error)) from error
 
 
 @contextmanager
@@ -236,19 +315,24 @@ def prepared_run(
     run_dir: RunDir,
     *,
     is_local: bool,
+    store: StoreOptions,
     check_stop: Callable[[], None] = lambda: None,
 ) -> Iterator[str]:
     """Check all that can be checked, build what is missing; yields the model's path or name.
 
-    is_local: the run will play on this machine. check_stop: called after what takes seconds; what
-    it raises ends the start. A directory in which no run starts is removed. Raises: ConfigError.
+    is_local: the run will play on this machine. store: where a new run's database is to lie.
+    check_stop: called after what takes seconds; what it raises ends the start. A directory in which
+    no run starts is removed. Raises: ConfigError.
     """
     observation = check_without_model(config, is_local=is_local)
     with prepared_directory(run_dir):
+        place_store(run_dir, run_id_of(config, run_dir), store)
         model = _model_path(config, run_dir)
         check_stop()
         check_with_model(config, observation, model_path=model)
-        write_config(run_dir, config)
+        if not run_dir.may_have_run():
+            # Of a run that goes on, the supervisor writes it once it has the lease.
+            write_config(run_dir, config)
         yield model
 
 

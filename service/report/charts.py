@@ -38,7 +38,7 @@ from service.report.drawing import (
 )
 from service.report.figures import Curve
 from service.telemetry.records import EvaluationRecord
-from service.telemetry.summary import AVERAGED_STEPS
+from service.telemetry.summary import AVERAGED_STEPS, RunSummary
 
 MAX_EVALUATIONS = 60
 
@@ -85,11 +85,12 @@ OUTCOMES: tuple[tuple[str, str, tuple[Outcome, ...]], ...] = (
 )
 
 
-def large_plots(records: Records, *, age_bound: int | None) -> tuple[Plot, ...]:
+def large_plots(records: Records, summary: RunSummary) -> tuple[Plot, ...]:
+    """summary: of all steps, where records are only some of them."""
     return (
-        outcomes_plot(records),
-        stages_plot(records),
-        age_plot(records, bound=age_bound),
+        outcomes_plot(records, summary),
+        stages_plot(records, summary),
+        age_plot(records, bound=summary.policy_age_bound),
         mismatch_plot(records),
     )
 
@@ -179,14 +180,14 @@ def _log_axis(axes: Axes, values: Floats) -> float:
     return floor
 
 
-def stages_plot(records: Records) -> Plot:
+def stages_plot(records: Records, summary: RunSummary) -> Plot:
     """Where the seconds of a step went."""
     buckets = buckets_of(records, max_points=MAX_BANDS)
     bands = []
     for name, label, role in STAGES:
         seconds = np.array([getattr(record.stages, name) for record in records])
         if np.nansum(seconds) > 0:
-            told = units.duration(float(np.nansum(seconds)))
+            told = units.duration(getattr(summary.stage_seconds, name))
             bands.append((label, role, np.nan_to_num(buckets.mean(seconds)), told))
 
     def draw_axis(axes: Axes) -> None:
@@ -205,23 +206,25 @@ def stages_plot(records: Records) -> Plot:
     )
 
 
-def outcomes_plot(records: Records) -> Plot:
+def outcomes_plot(records: Records, summary: RunSummary) -> Plot:
     """How the trajectories of each step ended, as shares."""
     buckets = buckets_of(records, max_points=MAX_BANDS)
     families = []
     for label, role, outcomes in OUTCOMES:
         counts = np.array([sum(r.outcomes.get(each, 0) for each in outcomes) for r in records])
         if counts.any():
-            families.append((label, role, buckets.total(counts)))
+            in_all = sum(summary.outcomes.get(each, 0) for each in outcomes)
+            families.append((label, role, in_all, buckets.total(counts)))
     everything = sum((totals for *_, totals in families), buckets.centres * 0)
+    num_ended = max(sum(in_all for *_, in_all, _ in families), 1)
     bands = [
         (
             label,
             role,
             totals / np.maximum(everything, 1),
-            units.percent(totals.sum() / everything.sum()),
+            units.percent(in_all / num_ended),
         )
-        for label, role, totals in families
+        for label, role, in_all, totals in families
     ]
 
     def draw_axis(axes: Axes) -> None:

@@ -48,16 +48,14 @@ def render_report(*, summary: RunSummary, history: HistoryLike, config_text: str
         "ending": tables.ending(summary),
         "finished": finished.lstrip("0"),
         "tiles": tables.tiles(summary),
-        "checks": tables.checks(summary, records),
+        "checks": tables.checks(summary, history.totals),
         # The figure across the page, those of half its width, and those of a third.
         "lead": charts.reward_plot(records, history.evaluations) if records else None,
-        "plots": (
-            charts.large_plots(records, age_bound=summary.policy_age_bound) if records else ()
-        ),
+        "plots": charts.large_plots(records, summary) if records else (),
         "small": figures.small_plots(records) if records else (),
         "loss_figures": figures.loss_plots(records),
-        "loss_tables": tables.statistic_tables(records),
-        "loss_definitions": tables.statistic_definitions(records),
+        "loss_tables": tables.statistic_tables(history.totals),
+        "loss_definitions": tables.statistic_definitions(history.totals),
         "tables": tables.summary_tables(summary),
         "help_of": tables.help_of,
         "config_text": config_text.strip(),

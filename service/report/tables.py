@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from actors.statistics import BY_NAME, GROUPS, STATISTICS
 from actors.types import BranchReason, Outcome
 from service import units
-from service.report.drawing import Records
 from service.telemetry.summary import RunSummary
+from service.telemetry.totals import RunTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +80,8 @@ def balance_equation(summary: RunSummary) -> str:
     )
 
 
-def checks(summary: RunSummary, records: Records) -> tuple[Check, ...]:
-    versions = [record.policy_version for record in records]
-    num_breaks = sum(after != before + 1 for before, after in itertools.pairwise(versions))
+def checks(summary: RunSummary, totals: RunTotals) -> tuple[Check, ...]:
+    num_breaks = totals.num_version_breaks
     found = [
         ("ledger balances", summary.ledger.is_balanced, balance_equation(summary)),
         (
@@ -92,9 +91,9 @@ def checks(summary: RunSummary, records: Records) -> tuple[Check, ...]:
             "end.",
         ),
         (
-            "one version a step",
+            "a new version each step",
             num_breaks == 0,
-            f"The policy version failed to grow by one at {units.plural(num_breaks, 'step')}.",
+            f"The policy version failed to grow at {units.plural(num_breaks, 'step')}.",
         ),
     ]
     if summary.policy_age_bound is not None:
@@ -279,20 +278,17 @@ def words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def statistic_tables(records: Records) -> tuple[Table, ...]:
+def statistic_tables(totals: RunTotals) -> tuple[Table, ...]:
     """One table a group: of each statistic that was known at some step, where it began, where it
     went and where it ended. What a group's names begin with stands in its caption alone.
     """
-    tables = (_statistic_table(group, records) for group in GROUPS)
+    tables = (_statistic_table(group, totals) for group in GROUPS)
     return tuple(table for table in tables if table.rows)
 
 
-def _statistic_table(group: str, records: Records) -> Table:
+def _statistic_table(group: str, totals: RunTotals) -> Table:
     names = [statistic.name for statistic in STATISTICS if statistic.group == group]
-    known = {
-        name: [record.statistics[name] for record in records if name in record.statistics]
-        for name in names
-    }
+    known = [(name, totals.statistics[name]) for name in names if name in totals.statistics]
     # The last word of a name always stands in its row.
     columns = zip(*(name.split("_")[:-1] for name in names), strict=False)
     num_shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
@@ -302,19 +298,19 @@ def _statistic_table(group: str, records: Records) -> Table:
         rows=tuple(
             (
                 " ".join(name.split("_")[num_shared:]),
-                *map(units.significant, (found[0], min(found), max(found), found[-1])),
+                *map(units.significant, (found.first, found.least, found.greatest, found.last)),
             )
-            for name, found in known.items()
-            if found
+            for name, found in known
         ),
     )
 
 
-def statistic_definitions(records: Records) -> tuple[tuple[str, str], ...]:
+def statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
     """What the values behind each known statistic are."""
-    known = {name for record in records for name in record.statistics}
     found = {
-        (words(each.values), each.help): each.name for each in STATISTICS if each.name in known
+        (words(each.values), each.help): each.name
+        for each in STATISTICS
+        if each.name in totals.statistics
     }
     return tuple((values, help_of(name)) for (values, _), name in found.items())
 

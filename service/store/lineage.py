@@ -2,21 +2,21 @@
 
 A term that starts from checkpoint c keeps, of c's term, the steps up to c and the events up to
 c's; everything that term wrote later is superseded. Read by the report and by `inspect`; the
-metrics count every row, superseded or not.
+metrics count all that was ever stored, superseded or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from sqlalchemy import Connection, Select, Table, func, select
+from sqlalchemy import ColumnElement, Connection, Table, and_, func, select
 
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from service.store import tables
 from service.telemetry.records import EvaluationRecord, StepRecord
+from service.telemetry.totals import RunTotals, totals_of
 
 
 class Readable(Protocol):
@@ -54,39 +54,44 @@ class History:
     """A run along its surviving lineage, in order."""
 
     steps: tuple[StepRecord, ...]
+    """Those that `retention` keeps: the first ones, of older ones some, the newest whole."""
     evaluations: tuple[EvaluationRecord, ...]
-    events: tuple[LedgerEvent, ...]
+    totals: RunTotals
+    """Of all its steps."""
     spans: tuple[Span, ...]
     """What survives of which terms; empty for a run that never had a lease."""
-    earlier_wall_s: float = 0.0
-    """Seconds of the surviving parts of terms that other processes ran."""
 
     @property
     def num_terms(self) -> int:
         return self.spans[-1].term if self.spans else 0
 
 
-def read_history(store: Readable, *, own_terms_from: int = 1) -> History:
-    """Read what survives. own_terms_from: the first term of the process that asks."""
-    leases = tables.leases
+def read_history(store: Readable) -> History:
     with store.reading() as connection:
         spans = surviving_spans(connection)
-        steps = {span: _records(connection, tables.steps, span) for span in spans}
-        acquired = dict(connection.execute(select(leases.c.term, leases.c.acquired_at)).all())
         return History(
-            steps=tuple(record for span in spans for record in steps[span]),
-            evaluations=tuple(
-                record
-                for span in spans
-                for record in _records(connection, tables.evaluations, span)
-            ),
-            events=events_of(connection, spans),
+            steps=_surviving(connection, tables.steps, spans),
+            evaluations=_surviving(connection, tables.evaluations, spans),
+            totals=lineage_totals(connection, spans[-1].term) if spans else RunTotals(),
             spans=tuple(spans),
-            earlier_wall_s=sum(
-                max(steps[span][-1].wall_time - acquired[span.term], 0.0)
-                for span in spans
-                if span.term < own_terms_from and steps[span]
-            ),
+        )
+
+
+def read_events(store: Readable) -> tuple[LedgerEvent, ...]:
+    """The events that survive and are kept, in order."""
+    with store.reading() as connection:
+        return events_of(connection, surviving_spans(connection))
+
+
+def recorded_steps(store: Readable) -> tuple[int, ...]:
+    """The numbers of the steps that survive and whose records are kept, in order."""
+    columns = tables.steps.c
+    query = select(columns.step).order_by(columns.step)
+    with store.reading() as connection:
+        return tuple(
+            step
+            for span in surviving_spans(connection)
+            for step in connection.scalars(query.where(within(columns, span)))
         )
 
 
@@ -100,20 +105,48 @@ def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord
         )
 
 
-def all_steps(store: Readable) -> Iterator[StepRecord]:
-    """Every step that the run ever stored, superseded ones included, in order."""
-    table = tables.steps
+def stored_totals(store: Readable) -> RunTotals:
+    """Of every step that the run ever stored, superseded ones included."""
     with store.reading() as connection:
-        yield from connection.scalars(select(table.c.record).order_by(table.c.term, table.c.step))
+        return connection.scalar(select(tables.step_totals.c.totals)) or RunTotals()
 
 
 def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
     """How many events the run ever stored, superseded ones included, by kind and reason."""
-    table = tables.events
-    by = (table.c.kind, table.c.reason)
     with store.reading() as connection:
-        rows = connection.execute(select(*by, func.count()).group_by(*by))
-        return {(kind, reason): count for kind, reason, count in rows}
+        return {
+            (LedgerEventKind(kind), EvictionReason(reason) if reason else None): count
+            for kind, reason, count in connection.execute(select(tables.event_totals))
+        }
+
+
+def totals_at(store: Readable, checkpoint: Checkpoint) -> RunTotals:
+    """Of the steps of a lineage up to one of its checkpoints, to which the run can go back."""
+    columns = tables.checkpoints.c
+    with store.reading() as connection:
+        query = select(columns.totals).where(columns.id == checkpoint.id)
+        return connection.scalar(query) or RunTotals()
+
+
+def lineage_totals(connection: Connection, term: int, *, last_step: int | None = None) -> RunTotals:
+    """Of the steps that the newest `term` holds, up to last_step; None: all of them."""
+    commits, leases, steps = tables.checkpoints.c, tables.leases.c, tables.steps.c
+    begun_at, parent = connection.execute(
+        select(leases.acquired_at, leases.parent_checkpoint).where(leases.term == term)
+    ).one()
+    columns = select(commits.step, commits.totals)
+    newest = columns.where(commits.term == term).order_by(commits.id.desc()).limit(1)
+    base = connection.execute(newest).first()
+    if base is None and parent is not None:
+        base = connection.execute(columns.where(commits.id == parent)).one()
+    rest = select(steps.record).where(steps.term == term).order_by(steps.step)
+    if base is not None:
+        rest = rest.where(steps.step > base.step)
+    if last_step is not None:
+        rest = rest.where(steps.step <= last_step)
+    return totals_of(
+        connection.scalars(rest), base=None if base is None else base.totals, begun_at=begun_at
+    )
 
 
 def surviving_spans(connection: Connection) -> list[Span]:
@@ -132,10 +165,10 @@ def surviving_spans(connection: Connection) -> list[Span]:
 def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
     """What a run can go back to, newest first, each directory once.
 
-    Along the lineage of the newest checkpoint: what a term committed beyond the checkpoint that a
-    later one went back to is not among them.
+    Those of which `retention` keeps the queue's snapshot, along the lineage of the newest: what a
+    term committed beyond the checkpoint that a later one went back to is not among them.
     """
-    found = _all_checkpoints(connection)
+    found = _all_checkpoints(connection, only_usable=True)
     if not found:
         return []
     ends = dict(_lineage(connection, found[0].term))
@@ -154,14 +187,21 @@ def newest_term(connection: Connection) -> int:
 def events_of(connection: Connection, spans: list[Span]) -> tuple[LedgerEvent, ...]:
     columns = tables.events.c
     names = [field.name for field in fields(LedgerEvent)]
-    found: list[LedgerEvent] = []
-    for span in spans:
-        query = select(*(columns[name] for name in names)).where(columns.term == span.term)
-        if span.last_event_seq is not None:
-            query = query.where(columns.seq <= span.last_event_seq)
-        rows = connection.execute(query.order_by(columns.seq)).mappings()
-        found += (LedgerEvent(**row) for row in rows)
-    return tuple(found)
+    query = select(*(columns[name] for name in names)).order_by(columns.seq)
+    return tuple(
+        LedgerEvent(**row)
+        for span in spans
+        for row in connection.execute(query.where(within(columns, span))).mappings()
+    )
+
+
+def within(columns: Any, span: Span) -> ColumnElement[bool]:
+    """columns: of `events`, `steps` or `evaluations`. Whether a row is of the span."""
+    last, ends = (
+        (span.last_event_seq, columns.seq) if "seq" in columns else (span.last_step, columns.step)
+    )
+    is_of_term = columns.term == span.term
+    return is_of_term if last is None else and_(is_of_term, ends <= last)
 
 
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
@@ -178,26 +218,34 @@ def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | 
     return found
 
 
-def _all_checkpoints(connection: Connection) -> list[Checkpoint]:
-    """Of every lineage, newest first."""
+def _all_checkpoints(connection: Connection, *, only_usable: bool = False) -> list[Checkpoint]:
+    """Of every lineage, newest first. only_usable: those with the queue's snapshot."""
     columns = tables.checkpoints.c
     names = [field.name for field in fields(Checkpoint)]
     query = select(*(columns[name] for name in names)).order_by(columns.id.desc())
+    if only_usable:
+        query = query.where(columns.queue_snapshot.is_not(None))
     return [Checkpoint(**row) for row in connection.execute(query).mappings()]
 
 
-def _within(table: Table, span: Span) -> Select[Any]:
-    query = select(table.c.record).where(table.c.term == span.term)
-    return query if span.last_step is None else query.where(table.c.step <= span.last_step)
-
-
-def _records(connection: Connection, table: Table, span: Span) -> list[Any]:
-    return list(connection.scalars(_within(table, span).order_by(table.c.step)))
+def _surviving(connection: Connection, table: Table, spans: list[Span]) -> tuple[Any, ...]:
+    return tuple(
+        record
+        for span in spans
+        for record in connection.scalars(
+            select(table.c.record).where(within(table.c, span)).order_by(table.c.step)
+        )
+    )
 
 
 def _newest(connection: Connection, table: Table, spans: list[Span]) -> Any:
     newest = (
-        connection.scalar(_within(table, span).order_by(table.c.step.desc()).limit(1))
+        connection.scalar(
+            select(table.c.record)
+            .where(within(table.c, span))
+            .order_by(table.c.step.desc())
+            .limit(1)
+        )
         for span in reversed(spans)
     )
     return next((record for record in newest if record is not None), None)

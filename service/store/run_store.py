@@ -1,56 +1,63 @@
-"""A run's database behind one lease; SQLite by default, any SQLAlchemy URL.
+"""What a run may rely on after a crash, behind one lease; SQLite, or PostgreSQL by URL.
 
 Invariants: terms only grow; a writer whose term is not the newest writes nothing; a checkpoint
-row, the ledger it stands for and the lease check are one transaction. `RunStore` is the
-supervisor's; `ReadOnlyStore` is for those who look at a run that may be running, cut off or copied.
+row, the ledger it stands for and the lease check are one transaction, and so are the look at a
+lease's owner and the next lease. `RunStore` is the supervisor's; `ReadOnlyStore` is for those who
+look at a run that may be running, cut off or copied, and never makes a writer wait.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import sqlite3
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from typing import Any, TypeVar
 
-import psutil
-from sqlalchemy import (
-    Connection,
-    Table,
-    create_engine,
-    event,
-    insert,
-    inspect,
-    select,
-    update,
-)
-from sqlalchemy.exc import DatabaseError, OperationalError
-from sqlalchemy.pool import NullPool
+from sqlalchemy import Connection, Row, Table, bindparam, insert, select, update
 
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import QueueSnapshot
 from service.intake.submission import RolloutResult
 from service.store import tables
-from service.store.lineage import Checkpoint, committed_checkpoints, newest_term
+from service.store.database import PATIENCE_S, Database
+from service.store.errors import LeaseHeld, LeaseLost, StoreError
+from service.store.lineage import Checkpoint, committed_checkpoints, lineage_totals
+from service.store.owner import is_alive_here, own_name, process_of
+from service.store.place import check_local, sqlite_file
+from service.store.tables import RunKind
 from service.telemetry.records import EvaluationRecord, StepRecord
+from service.telemetry.totals import RunTotals
+
+__all__ = [
+    "Lease",
+    "LeaseHeld",
+    "LeaseLost",
+    "LeaseOwner",
+    "ReadOnlyStore",
+    "RunStore",
+    "StoreError",
+    "own_name",
+]
 
 RENEW_EVERY_S = 3.0
-# Also what the clocks of two machines may differ by.
+# An owner on another machine that has not renewed for so long shows no life.
 TOLERANCE_S = 30.0
-BUSY_S = 10.0
+# Of the search for damage, which reads the whole database.
+CHECK_LIMIT_S = 2.0
+_ADD_EVENTS = (
+    update(tables.event_totals)
+    .where(
+        tables.event_totals.c.kind == bindparam("of_kind"),
+        tables.event_totals.c.reason == bindparam("of_reason"),
+    )
+    .values(count=tables.event_totals.c.count + bindparam("more"))
+)
 
-
-class LeaseLost(Exception):
-    """Another supervisor has a newer term of this run; nothing was written."""
-
-
-class StoreError(Exception):
-    """The durable state cannot be used; the text says why and what to do."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,113 +73,226 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseOwner:
-    """Who has the newest lease and is alive. Times: seconds since 1970."""
+    """Who has the newest lease and is alive."""
 
     name: str
     """HOST:PID of the supervisor."""
+    term: int
     acquired_at: float
-    renewed_at: float
+    """Seconds since 1970, by the owner's clock."""
+    silent_s: float
+    """Since its last sign of life, by the store's clock."""
+
+    def __str__(self) -> str:
+        return f"{self.name} (term {self.term}, since {_utc(self.acquired_at)})"
 
 
-class RunStore:
-    """Open with a SQLAlchemy URL, such as sqlite:///RUN_DIR/rayloom.db.
+class ReadOnlyStore:
+    """A run's database for those who look at it.
 
-    Raises: StoreError for what cannot be opened, is no database, or is of another format.
+    Raises: StoreError for what cannot be read, or is of another format.
     """
 
-    def __init__(self, url: str) -> None:
-        self._engine = create_engine(url)
-        if self._engine.dialect.name == "sqlite":
-            event.listen(self._engine, "connect", _prepare_sqlite)
-            event.listen(self._engine, "begin", _begin_immediate)
+    def __init__(self, url: str | Path, *, is_read_only: bool = True, patience_s: float = 0.0):
+        """url: a place as in `service.store.place`, or the file of an SQLite database."""
+        place = f"sqlite:///{url}" if isinstance(url, Path) else url
+        self._database = Database(place, is_read_only=is_read_only, patience_s=patience_s)
+        self._parent = file.parent if (file := sqlite_file(place)) else None
         try:
-            with self._engine.begin() as connection:
-                if _has_tables(connection):
-                    _check_format(connection, self._location)
-                else:
-                    tables.metadata.create_all(connection)
-                    connection.execute(insert(tables.formats).values(number=tables.FORMAT))
-        except (DatabaseError, StoreError) as error:
-            self._engine.dispose()
-            if isinstance(error, StoreError):
-                raise
-            raise self._unusable("opened", error) from error
-
-    def check(self) -> None:
-        """Look for damage, which opening need not meet. Raises: StoreError."""
-        if self._engine.dialect.name != "sqlite":
-            return
-        with self.reading() as connection:
-            found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
-        if found != "ok":
-            raise StoreError(f"the database {self._location} is damaged ({found}); restore a copy")
+            self._open()
+        except BaseException:
+            self._database.dispose()
+            raise
 
     def close(self) -> None:
-        self._engine.dispose()
+        """End all connections."""
+        self._database.dispose()
 
-    def acquire_lease(self, *, owner: str, passed_over: Collection[str] = ()) -> Lease:
+    @property
+    def location(self) -> str:
+        """For people; without a password."""
+        return self._database.location
+
+    def reading(self) -> AbstractContextManager[Connection]:
+        """A connection that sees one state of the database. Raises: StoreError."""
+        return self._database.reading()
+
+    def newest_term(self) -> int:
+        """0 where no supervisor has ever had the lease."""
+        with self.reading() as connection:
+            return row.term if (row := self._newest_lease(connection)) else 0
+
+    def kind(self) -> RunKind | None:
+        """None where no supervisor has ever had the lease."""
+        with self.reading() as connection:
+            row = self._newest_lease(connection)
+        return row.kind if row else None
+
+    def live_owner(self) -> LeaseOwner | None:
+        """The owner of the newest lease, None where it has ended."""
+        with self.reading() as connection:
+            return self._live_owner(connection)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """What the run can go back to, newest first, each directory once."""
+        with self.reading() as connection:
+            is_blank = not self._database.has_tables(connection)
+            return [] if is_blank else committed_checkpoints(connection)
+
+    def check(self) -> None:
+        """Look for damage, which opening need not meet, for two seconds at most.
+
+        That is all of a database of some hundred MiB. A larger one is not read through at every
+        resume: what is damaged further on is met when it is read. Raises: StoreError.
+        """
+        found = self._database.damage(limit_s=CHECK_LIMIT_S)
+        if found:
+            raise StoreError(f"the database {self.location} is damaged ({found}); restore a copy")
+
+    def _open(self) -> None:
+        with self.reading() as connection:
+            if self._database.has_tables(connection):
+                self._check_format(connection)
+
+    def _newest_lease(self, connection: Connection) -> Row[Any] | None:
+        return _newest_lease(connection) if self._database.has_tables(connection) else None
+
+    def _live_owner(self, connection: Connection) -> LeaseOwner | None:
+        row = self._newest_lease(connection)
+        if row is None or row.renewed_at is None:
+            return None
+        now = self._database.now(connection)
+        shown_at = max(row.renewed_at, self._database.answers_since(connection))
+        owner = LeaseOwner(
+            name=row.owner, term=row.term, acquired_at=row.acquired_at, silent_s=now - shown_at
+        )
+        is_alive = is_alive_here(row.owner, row.process)
+        if is_alive is None:
+            is_alive = owner.silent_s < TOLERANCE_S
+        return owner if is_alive else None
+
+    def _check_format(self, connection: Connection) -> None:
+        """Raises: StoreError."""
+        formats = tables.formats
+        has_number = self._database.has_table(connection, formats.name)
+        number = connection.scalar(select(formats.c.number)) if has_number else 1
+        if number is None:
+            raise StoreError(
+                f"the database {self.location} is damaged (no format number); restore a copy"
+            )
+        if number != tables.FORMAT:
+            raise StoreError(
+                f"the run in {self._parent or self.location} was written in format {number}, this "
+                f"Rayloom reads format {tables.FORMAT}; finish it with the version that began it, "
+                "or start a new run"
+            )
+
+
+class RunStore(ReadOnlyStore):
+    """A run's database for its supervisor. Safe to call from several threads.
+
+    While the database does not answer, a call waits for `patience_s`: a restart of PostgreSQL, a
+    lock or a full disk for a moment end no run.
+    Raises: StoreError for what cannot be opened, is no database, is of another format, or would be
+        SQLite on a network or FUSE file system.
+    """
+
+    def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
+        check_local(url)
+        super().__init__(url, is_read_only=False, patience_s=patience_s)
+
+    def close(self) -> None:
+        """End all connections; an SQLite database is then whole in its own file."""
+        self._database.close()
+
+    def acquire_lease(
+        self,
+        *,
+        owner: str,
+        kind: RunKind = RunKind.TRAIN,
+        passed_over: Collection[str] = (),
+        follows: int | None = None,
+        unless_held: bool = False,
+        replaces: str = "",
+    ) -> Lease:
         """Take the next term; the owner of an older one can write nothing from here on.
 
         It goes on from the newest checkpoint whose directory is not one of `passed_over`.
-        Raises: StoreError when there are checkpoints, but none is left.
+        follows: the caller's own term so far, which has to be the newest still. unless_held: leave
+        a run alone whose owner is alive. replaces: HOST:PID of an owner that is known to be dead.
+        Raises: LeaseHeld; LeaseLost; StoreError when there are checkpoints, but none is left, and
+            for a run of another kind.
         """
-        with self._engine.begin() as connection:
-            term = newest_term(connection) + 1
+
+        def acquire(connection: Connection) -> Lease:
+            newest = _newest_lease(connection)
+            if follows is not None and (newest is None or newest.term != follows):
+                raise _lost(follows, newest)
+            if unless_held and (held := self._live_owner(connection)) and held.name != replaces:
+                raise LeaseHeld(
+                    f"the run is held by {held}; its last sign of life came {held.silent_s:.0f} s "
+                    "ago"
+                )
+            check_kind(newest.kind if newest else None, kind)
             parent = _newest_checkpoint(connection, passed_over)
-            _insert(
-                connection,
-                tables.leases,
-                {
-                    "term": term,
-                    "owner": owner,
-                    "acquired_at": time.time(),
-                    "parent_checkpoint": parent.id if parent else None,
-                },
-            )
+            term = newest.term + 1 if newest else 1
+            row = {
+                "term": term,
+                "owner": owner,
+                "process": process_of(owner),
+                "kind": kind,
+                "acquired_at": time.time(),
+                "renewed_at": self._database.now(connection),
+                "parent_checkpoint": parent.id if parent else None,
+            }
+            _insert(connection, tables.leases, row)
             columns = tables.checkpoints.c
             snapshot = (
                 connection.scalar(select(columns.queue_snapshot).where(columns.id == parent.id))
                 if parent
                 else None
             )
-        return Lease(term=term, parent=parent, queue_snapshot=snapshot)
+            return Lease(term=term, parent=parent, queue_snapshot=snapshot)
 
-    def newest_term(self) -> int:
-        """0 where no supervisor has ever had the lease."""
-        with self.reading() as connection:
-            return newest_term(connection)
+        return self._database.write(acquire)
 
     def check_lease(self, term: int) -> None:
-        """Raises: LeaseLost when `term` is not the newest."""
-        with self.fenced(term):
-            pass
+        """Raises: LeaseLost when `term` is not the newest; StoreError."""
+        with self.reading() as connection:
+            _check_term(connection, term)
 
     def renew(self, term: int) -> None:
-        """Show that the owner of `term` is alive. Raises: LeaseLost, StoreError."""
-        self._set_renewed(term, time.time())
+        """Show that the owner of `term` is alive; nothing after its release.
+
+        Raises: LeaseLost, StoreError.
+        """
+        leases = tables.leases
+        is_held = (leases.c.term == term) & leases.c.renewed_at.is_not(None)
+
+        def renew(connection: Connection) -> None:
+            now = self._database.now(connection)
+            connection.execute(update(leases).where(is_held).values(renewed_at=now))
+
+        self.write(term, renew)
 
     def release(self, term: int) -> None:
         """Leave the run to whoever comes next. Raises: LeaseLost, StoreError."""
-        self._set_renewed(term, None)
+        leases = tables.leases
+        ended = update(leases).where(leases.c.term == term).values(renewed_at=None)
+        self.write(term, lambda connection: connection.execute(ended))
 
-    def live_owner(self, *, now: float) -> LeaseOwner | None:
-        """The owner of the newest lease, None where it has ended. now: seconds since 1970."""
-        leases = tables.leases.c
-        query = select(leases.owner, leases.acquired_at, leases.renewed_at)
-        with self.reading() as connection:
-            row = connection.execute(query.where(leases.term == newest_term(connection))).first()
-        if row is None or row.renewed_at is None:
-            return None
-        owner = LeaseOwner(name=row.owner, acquired_at=row.acquired_at, renewed_at=row.renewed_at)
-        is_alive = _lives_here(owner)
-        if is_alive is None:
-            is_alive = now - owner.renewed_at < TOLERANCE_S
-        return owner if is_alive else None
+    def write(self, term: int, body: Callable[[Connection], Result]) -> Result:
+        """Run body in a transaction that only the newest term gets, and commit it once.
 
-    def checkpoints(self) -> list[Checkpoint]:
-        """What the run can go back to, newest first, each directory once."""
-        with self.reading() as connection:
-            return committed_checkpoints(connection)
+        body: does nothing but use the connection, for it may be called again.
+        Raises: LeaseLost, StoreError.
+        """
+
+        def fenced(connection: Connection) -> Result:
+            _check_term(connection, term)
+            return body(connection)
+
+        return self._database.write(fenced)
 
     def add_step(
         self,
@@ -181,17 +301,28 @@ class RunStore:
         term: int,
         new_events: Sequence[LedgerEvent],
         new_results: Sequence[RolloutResult] = (),
-    ) -> None:
-        """Raises: LeaseLost."""
-        with self.fenced(term) as connection:
+    ) -> RunTotals:
+        """Returns: of every step that was ever stored, this one included. Raises: LeaseLost."""
+        table = tables.step_totals
+        row = {"term": term, "step": record.step, "record": record}
+
+        def store(connection: Connection) -> RunTotals:
             _insert_outcomes(connection, term, new_events, new_results)
-            _insert(connection, tables.steps, {"term": term, "step": record.step, "record": record})
+            _insert(connection, tables.steps, row)
+            before = connection.scalar(select(table.c.totals))
+            totals = (before or RunTotals()).plus(record)
+            if before is None:
+                _insert(connection, table, {"id": 1, "totals": totals})
+            else:
+                connection.execute(update(table).values(totals=totals))
+            return totals
+
+        return self.write(term, store)
 
     def add_evaluation(self, record: EvaluationRecord, *, term: int) -> None:
         """Raises: LeaseLost."""
-        with self.fenced(term) as connection:
-            row = {"term": term, "step": record.step, "record": record}
-            _insert(connection, tables.evaluations, row)
+        row = {"term": term, "step": record.step, "record": record}
+        self.write(term, lambda connection: _insert(connection, tables.evaluations, row))
 
     def commit_checkpoint(
         self,
@@ -210,133 +341,77 @@ class RunStore:
         directory: its name in the run's directory of checkpoints.
         Raises: LeaseLost.
         """
-        with self.fenced(term) as connection:
+        row = {
+            "term": term,
+            "step": step,
+            "policy_version": policy_version,
+            "directory": directory,
+            "queue_snapshot": queue_snapshot,
+            "last_event_seq": last_event_seq,
+            "committed_at": time.time(),
+        }
+
+        def store(connection: Connection) -> None:
             _insert_outcomes(connection, term, new_events, new_results)
-            row = {
-                "term": term,
-                "step": step,
-                "policy_version": policy_version,
-                "directory": directory,
-                "queue_snapshot": queue_snapshot,
-                "last_event_seq": last_event_seq,
-                "committed_at": time.time(),
-            }
-            _insert(connection, tables.checkpoints, row)
+            totals = lineage_totals(connection, term, last_step=step)
+            _insert(connection, tables.checkpoints, {**row, "totals": totals})
 
-    @contextmanager
-    def fenced(self, term: int) -> Iterator[Connection]:
-        """A transaction that only the newest term gets. Raises: LeaseLost, StoreError."""
-        try:
-            with self._engine.begin() as connection:
-                newest = newest_term(connection)
-                if newest != term:
-                    raise LeaseLost(
-                        f"this supervisor has term {term} of the run, but term {newest} has "
-                        "taken over; it stops without writing"
-                    )
-                yield connection
-        except OperationalError as error:
-            raise self._unusable("written", error) from error
+        self.write(term, store)
 
-    @contextmanager
-    def reading(self) -> Iterator[Connection]:
-        """Raises: StoreError."""
-        try:
-            with self._engine.connect() as connection:
-                yield connection
-        except DatabaseError as error:
-            raise self._unusable("read", error) from error
+    def _open(self) -> None:
+        self._database.prepare(self._create_tables)
 
-    def _set_renewed(self, term: int, renewed_at: float | None) -> None:
-        leases = tables.leases
-        with self.fenced(term) as connection:
-            connection.execute(
-                update(leases).where(leases.c.term == term).values(renewed_at=renewed_at)
-            )
-
-    @property
-    def _location(self) -> str:
-        url = self._engine.url
-        return url.database or url.render_as_string(hide_password=True)
-
-    def _unusable(self, what: str, error: DatabaseError) -> StoreError:
-        return StoreError(
-            f"the database {self._location} cannot be {what} ({error.orig}); expected a run's own, "
-            "whole and writable, on a disk that is not full"
-        )
+    def _create_tables(self, connection: Connection) -> None:
+        if self._database.has_tables(connection):
+            self._check_format(connection)
+            return
+        tables.metadata.create_all(connection)
+        connection.execute(insert(tables.formats).values(number=tables.FORMAT))
 
 
-class ReadOnlyStore:
-    """An SQLite database that is neither made nor written, nor kept from its writer.
-
-    Where a log lies beside the database, SQLite keeps its index of it (-shm) up to date.
-    Raises: StoreError for what cannot be read, or is of another format.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._engine = create_engine("sqlite://", creator=self._connect, poolclass=NullPool)
-        event.listen(self._engine, "begin", lambda each: each.exec_driver_sql("BEGIN"))
-        with self.reading() as connection:
-            if _has_tables(connection):
-                _check_format(connection, str(path))
-
-    @contextmanager
-    def reading(self) -> Iterator[Connection]:
-        """A connection that sees one state of the database. Raises: StoreError."""
-        try:
-            with self._engine.connect() as connection:
-                yield connection
-        except DatabaseError as error:
-            raise StoreError(
-                f"the database {self._path} cannot be read ({error.orig}); expected a run's own, "
-                "whole; restore a copy of it"
-            ) from error
-
-    def _connect(self) -> sqlite3.Connection:
-        wal = self._path.with_name(f"{self._path.name}-wal")
-        is_whole = not wal.exists() or wal.stat().st_size == 0
-        # Without a log all is in the file itself, and SQLite need make no index of a log beside it.
-        mode = "mode=ro&immutable=1" if is_whole else "mode=ro"
-        uri = f"file:{quote(str(self._path))}?{mode}"
-        return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
-
-
-def own_name() -> str:
-    """This process, as its lease names it."""
-    return f"{socket.gethostname()}:{os.getpid()}"
-
-
-def _lives_here(owner: LeaseOwner) -> bool | None:
-    """Whether its process lives on this machine; None for one of another machine."""
-    host, _, pid = owner.name.rpartition(":")
-    if host != socket.gethostname() or not pid.isdigit():
-        return None
+def has_run(url: str) -> bool:
+    """Whether a run has ever had a lease in this PostgreSQL database. Raises: StoreError."""
+    store = ReadOnlyStore(url)
     try:
-        process = psutil.Process(int(pid))
-        # Another process may have been given its number since.
-        is_same = process.create_time() <= owner.acquired_at
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        return store.newest_term() > 0
+    finally:
+        store.close()
 
 
-def _has_tables(connection: Connection) -> bool:
-    return bool(set(inspect(connection).get_table_names()) & tables.metadata.tables.keys())
-
-
-def _check_format(connection: Connection, database: str) -> None:
-    """Raises: StoreError."""
-    has_number = inspect(connection).has_table(tables.formats.name)
-    number = connection.scalar(select(tables.formats.c.number)) if has_number else 1
-    if number is None:
-        raise StoreError(f"the database {database} is damaged (no format number); restore a copy")
-    if number != tables.FORMAT:
+def check_kind(stored: RunKind | None, asked: RunKind) -> None:
+    """Raises: StoreError where a run would change its kind."""
+    if stored is not None and stored is not asked:
         raise StoreError(
-            f"the run in {Path(database).parent} was written in format {number}, this Rayloom "
-            f"reads format {tables.FORMAT}; finish it with the version that began it, or "
+            f"the run was begun by `rayloom {stored.value}`, got `rayloom {asked.value}`; expected "
+            "the same command, because a step is made of the configuration's tasks or of "
+            f"submitted ones for all of a run: go on with `rayloom {stored.value} --resume`, or "
             "start a new run"
         )
+
+
+def _newest_lease(connection: Connection) -> Row[Any] | None:
+    leases = tables.leases
+    return connection.execute(select(leases).order_by(leases.c.term.desc()).limit(1)).first()
+
+
+def _check_term(connection: Connection, term: int) -> None:
+    """Raises: LeaseLost when `term` is not the newest."""
+    newest = _newest_lease(connection)
+    if newest is None or newest.term != term:
+        raise _lost(term, newest)
+
+
+def _lost(term: int, newest: Row[Any] | None) -> LeaseLost:
+    if newest is None:
+        return LeaseLost(f"this supervisor had term {term} of the run, the store knows of none")
+    return LeaseLost(
+        f"taken over by {newest.owner} (term {newest.term}, since {_utc(newest.acquired_at)}); "
+        f"this supervisor had term {term} of the run and stops without writing"
+    )
+
+
+def _utc(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _newest_checkpoint(connection: Connection, passed_over: Collection[str]) -> Checkpoint | None:
@@ -356,7 +431,20 @@ def _insert_outcomes(
     new_events: Sequence[LedgerEvent],
     new_results: Sequence[RolloutResult],
 ) -> None:
-    _insert(connection, tables.events, *({"term": term, **asdict(item)} for item in new_events))
+    # Not by asdict, which takes longer than the database.
+    events = (
+        {
+            "term": term,
+            "seq": item.seq,
+            "rollout_id": item.rollout_id,
+            "kind": item.kind,
+            "reason": item.reason,
+            "step": item.step,
+        }
+        for item in new_events
+    )
+    _insert(connection, tables.events, *events)
+    _count_events(connection, new_events)
     results = (
         {"term": term, "rollout_id": item.rollout_id, "attempt": item.attempt, "result": item}
         for item in new_results
@@ -364,21 +452,15 @@ def _insert_outcomes(
     _insert(connection, tables.results, *results)
 
 
+def _count_events(connection: Connection, new_events: Sequence[LedgerEvent]) -> None:
+    """Add to what was ever stored, in the transaction that stores them."""
+    for (kind, reason), count in Counter((item.kind, item.reason) for item in new_events).items():
+        row = {"of_kind": kind.value, "of_reason": reason.value if reason else "", "more": count}
+        if connection.execute(_ADD_EVENTS, row).rowcount == 0:
+            new = {"kind": row["of_kind"], "reason": row["of_reason"], "count": count}
+            _insert(connection, tables.event_totals, new)
+
+
 def _insert(connection: Connection, table: Table, *rows: Mapping[str, Any]) -> None:
     if rows:
         connection.execute(insert(table), list(rows))
-
-
-def _begin_immediate(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-
-def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    # The driver would open transactions by itself, too late for the lease check to be atomic.
-    connection.isolation_level = None
-    cursor = connection.cursor()
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=FULL")
-    cursor.execute(f"PRAGMA busy_timeout={BUSY_S * 1000:.0f}")
-    cursor.execute("PRAGMA foreign_keys=ON")
-    cursor.close()

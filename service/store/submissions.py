@@ -1,6 +1,8 @@
 """What clients submit, stored: accepted before it is answered, bound before it is played.
 
 Every write carries the term of the lease. Reading back keeps what lies along the surviving lineage.
+A submission that is over leaves its id, its digest and how it ended, for as long as it is among the
+newest ones; its task, its bindings and its results go.
 """
 
 from __future__ import annotations
@@ -8,9 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
-from service.intake.submission import RolloutRequest, StoredSubmissions, Submission
+from service.intake.submission import (
+    KnownSubmission,
+    RolloutRequest,
+    StoredSubmissions,
+    Submission,
+    SubmissionView,
+)
 from service.store import tables
 from service.store.lineage import events_of, surviving_spans
 from service.store.run_store import RunStore
@@ -26,43 +34,132 @@ class SubmissionStore:
         """Accept all in one transaction; they are durable when this returns. Raises: LeaseLost."""
         table, accepted_at = tables.submissions, time.time()
         statement = insert(table).returning(table.c.position, sort_by_parameter_order=True)
-        rows = [{"id": item.id, "request": item, "accepted_at": accepted_at} for item in requests]
-        with self._store.fenced(term) as connection:
-            positions = connection.scalars(statement, rows).all()
+        rows = [
+            {
+                "id": item.id,
+                "request": item,
+                "digest": item.digest,
+                "num_samples": item.num_samples,
+                "num_bytes": item.num_bytes,
+                "accepted_at": accepted_at,
+            }
+            for item in requests
+        ]
+        positions = self._store.write(
+            term, lambda connection: connection.scalars(statement, rows).all()
+        )
         return [
-            Submission(request=request, position=position, accepted_at=accepted_at)
+            Submission(
+                id=request.id,
+                position=position,
+                digest=request.digest,
+                num_samples=request.num_samples,
+                num_bytes=request.num_bytes,
+            )
             for request, position in zip(requests, positions, strict=True)
         ]
 
-    def bind(self, groups: Mapping[str, str], *, term: int) -> None:
-        """groups: group id to submission id. Raises: LeaseLost."""
+    def bind(self, groups: Mapping[str, str], *, term: int) -> list[RolloutRequest]:
+        """groups: group id to submission id. Returns: what is to be played. Raises: LeaseLost."""
         rows = [
             {"term": term, "group_id": group_id, "submission_id": submission_id}
             for group_id, submission_id in groups.items()
         ]
-        with self._store.fenced(term) as connection:
+        accepted = tables.submissions.c
+        requests = select(accepted.request).where(accepted.id.in_(groups.values()))
+
+        def bind(connection: Connection) -> list[RolloutRequest]:
             connection.execute(insert(tables.bindings), rows)
+            by_id = {request.id: request for request in connection.scalars(requests)}
+            return [by_id[submission_id] for submission_id in groups.values()]
+
+        return self._store.write(term, bind)
 
     def cancel(self, submission_id: str, *, term: int) -> None:
-        """Raises: LeaseLost."""
+        """What is cancelled is never played again, so that its task goes. Raises: LeaseLost."""
         table = tables.submissions
-        with self._store.fenced(term) as connection:
+        statement = (
+            update(table).where(table.c.id == submission_id).values(is_cancelled=True, request=None)
+        )
+        self._store.write(term, lambda connection: connection.execute(statement))
+
+    def archive(
+        self,
+        views: Sequence[SubmissionView],
+        rollout_ids: Sequence[str],
+        *,
+        term: int,
+        keep: int,
+    ) -> None:
+        """Store how submissions ended, and let go of what only a live one needs.
+
+        rollout_ids: theirs. keep: so many of the newest that are over stay known. Raises:
+        LeaseLost.
+        """
+        table, bindings, results = tables.submissions, tables.bindings, tables.results
+        ended = [{"ended_id": view.id, "view": view} for view in views]
+
+        def let_go(connection: Connection) -> None:
             connection.execute(
-                update(table).where(table.c.id == submission_id).values(is_cancelled=True)
+                update(table)
+                .where(table.c.id == bindparam("ended_id"))
+                .values(ended=bindparam("view", type_=table.c.ended.type), request=None),
+                ended,
             )
+            connection.execute(
+                delete(bindings).where(bindings.c.submission_id == bindparam("ended_id")),
+                [{"ended_id": view.id} for view in views],
+            )
+            if rollout_ids:
+                connection.execute(
+                    delete(results).where(results.c.rollout_id == bindparam("rollout")),
+                    [{"rollout": rollout_id} for rollout_id in rollout_ids],
+                )
+            over = select(table.c.position).where(table.c.ended.is_not(None))
+            first_left_out = connection.scalar(
+                over.order_by(table.c.position.desc()).offset(keep).limit(1)
+            )
+            if first_left_out is not None:
+                connection.execute(
+                    delete(table).where(
+                        table.c.ended.is_not(None), table.c.position <= first_left_out
+                    )
+                )
+
+        self._store.write(term, let_go)
+
+    def find(self, submission_ids: Sequence[str]) -> dict[str, KnownSubmission]:
+        """Those of them that are over and still known."""
+        accepted = tables.submissions.c
+        query = select(accepted.id, accepted.digest, accepted.ended).where(
+            accepted.id.in_(submission_ids), accepted.ended.is_not(None)
+        )
+        with self._store.reading() as connection:
+            return {
+                submission_id: KnownSubmission(digest=digest, view=view)
+                for submission_id, digest, view in connection.execute(query)
+            }
 
     def read(self) -> StoredSubmissions:
-        """What survives: every submission, and of the rest what the newest term goes on from."""
+        """What is not over: the submissions, and of the rest what the newest term goes on from."""
         accepted, bindings, results = (
             tables.submissions.c,
             tables.bindings.c,
             tables.results.c,
         )
-        columns = (accepted.request, accepted.position, accepted.accepted_at, accepted.is_cancelled)
+        columns = (
+            accepted.id,
+            accepted.position,
+            accepted.digest,
+            accepted.num_samples,
+            accepted.num_bytes,
+            accepted.is_cancelled,
+        )
+        live = select(*columns).where(accepted.ended.is_(None)).order_by(accepted.position)
         with self._store.reading() as connection:
             spans = surviving_spans(connection)
             terms = [span.term for span in spans]
-            rows = connection.execute(select(*columns).order_by(accepted.position)).mappings()
+            rows = connection.execute(live).mappings()
             bound = connection.execute(
                 select(bindings.group_id, bindings.submission_id)
                 .where(bindings.term.in_(terms))

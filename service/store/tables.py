@@ -2,7 +2,8 @@
 
 A row of `checkpoints` is the commit point: what its ledger names as trained is trained. Rows of
 `events`, `steps` and `evaluations` carry the term that wrote them; `lineage.py` says which of
-them survive. A row of `submissions` is a promise to a client and belongs to no term.
+them survive, and `retention.py` for how long. What was ever stored is counted in `event_totals` and
+`step_totals`. A row of `submissions` is a promise to a client and belongs to no term.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from sqlalchemy import (
+    BigInteger,
     Boolean,
     Column,
     Dialect,
@@ -28,11 +30,20 @@ from sqlalchemy import (
 
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot
-from service.intake.submission import RolloutRequest, RolloutResult
+from service.intake.submission import RolloutRequest, RolloutResult, SubmissionView
 from service.telemetry.records import EvaluationRecord, StepRecord
+from service.telemetry.totals import RunTotals
+
+
+class RunKind(StrEnum):
+    """Where a run's tasks come from, for all of its life; the values are the commands."""
+
+    TRAIN = "train"
+    SERVE = "serve"
+
 
 # Raise it with every change of a table or of a stored record that an older Rayloom cannot read.
-FORMAT = 2
+FORMAT = 3
 
 metadata = MetaData()
 
@@ -66,7 +77,14 @@ def _enum(kind: type[StrEnum]) -> Enum:
 
 
 # One row: the format of all other tables and of the records in them. Format 1 had no such table.
-formats = Table("format", metadata, Column("number", Integer, primary_key=True))
+formats = Table(
+    "format",
+    metadata,
+    Column("number", Integer, primary_key=True),
+    # Names the newest write, for a writer whose connection broke while it was being committed.
+    # Every writer locks this row first.
+    Column("last_write", String, nullable=True),
+)
 
 leases = Table(
     "leases",
@@ -74,8 +92,13 @@ leases = Table(
     Column("term", Integer, primary_key=True, autoincrement=False),
     # HOST:PID of the supervisor.
     Column("owner", String, nullable=False),
+    # What tells this process from a later one of its number; empty where that is not known.
+    Column("process", String, nullable=False),
+    # The same in every term of a run.
+    Column("kind", _enum(RunKind), nullable=False),
+    # By the owner's own clock.
     Column("acquired_at", Float, nullable=False),
-    # When the owner last showed that it is alive; null before the first time and after its end.
+    # By the store's clock, when the owner last showed that it is alive; null after its end.
     Column("renewed_at", Float, nullable=True),
     # The checkpoint that this term started from; null for a fresh start.
     Column("parent_checkpoint", Integer, ForeignKey("checkpoints.id"), nullable=True),
@@ -89,8 +112,11 @@ checkpoints = Table(
     Column("step", Integer, nullable=False),
     Column("policy_version", Integer, nullable=False),
     Column("directory", String, nullable=False),
-    Column("queue_snapshot", AsJson(QueueSnapshot), nullable=False),
+    # Null once the run cannot go back to it any more; then the row only says where terms joined.
+    Column("queue_snapshot", AsJson(QueueSnapshot), nullable=True),
     Column("last_event_seq", Integer, nullable=False),
+    # Of the lineage's steps up to this one; null with the snapshot.
+    Column("totals", AsJson(RunTotals), nullable=True),
     Column("committed_at", Float, nullable=False),
 )
 
@@ -121,15 +147,38 @@ evaluations = Table(
     Column("record", AsJson(EvaluationRecord), nullable=False),
 )
 
+# How many events were ever stored, by kind and reason ("" for none), superseded ones included.
+event_totals = Table(
+    "event_totals",
+    metadata,
+    Column("kind", String, primary_key=True),
+    Column("reason", String, primary_key=True),
+    Column("count", BigInteger, nullable=False),
+)
+
+# One row: of every step that was ever stored, superseded ones included.
+step_totals = Table(
+    "step_totals",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("totals", AsJson(RunTotals), nullable=False),
+)
+
 submissions = Table(
     "submissions",
     metadata,
     # The order of acceptance.
     Column("position", Integer, primary_key=True, autoincrement=True),
     Column("id", String, nullable=False, unique=True),
-    Column("request", AsJson(RolloutRequest), nullable=False),
+    # Null once nothing can play it again: it was cancelled, or is over.
+    Column("request", AsJson(RolloutRequest), nullable=True),
+    Column("digest", String, nullable=False),
+    Column("num_samples", Integer, nullable=False),
+    Column("num_bytes", Integer, nullable=False),
     Column("accepted_at", Float, nullable=False),
     Column("is_cancelled", Boolean, nullable=False, default=False),
+    # How it ended; null as long as it is not over.
+    Column("ended", AsJson(SubmissionView), nullable=True),
     sqlite_autoincrement=True,
 )
 
@@ -147,7 +196,7 @@ results = Table(
     "results",
     metadata,
     Column("term", Integer, ForeignKey("leases.term"), primary_key=True),
-    Column("rollout_id", String, primary_key=True),
+    Column("rollout_id", String, primary_key=True, index=True),
     Column("attempt", Integer, primary_key=True, autoincrement=False),
     Column("result", AsJson(RolloutResult), nullable=False),
 )

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 
+from actors.merge.report import MergeReport
 from actors.metrics import Metrics, Part
 from actors.outcomes import DEFAULT_RULES, Disposition
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent
@@ -14,12 +15,19 @@ from actors.trajectory_queue.messages import QueueCut, QueueStats
 from actors.types import Outcome, TrajectorySummary
 from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutResult
-from service.run.health import Phase
-from service.store.lineage import all_steps, count_events, newest_records
+from service.run.health import Phase, Tail
+from service.store.lineage import Checkpoint, count_events, newest_records, stored_totals
+from service.store.retention import Retention, forget
 from service.store.run_store import Lease, RunStore
+from service.store.thread import StoreThread
 from service.telemetry.records import EvaluationRecord, StepRecord, evaluation_line, step_line
+from service.telemetry.totals import RunTotals
 
 log = logging.getLogger("rayloom.run")
+
+# What a status can still show, to an asker who was away for a while.
+KEPT_RECORDS = 256
+KEPT_NOTICES = 256
 
 # A user should see the first of each with its text; the counts are in the metrics and the report.
 FAULTS = frozenset(
@@ -42,7 +50,8 @@ UNSCORED = frozenset(
 class RunRecorder:
     """One for all terms of a process; `begin_term` comes first.
 
-    A write of an term that a newer one has fenced off raises LeaseLost.
+    What is awaited calls the store in its thread: it is done whole although the caller is
+    cancelled. A write of a term that a newer one has fenced off raises LeaseLost.
     """
 
     def __init__(
@@ -50,11 +59,13 @@ class RunRecorder:
         store: RunStore,
         metrics: Metrics,
         *,
+        thread: StoreThread,
         num_steps: int,
         submissions: SubmissionQueue | None = None,
     ) -> None:
         """submissions: told what becomes of rollouts, where clients submit them."""
         self._store = store
+        self._thread = thread
         self._submissions = submissions
         self._metrics = metrics
         self._stored = StoredMetrics(metrics, store)
@@ -63,23 +74,27 @@ class RunRecorder:
         self._pending: list[LedgerEvent] = []
         self._pending_results: list[RolloutResult] = []
         self.last_step = 0
-        self.steps: list[StepRecord] = []
-        self.evaluations: list[EvaluationRecord] = []
-        self.notices: list[str] = []
+        self.checkpoint_step = 0
+        """Of the newest committed checkpoint."""
+        self.steps = Tail[StepRecord](limit=KEPT_RECORDS)
+        self.evaluations = Tail[EvaluationRecord](limit=KEPT_RECORDS)
+        self.notices = Tail[str](limit=KEPT_NOTICES)
         self.current_phase = Phase.STARTING
         self.phase_detail = ""
         self.num_rollouts = 0
         self.num_sampled = 0
         self._faults_told: set[Outcome] = set()
 
-    def begin_term(self, lease: Lease) -> None:
+    async def begin_term(self, lease: Lease) -> None:
         """From here on write as `lease`; what an older term had not stored yet is void."""
         self.term = lease.term
         self._pending, self._pending_results = [], []
         if self._submissions is not None:
-            self._submissions.begin_term(lease.term)
-        self._stored.begin_term()
-        self.last_step = lease.parent.step if lease.parent else 0
+            await self._submissions.begin_term(lease)
+        # After what an older term had begun to write.
+        newest = await self._thread.call(newest_records, self._store)
+        self._stored.begin_term(*newest)
+        self.last_step = self.checkpoint_step = lease.parent.step if lease.parent else 0
         if lease.term > 1:
             self.notice(f"term {lease.term} goes on from step {self.last_step}")
 
@@ -134,36 +149,61 @@ class RunRecorder:
         if self._submissions is not None:
             self._submissions.note_events(events)
 
-    def step(self, record: StepRecord) -> None:
+    async def step(self, record: StepRecord) -> None:
         events, results = self._take_pending()
-        self._store.add_step(record, term=self.term, new_events=events, new_results=results)
-        self._stored.step(record, events)
+
+        async def write() -> None:
+            totals = await self._thread.call(
+                self._store.add_step, record, term=term, new_events=events, new_results=results
+            )
+            self._stored.step(record, events, totals)
+            if self._submissions is not None:
+                self._submissions.note_step_seconds(record.stages.total)
+            self.steps.append(record)
+            self.last_step = record.step
+            log.info("%s", step_line(record, self._num_steps))
+
+        term = self.term
+        await self._thread.finish(write())
+
+    async def evaluation(self, record: EvaluationRecord) -> None:
+        async def write() -> None:
+            await self._thread.call(self._store.add_evaluation, record, term=term)
+            self.evaluations.append(record)
+            self._stored.evaluation(record)
+            log.info("%s", evaluation_line(record))
+
+        term = self.term
+        await self._thread.finish(write())
+
+    async def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
+        events, results = self._take_pending()
+
+        async def write() -> None:
+            await self._thread.call(
+                self._store.commit_checkpoint,
+                term=term,
+                step=step,
+                policy_version=version,
+                directory=directory,
+                queue_snapshot=cut.snapshot,
+                new_events=events,
+                new_results=results,
+                last_event_seq=cut.last_event_seq,
+            )
+            self._stored.events(events)
+            self.checkpoint_step = step
+            log.info("checkpoint of step %d in %s", step, directory)
+
+        term = self.term
+        await self._thread.finish(write())
+
+    async def forget(self, kept: Sequence[Checkpoint], retention: Retention) -> None:
+        """Remove the rows that nothing needs. kept: as `retention.forget` takes it."""
         if self._submissions is not None:
-            self._submissions.note_step_seconds(record.stages.total)
-        self.steps.append(record)
-        self.last_step = record.step
-        log.info("%s", step_line(record, self._num_steps))
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self._store.add_evaluation(record, term=self.term)
-        self.evaluations.append(record)
-        self._stored.evaluation(record)
-        log.info("%s", evaluation_line(record))
-
-    def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
-        events, results = self._take_pending()
-        self._store.commit_checkpoint(
-            term=self.term,
-            step=step,
-            policy_version=version,
-            directory=directory,
-            queue_snapshot=cut.snapshot,
-            new_events=events,
-            new_results=results,
-            last_event_seq=cut.last_event_seq,
-        )
-        self._stored.events(events)
-        log.info("checkpoint of step %d in %s", step, directory)
+            # While the events are there that say how their rollouts left.
+            await self._submissions.archive(last_event_seq=kept[-1].last_event_seq)
+        await self._thread.call(forget, self._store, term=self.term, kept=kept, retention=retention)
 
     def engines(self, num_ready: int | None) -> None:
         """num_ready: None while nobody knows."""
@@ -193,34 +233,43 @@ class RunRecorder:
 
 
 class StoredMetrics:
-    """The metrics of what is stored: counters and sums equal the rows, in every term and process.
+    """The metrics of what is stored: counters and sums equal what was ever stored, in every term.
 
-    Counters and histograms never go down, so they count every row that the run ever stored, those
-    included that it later went back on, and a resumed run goes on from its stored rows. The gauges
-    show the newest step and evaluation that survive. A change of metrics follows its row, all of it
-    between two scrapes.
+    Counters and histograms never go down: they count every row that the run ever stored, those
+    included that it later went back on or did not keep, and a resumed run goes on from the stored
+    totals. The gauges show the newest step and evaluation that survive. A change of metrics follows
+    its row, all of it between two scrapes.
     """
 
     def __init__(self, metrics: Metrics, store: RunStore) -> None:
         self._metrics = metrics
-        self._store = store
+        totals, steps = stored_totals(store), metrics.steps
         with metrics.together():
-            for record in all_steps(store):
-                self._count_step(record)
+            steps.done.inc(totals.num_steps)
+            for field, counter in steps.counted.items():
+                counter.inc(totals.summed.get(field, 0))
+            if totals.num_steps:
+                self._count_merge(totals.merge)
+                self._show_totals(totals)
             for (kind, reason), count in count_events(store).items():
                 self._count_events(kind, reason, count)
 
-    def begin_term(self) -> None:
+    def begin_term(self, step: StepRecord | None, evaluation: EvaluationRecord | None) -> None:
         """Show what survives: the checkpoint that the run goes on from, or nothing yet."""
-        step, evaluation = newest_records(self._store)
         with self._metrics.together():
             self._show_step(step)
             self._show_evaluation(evaluation)
 
-    def step(self, record: StepRecord, events: Iterable[LedgerEvent]) -> None:
+    def step(self, record: StepRecord, events: Iterable[LedgerEvent], totals: RunTotals) -> None:
+        """totals: of every step that was ever stored, this one included."""
+        steps = self._metrics.steps
         with self._metrics.together():
             self.events(events)
-            self._count_step(record)
+            steps.done.inc()
+            for field, counter in steps.counted.items():
+                counter.inc(getattr(record, field))
+            self._count_merge(record.merge)
+            self._show_totals(totals)
             self._show_step(record)
 
     def events(self, events: Iterable[LedgerEvent]) -> None:
@@ -234,19 +283,19 @@ class StoredMetrics:
     def _count_events(self, kind: str, reason: str | None, count: int) -> None:
         self._metrics.ledger.events.labels(kind=kind, reason=reason or "").inc(count)
 
-    def _count_step(self, record: StepRecord) -> None:
+    def _count_merge(self, merge: MergeReport) -> None:
         steps = self._metrics.steps
-        steps.done.inc()
-        for field, counter in steps.counted.items():
-            counter.inc(getattr(record, field))
-        steps.samples.labels(side="before").inc(record.merge.samples_before)
-        steps.samples.labels(side="after").inc(record.merge.samples_after)
-        for reason, count in record.merge.branches.items():
+        steps.samples.labels(side="before").inc(merge.samples_before)
+        steps.samples.labels(side="after").inc(merge.samples_after)
+        for reason, count in merge.branches.items():
             steps.branches.labels(reason=reason).inc(count)
-        if record.num_trained_tokens:
-            steps.policy_age.observe(record.policy_age_max)
-        for stage, seconds in record.stages.by_name().items():
-            steps.stage_seconds.labels(stage=stage).observe(seconds)
+
+    def _show_totals(self, totals: RunTotals) -> None:
+        steps, age = self._metrics.steps, totals.policy_age
+        steps.policy_age.show({"": (age.counts, age.sum)})
+        steps.stage_seconds.show(
+            {stage: (each.counts, each.sum) for stage, each in totals.stage_seconds.items()}
+        )
 
     def _show_step(self, record: StepRecord | None) -> None:
         steps = self._metrics.steps

@@ -99,15 +99,19 @@ def step_record(
     report: StepReport,
     stats: StepStats,
     *,
+    version: int,
     logprob_check_max: float | None,
     stages: StageSeconds,
 ) -> StepRecord:
-    """Complete the merge actor's report with the trainer's statistics and the publish."""
+    """Complete the merge actor's report with the trainer's statistics and the publish.
+
+    version: that the weights were published as.
+    """
     known = {**report.statistics, **stats.statistics, "logprob_check_max": logprob_check_max}
     counted = {each.name: getattr(report, each.name) for each in fields(StepReport)}
     return StepRecord(
         **{**counted, "step": step, "statistics": only_known(known)},
-        policy_version=step,
+        policy_version=version,
         wall_time=time.time(),
         learning_rate=stats.learning_rate,
         is_skipped=stats.is_skipped,
@@ -115,13 +119,15 @@ def step_record(
     )
 
 
-def evaluation_record(step: int, summaries: Sequence[TrajectorySummary]) -> EvaluationRecord:
+def evaluation_record(
+    step: int, summaries: Sequence[TrajectorySummary], *, version: int
+) -> EvaluationRecord:
     """Sum up an evaluation; trajectories that an error ended count by outcome, not in the mean."""
     graded = [summary for summary in summaries if summary.num_sampled > 0]
     scaled = [s.scaled_return for s in graded if s.scaled_return is not None]
     return EvaluationRecord(
         step=step,
-        policy_version=step,
+        policy_version=version,
         num_tasks=len(summaries),
         reward_mean=_mean([summary.episode_return for summary in graded]),
         scaled_reward_mean=_mean(scaled),

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from actors.merge.report import MergeReport
 from actors.trajectory_queue.ledger import LedgerCounts
 from actors.types import Outcome
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
+from service.telemetry.totals import SUMMED, RunTotals
 
 AVERAGED_STEPS = 5
 Key = TypeVar("Key")
@@ -31,8 +32,13 @@ class HistoryLike(Protocol):
 
     @property
     def steps(self) -> Sequence[StepRecord]: ...
+
+    """The first five and the last five, and of those between some or all."""
+
     @property
     def evaluations(self) -> Sequence[EvaluationRecord]: ...
+    @property
+    def totals(self) -> RunTotals: ...
     @property
     def num_terms(self) -> int: ...
 
@@ -136,7 +142,8 @@ def summarize_run(
 
     wall_s: seconds of all terms. versions: of vllm, ray, torch and what else matters.
     """
-    steps, evaluations = history.steps, history.evaluations
+    steps, evaluations, totals = history.steps, history.evaluations, history.totals
+    summed = dict.fromkeys(SUMMED, 0) | dict(totals.summed)
     return RunSummary(
         name=name,
         exit_reason=exit_reason,
@@ -144,34 +151,39 @@ def summarize_run(
         planned_steps=planned_steps,
         reward_first=_mean_reward(steps[:AVERAGED_STEPS]),
         reward_last=_mean_reward(steps[-AVERAGED_STEPS:]),
-        is_reward_scaled=any(record.value("scaled_reward_mean") is not None for record in steps),
+        is_reward_scaled="scaled_reward_mean" in totals.statistics,
         evaluation=Evaluations(
             first=evaluations[0] if evaluations else None,
             last=evaluations[-1] if evaluations else None,
         ),
         policy_version=steps[-1].policy_version if steps else 0,
-        max_policy_age=max((record.policy_age_max for record in steps), default=0),
+        max_policy_age=totals.max_policy_age,
         policy_age_bound=policy_age_bound,
-        trajectories=sum(record.num_trajectories for record in steps),
-        sampled_tokens=sum(record.num_sampled_tokens for record in steps),
-        trained_tokens=sum(record.num_trained_tokens for record in steps),
-        packed_tokens=sum(record.num_packed_tokens for record in steps),
-        inserted_tokens=sum(record.num_inserted_tokens for record in steps),
-        merge=_merge_totals([record.merge for record in steps]),
+        trajectories=summed["num_trajectories"],
+        sampled_tokens=summed["num_sampled_tokens"],
+        trained_tokens=summed["num_trained_tokens"],
+        packed_tokens=summed["num_packed_tokens"],
+        inserted_tokens=summed["num_inserted_tokens"],
+        merge=replace(totals.merge, branches=_ordered(totals.merge.branches)),
         ledger=ledger,
-        mismatch=_mismatch_totals(steps),
-        logprob_check_max=_largest(record.value("logprob_check_max") for record in steps),
+        mismatch=MismatchTotals(
+            mean_k3=totals.mean_k3,
+            max_abs_delta=totals.greatest("mismatch_max"),
+        ),
+        logprob_check_max=totals.greatest("logprob_check_max"),
         malformed_share=FirstAndLast(
             first=_malformed_share(steps[:AVERAGED_STEPS]),
             last=_malformed_share(steps[-AVERAGED_STEPS:]),
         ),
-        malformed_rewarded=sum(record.num_malformed_rewarded for record in steps),
-        outcomes=_counts(record.outcomes for record in steps),
-        zero_variance_groups=sum(record.num_zero_variance_groups for record in steps),
-        negative_return_groups=sum(record.num_negative_return_groups for record in steps),
-        skipped_steps=sum(record.is_skipped for record in steps),
+        malformed_rewarded=summed["num_malformed_rewarded"],
+        outcomes=_ordered(totals.outcomes),
+        zero_variance_groups=summed["num_zero_variance_groups"],
+        negative_return_groups=summed["num_negative_return_groups"],
+        skipped_steps=summed["is_skipped"],
         terms=history.num_terms,
-        stage_seconds=_stage_totals([record.stages for record in steps]),
+        stage_seconds=StageSeconds(
+            **{name: each.sum for name, each in totals.stage_seconds.items()}
+        ),
         wall_s=wall_s,
         versions=dict(versions),
     )
@@ -210,40 +222,6 @@ def _malformed_share(steps: Sequence[StepRecord]) -> float | None:
     return sum(record.num_malformed_turns for record in steps) / turns if turns else None
 
 
-def _merge_totals(reports: Sequence[MergeReport]) -> MergeReport:
-    return MergeReport(
-        samples_before=sum(report.samples_before for report in reports),
-        samples_after=sum(report.samples_after for report in reports),
-        branches=_counts(report.branches for report in reports),
-        num_saved_tokens=sum(report.num_saved_tokens for report in reports),
-        num_masked_tokens=sum(report.num_masked_tokens for report in reports),
-    )
-
-
-def _mismatch_totals(steps: Sequence[StepRecord]) -> MismatchTotals:
-    weight = total = 0.0
-    for record in steps:
-        if (k3 := record.value("mismatch_k3_mean")) is not None:
-            weight += record.num_trained_tokens
-            total += record.num_trained_tokens * k3
-    return MismatchTotals(
-        mean_k3=total / weight if weight else None,
-        max_abs_delta=_largest(record.value("mismatch_max") for record in steps),
-    )
-
-
-def _stage_totals(stages: Sequence[StageSeconds]) -> StageSeconds:
-    names = [stage.name for stage in fields(StageSeconds)]
-    return StageSeconds(**{name: sum(getattr(each, name) for each in stages) for name in names})
-
-
-def _counts(parts: Iterable[Mapping[Key, int]]) -> dict[Key, int]:
-    """Summed by key, the most frequent first; zeros left out."""
-    totals: Counter[Key] = Counter()
-    for part in parts:
-        totals.update(part)
-    return {key: count for key, count in totals.most_common() if count}
-
-
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
+def _ordered(counts: Mapping[Key, int]) -> dict[Key, int]:
+    """The most frequent first; zeros left out."""
+    return {key: count for key, count in Counter(counts).most_common() if count}

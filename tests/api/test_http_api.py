@@ -40,14 +40,14 @@ class LocalRun:
     is_gone: bool = False
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
-        return self.service.submissions.submit(requests)
+        return await self.service.submissions.submit(requests)
 
     async def submission(self, submission_id: str) -> SubmissionView | None:
-        return self.service.submissions.view(submission_id)
+        return await self.service.submissions.view(submission_id)
 
     async def cancel(self, submission_id: str) -> SubmissionView | None:
         await self.service.cancel(submission_id)
-        return self.service.submissions.view(submission_id)
+        return await self.service.submissions.view(submission_id)
 
     async def readiness(self) -> Readiness:
         if self.is_gone:
@@ -62,12 +62,13 @@ def client_of(
     run: LocalRun, settings: HttpSettings = SETTINGS, **headers: str
 ) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app=create_app(run, settings))
-    return httpx.AsyncClient(transport=transport, base_url="http://api")
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> LocalRun:
-    return LocalRun(Service(tmp_path, capacity=4).begin())
+async def run(tmp_path: Path) -> LocalRun:
+    settings = ServiceSettings(max_waiting_tasks=4)
+    return LocalRun(await Service(tmp_path, settings=settings).begin())
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ async def test_a_batch_gets_places_and_is_followed_to_its_training_step(
     await run.service.admit()
     assert (await client.get(f"{URL}/a")).json()["status"] == "running"
     run.service.play()
-    run.service.train()
+    await run.service.train()
     found = (await client.get(f"{URL}/a")).json()
     assert found["status"] == "trained" and found["reward"] == 0.0
     assert found["outcomes"] == {"completed": 2} and found["policy_versions"] == [0, 0]
@@ -221,7 +222,7 @@ async def test_a_body_that_stalls_is_given_up(run: LocalRun) -> None:
         await asyncio.sleep(60)
 
     transport = httpx.ASGITransport(app=guarded)
-    async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.post(URL, content=stalling())
     assert "0.1 s" in problem(answer, 408, "body-too-slow")["detail"]
 
@@ -294,7 +295,7 @@ async def test_a_full_backlog_is_429_with_the_time_to_come_again(client: httpx.A
 
 
 async def test_a_batch_that_no_waiting_makes_fit_is_413(tmp_path: Path) -> None:
-    run = LocalRun(Service(tmp_path, capacity=3).begin())
+    run = LocalRun(await Service(tmp_path, settings=ServiceSettings(max_waiting_tasks=3)).begin())
     async with client_of(run) as client:
         body = problem(await client.post(URL, json=batch(*"abcd")), 413, "batch-too-large")
         assert "expected at most 3" in body["detail"] and "split the batch" in body["detail"]
@@ -312,7 +313,7 @@ async def test_a_task_is_cancelled_once_and_for_all(
         assert answer.status_code == 200 and answer.json()["status"] == "cancelled"
     assert await run.service.admit() == ["a", "b"]
     run.service.play()
-    run.service.train()
+    await run.service.train()
     problem(await client.post(f"{URL}/a/cancel"), 409, "already-over")
 
 
@@ -326,7 +327,7 @@ async def test_what_a_step_has_taken_cannot_be_cancelled(
     body = problem(await client.post(f"{URL}/a/cancel"), 409, "already-over")
     assert "a training step has it" in body["detail"]
     assert (await client.get(f"{URL}/a")).json()["status"] == "finished"
-    run.service.train()
+    await run.service.train()
     assert (await client.get(f"{URL}/a")).json()["status"] == "trained"
 
 
@@ -376,3 +377,86 @@ async def test_a_run_that_has_not_begun_takes_nothing_in(tmp_path: Path) -> None
         answer = await client.post(URL, json=batch("a"))
         problem(answer, 503, "not-available")
         assert answer.headers["retry-after"]
+
+
+class Broken(LocalRun):
+    async def submission(self, submission_id: str) -> SubmissionView | None:
+        raise ZeroDivisionError("a secret of ours")
+
+
+async def test_an_error_that_nobody_expects_is_a_problem_without_its_text(run: LocalRun) -> None:
+    async with client_of(Broken(run.service)) as client:
+        body = problem(await client.get(f"{URL}/a"), 500, "internal-error")
+    assert "secret" not in body["detail"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "mine.example"])
+async def test_loopback_is_asked_under_its_own_names_or_allowed_ones(
+    run: LocalRun, host: str
+) -> None:
+    service = replace(SETTINGS.service, allowed_hosts=("mine.example",))
+    async with client_of(run, replace(SETTINGS, service=service)) as client:
+        answer = await client.get("/healthz", headers={"host": host})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("host", ["rebound.example", "localhost.evil.example:8000", ""])
+async def test_another_name_for_loopback_is_refused(run: LocalRun, host: str) -> None:
+    async with client_of(run) as client:
+        answer = await client.post(URL, json=batch("a"), headers={"host": host})
+        problem(answer, 421, "unknown-host")
+        problem(await client.get("/healthz", headers={"host": host}), 421, "unknown-host")
+    assert await run.submission("a") is None
+
+
+async def test_an_api_that_others_may_ask_has_any_name(run: LocalRun) -> None:
+    service = replace(SETTINGS.service, host="0.0.0.0")
+    settings = replace(SETTINGS, service=service, key_digest=digest_of(KEY))
+    async with client_of(run, settings) as client:
+        answer = await client.get("/healthz", headers={"host": "rayloom.example"})
+    assert answer.status_code == 200
+
+
+async def test_a_retry_after_a_resume_with_another_default_is_the_same_request(
+    run: LocalRun,
+) -> None:
+    async with client_of(run) as client:
+        assert (await client.post(URL, json=batch("a"))).json()["accepted"] == 1
+    later = LocalRun(await run.service.restart())
+    settings = replace(SETTINGS, algorithm=AlgorithmSettings(group_size=4))
+    async with client_of(later, settings) as client:
+        again = (await client.post(URL, json=batch("a"))).json()
+        assert again["accepted"] == 0 and again["rollouts"][0]["num_samples"] == 2
+        problem(await client.post(URL, json=batch("a", num_samples=4)), 409, "id-conflict")
+
+
+async def test_tasks_of_too_many_bytes_wait_for_room(tmp_path: Path) -> None:
+    limits = ServiceSettings(max_waiting_mib=1, max_body_kib=2048)
+    run = LocalRun(await Service(tmp_path, settings=limits).begin())
+    async with client_of(run, replace(SETTINGS, service=limits)) as client:
+
+        async def send(name: str) -> httpx.Response:
+            task = {"id": name, "data": {"text": "x" * 700_000}}
+            return await client.post(URL, json={"environment": "guessing", "tasks": [task]})
+
+        assert (await send("a")).status_code == 202
+        answer = await send("b")
+        assert "1.3 MiB" in problem(answer, 429, "queue-full")["detail"]
+        assert 1 <= int(answer.headers["retry-after"]) <= 60
+        await run.service.admit()
+        assert (await send("b")).status_code == 202
+
+
+async def test_a_task_that_is_over_for_too_long_is_unknown_again(tmp_path: Path) -> None:
+    limits = ServiceSettings(keep_ended_tasks=2)
+    run = LocalRun(await Service(tmp_path, settings=limits).begin())
+    async with client_of(run) as client:
+        for name in "abc":
+            assert (await client.post(URL, json=batch(name))).status_code == 202
+            assert (await client.post(f"{URL}/{name}/cancel")).json()["status"] == "cancelled"
+        body = problem(await client.get(f"{URL}/a"), 404, "unknown-rollout")
+        assert "keep_ended_tasks" in body["detail"]
+        assert (await client.get(f"{URL}/b")).json()["status"] == "cancelled"
+        assert (await client.post(f"{URL}/b/cancel")).status_code == 200
+        again = (await client.post(URL, json=batch("c"))).json()
+        assert again["accepted"] == 0 and again["rollouts"][0]["status"] == "cancelled"

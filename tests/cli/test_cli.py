@@ -81,6 +81,8 @@ def test_what_names_no_place_or_a_wrong_one_is_refused_before_the_heavy_imports(
         ("train", config, "--resume", str(tmp_path / "link")): "no run lies there",
         ("serve", config, "--take-over"): "--take-over: got no --resume",
         ("train", config, "--run-dir", "a", "--resume", "b"): "--run-dir a: got --resume b too",
+        ("train", config, "--state-dir", "a", "--resume", "b"): "--state-dir: got --resume too",
+        ("train", config, "--database-url", "postgresql://u:pw@h/d"): "got a password",
         ("export", str(tmp_path), str(tmp_path / "out")): "no run or checkpoint lies there",
     }
     for line, answer in zip(expected, rayloom(*expected), strict=True):

@@ -21,7 +21,7 @@ from service.cli.display import (
     picture,
     sparkline,
 )
-from service.cli.progress import ProgressState
+from service.cli.progress import MAX_REWARDS, ProgressState
 from service.run.health import Phase, RunStatus
 from service.telemetry.records import StageSeconds, step_line
 
@@ -195,3 +195,11 @@ def test_sparkline_climbs_and_leaves_gaps() -> None:
 )
 def test_sparkline_never_exceeds_its_width(values: list[float | None], width: int) -> None:
     assert len(sparkline(values, width=width, low=0.0, high=1.0)) <= max(width, 0)
+
+
+def test_the_rewards_of_a_long_run_are_thinned_out_evenly() -> None:
+    state = ProgressState()
+    for step in range(1, 2 * MAX_REWARDS, 99):
+        records = tuple(step_record(each) for each in range(step, step + 99))
+        state.absorb(status_of(step, records=records), now=START)
+    assert MAX_REWARDS // 2 <= len(state.rewards) <= MAX_REWARDS

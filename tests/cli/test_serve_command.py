@@ -14,6 +14,8 @@ import pytest
 
 from service.api.settings import (
     api_address,
+    api_application_name,
+    api_route,
     checked_service,
     digest_of,
     http_settings,
@@ -110,3 +112,14 @@ def test_on_another_machine_the_port_has_to_be_named() -> None:
 def test_an_address_of_ip_version_6_stands_in_brackets() -> None:
     assert api_address(config(host="::1", port=80).service) == "http://[::1]:80"
     assert api_address(config(port=80).service) == "http://127.0.0.1:80"
+
+
+def test_two_runs_on_a_cluster_have_applications_and_routes_of_their_own() -> None:
+    service = config(port=80).service
+    assert api_route("rayloom-a-1", is_local=True) == "/"
+    routes = [api_route(run_id, is_local=False) for run_id in ("rayloom-a-1", "rayloom-a-2")]
+    assert [api_address(service, route=route) for route in routes] == [
+        "http://127.0.0.1:80/rayloom-a-1",
+        "http://127.0.0.1:80/rayloom-a-2",
+    ]
+    assert api_application_name("rayloom-a-1") != api_application_name("rayloom-a-2")

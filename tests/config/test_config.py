@@ -62,7 +62,18 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
         ({"model": {"tiny": {}, "path": "x"}}, ["model.path", "both"]),
         ({"rollouts": {"max_tokens_per_turn": 4096}}, ["max_tokens_per_turn is 4096", "2048"]),
         ({"queue": {"max_items": 3}}, ["queue.max_items is 3", "256"]),
-        ({"inference": {"weight_backend": "nccl"}}, ["weight_backend is nccl", "object_store"]),
+        ({"inference": {"weight_backend": "nccl"}}, ["weight_backend", "got 'nccl'", "collective"]),
+        (
+            {"inference": {"weight_backend": "collective", "gpus_per_replica": 1}},
+            ["weight_backend is collective", "both on CPU or both on GPUs"],
+        ),
+        (
+            {
+                "inference": {"weight_backend": "collective", "gpus_per_replica": 0.5},
+                "trainer": {"device": "cuda", "gpus_per_rank": 0.5},
+            },
+            ["weight_backend is collective", "whole GPUs"],
+        ),
         ({"rollouts": {"outcomes": {"complete": {"disposition": "drop"}}}}, ["outcomes.complete"]),
         ({"run": {"name": "../x"}}, ["run.name", "'../x'"]),
         ({"rollouts": {"temperature": 0}}, ["rollouts.temperature", "got 0"]),
@@ -77,6 +88,10 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
         ({"trainer": {"weight_decay": float("inf")}}, ["trainer.weight_decay", "got inf"]),
         ({"trainer": {"device": "cuda"}}, ["device is cuda", "gpus_per_rank 0", "expected more"]),
         ({"trainer": {"gpus_per_rank": 1}}, ["device is cpu", "gpus_per_rank 1"]),
+        (
+            {"trainer": {"device": "cuda", "gpus_per_rank": 0.5, "num_ranks": 2}},
+            ["gpus_per_rank is 0.5 with trainer.num_ranks 2", "NCCL refuses"],
+        ),
         (
             {"inference": {"tensor_parallel_size": 2, "gpus_per_replica": 1}},
             ["tensor_parallel_size is 2", "gpus_per_replica 1"],
@@ -189,10 +204,10 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
         ),
         (
             {
-                "inference": {"weight_backend": "nccl"},
+                "inference": {"weight_backend": "collective"},
                 "trainer": {"device": "cuda", "gpus_per_rank": 1},
             },
-            ["weight_backend is nccl", "gpus_per_replica 0"],
+            ["weight_backend is collective", "gpus_per_replica 0"],
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

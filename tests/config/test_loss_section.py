@@ -10,6 +10,7 @@ from service.report.figures import LOSS_FIGURES, loss_plots
 from service.report.page import render_report
 from service.report.tables import statistic_tables
 from service.telemetry.records import StepRecord
+from service.telemetry.totals import totals_of
 
 FOLD = re.compile(r'<details class="fold" id="loss-statistics">.*?</details>', re.DOTALL)
 
@@ -77,7 +78,7 @@ def test_a_table_tells_where_a_number_began_where_it_went_and_where_it_ended() -
     records = with_statistics(
         {}, {"kl_mean": 0.5}, {"kl_mean": 8.0, "ratio_max": 2.0}, {"kl_mean": -1.0}, {}
     )
-    tables = {table.caption: table.rows for table in statistic_tables(records)}
+    tables = {table.caption: table.rows for table in statistic_tables(totals_of(records))}
     assert tables == {
         "Objective and KL": (("kl mean", "0.5", "-1", "8", "-1"),),
         "Ratios, clips, masks": (("ratio max", "2", "2", "2", "2"),),

@@ -307,6 +307,8 @@ def test_a_metrics_port_in_use_is_refused(model: str) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=r"metrics\.port.*or 0 for any free one"):
             preflight.check_without_model(config_with(model, metrics={"port": port}))
+        # On a cluster another machine opens it.
+        preflight.check_machine(config_with(model, metrics={"port": port}), is_local=False)
 
 
 def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from worlds.manifest_checks import (
 from deploy.chart_schema import SCHEMA, dumped, with_config
 from service.config.file import load_config
 from service.config.tree import Config
+from service.launch.placement import Node, Role, misfit
 
 ROOT = CHART.parent
 # No file (the defaults), and each variant.
@@ -139,7 +141,12 @@ def test_serve_is_told_to_start_one_application_on_the_head(files: tuple[Path, .
     assert application["import_path"] == "deploy.serve_app:build"
     assert application["route_prefix"] == "/"
     mounts = {m["name"]: m["mountPath"] for m in container_of(templates["head"])["volumeMounts"]}
-    assert set(application["args"]) == {"config", "run_dir"}
+    has_secret = "RAYLOOM_DATABASE_URL" in environment_of(templates["head"])
+    assert set(application["args"]) == {
+        "config",
+        "run_dir",
+        *(() if has_secret else ("state_dir",)),
+    }
     assert application["args"]["config"] == f"{mounts['config']}/config.yaml"
     assert application["args"]["run_dir"].startswith(f"{mounts['checkpoints']}/runs/")
     ports = {p["name"]: p["containerPort"] for p in container_of(templates["head"])["ports"]}
@@ -201,6 +208,39 @@ def test_the_head_offers_no_cpu_and_gpu_pods_reserve_what_ray_is_told() -> None:
         assert int(group["rayStartParams"]["num-gpus"]) == limits.get("nvidia.com/gpu", 0)
 
 
+@every_variant
+def test_each_group_offers_the_role_that_its_parts_ask_for(files: tuple[Path, ...]) -> None:
+    cluster = one(rendered({}, *files), "RayService")["spec"]["rayClusterConfig"]
+    groups = {"control": cluster["headGroupSpec"]}
+    groups |= {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+    offered = {}
+    for name, group in groups.items():
+        # The operator puts the value into a shell's command line as it stands.
+        [value] = shlex.split(group["rayStartParams"]["resources"])
+        offered[name] = json.loads(value)
+    assert offered == {
+        "control": {Role.CONTROL: 1},
+        "inference": {Role.INFERENCE: 1},
+        "trainer": {Role.TRAINER: 1},
+        "environment": {Role.ENVIRONMENTS: 1},
+    }
+
+
+@every_variant
+def test_the_run_fits_on_the_pods(files: tuple[Path, ...], tmp_path: Path) -> None:
+    manifests = rendered({}, *files)
+    cluster = one(manifests, "RayService")["spec"]["rayClusterConfig"]
+    nodes = []
+    for group in cluster["workerGroupSpecs"]:
+        start = group["rayStartParams"]
+        offered = json.loads(shlex.split(start["resources"])[0])
+        offered |= {"CPU": float(start["num-cpus"]), "GPU": float(start["num-gpus"])}
+        for number in range(group["replicas"]):
+            name = f"{group['groupName']}-{number}"
+            nodes.append(Node(node_id=name, address=name, resources=offered))
+    assert misfit(loaded(manifests, tmp_path), nodes) is None
+
+
 def test_a_new_release_of_the_chart_asks_for_no_new_cluster(tmp_path: Path) -> None:
     newer = tmp_path / "rayloom"
     shutil.copytree(CHART, newer)
@@ -248,11 +288,33 @@ def test_the_network_policy_holds_for_every_pod_and_no_rule_is_open() -> None:
     assert len(policy["ingress"]) == 2 and all(rule["from"] for rule in policy["ingress"])
 
 
+def test_the_database_lies_with_the_head_alone_or_behind_a_secret() -> None:
+    for files in ((), (CHART / "ci" / "existing-secrets.yaml",)):
+        manifests = rendered({}, *files)
+        templates = pod_templates(manifests)
+        head = templates.pop("head")
+        volumes = {volume["name"]: volume for volume in head["spec"]["volumes"]}
+        arguments = serve_config_of(manifests)["applications"][0]["args"]
+        if files:
+            source = environment_of(head)["RAYLOOM_DATABASE_URL"]["valueFrom"]["secretKeyRef"]
+            assert source == {"name": "postgres", "key": "address"}
+            assert "database" not in volumes and "state_dir" not in arguments
+        else:
+            claim = volumes["database"]["persistentVolumeClaim"]["claimName"]
+            assert one(manifests, "PersistentVolumeClaim", "-database")["metadata"]["name"] == claim
+            mounts = {m["name"]: m["mountPath"] for m in container_of(head)["volumeMounts"]}
+            assert arguments["state_dir"].startswith(f"{mounts['database']}/")
+        for template in templates.values():
+            assert "RAYLOOM_DATABASE_URL" not in environment_of(template)
+            assert "database" not in {volume["name"] for volume in template["spec"]["volumes"]}
+
+
 def test_the_claim_outlives_the_release_unless_it_is_told_otherwise() -> None:
-    claim = one(rendered(), "PersistentVolumeClaim")
-    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
-    claim = one(rendered({"checkpoints": {"keep": False}}), "PersistentVolumeClaim")
-    assert "annotations" not in claim["metadata"]
+    for name in ("checkpoints", "database"):
+        claim = one(rendered(), "PersistentVolumeClaim", f"-{name}")
+        assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+        claim = one(rendered({name: {"keep": False}}), "PersistentVolumeClaim", f"-{name}")
+        assert "annotations" not in claim["metadata"]
 
 
 def test_the_ray_version_is_the_locked_one() -> None:

@@ -20,8 +20,10 @@ from actors.metrics import Metrics
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason, Ledger
 from deploy.dashboards.grafana import load_dashboard
+from service.config.tree import ServiceSettings
 from service.intake.queue import SubmissionQueue
 from service.store.run_store import RunStore
+from service.store.thread import StoreThread
 from service.telemetry.recorder import RunRecorder
 
 LIMIT_S = 60.0
@@ -50,11 +52,18 @@ def serving(metrics: Metrics, *, port: int) -> Iterator[None]:
 
 def service_recorder(store: RunStore, metrics: Metrics) -> RunRecorder:
     """Of a run whose tasks clients submit."""
-    submissions = SubmissionQueue(store, capacity=64, groups_per_step=1, policy=OutcomePolicy())
-    return RunRecorder(store, metrics, num_steps=9, submissions=submissions)
+    thread = StoreThread()
+    submissions = SubmissionQueue(
+        store,
+        thread=thread,
+        settings=ServiceSettings(max_waiting_tasks=64),
+        groups_per_step=1,
+        policy=OutcomePolicy(),
+    )
+    return RunRecorder(store, metrics, thread=thread, num_steps=9, submissions=submissions)
 
 
-def record(recorder: RunRecorder, ledger: Ledger, step: int) -> None:
+async def record(recorder: RunRecorder, ledger: Ledger, step: int) -> None:
     """A step of two rollouts, one of them trained."""
     for member in range(2):
         rollout_id = f"g{step:06d}.0-{member}"
@@ -63,12 +72,12 @@ def record(recorder: RunRecorder, ledger: Ledger, step: int) -> None:
     ledger.train(f"g{step:06d}.0-0", step=step)
     ledger.evict(f"g{step:06d}.0-1", EvictionReason.MASKED, step=step)
     recorder.events(ledger.drain())
-    recorder.step(step_record(step, policy_age_max=step % 3))
+    await recorder.step(step_record(step, policy_age_max=step % 3))
     recorder.queue(queue_stats(ledger.counts()))
     recorder.engines(1)
 
 
-def test_a_resumed_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
+async def test_a_resumed_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
     """One process ends after step 3; the next takes its port and goes on from step 1."""
     store, ledger, port = RunStore(f"sqlite:///{tmp_path / 'run.db'}"), Ledger(), free_port()
     done, newest = series("rayloom_train_steps_total"), series("rayloom_train_newest_step")
@@ -76,22 +85,22 @@ def test_a_resumed_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
     with scraping(f"127.0.0.1:{port}", tmp_path / "prometheus") as prometheus:
         first = Metrics()
         recorder = service_recorder(store, first)
-        recorder.begin_term(store.acquire_lease(owner="first"))
-        recorder.evaluation(evaluation_record(0))
+        await recorder.begin_term(store.acquire_lease(owner="first"))
+        await recorder.evaluation(evaluation_record(0))
         with serving(first, port=port):
-            record(recorder, ledger, 1)
+            await record(recorder, ledger, 1)
             commit(store, term=1, step=1, last_event_seq=3)
             snapshot = ledger.snapshot()
             prometheus.wait_for(done, at_least=1, limit_s=LIMIT_S)
-            record(recorder, ledger, 2)
-            record(recorder, ledger, 3)
+            await record(recorder, ledger, 2)
+            await record(recorder, ledger, 3)
             prometheus.wait_for(done, at_least=3, limit_s=LIMIT_S)
 
         second, ledger = Metrics(), Ledger(snapshot=snapshot)
         recorder = service_recorder(store, second)
-        recorder.begin_term(store.acquire_lease(owner="second"))
+        await recorder.begin_term(store.acquire_lease(owner="second"))
         with serving(second, port=port):
-            record(recorder, ledger, 2)
+            await record(recorder, ledger, 2)
             prometheus.wait_for(done, at_least=4, limit_s=LIMIT_S)
             seen = prometheus.newest()
             resets = f'resets(rayloom_train_steps_total{{instance="127.0.0.1:{port}"}}[10m])'

@@ -166,6 +166,7 @@ def test_evaluation_answers_in_order_and_sends_nothing_to_the_queue(tokenizer_pa
 
 def test_a_killed_actor_costs_the_real_queue_nothing(tokenizer_path: Path) -> None:
     queue = start_queue(queue_settings(groups_per_step=8, window_groups=8, num_steps=1))
+    queue.open.remote(0, None)
     groups = [
         GroupRequest(group_number=i, task=assignment.task, num_samples=4)
         for i, assignment in enumerate(_assignments(8))
@@ -181,7 +182,7 @@ def test_a_killed_actor_costs_the_real_queue_nothing(tokenizer_path: Path) -> No
     run = second.run.remote()
     step = None
     while step is None:
-        step = ray.get(queue.take_step.remote(1.0), timeout=120)
+        step, _ = ray.get(queue.take_step.remote(1.0), timeout=120)
     assert len(step.rollout_ids) == len(set(step.rollout_ids)) == 32
     blocks = ray.get(list(step.blocks), timeout=120)
     for group in step.groups:

@@ -75,6 +75,15 @@ def test_epochs_differ_in_order_and_any_index_can_be_asked_first() -> None:
     assert [other.task(i).task_id for i in range(20)] != order[:20]
 
 
+def test_first_choices_and_replacements_in_turn_shuffle_each_epoch_once() -> None:
+    source = FileTasks(_tasks(50), run_seed=3)
+    for number in range(40, 60):
+        for replacement in range(4):
+            source.task(number + replacement * 2**32)
+    # Each of the four runs through two epochs at most.
+    assert source._order.cache_info().misses <= 8
+
+
 def test_the_held_out_tasks_depend_neither_on_the_run_nor_on_the_order_of_the_file() -> None:
     first = FileTasks(_tasks(20), run_seed=1, num_held_out=5).held_out(5)
     assert FileTasks(_tasks(20)[::-1], run_seed=2, num_held_out=5).held_out(5) == first

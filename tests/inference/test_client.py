@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import pickle
 
+import numpy as np
 import pytest
 
-from actors.policy import PolicyDeadlineExceeded, PolicyUnavailable
-from service.inference.client import as_answer, until_available
+from actors.policy import GenerateReply, PolicyDeadlineExceeded, PolicyUnavailable
+from actors.types import FinishReason
+from service.inference.client import MAX_LOST, LostReplicas, as_answer, until_available
 
 
 class Refused(ValueError):
@@ -100,3 +102,40 @@ async def test_nobody_asks_again_for_a_request_that_was_given_up() -> None:
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert engine.num_attempts == 1
+
+
+def reply_of(replica: str) -> GenerateReply:
+    return GenerateReply(
+        token_ids=np.zeros(1, np.int32),
+        logprobs=np.zeros(1, np.float32),
+        finish_reason=FinishReason.STOP,
+        version_spans=(),
+        cache_salt="1:0",
+        replica=replica,
+    )
+
+
+@pytest.mark.parametrize("answer", [PolicyUnavailable("gone"), reply_of("b")], ids=["dead", "away"])
+def test_requests_for_a_replica_that_is_gone_are_addressed_to_nobody(
+    answer: PolicyUnavailable | GenerateReply,
+) -> None:
+    lost = LostReplicas()
+    assert lost.address("a") == "a"
+    lost.learn("a", answer)
+    assert (lost.address("a"), lost.address("b")) == ("", "b")
+    lost.learn("", reply_of("a"))
+    assert lost.address("a") == "a"
+
+
+def test_a_first_turn_and_a_late_answer_say_nothing_of_a_replica() -> None:
+    lost = LostReplicas()
+    lost.learn("", PolicyUnavailable("gone"))
+    lost.learn("a", PolicyDeadlineExceeded("late"))
+    assert (lost.address("a"), lost.address("")) == ("a", "")
+
+
+def test_only_the_newest_lost_replicas_are_remembered() -> None:
+    lost = LostReplicas()
+    for number in range(MAX_LOST + 1):
+        lost.learn(f"r{number}", PolicyUnavailable("gone"))
+    assert (lost.address("r0"), lost.address("r1")) == ("r0", "")

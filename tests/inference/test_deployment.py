@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import socket
 import tempfile
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -12,7 +16,7 @@ import pytest
 from service.inference.deployment import (
     MAX_DIRECTORY_BYTES,
     MAX_FAILURE_CHARACTERS,
-    home,
+    ReplicaAffinityRouter,
     last_failure,
     make_engine_directory,
 )
@@ -62,14 +66,34 @@ def test_a_long_exception_is_told_in_part() -> None:
     )
 
 
-def test_turns_go_to_their_replica_and_without_it_all_to_the_same_survivor() -> None:
-    names = ["a", "b", "c", "d"]
-    assert [home(name, names) for name in names] == names
-    heirs = {gone: home(gone, [n for n in names if n != gone]) for gone in names}
-    for gone, heir in heirs.items():
-        assert home(gone, [n for n in reversed(names) if n != gone]) == heir != gone
-    # Not one survivor for all that are gone.
-    assert len({home(f"gone{i}", names) for i in range(64)}) > 1
+@dataclass
+class Candidate:
+    """What the router reads of one of Serve's replicas."""
+
+    name: str
+
+    @property
+    def replica_id(self) -> Any:
+        return SimpleNamespace(unique_id=self.name)
+
+
+async def route(names: str, wanted: str) -> list[str]:
+    """The replicas between which Serve is left the choice."""
+    request = SimpleNamespace(metadata=SimpleNamespace(session_id=wanted))
+    router: Any = ReplicaAffinityRouter
+    [chosen] = await router.choose_replicas(None, [Candidate(name) for name in names], request)
+    return [each.name for each in chosen]
+
+
+async def test_turns_go_to_their_replica_and_those_of_a_lost_one_are_spread_over_the_others() -> (
+    None
+):
+    assert [await route("abcd", name) for name in "abcd"] == [["a"], ["b"], ["c"], ["d"]]
+    load = Counter(dict.fromkeys("bcd", 0))
+    for _ in range(300):
+        # As Serve does: the shorter queue of those that it was given.
+        load[min(await route("bcd", "a"), key=lambda name: load[name])] += 1
+    assert max(load.values()) - min(load.values()) <= 30
 
 
 @pytest.mark.parametrize("excess", [0, 1, 40], ids=["just-fits", "one-short", "far-too-long"])

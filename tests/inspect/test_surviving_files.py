@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from worlds.audited_runs import audited, rows_of, stored
 from worlds.journal_builders import group_of, step_of, written
-from worlds.store_builders import commit
+from worlds.store_builders import commit, write_under_way
 
 from actors.journal.files import file_name
 from actors.journal.record import JournalStep
@@ -134,9 +134,9 @@ def test_a_live_run_is_read_whole_beside_its_writer_and_neither_waits(tmp_path: 
     (first,) = steps(1)
     stored(tmp_path, rows_of(first))
     store = RunStore(RunDir(path=tmp_path).database_url)
-    lease = store.acquire_lease(owner="writer")
+    store.acquire_lease(owner="writer")
     # Its rows are in the log beside the database, and a second writer would wait here.
-    with store.fenced(lease.term):
+    with write_under_way(store):
         written(tmp_path, *steps(1, term=2))
         journal = open_journal(tmp_path)
     store.close()

@@ -11,25 +11,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worlds.submission_service import GROUPS_PER_STEP, Service, request
 
-from actors.types import Outcome
-from service.intake.submission import Status
-from service.store.lineage import read_history
+from actors.types import Outcome, Task
+from service.config.tree import ServiceSettings
+from service.intake.submission import RolloutRequest, Status
+from service.store.lineage import read_events
 from service.store.run_store import LeaseLost
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Service:
-    return Service(tmp_path).begin()
+async def service(tmp_path: Path) -> Service:
+    return await Service(tmp_path).begin()
 
 
-def submit(service: Service, *names: str) -> None:
-    reply = service.submissions.submit([request(name) for name in names])
+async def submit(service: Service, *names: str) -> None:
+    reply = await service.submissions.submit([request(name) for name in names])
     assert reply.new_ids == set(names)
 
 
 async def test_a_submission_waits_is_played_and_trained(service: Service) -> None:
-    submit(service, "a", "b", "c")
-    view = service.submissions.view("c")
+    await submit(service, "a", "b", "c")
+    view = await service.submissions.view("c")
     assert view is not None and (view.position, view.num_ahead, view.status) == (
         3,
         2,
@@ -37,134 +38,145 @@ async def test_a_submission_waits_is_played_and_trained(service: Service) -> Non
     )
     assert {item.result for item in view.rollouts} == {None} and len(view.rollouts) == 2
     assert await service.admit() == ["a", "b", "c"]
-    assert service.status("a") == "running"
+    assert await service.status("a") == "running"
     service.play()
-    assert service.status("a") == "finished"
-    service.train()
-    view = service.submissions.view("a")
+    assert await service.status("a") == "finished"
+    await service.train()
+    view = await service.submissions.view("a")
     assert view is not None and view.status is Status.TRAINED
     assert [(item.status, item.step) for item in view.rollouts] == [(Status.TRAINED, 1)] * 2
     assert view.rollouts[0].result is not None and view.rollouts[0].result.policy_versions == (0, 0)
-    assert service.status("c") == "finished"
+    assert await service.status("c") == "finished"
 
 
-def test_the_same_content_is_accepted_once_and_another_is_refused_whole(service: Service) -> None:
-    submit(service, "a")
-    again = service.submissions.submit([request("a"), request("b")])
+async def test_the_same_content_is_accepted_once_and_another_is_refused_whole(
+    service: Service,
+) -> None:
+    await submit(service, "a")
+    again = await service.submissions.submit([request("a"), request("b")])
     assert again.new_ids == {"b"} and [view.position for view in again.views] == [1, 2]
-    refused = service.submissions.submit([request("a", seed=2), request("new")])
+    refused = await service.submissions.submit([request("a", seed=2), request("new")])
     assert refused.conflicts == ("a",) and refused.views == ()
-    assert service.submissions.view("new") is None
-    assert service.restart().submissions.submit([request("a", seed=2)]).conflicts == ("a",)
+    assert await service.submissions.view("new") is None
+    assert (
+        await (await service.restart()).submissions.submit([request("a", seed=2)])
+    ).conflicts == ("a",)
 
 
-def test_a_full_backlog_takes_all_or_nothing_and_says_when_to_come_again(tmp_path: Path) -> None:
-    service = Service(tmp_path, capacity=3).begin()
-    submit(service, "a", "b")
+async def test_a_full_backlog_takes_all_or_nothing_and_says_when_to_come_again(
+    tmp_path: Path,
+) -> None:
+    service = await Service(tmp_path, settings=ServiceSettings(max_waiting_tasks=3)).begin()
+    await submit(service, "a", "b")
     service.submissions.note_step_seconds(10.0)
-    reply = service.submissions.submit([request("c"), request("d")])
+    reply = await service.submissions.submit([request("c"), request("d")])
     assert "2 tasks wait already" in reply.refusal and reply.retry_after_s == 10
-    assert service.submissions.view("c") is None
+    assert await service.submissions.view("c") is None
     # What is known needs no room.
-    assert service.submissions.submit([request("a"), request("c")]).new_ids == {"c"}
+    assert (await service.submissions.submit([request("a"), request("c")])).new_ids == {"c"}
 
 
-def test_nothing_is_taken_in_before_the_run_has_begun(tmp_path: Path) -> None:
-    reply = Service(tmp_path).submissions.submit([request("a")])
+async def test_nothing_is_taken_in_before_the_run_has_begun(tmp_path: Path) -> None:
+    reply = await Service(tmp_path).submissions.submit([request("a")])
     assert "not begun" in reply.refusal and reply.retry_after_s is None
 
 
 async def test_the_owner_of_an_older_lease_accepts_and_binds_nothing(tmp_path: Path) -> None:
-    old = Service(tmp_path).begin()
-    submit(old, "a")
-    Service(tmp_path).begin()
+    old = await Service(tmp_path).begin()
+    await submit(old, "a")
+    await Service(tmp_path).begin()
     with pytest.raises(LeaseLost):
-        old.submissions.submit([request("b")])
+        await old.submissions.submit([request("b")])
     with pytest.raises(LeaseLost):
         await old.admit()
-    assert Service(tmp_path).begin().submissions.view("b") is None
+    assert await (await Service(tmp_path).begin()).submissions.view("b") is None
 
 
 async def test_what_a_killed_process_played_and_had_not_committed_is_played_again(
     service: Service,
 ) -> None:
-    submit(service, "a", "b", "c", "d")
+    await submit(service, "a", "b", "c", "d")
     assert await service.admit() == ["a", "b", "c", "d"]
     service.play()
-    service.train()
-    service.commit()
-    service.train()
-    assert service.status("c") == "trained"
-    later = service.restart()
-    assert [later.status(name) for name in "abcd"] == ["trained", "trained", "running", "running"]
-    kept = later.submissions.view("a")
+    await service.train()
+    await service.commit()
+    await service.train()
+    assert await service.status("c") == "trained"
+    later = await service.restart()
+    assert [await later.status(name) for name in "abcd"] == [
+        "trained",
+        "trained",
+        "running",
+        "running",
+    ]
+    kept = await later.submissions.view("a")
     assert kept is not None and all(item.result for item in kept.rollouts)
-    lost = later.submissions.view("c")
+    lost = await later.submissions.view("c")
     assert lost is not None and not any(item.result for item in lost.rollouts)
     assert await later.admit() == []
     assert later.play() == 4
-    later.train()
-    assert later.status("d") == "trained"
+    await later.train()
+    assert await later.status("d") == "trained"
 
 
 async def test_what_was_bound_and_never_admitted_waits_again(service: Service) -> None:
-    submit(service, "a", "b")
+    await submit(service, "a", "b")
     # The restarted process goes on from here, and so reads what this one has bound.
-    service.commit()
+    await service.commit()
     await service.submissions.fill(service.queue.admissible())
-    later = service.restart()
-    assert later.status("a") == "queued"
+    later = await service.restart()
+    assert await later.status("a") == "queued"
     assert await later.admit() == ["a", "b"]
 
 
 async def test_a_failed_group_is_told_as_evicted_and_its_number_given_to_the_next(
     service: Service,
 ) -> None:
-    submit(service, "a", "b")
+    await submit(service, "a", "b")
     await service.admit()
     service.play(outcome=Outcome.WALL_TIMEOUT)
-    view = service.submissions.view("a")
+    view = await service.submissions.view("a")
     assert view is not None and view.status is Status.EVICTED
     assert {item.reason for item in view.rollouts} == {"wall_timeout"}
-    submit(service, "c")
+    await submit(service, "c")
     assert await service.admit() == ["c"]
 
 
 async def test_an_attempt_that_is_repeated_is_still_running(service: Service) -> None:
-    submit(service, "a")
+    await submit(service, "a")
     await service.admit()
     assert service.play(outcome=Outcome.ENVIRONMENT_ERROR) == 2
-    assert service.status("a") == "running"
+    assert await service.status("a") == "running"
     assert service.play() == 2
-    assert service.status("a") == "finished"
+    assert await service.status("a") == "finished"
 
 
 async def test_cancelling_takes_back_what_no_step_has_taken(service: Service) -> None:
-    submit(service, "a", "b", "c", "d", "e")
+    await submit(service, "a", "b", "c", "d", "e")
     assert await service.cancel("e") == "cancelled"
     assert await service.admit() == ["a", "b", "c", "d"]
     assert await service.cancel("a") == await service.cancel("a") == "cancelled"
     assert service.play() == 6
     # Its number is free again, and the next steps go on without it.
-    submit(service, "f")
+    await submit(service, "f")
     assert await service.admit() == ["f"]
     service.play()
-    service.train()
+    await service.train()
     assert await service.cancel("b") == "trained"
     assert await service.cancel("unknown") is None
 
 
 async def test_what_a_step_has_taken_is_not_called_cancelled(service: Service) -> None:
-    submit(service, "a", "b")
+    await submit(service, "a", "b")
     await service.admit()
     service.play()
     service.take()
     assert await service.cancel("a") == "finished"
-    assert service.restart().status("a") != "cancelled"
+    assert await (await service.restart()).status("a") != "cancelled"
 
 
 async def test_two_who_cancel_at_once_are_both_told_so(service: Service) -> None:
-    submit(service, "a", "b")
+    await submit(service, "a", "b")
     await service.admit()
 
     async def evict(group_id: str) -> bool:
@@ -176,23 +188,23 @@ async def test_two_who_cancel_at_once_are_both_told_so(service: Service) -> None
 
 
 async def test_a_queue_that_is_gone_is_told_of_it_by_the_next_term(service: Service) -> None:
-    submit(service, "a", "b", "c")
+    await submit(service, "a", "b", "c")
     await service.admit()
-    service.commit()
+    await service.commit()
     assert await cancel_without_a_queue(service, "a") is Status.CANCELLED
-    later = service.restart()
-    assert later.status("a") == "cancelled"
+    later = await service.restart()
+    assert await later.status("a") == "cancelled"
     assert later.play() == 4
 
 
 async def test_a_task_that_was_trained_all_the_same_is_told_as_trained(service: Service) -> None:
-    submit(service, "a", "b")
+    await submit(service, "a", "b")
     await service.admit()
     service.play()
     assert await cancel_without_a_queue(service, "a") is Status.CANCELLED
-    service.train()
-    service.commit()
-    assert service.status("a") == service.restart().status("a") == "trained"
+    await service.train()
+    await service.commit()
+    assert await service.status("a") == await (await service.restart()).status("a") == "trained"
 
 
 async def cancel_without_a_queue(service: Service, name: str) -> Status | None:
@@ -203,20 +215,87 @@ async def cancel_without_a_queue(service: Service, name: str) -> Status | None:
     return None if view is None else view.status
 
 
-async def test_what_was_cancelled_after_the_checkpoint_stays_cancelled(service: Service) -> None:
-    submit(service, "a", "b", "c")
+async def test_what_is_over_leaves_memory_and_can_be_asked_for(service: Service) -> None:
+    await submit(service, "a", "b", "c")
     await service.admit()
-    service.commit()
+    service.play()
+    await service.train()
+    before = await service.submissions.view("a")
+    await service.commit()
+    await service.prune()
+    assert "a" not in service.submissions._table and "c" in service.submissions._table
+    assert num_rows(service, "bindings") == 1 and num_rows(service, "results") == 2
+    assert num_rows(service, "submissions WHERE request IS NOT NULL") == 1
+    for restarts in (False, True):
+        service = await service.restart() if restarts else service
+        assert await service.submissions.view("a") == before
+        again = await service.submissions.submit([request("a"), request("d")])
+        assert again.new_ids <= {"d"} and again.views[0] == before
+        assert (await service.submissions.submit([request("a", seed=2)])).conflicts == ("a",)
+        assert await service.cancel("a") == "trained"
+
+
+async def test_what_a_kept_checkpoint_goes_back_before_can_be_played_again(
+    service: Service,
+) -> None:
+    await submit(service, "a", "b")
+    await service.commit()
+    await service.admit()
+    service.play()
+    await service.train()
+    await service.commit()
+    await service.prune(keep=2)
+    later = await service.restart(passed_over={"step-1"})
+    # Its group was admitted behind the older checkpoint: it waits again, with its task.
+    assert [await later.status(name) for name in "ab"] == ["queued", "queued"]
+    assert await later.admit() == ["a", "b"]
+
+
+async def test_tasks_that_come_and_are_cancelled_leave_nothing_large_behind(
+    tmp_path: Path,
+) -> None:
+    service = await Service(tmp_path, settings=ServiceSettings(keep_ended_tasks=5)).begin()
+    for number in range(40):
+        task = Task(
+            task_id=f"t{number}", environment="guessing", seed=1, data={"text": "x" * 500_000}
+        )
+        offered = RolloutRequest.of(task, asked_samples=2, default_samples=2)
+        assert (await service.submissions.submit([offered])).new_ids == {f"t{number}"}
+        assert await service.cancel(f"t{number}") == "cancelled"
+    assert service.submissions._table._entries == {} and num_rows(service, "submissions") == 5
+    # The pages of one task are free for the next.
+    assert (tmp_path / "run.db").stat().st_size < 4_000_000
+    assert await service.submissions.view("t0") is None
+    assert await service.status("t39") == "cancelled"
+
+
+def num_rows(service: Service, table: str) -> int:
+    with service.store.reading() as connection:
+        return connection.exec_driver_sql(f"SELECT count(*) FROM {table}").scalar() or 0
+
+
+async def test_two_who_submit_the_same_at_once_are_answered_alike(service: Service) -> None:
+    first, second = await asyncio.gather(
+        *(service.submissions.submit([request("a")]) for _ in range(2))
+    )
+    assert {first.new_ids, second.new_ids} == {frozenset({"a"}), frozenset()}
+    assert first.views == second.views
+
+
+async def test_what_was_cancelled_after_the_checkpoint_stays_cancelled(service: Service) -> None:
+    await submit(service, "a", "b", "c")
+    await service.admit()
+    await service.commit()
     assert await service.cancel("a") == "cancelled"
-    later = service.restart()
-    assert later.status("a") == "cancelled"
+    later = await service.restart()
+    assert await later.status("a") == "cancelled"
     assert later.play() == 4
     assert later.submissions.groups_to_cancel == []
 
 
 ACTIONS = st.lists(
     st.sampled_from(
-        ["submit", "admit", "play", "fail", "take", "train", "commit", "cancel", "kill"]
+        ["submit", "admit", "play", "fail", "take", "train", "commit", "cancel", "kill", "prune"]
     ),
     min_size=5,
     max_size=40,
@@ -228,14 +307,15 @@ ACTIONS = st.lists(
 async def test_whatever_happens_none_is_lost_and_none_is_trained_twice(
     tmp_path_factory: pytest.TempPathFactory, actions: list[str]
 ) -> None:
-    service = Service(tmp_path_factory.mktemp("service"), capacity=6).begin()
+    directory = tmp_path_factory.mktemp("service")
+    service = await Service(directory, settings=ServiceSettings(max_waiting_tasks=6)).begin()
     accepted: list[str] = []
     cancelled: set[str] = set()
     for action in actions:
         match action:
             case "submit":
                 name = f"t{len(accepted)}"
-                if service.submissions.submit([request(name)]).new_ids:
+                if (await service.submissions.submit([request(name)])).new_ids:
                     accepted.append(name)
             case "admit" if service.submissions.backlog.waiting:
                 await service.admit()
@@ -246,18 +326,21 @@ async def test_whatever_happens_none_is_lost_and_none_is_trained_twice(
             case "take":
                 service.take()
             case "train":
-                service.train()
+                await service.train()
             case "commit":
-                service.commit()
+                await service.commit()
             case "cancel" if accepted:
                 name = accepted[len(accepted) // 2]
                 if await service.cancel(name) == "cancelled":
                     cancelled.add(name)
             case "kill":
-                service = service.restart()
+                service = await service.restart()
+            case "prune" if service.store.checkpoints():
+                await service.prune()
     await check(service, accepted)
     # What was answered as cancelled is never trained, whatever came after.
-    assert {name for name in accepted if service.status(name) == "cancelled"} == cancelled
+    statuses = {name: await service.status(name) for name in accepted}
+    assert {name for name, status in statuses.items() if status == "cancelled"} == cancelled
 
 
 async def check(service: Service, accepted: list[str]) -> None:
@@ -266,14 +349,14 @@ async def check(service: Service, accepted: list[str]) -> None:
         if service.submissions.backlog.waiting:
             await service.admit()
         service.play()
-        service.train()
-    views = [service.submissions.view(name) for name in accepted]
+        await service.train()
+    views = [await service.submissions.view(name) for name in accepted]
     assert all(view is not None for view in views)
     statuses = Counter(view.status for view in views if view)
     assert statuses[Status.QUEUED] == statuses[Status.RUNNING] == 0
     # What is left over makes no whole step.
     assert statuses[Status.FINISHED] < GROUPS_PER_STEP
     shown = sum(item.status is Status.TRAINED for view in views if view for item in view.rollouts)
-    service.commit()
-    events = [item for item in read_history(service.store).events if item.kind == "trained"]
+    await service.commit()
+    events = [item for item in read_events(service.store) if item.kind == "trained"]
     assert len({item.rollout_id for item in events}) == len(events) == shown

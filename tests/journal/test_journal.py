@@ -157,7 +157,7 @@ def settings(directory: Path, *, keep_steps: int = 9, term: int = 1) -> JournalS
 
 def result_of(number: int) -> object:
     merged = classify_groups([group_of(number, [1, 0])], step_settings())
-    return build_step(merged, step_settings(), step=number - 1, trainer_version=number - 1)
+    return build_step(merged, step_settings(), step=number, trainer_version=number - 1)
 
 
 def test_the_newest_steps_are_kept_and_a_term_never_writes_over_another(tmp_path: Path) -> None:
@@ -169,6 +169,20 @@ def test_the_newest_steps_are_kept_and_a_term_never_writes_over_another(tmp_path
     assert found == [(3, 1), (3, 2), (4, 1)]
     kept = {file_name(step, term=term) for step, term in found}
     assert {path.name for path in tmp_path.iterdir()} == kept | {"step-of-mine.journal"}
+
+
+def test_the_bound_of_a_step_has_the_versions_that_were_published_once_more(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(replace(settings(tmp_path), max_policy_age=1))
+    bounds = []
+    for number, republished in [(6, ()), (7, (2,)), (8, (7,)), (9, (6, 7))]:
+        result = result_of(number)
+        assert journal.write(result, republished=republished) == ""  # type: ignore[arg-type]
+        with (tmp_path / file_name(number, term=1)).open("rb") as file:
+            bounds.append(read_step(file).max_policy_age)
+    # Step 8 trains on version 7, which is 6 once more: a token of version 5 is one step old.
+    assert bounds == [1, 1, 2, 3]
 
 
 def test_a_journal_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
-from actors.deadline import is_set_within, retry, within
+from actors.deadline import is_set_within, retry, wait_while_moving, within
 
 
 async def answer(word: str) -> str:
@@ -84,3 +85,23 @@ async def test_an_error_of_another_kind_is_not_retried() -> None:
     with pytest.raises(KeyError):
         await retry(failing.call, on=OSError)
     assert failing.num_calls == 1
+
+
+async def test_work_that_moves_is_waited_for_and_work_that_stands_still_is_not() -> None:
+    answers = [asyncio.get_running_loop().create_future() for _ in range(2)]
+    moved = 0
+
+    async def progress() -> dict[int, int]:
+        nonlocal moved
+        moved = min(moved + 1, 20)
+        return {0: moved} if moved % 2 else {1: moved}
+
+    wait = partial(wait_while_moving, answers, progress, idle_s=0.1, look_s=0.01)
+    await wait()
+    assert moved == 20 and not any(answer.done() for answer in answers)
+    answers[0].set_result(None)
+    await wait()
+    answers[1].set_exception(OSError("broken"))
+    moved = 0
+    await wait()
+    assert moved == 0

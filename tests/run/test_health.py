@@ -19,7 +19,7 @@ def board(version: int, **versions: int | None) -> BoardStatus:
         )
         for name, held in versions.items()
     )
-    return BoardStatus(term=1, version=version, replicas=replicas, needs_rendezvous=False)
+    return BoardStatus(term=1, version=version, replicas=replicas)
 
 
 def test_a_start_and_a_publish_are_no_news() -> None:

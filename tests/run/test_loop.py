@@ -8,6 +8,7 @@ import pytest
 from worlds.loop_world import World, make_loop
 
 from actors.deadline import ActorLost
+from actors.trainer.checkpoint import CheckpointError
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.messages import OpenSlot
 from service.run.health import RunFailed
@@ -75,14 +76,72 @@ async def test_a_checkpoint_is_committed_after_its_files_and_its_step_are_writte
     await make_loop(world).run()
     assert world.checkpoints == [(2, "dir-2"), (3, "dir-3")]
     at = world.calls.index("save 2")
-    assert world.calls[at : at + 4] == ["save 2", "record 2", "commit 2", "prune"]
+    own = [call for call in world.calls[at:] if call.split()[-1] in ("2", "cut", "prune")]
+    assert own[:6] == ["save 2", "record 2", "cut", "commit 2", "committed 2", "prune"]
+
+
+async def test_steps_are_trained_while_a_checkpoint_is_written_and_the_next_one_waits() -> None:
+    is_trained = asyncio.Event()
+    world = World()
+
+    async def wait(step: int) -> None:
+        if step == 2:
+            await is_trained.wait()
+
+    def note(version: int) -> None:
+        if version == 4:
+            is_trained.set()
+
+    world.checkpoint_is_written, world.on_publish = wait, note
+    await make_loop(world, steps=4).run()
+    calls = world.calls_of("train", "save", "cut", "commit 2", "commit 4")
+    assert calls == [
+        "train 1", "train 2", "save 2", "cut", "train 3", "train 4", "commit 2", "save 4", "cut",
+        "commit 4", "cut", "commit 4",
+    ]  # fmt: skip
+
+
+async def test_a_checkpoint_whose_ranks_are_lost_is_not_committed_and_the_last_one_is_repeated(
+) -> None:  # fmt: skip
+    world = World(lose_save_at=2)
+    await make_loop(world, steps=4).run()
+    assert {step for step, _ in world.checkpoints} == {4}
+    world = World(lose_save_at=3)
+    await make_loop(world, steps=3).run()
+    assert world.checkpoints == [(2, "dir-2"), (3, "dir-3")]
+    assert world.calls_of("save") == ["save 2", "save 3", "save 3"]
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_the_run() -> None:
+    async def fail(step: int) -> None:
+        raise CheckpointError("the disk is full")
+
+    world = World(checkpoint_is_written=fail)
+    with pytest.raises(CheckpointError, match="disk is full"):
+        await make_loop(world, steps=100).run()
+    assert world.checkpoints == []
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+async def test_weights_that_moved_are_published_before_the_step_and_the_window_stands_still(
+    max_lag: int,
+) -> None:
+    world = World(move_weights_at=2)
+    await make_loop(world, steps=3, max_lag=max_lag).run()
+    assert world.published_versions == [1, 2, 3, 4]
+    assert world.calls_of("train", "publish", "loaded") == [
+        "train 1", "publish 1", "loaded 1", "publish 2", "train 2", "publish 3", "loaded 2",
+        "train 3", "publish 4", "loaded 3",
+    ]  # fmt: skip
+    assert [(r.step, r.policy_version) for r in world.records] == [(1, 1), (2, 3), (3, 4)]
 
 
 async def test_nothing_stays_in_flight_at_the_end_and_the_last_commit_says_so() -> None:
     world = World()
     await make_loop(world, steps=2).run()
     end = world.calls.index("cancel_all")
-    assert world.calls[end:] == ["cancel_all", "commit 2", "prune"]
+    assert world.calls_of("cancel_all", "commit 2")[-2:] == ["cancel_all", "commit 2"]
+    assert world.calls[end + 1] == "cut"
     assert world.checkpoints == [(2, "dir-2"), (2, "dir-2")]
 
 
@@ -137,10 +196,13 @@ async def test_a_skipped_update_trains_nothing_and_still_moves_the_version_on() 
     assert [record.is_skipped for record in world.records] == [False, True, False]
 
 
-async def test_a_run_of_which_no_update_is_finite_any_more_ends_with_the_reason() -> None:
+@pytest.mark.parametrize("has_clients", [False, True])
+async def test_a_run_of_which_no_update_is_finite_any_more_ends_with_the_reason(
+    has_clients: bool,
+) -> None:
     world = World(skip_from=2)
     with pytest.raises(RunFailed, match=r"last 3 steps, up to step 4, was finite"):
-        await make_loop(world, steps=100).run()
+        await make_loop(world, steps=100, has_clients=has_clients).run()
     assert [record.is_skipped for record in world.records] == [False, True, True, True]
     assert world.checkpoints[-1] == (4, "dir-4")
 

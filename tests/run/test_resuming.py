@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 from sqlalchemy import update
 from worlds.journal_builders import group_of, step_of, written
 from worlds.run_driver import SMALL, small_config, write_checkpoint
-from worlds.store_builders import commit
+from worlds.store_builders import commit, write_under_way
 
 from actors.trainer.checkpoint import MANIFEST
 from service.cli.artifacts import export_checkpoint
@@ -17,11 +18,13 @@ from service.cli.inspect import InspectRequest, run_inspect
 from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
 from service.config.file import ConfigError, load_config
 from service.launch.resume import (
+    KEPT_SKIPPED,
     fallback_notice,
     find_faults,
     finished_step,
+    kept_commits,
     newest_usable,
-    prune_checkpoints,
+    prune_directories,
 )
 from service.launch.run_dir import RunDir, check_resumable
 from service.launch.signals import StopSignals
@@ -52,35 +55,66 @@ def resume(place: RunDir, **sections: dict[str, object]) -> int:
     return run_training(TrainRequest(config=config, resume=place.path), StopSignals())
 
 
+def prune(checkpoints: Path, store: RunStore, term: int) -> None:
+    if kept := kept_commits(checkpoints, store, term=term, keep=2):
+        prune_directories(checkpoints, kept)
+
+
 def test_a_run_has_one_path_however_it_is_spelt(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     assert RunDir(path=tmp_path / "link") == RunDir(path=tmp_path / "x" / ".." / "run")
 
 
-async def test_pruning_under_another_spelling_keeps_the_newest(tmp_path: Path) -> None:
+def test_pruning_under_another_spelling_keeps_the_newest(tmp_path: Path) -> None:
     place = make_run(tmp_path / "run")
     (tmp_path / "link").symlink_to(place.path)
     store = RunStore(place.database_url)
     term = store.acquire_lease(owner="b").term
     write_checkpoint(place, 4, term)
     commit(store, term=term, step=4, directory="step-000004-t2")
-    await prune_checkpoints(tmp_path / "link" / "checkpoints", store, term=term, keep=2)
+    prune(tmp_path / "link" / "checkpoints", store, term)
     assert names(place) == ["step-000003-t1", "step-000004-t2"]
 
 
-async def test_nothing_is_pruned_before_a_commit_or_when_no_kept_one_is_there(
+def test_nothing_is_pruned_before_a_commit_or_when_no_kept_one_is_there(
     tmp_path: Path,
 ) -> None:
     place = make_run(tmp_path / "run")
     store = RunStore(place.database_url)
     term = store.acquire_lease(owner="b").term
-    await prune_checkpoints(place.checkpoints, store, term=term, keep=2)
+    prune(place.checkpoints, store, term)
     assert len(names(place)) == 3
     for step in (4, 5):
         commit(store, term=term, step=step, directory=f"elsewhere-{step}")
-    await prune_checkpoints(place.checkpoints, store, term=term, keep=2)
+    prune(place.checkpoints, store, term)
     assert len(names(place)) == 3
+
+
+def test_a_prune_that_was_cut_short_is_finished_by_the_next_and_what_is_ahead_stays(
+    tmp_path: Path,
+) -> None:
+    place = make_run(tmp_path / "run")
+    store = RunStore(place.database_url)
+    # As rmtree leaves it when it is killed: the manifest is gone, a shard is there.
+    (place.checkpoints / "step-000001-t1" / MANIFEST).unlink()
+    (place.checkpoints / "step-000001-t1" / "rank-0.pt").touch()
+    write_checkpoint(place, 9)
+    prune(place.checkpoints, store, 1)
+    assert names(place) == ["step-000002-t1", "step-000003-t1", "step-000009-t1"]
+
+
+def test_the_inputs_of_refused_updates_are_bounded(tmp_path: Path) -> None:
+    place = make_run(tmp_path / "run")
+    skipped = place.checkpoints / "skipped"
+    skipped.mkdir()
+    for number in range(KEPT_SKIPPED + 5):
+        path = skipped / f"step-{number:06d}-rank-0.npz"
+        path.touch()
+        os.utime(path, (number, number))
+    prune(place.checkpoints, RunStore(place.database_url), 1)
+    kept = sorted(path.name for path in skipped.iterdir())
+    assert len(kept) == KEPT_SKIPPED and kept[0] == "step-000005-rank-0.npz"
 
 
 def test_the_newest_checkpoint_that_can_be_read_is_used_and_the_others_are_named(
@@ -187,7 +221,7 @@ def test_a_run_of_another_format_is_refused_in_one_sentence(tmp_path: Path) -> N
     place.config_file.write_text("key_of_another_version: 1\n")
     written(place.path, step_of([group_of(0, [1, 0])]))
     store = RunStore(place.database_url)
-    with store.fenced(1) as connection:
+    with write_under_way(store) as connection:
         connection.execute(update(tables.formats).values(number=1))
     store.close()
     config = load_config(small_config(tmp_path))
@@ -205,7 +239,7 @@ def test_an_export_of_what_is_no_run_says_so(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no run or checkpoint lies there"):
             export_checkpoint(place, tmp_path / "out")
     (tmp_path / "rayloom.db").write_bytes(b"\1" * 5000)
-    with pytest.raises(ConfigError, match="cannot be opened"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         export_checkpoint(tmp_path, tmp_path / "out")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +15,16 @@ from worlds.record_builders import step_record
 from worlds.run_driver import small_config, write_checkpoint
 from worlds.store_builders import commit
 
+from actors.deadline import ActorLost, within
+from actors.trajectory_queue.messages import Drained, QueueCut, QueueSnapshot
 from actors.trajectory_queue.state import QueueState
 from service.cli.train import EXIT_FAILED, _report_loss
 from service.config.file import load_config
 from service.launch.run_dir import RunDir
 from service.run.health import Cursor, Phase
-from service.run.supervisor import Supervisor, engine_settings
+from service.run.supervisor import Supervisor, WhenHeld, engine_settings
 from service.run.term import rank_settings
-from service.store.run_store import LeaseLost, RunStore, StoreError
+from service.store.run_store import RENEW_EVERY_S, LeaseLost, RunStore, StoreError, own_name
 
 
 @pytest.fixture
@@ -84,16 +86,57 @@ async def test_a_run_without_a_usable_checkpoint_ends_with_that_sentence(
 async def test_a_supervisor_renews_its_lease_until_its_end(
     supervisor: Supervisor, place: RunDir
 ) -> None:
-    lease = supervisor._take_lease()
-    supervisor._recorder.begin_term(lease)
+    lease = await supervisor._take_lease()
+    await supervisor._recorder.begin_term(lease)
     store = RunStore(place.database_url)
-    owner = store.live_owner(now=time.time())
+    owner = store.live_owner()
     assert owner is not None and owner.name.endswith(f":{os.getpid()}")
     commit(store, term=lease.term, step=1, directory="step-000001-t1")
     with pytest.raises(StoreError):
         await supervisor.run()
-    assert store.live_owner(now=time.time()) is None
+    assert store.live_owner() is None
     store.close()
+
+
+async def test_a_supervisor_that_has_lost_its_lease_learns_it_without_a_write_of_its_own(
+    supervisor: Supervisor, place: RunDir
+) -> None:
+    await supervisor._recorder.begin_term(await supervisor._take_lease())
+    store = RunStore(place.database_url)
+    store.acquire_lease(owner="elsewhere:7")
+    with pytest.raises(LeaseLost, match=r"taken over by elsewhere:7 \(term 2, since "):
+        await within(3 * RENEW_EVERY_S, supervisor._renew_forever())
+    # Nor does it begin another term, also where the run is free again.
+    store.release(2)
+    with pytest.raises(LeaseLost, match="taken over by elsewhere:7"):
+        await supervisor.run()
+    status = await supervisor.status(Cursor())
+    assert status.phase is Phase.TAKEN_OVER
+    assert "taken over by elsewhere:7" in str(status.exit_reason)
+    [reason] = (await supervisor.readiness()).reasons
+    assert "taken over by elsewhere:7" in reason
+    assert not place.summary_file.exists() and store.newest_term() == 2
+    store.close()
+
+
+async def test_a_supervisor_that_is_to_wait_for_a_live_owner_takes_the_run_when_it_is_free(
+    supervisor: Supervisor, place: RunDir
+) -> None:
+    supervisor._when_held = WhenHeld.WAIT
+    store = RunStore(place.database_url)
+    term = store.acquire_lease(owner=own_name()).term
+    waiting = asyncio.create_task(supervisor._wait_for_lease())
+    while not (await supervisor.status(Cursor())).phase_detail.startswith("waiting: the run is"):
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+    assert store.newest_term() == term and not place.config_file.exists()
+    store.release(term)
+    lease = await within(3 * RENEW_EVERY_S, waiting)
+    assert lease is not None and lease.term == term + 1
+    assert place.config_file.exists()
+    store.close()
+    supervisor._metrics_server.shutdown()
+    supervisor._metrics_server.server_close()
 
 
 async def test_a_run_that_is_stopped_while_it_starts_reports_the_ledger_of_its_checkpoint(
@@ -120,12 +163,52 @@ async def test_a_run_that_is_stopped_while_it_starts_reports_the_ledger_of_its_c
         last_event_seq=-1,
     )
     store.close()
-    supervisor._recorder.begin_term(supervisor._take_lease())
+    await supervisor._recorder.begin_term(await supervisor._take_lease())
     place.config_file.write_text("{}")
     assert await supervisor._end(Phase.FINISHED, "stopped after step 1 of 4")
     summary = json.loads(place.summary_file.read_text())
     assert summary["steps"] == 1
     assert (summary["ledger"]["admitted"], summary["ledger"]["trained"]) == (2, 2)
+    supervisor._metrics_server.shutdown()
+    supervisor._metrics_server.server_close()
+
+
+class Faulty(Supervisor):
+    """Each term commits the next of `commits`, where there is one, and then loses a part."""
+
+    commits: list[int]
+
+    async def _run_one_term(self) -> str:
+        lease = await self._take_lease()
+        await self._recorder.begin_term(lease)
+        if self.commits and (step := self.commits.pop(0)):
+            directory = write_checkpoint(self._run_dir, step, lease.term)
+            snapshot = lease.queue_snapshot or QueueSnapshot()
+            cut = QueueCut(
+                opening=0,
+                number=0,
+                snapshot=snapshot,
+                drained=Drained(events=(), summaries=(), failed_groups=None),
+            )
+            await self._recorder.checkpoint(
+                step=step, version=step, directory=directory.name, cut=cut
+            )
+        raise ActorLost(f"term {lease.term} lost a part")
+
+
+@pytest.mark.parametrize(
+    ("commits", "terms"),
+    # 0: none. The same step again, behind a checkpoint that could not be read, is no progress.
+    [([], 2), ([1, 2, 3, 4], 5), ([1, 0, 2], 2), ([2, 2, 2], 2)],
+)
+async def test_recoveries_count_from_the_last_later_checkpoint_on(
+    place: RunDir, tiny_models: dict[bool, str], commits: list[int], terms: int
+) -> None:
+    config = load_config(small_config(place.path.parent), ["run.max_recoveries=1"])
+    supervisor = Faulty(config, place, model=tiny_models[True], run_id="rayloom-test")
+    supervisor.commits = list(commits)
+    with pytest.raises(ActorLost, match=f"term {terms} lost a part"):
+        await supervisor._run_terms()
     supervisor._metrics_server.shutdown()
     supervisor._metrics_server.server_close()
 

@@ -43,19 +43,20 @@ def place(tmp_path: Path) -> RunDir:
 
 
 def watcher(
-    *, num_deaths: int, max_restarts: int, name: str = ""
+    *, num_deaths: int, max_restarts: int, name: str = "", commits: bool = False
 ) -> tuple[SupervisorWatcher, list[Any]]:
     """A watcher of a supervisor of which the first `num_deaths` die, and those that were lost.
 
-    name: what the first one calls itself.
+    name: what the first one calls itself. commits: each has a later checkpoint than the one before.
     """
     lost_ones: list[Any] = []
 
-    def restart(*, lost: Any) -> Any:
+    def restart(*, lost: Any, lost_name: str) -> Any:
         lost_ones.append(lost)
-        return Mortal.remote(dies=len(lost_ones) < num_deaths)
+        step = len(lost_ones) + 1 if commits else 0
+        return Mortal.remote(dies=len(lost_ones) < num_deaths, checkpoint_step=step)
 
-    first = Mortal.remote(dies=num_deaths > 0, name=name)
+    first = Mortal.remote(dies=num_deaths > 0, name=name, checkpoint_step=int(commits))
     return SupervisorWatcher(first, Screen(), restart=restart, max_restarts=max_restarts), lost_ones
 
 
@@ -70,6 +71,12 @@ def test_a_supervisor_that_keeps_dying_is_started_so_many_times_and_no_more(plac
     with pytest.raises(ActorDiedError):
         watching.run(place, StopSignals())
     assert len(lost) == 2
+
+
+def test_deaths_with_a_later_checkpoint_between_them_do_not_add_up(place: RunDir) -> None:
+    watching, lost = watcher(num_deaths=3, max_restarts=1, commits=True)
+    assert watching.run(place, StopSignals()).reason == "all 4 steps are done"
+    assert len(lost) == 3
 
 
 def test_a_run_that_another_process_has_taken_over_is_not_taken_back(place: RunDir) -> None:

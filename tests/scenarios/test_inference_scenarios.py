@@ -64,10 +64,14 @@ class Deployed:
         packed = [pack_group(named) for named in gather_groups(self.model, dtype=torch.float32)]
         groups = [replace(group, buffer=ray.put(group.buffer)) for group in packed]
         ray.get(self.board.publish.remote(self.term, self.version, groups), timeout=30)
+        limit_s = 60.0
         if not self.version:
-            wait_ready(self.app, timeout_s=420)
-        waiting = self.board.wait_published.remote(self.version, self.num_replicas, 60.0)
-        return ray.get(waiting, timeout=70)
+            asyncio.run(wait_ready(self.app, self.board.status.remote, quiet_limit_s=420))
+            limit_s = 420.0
+        waiting = self.board.wait_published.remote(self.version, self.num_replicas, limit_s)
+        status: BoardStatus = ray.get(waiting, timeout=limit_s + 10)
+        assert status.is_loaded and len(status.replicas) >= self.num_replicas
+        return status
 
     def publish_random(self, *, seed: int) -> BoardStatus:
         generator = torch.Generator().manual_seed(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from worlds.run_driver import START_S, Run, running, small_config
 
 from actors.metrics import Part
 from actors.statistics import BY_NAME
-from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.types import BranchReason, Outcome
 from deploy.dashboards.grafana import load_dashboard
 from service.store.lineage import History
@@ -36,12 +37,12 @@ LABEL_VALUES = {
 }
 
 
-def all_counted(history: History) -> dict[Series, float | None]:
+def all_counted(history: History, events: Sequence[LedgerEvent]) -> dict[Series, float | None]:
     """What a scrape shows when nothing has happened that the history does not hold."""
-    num_trained = sum(event.kind == "trained" for event in history.events)
+    num_trained = sum(event.kind == "trained" for event in events)
     return {
         **of_steps(history.steps),
-        **of_events(history.events),
+        **of_events(events),
         series("rayloom_ledger_trained_rollouts"): num_trained,
         series("rayloom_engines_ready"): 1,
         series("rayloom_evaluation_scaled_reward_mean_ratio"): (
@@ -50,8 +51,10 @@ def all_counted(history: History) -> dict[Series, float | None]:
     }
 
 
-def stand_still(run: Run, prometheus: Prometheus) -> tuple[list[dict[Series, float]], History]:
-    """Every scrape, and the history when the last of them shows all of it.
+def stand_still(
+    run: Run, prometheus: Prometheus
+) -> tuple[list[dict[Series, float]], History, tuple[LedgerEvent, ...]]:
+    """Every scrape, and the rows when the last of them shows all of them.
 
     With its only environment actor frozen, the run ends the step in hand and comes to rest. Rows
     come before their metrics, so that a history read after a scrape holds all that it shows.
@@ -60,15 +63,17 @@ def stand_still(run: Run, prometheus: Prometheus) -> tuple[list[dict[Series, flo
     deadline = time.monotonic() + STILL_S
     while True:
         scrapes = prometheus.scrapes()
-        history = run.history()
-        wrong = differences(scrapes[-1], all_counted(history))
+        history, events = run.history(), run.events()
+        wrong = differences(scrapes[-1], all_counted(history, events))
         if not wrong:
-            return scrapes, history
+            return scrapes, history, events
         assert time.monotonic() < deadline, f"(seen, stored) after {STILL_S:g} s: {wrong}"
         time.sleep(0.5)
 
 
-def check_every_scrape(scrapes: list[dict[Series, float]], history: History) -> None:
+def check_every_scrape(
+    scrapes: list[dict[Series, float]], history: History, events: Sequence[LedgerEvent]
+) -> None:
     """Whenever it came: a scrape shows the rows up to some moment, and nothing half done."""
     for seen in scrapes:
         num_steps = int(seen[series("rayloom_train_steps_total")])
@@ -78,7 +83,7 @@ def check_every_scrape(scrapes: list[dict[Series, float]], history: History) -> 
             seen,
             {
                 **of_steps(records),
-                **of_events(history.events[:num_events]),
+                **of_events(events[:num_events]),
                 **of_newest(records[-1] if records else None),
             },
         )
@@ -90,10 +95,10 @@ def check_every_scrape(scrapes: list[dict[Series, float]], history: History) -> 
         assert sum_of(seen, "rayloom_ledger_admitted_rollouts") == accounted
 
 
-def check_ledger(seen: dict[Series, float], history: History) -> None:
+def check_ledger(seen: dict[Series, float], events: Sequence[LedgerEvent]) -> None:
     """How the queue stands may run ahead of the rows, by what no step has finalised yet."""
-    kinds = Counter(event.kind for event in history.events)
-    reasons = Counter(event.reason for event in history.events if event.reason)
+    kinds = Counter(event.kind for event in events)
+    reasons = Counter(event.reason for event in events if event.reason)
     assert seen[series("rayloom_ledger_admitted_rollouts")] >= kinds["admitted"]
     for reason in EvictionReason:
         shown = seen[series("rayloom_ledger_evicted_rollouts", reason=reason.value)]
@@ -148,11 +153,11 @@ def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
             run.kill_part("ray::EnvironmentActor")
             run.wait_for_log("rollouts are played again by", limit_s=START_S)
             run.advance(3, limit_s=START_S)
-            scrapes, history = stand_still(run, prometheus)
+            scrapes, history, events = stand_still(run, prometheus)
             assert len(history.steps) >= 5 and history.num_terms == 1
 
-            check_every_scrape(scrapes, history)
-            check_ledger(scrapes[-1], history)
+            check_every_scrape(scrapes, history, events)
+            check_ledger(scrapes[-1], events)
             check_series(scrapes)
             check_replacement(scrapes)
 

@@ -18,9 +18,10 @@ import pytest
 import ray
 import yaml
 from worlds.helm_chart import rendered, run_config_text, serve_config_of
-from worlds.run_driver import ROOT, START_S
+from worlds.run_driver import ROOT, START_S, running
 
 from service.launch.cluster import NAMESPACE, start_ray
+from service.launch.run_dir import RunDir
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -58,6 +59,7 @@ def charts_serve_config(directory: Path, *, port: int) -> dict[str, Any]:
     application["args"] |= {
         "config": str(file),
         "run_dir": str(directory / "run"),
+        "state_dir": str(directory / "state"),
         "overrides": SMALL,
     }
     return config
@@ -150,6 +152,53 @@ def test_the_charts_serve_configuration_serves_rollouts_and_outlives_its_host(
         later = [f"later-{number}" for number in range(4)]
         assert submit(client, *first, *later) == 4
         wait_until_over(client, *later, limit_s=START_S)
+
+
+def test_a_host_whose_run_was_taken_over_stays_down_and_waits_for_its_turn(
+    tmp_path: Path, gcs_address: str
+) -> None:
+    port = free_port()
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump(charts_serve_config(tmp_path, port=port)))
+    run_dir = RunDir(path=tmp_path / "run")
+    overrides = [*SMALL, "service.host=127.0.0.1", "service.port=0"]
+    take = ["--resume", "--take-over", *(part for each in overrides for part in ("--set", each))]
+    with (
+        served(file, address=gcs_address),
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=START_S, headers=HEADERS
+        ) as client,
+    ):
+        wait_for_ready(client, file, status=200, limit_s=START_S)
+        submit(client, *(f"first-{number}" for number in range(4)))
+        # Another cluster, which this one knows nothing of.
+        with running(tmp_path / "config.yaml", run_dir.path, take, command="serve") as other:
+            other.wait_for_output("the API listens on ", limit_s=START_S)
+            wait_for_words(client, "taken over by ", limit_s=START_S)
+            with run_dir.looked_into() as store:
+                taken = store.newest_term()
+                for _ in range(20):
+                    time.sleep(1.0)
+                    answer = client.get("/api/v1/rollouts/first-0")
+                    assert answer.status_code == 503 and "taken over by" in answer.json()["detail"]
+                assert store.newest_term() == taken
+                # Serve starts the replica anew; it finds a live owner, and waits.
+                kill_host()
+                wait_for_words(client, "waiting: the run is held by ", limit_s=START_S)
+                assert store.newest_term() == taken
+                other.interrupt()
+                assert other.wait(limit_s=START_S) == 130
+                wait_for_ready(client, file, status=200, limit_s=START_S)
+                assert store.newest_term() == taken + 1
+        wait_until_over(client, *(f"first-{number}" for number in range(4)), limit_s=START_S)
+
+
+def wait_for_words(client: httpx.Client, words: str, *, limit_s: float) -> None:
+    """Wait until /readyz gives a reason with these words."""
+    deadline = time.monotonic() + limit_s
+    while words not in (said := client.get("/readyz").text):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.3)
 
 
 def kill_host() -> None:

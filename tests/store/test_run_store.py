@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy import update
 from worlds.record_builders import evaluation_record, step_record
-from worlds.store_builders import commit, queue_snapshot
+from worlds.store_builders import OpenStore, commit, queue_snapshot, write_under_way
 
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
 from service.store import tables
-from service.store.lineage import read_history
+from service.store.lineage import read_events, read_history
 from service.store.run_store import LeaseLost, ReadOnlyStore, RunStore, StoreError
 
 
@@ -29,17 +29,17 @@ def event(
     return LedgerEvent(seq=seq, rollout_id=rollout_id, kind=LedgerEventKind(kind), step=step)
 
 
-def test_the_first_lease_has_no_checkpoint_to_go_on_from(tmp_path: Path) -> None:
-    lease = open_store(tmp_path).acquire_lease(owner="a")
+def test_the_first_lease_has_no_checkpoint_to_go_on_from(tmp_path: Path, opened: OpenStore) -> None:
+    lease = opened(tmp_path).acquire_lease(owner="a")
     assert (lease.term, lease.parent) == (1, None)
 
 
-def test_an_older_term_can_write_nothing(tmp_path: Path) -> None:
-    old, new = open_store(tmp_path), open_store(tmp_path)
+def test_an_older_term_can_write_nothing(tmp_path: Path, opened: OpenStore) -> None:
+    old, new = opened(tmp_path), opened(tmp_path)
     first = old.acquire_lease(owner="old")
     old.add_step(step_record(1), term=first.term, new_events=[event(0, "a")])
     new.acquire_lease(owner="new")
-    with pytest.raises(LeaseLost, match=r"term 1 .* term 2"):
+    with pytest.raises(LeaseLost, match=r"taken over by new \(term 2, since .* had term 1"):
         old.add_step(step_record(2), term=first.term, new_events=[event(1, "b")])
     with pytest.raises(LeaseLost):
         commit(old, term=first.term, step=2, last_event_seq=1)
@@ -50,8 +50,10 @@ def test_an_older_term_can_write_nothing(tmp_path: Path) -> None:
     assert new.checkpoints() == []
 
 
-def test_records_come_back_as_they_were_and_nan_as_unknown(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_records_come_back_as_they_were_and_nan_as_unknown(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    store = opened(tmp_path)
     term = store.acquire_lease(owner="a").term
     evaluation = replace(evaluation_record(1), scaled_reward_mean=None)
     store.add_step(step_record(1, mismatch_k3_mean=math.nan), term=term, new_events=[])
@@ -61,8 +63,10 @@ def test_records_come_back_as_they_were_and_nan_as_unknown(tmp_path: Path) -> No
     assert history.evaluations == (evaluation,)
 
 
-def test_what_came_after_the_checkpoint_of_a_dead_term_is_superseded(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_what_came_after_the_checkpoint_of_a_dead_term_is_superseded(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    store = opened(tmp_path)
     first = store.acquire_lease(owner="a").term
     store.add_step(step_record(1), term=first, new_events=[event(0, "r0"), event(1, "r1")])
     store.add_step(step_record(2), term=first, new_events=[event(2, "r0", "trained", 2)])
@@ -84,13 +88,13 @@ def test_what_came_after_the_checkpoint_of_a_dead_term_is_superseded(tmp_path: P
         (2, 0.5),
         (3, 0.9),
     ]
-    assert [item.seq for item in history.events] == [0, 1, 2, 3]
-    trained = [item.rollout_id for item in history.events if item.kind == "trained"]
+    assert [item.seq for item in read_events(store)] == [0, 1, 2, 3]
+    trained = [item.rollout_id for item in read_events(store) if item.kind == "trained"]
     assert trained == ["r0", "r1"]
 
 
-def test_lineage_runs_through_several_terms(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_lineage_runs_through_several_terms(tmp_path: Path, opened: OpenStore) -> None:
+    store = opened(tmp_path)
     for term in (1, 2, 3):
         lease = store.acquire_lease(owner="x")
         start = lease.parent.step if lease.parent else 0
@@ -101,16 +105,18 @@ def test_lineage_runs_through_several_terms(tmp_path: Path) -> None:
     assert read_history(store).num_terms == 3
 
 
-def test_a_term_that_died_before_its_first_checkpoint_leaves_nothing(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_term_that_died_before_its_first_checkpoint_leaves_nothing(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    store = opened(tmp_path)
     first = store.acquire_lease(owner="a").term
     store.add_step(step_record(1), term=first, new_events=[event(0, "r0")])
     assert store.acquire_lease(owner="b").parent is None
     assert read_history(store).steps == ()
 
 
-def test_checkpoints_come_newest_first_and_once_by_name(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_checkpoints_come_newest_first_and_once_by_name(tmp_path: Path, opened: OpenStore) -> None:
+    store = opened(tmp_path)
     term = store.acquire_lease(owner="a").term
     for step in (1, 2, 3, 3):
         commit(store, term=term, step=step)
@@ -121,8 +127,9 @@ def test_checkpoints_come_newest_first_and_once_by_name(tmp_path: Path) -> None:
 
 def test_what_was_committed_after_the_checkpoint_returned_to_leaves_the_lineage(
     tmp_path: Path,
+    opened: OpenStore,
 ) -> None:
-    store = open_store(tmp_path)
+    store = opened(tmp_path)
     first = store.acquire_lease(owner="a").term
     for step in (1, 2, 3):
         trained = event(step, f"r{step}", "trained", step)
@@ -132,18 +139,20 @@ def test_what_was_committed_after_the_checkpoint_returned_to_leaves_the_lineage(
     assert second.parent is not None and second.queue_snapshot == queue_snapshot(1)
     history = read_history(store)
     assert [step.step for step in history.steps] == [1]
-    assert [item.rollout_id for item in history.events] == ["r1"]
+    assert [item.rollout_id for item in read_events(store)] == ["r1"]
     assert [item.directory for item in store.checkpoints()] == ["1-3", "1-2", "1-1"]
     again = step_record(2, reward_mean=0.9)
     store.add_step(again, term=second.term, new_events=[event(2, "r2", "trained", 2)])
     commit(store, term=second.term, step=2, last_event_seq=2)
     assert [item.directory for item in store.checkpoints()] == ["2-2", "1-1"]
     assert [step.value("reward_mean") for step in read_history(store).steps] == [0.1, 0.9]
-    assert [item.rollout_id for item in read_history(store).events] == ["r1", "r2"]
+    assert [item.rollout_id for item in read_events(store)] == ["r1", "r2"]
 
 
-def test_a_run_whose_every_checkpoint_is_unusable_does_not_start_afresh(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_run_whose_every_checkpoint_is_unusable_does_not_start_afresh(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    store = opened(tmp_path)
     commit(store, term=store.acquire_lease(owner="a").term, step=1, last_event_seq=-1)
     with pytest.raises(StoreError, match="none of the run's 1 checkpoints can be used"):
         store.acquire_lease(owner="b", passed_over={"1-1"})
@@ -186,8 +195,9 @@ def test_a_run_of_another_format_is_refused_by_whoever_opens_it(tmp_path: Path) 
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("CREATE TABLE leases (epoch INTEGER PRIMARY KEY, holder VARCHAR)")
     store = open_store(newer)
-    with store.fenced(store.acquire_lease(owner="a").term) as fenced:
-        fenced.execute(update(tables.formats).values(number=tables.FORMAT + 1))
+    store.acquire_lease(owner="a")
+    with write_under_way(store) as writing:
+        writing.execute(update(tables.formats).values(number=tables.FORMAT + 1))
     store.close()
     for directory, number in ((old, 1), (newer, tables.FORMAT + 1)):
         words = (

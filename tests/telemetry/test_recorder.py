@@ -12,28 +12,28 @@ from sqlalchemy import select
 from worlds.metric_expectations import differences, of_events, of_newest, of_steps
 from worlds.metric_names import declared
 from worlds.prometheus_server import Series, series
-from worlds.queue_builders import fill, make_settings, queue_stats
+from worlds.queue_builders import fill, make_settings, queue_cut, queue_stats
 from worlds.record_builders import evaluation_record, step_record, unmeasured_step
 from worlds.trajectory_builders import make_summary
 
 from actors.metrics import Metrics
 from actors.statistics import BY_NAME
 from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts, LedgerEvent
-from actors.trajectory_queue.messages import QueueCut
 from actors.trajectory_queue.state import QueueState
 from actors.types import BranchReason, Outcome
 from service.run.health import Phase
 from service.store import tables
-from service.store.lineage import read_history
+from service.store.lineage import read_events, read_history
 from service.store.run_store import RunStore
+from service.store.thread import StoreThread
 from service.telemetry.recorder import RunRecorder
 
 
-def make_recorder(directory: Path) -> tuple[RunRecorder, RunStore, Metrics]:
+async def make_recorder(directory: Path) -> tuple[RunRecorder, RunStore, Metrics]:
     store = RunStore(f"sqlite:///{directory / 'run.db'}")
     metrics = Metrics()
-    recorder = RunRecorder(store, metrics, num_steps=10)
-    recorder.begin_term(store.acquire_lease(owner="test"))
+    recorder = RunRecorder(store, metrics, thread=StoreThread(), num_steps=10)
+    await recorder.begin_term(store.acquire_lease(owner="test"))
     return recorder, store, metrics
 
 
@@ -64,15 +64,15 @@ def rows_of_events(store: RunStore) -> list[LedgerEvent]:
     return [LedgerEvent(**{field: row[field] for field in fields}) for row in rows]
 
 
-def test_a_step_is_stored_with_the_events_before_it_counted_from_one(tmp_path: Path) -> None:
-    recorder, store, _ = make_recorder(tmp_path)
+async def test_a_step_is_stored_with_the_events_before_it_counted_from_one(tmp_path: Path) -> None:
+    recorder, store, _ = await make_recorder(tmp_path)
     ledger = Ledger()
     ledger.admit("r0")
     ledger.train("r0", step=1)
     recorder.events(ledger.drain())
-    recorder.step(step_record(1))
+    await recorder.step(step_record(1))
     history = read_history(store)
-    assert [(item.kind, item.step) for item in history.events] == [
+    assert [(item.kind, item.step) for item in read_events(store)] == [
         ("admitted", None),
         ("trained", 1),
     ]
@@ -80,11 +80,11 @@ def test_a_step_is_stored_with_the_events_before_it_counted_from_one(tmp_path: P
     assert recorder.last_step == 1
 
 
-def test_metrics_add_up_to_the_records(tmp_path: Path) -> None:
-    recorder, _, metrics = make_recorder(tmp_path)
+async def test_metrics_add_up_to_the_records(tmp_path: Path) -> None:
+    recorder, _, metrics = await make_recorder(tmp_path)
     records = [step_record(1), step_record(2)]
     for record in records:
-        recorder.step(record)
+        await recorder.step(record)
     assert value(metrics, "rayloom_train_steps_total") == 2
     assert value(metrics, "rayloom_sampled_tokens_total") == sum(
         r.num_sampled_tokens for r in records
@@ -94,9 +94,9 @@ def test_metrics_add_up_to_the_records(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_not_known_is_absent_and_never_zero(tmp_path: Path) -> None:
-    recorder, _, metrics = make_recorder(tmp_path)
-    recorder.step(step_record(1, mismatch_k3_mean=None, scaled_reward_mean=None))
+async def test_what_is_not_known_is_absent_and_never_zero(tmp_path: Path) -> None:
+    recorder, _, metrics = await make_recorder(tmp_path)
+    await recorder.step(step_record(1, mismatch_k3_mean=None, scaled_reward_mean=None))
     families = {
         family.name: family.samples for family in metrics.registry.collect() if family.samples
     }
@@ -105,47 +105,49 @@ def test_what_is_not_known_is_absent_and_never_zero(tmp_path: Path) -> None:
     assert "rayloom_scaled_reward_mean_ratio" not in families
 
 
-def test_a_gauge_vanishes_when_the_newest_step_does_not_know_its_value(tmp_path: Path) -> None:
-    recorder, _, metrics = make_recorder(tmp_path)
-    recorder.step(step_record(1))
+async def test_a_gauge_vanishes_when_the_newest_step_does_not_know_its_value(
+    tmp_path: Path,
+) -> None:
+    recorder, _, metrics = await make_recorder(tmp_path)
+    await recorder.step(step_record(1))
     assert value(metrics, "rayloom_loss") == step_record(1).statistics["loss"]
-    recorder.step(step_record(2, loss=None, grad_norm=math.nan))
+    await recorder.step(step_record(2, loss=None, grad_norm=math.nan))
     assert value(metrics, "rayloom_loss") is None
     assert value(metrics, "rayloom_gradient_norm") is None
     assert value(metrics, "rayloom_entropy_nats") == step_record(2).statistics["entropy_mean"]
 
 
-def test_a_statistic_that_the_newest_step_does_not_know_leaves_no_series_behind(
+async def test_a_statistic_that_the_newest_step_does_not_know_leaves_no_series_behind(
     tmp_path: Path,
 ) -> None:
-    recorder, _, metrics = make_recorder(tmp_path)
-    recorder.step(step_record(1, statistics={"kl_mean": 0.25, "ratio_max": 1.5}))
+    recorder, _, metrics = await make_recorder(tmp_path)
+    await recorder.step(step_record(1, statistics={"kl_mean": 0.25, "ratio_max": 1.5}))
     assert statistics_shown(metrics) == {"kl_mean": 0.25, "ratio_max": 1.5}
-    recorder.step(step_record(2, statistics={"ratio_max": 0.0}))
+    await recorder.step(step_record(2, statistics={"ratio_max": 0.0}))
     assert statistics_shown(metrics) == {"ratio_max": 0.0}
 
 
-def test_the_statistics_go_back_with_the_run(tmp_path: Path) -> None:
-    recorder, store, metrics = make_recorder(tmp_path)
+async def test_the_statistics_go_back_with_the_run(tmp_path: Path) -> None:
+    recorder, store, metrics = await make_recorder(tmp_path)
     assert statistics_shown(metrics) == {}
-    recorder.step(step_record(1))
+    await recorder.step(step_record(1))
     assert statistics_shown(metrics) == {
         name: value for name, value in step_record(1).statistics.items() if not BY_NAME[name].metric
     }
-    recorder.begin_term(store.acquire_lease(owner="next"))
+    await recorder.begin_term(store.acquire_lease(owner="next"))
     assert statistics_shown(metrics) == {}
 
 
-def test_a_step_that_trained_nothing_has_no_policy_age(tmp_path: Path) -> None:
-    recorder, _, metrics = make_recorder(tmp_path)
-    recorder.step(step_record(1, policy_age_max=2))
-    recorder.step(unmeasured_step(2))
+async def test_a_step_that_trained_nothing_has_no_policy_age(tmp_path: Path) -> None:
+    recorder, _, metrics = await make_recorder(tmp_path)
+    await recorder.step(step_record(1, policy_age_max=2))
+    await recorder.step(unmeasured_step(2))
     assert value(metrics, "rayloom_policy_age_versions_count") == 1
     assert value(metrics, "rayloom_policy_age_versions_sum") == 2
 
 
-def test_what_was_not_scored_is_not_among_the_returns(tmp_path: Path) -> None:
-    recorder, _, metrics = make_recorder(tmp_path)
+async def test_what_was_not_scored_is_not_among_the_returns(tmp_path: Path) -> None:
+    recorder, _, metrics = await make_recorder(tmp_path)
     cut_off = make_summary("g000000.0-1", outcome=Outcome.TRUNCATED_TOKENS)
     recorder.rollouts(
         [
@@ -161,27 +163,26 @@ def test_what_was_not_scored_is_not_among_the_returns(tmp_path: Path) -> None:
     assert value(metrics, "rayloom_trajectory_return_bucket", **of, le="0.4") == 0
 
 
-def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_path: Path) -> None:
+async def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_path: Path) -> None:
     """Two steps, a return to the first, and another process: the counters miss no row."""
-    recorder, store, metrics = make_recorder(tmp_path)
+    recorder, store, metrics = await make_recorder(tmp_path)
     queue = QueueState(make_settings(step=1, lag=2))
     records = [
         step_record(1, branches={BranchReason.TEMPLATE: 2}),
         step_record(2, is_skipped=True),
     ]
     fill(queue)
-    recorder.step(records[0])
-    drained = queue.drain()
-    cut = QueueCut(snapshot=queue.snapshot(), drained=drained)
-    recorder.events(drained.events)
-    recorder.checkpoint(step=1, version=1, directory="step-1", cut=cut)
+    await recorder.step(records[0])
+    cut = queue_cut(queue)
+    recorder.events(cut.drained.events)
+    await recorder.checkpoint(step=1, version=1, directory="step-1", cut=cut)
     fill(queue)
     queue.cancel_all()
     recorder.events(queue.drain().events)
-    recorder.step(records[1])
+    await recorder.step(records[1])
     resumed = Metrics()
-    recorder = RunRecorder(store, resumed, num_steps=10)
-    recorder.begin_term(store.acquire_lease(owner="next"))
+    recorder = RunRecorder(store, resumed, thread=StoreThread(), num_steps=10)
+    await recorder.begin_term(store.acquire_lease(owner="next"))
     events = rows_of_events(store)
     assert Counter(event.kind for event in events) == {"admitted": 6, "evicted": 6}
     for each in (metrics, resumed):
@@ -190,16 +191,16 @@ def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_path: Pa
     assert not differences(samples(resumed), of_newest(records[0]))
 
 
-def test_the_gauges_go_back_with_the_run(tmp_path: Path) -> None:
-    recorder, store, metrics = make_recorder(tmp_path)
-    recorder.evaluation(evaluation_record(0, reward=0.2))
-    recorder.step(step_record(1))
+async def test_the_gauges_go_back_with_the_run(tmp_path: Path) -> None:
+    recorder, store, metrics = await make_recorder(tmp_path)
+    await recorder.evaluation(evaluation_record(0, reward=0.2))
+    await recorder.step(step_record(1))
     evicted = {EvictionReason.WALL_TIMEOUT: 3}
     recorder.queue(queue_stats(LedgerCounts(admitted=3, evicted=evicted)))
     reason = {"reason": "wall_timeout"}
     assert value(metrics, "rayloom_train_newest_step") == 1
     assert value(metrics, "rayloom_ledger_evicted_rollouts", **reason) == 3
-    recorder.begin_term(store.acquire_lease(owner="next"))
+    await recorder.begin_term(store.acquire_lease(owner="next"))
     recorder.queue(queue_stats(LedgerCounts(evicted={})))
     assert value(metrics, "rayloom_train_newest_step") is None
     assert value(metrics, "rayloom_evaluation_scaled_reward_mean_ratio") is None
@@ -230,17 +231,17 @@ def test_a_scrape_shows_no_half_of_a_change() -> None:
     assert shown["rayloom_trained_tokens_total"] == 5
 
 
-def test_no_series_tells_when_the_process_began(tmp_path: Path) -> None:
-    recorder, _, metrics = make_recorder(tmp_path)
+async def test_no_series_tells_when_the_process_began(tmp_path: Path) -> None:
+    recorder, _, metrics = await make_recorder(tmp_path)
     recorder.rollouts([make_summary("g000000.0-0")])
-    recorder.step(step_record(1))
+    await recorder.step(step_record(1))
     names = {name for name, _ in samples(metrics)}
     assert names and not [name for name in names if name.endswith("_created")]
     assert names <= {name for metric in declared() for name in metric.series}
 
 
-def test_ended_trajectories_are_counted_by_outcome(tmp_path: Path) -> None:
-    recorder, _, metrics = make_recorder(tmp_path)
+async def test_ended_trajectories_are_counted_by_outcome(tmp_path: Path) -> None:
+    recorder, _, metrics = await make_recorder(tmp_path)
     summaries = [
         make_summary("g000000.0-0"),
         replace(make_summary("g000000.0-1"), outcome=Outcome.WALL_TIMEOUT),
@@ -254,27 +255,27 @@ def test_ended_trajectories_are_counted_by_outcome(tmp_path: Path) -> None:
     assert recorder.num_rollouts == 2
 
 
-def test_what_a_dead_term_had_not_stored_is_void_in_the_next(tmp_path: Path) -> None:
-    recorder, store, _ = make_recorder(tmp_path)
+async def test_what_a_dead_term_had_not_stored_is_void_in_the_next(tmp_path: Path) -> None:
+    recorder, store, _ = await make_recorder(tmp_path)
     ledger = Ledger()
     ledger.admit("r0")
     recorder.events(ledger.drain())
-    recorder.begin_term(store.acquire_lease(owner="next"))
-    recorder.step(step_record(1))
-    assert read_history(store).events == ()
-    assert "term 2 goes on from step 0" in recorder.notices[0]
+    await recorder.begin_term(store.acquire_lease(owner="next"))
+    await recorder.step(step_record(1))
+    assert read_events(store) == ()
+    assert "term 2 goes on from step 0" in recorder.notices.since(0)[0]
 
 
-def test_phases_are_shown_with_their_detail(tmp_path: Path) -> None:
-    recorder, _, _ = make_recorder(tmp_path)
+async def test_phases_are_shown_with_their_detail(tmp_path: Path) -> None:
+    recorder, _, _ = await make_recorder(tmp_path)
     recorder.phase(Phase.STARTING, "engines and trainer")
     assert (recorder.current_phase, recorder.phase_detail) == (
         Phase.STARTING, "engines and trainer",
     )  # fmt: skip
 
 
-def test_a_start_after_a_fault_is_shown_as_the_recovery(tmp_path: Path) -> None:
-    recorder, _, _ = make_recorder(tmp_path)
+async def test_a_start_after_a_fault_is_shown_as_the_recovery(tmp_path: Path) -> None:
+    recorder, _, _ = await make_recorder(tmp_path)
     recorder.starting("engines and trainer")
     assert recorder.current_phase is Phase.STARTING
     recorder.phase(Phase.RECOVERING, "rank 0 died")
@@ -284,15 +285,15 @@ def test_a_start_after_a_fault_is_shown_as_the_recovery(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_the_first_fault_of_each_kind_is_told_with_its_text(tmp_path: Path) -> None:
-    recorder, _, _ = make_recorder(tmp_path)
+async def test_the_first_fault_of_each_kind_is_told_with_its_text(tmp_path: Path) -> None:
+    recorder, _, _ = await make_recorder(tmp_path)
     broken = replace(
         make_summary("g000000.0-0", outcome=Outcome.ENVIRONMENT_ERROR), detail="reset: no server"
     )
     slow = replace(broken, outcome=Outcome.WALL_TIMEOUT, detail="environment step: no answer")
     fine = make_summary("g000000.0-1", outcome=Outcome.COMPLETED)
     recorder.rollouts([broken, broken, fine, slow, broken])
-    assert [notice.partition(",")[0] for notice in recorder.notices] == [
+    assert [notice.partition(",")[0] for notice in recorder.notices.since(0)] == [
         "first environment_error", "first wall_timeout",
     ]  # fmt: skip
-    assert "reset: no server" in recorder.notices[0]
+    assert "reset: no server" in recorder.notices.since(0)[0]

@@ -50,7 +50,7 @@ def record_of(
     logprob_check_max: float | None = EVERY["logprob_check_max"],
 ) -> StepRecord:
     return make_step_record(
-        1, report, stats, logprob_check_max=logprob_check_max, stages=StageSeconds()
+        1, report, stats, version=1, logprob_check_max=logprob_check_max, stages=StageSeconds()
     )
 
 

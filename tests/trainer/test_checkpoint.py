@@ -10,7 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worlds.settings import changed, rank_settings
-from worlds.trainer_world import World, largest_difference, obvious_logprobs, random_samples
+from worlds.trainer_world import (
+    World,
+    largest_difference,
+    list_checkpoints,
+    obvious_logprobs,
+    random_samples,
+)
 
 from actors.trainer.checkpoint import (
     FORMAT,
@@ -20,7 +26,6 @@ from actors.trainer.checkpoint import (
     begin,
     claim,
     finish,
-    list_checkpoints,
     read_manifest,
     temporary_path,
 )

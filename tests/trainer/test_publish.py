@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from worlds.mixture_world import KINDS, load_plain, write_mixture
 
-from actors.trainer.publish import gather_groups, published_shapes
+from actors.trainer.publish import gather_groups
 from actors.trainer.tiny.model import build_tiny_model
 
 
@@ -24,7 +24,6 @@ def test_a_mixtures_weights_are_published_as_its_checkpoint_has_them(
     assert sorted(name for name, _ in published) == sorted(saved)
     for name, tensor in published:
         assert torch.equal(tensor, saved[name]), name
-    assert published_shapes(causal_lm) == [(name, tuple(t.shape)) for name, t in published]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from worlds.trainer_world import PADDING, pack, random_samples
 
 from actors.batch import MicroBatch, Minibatch, RankShard
+from actors.policy_age import oldest_version, policy_ages
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused, check_versions
 
 
-def check(*rows: MicroBatch, made_for: int = 5, max_policy_age: int | None = None) -> None:
+def check(
+    *rows: MicroBatch,
+    made_for: int = 5,
+    max_policy_age: int | None = None,
+    republished: tuple[int, ...] = (),
+) -> None:
     shard = RankShard(
         step=3, trainer_version=made_for, minibatches=(Minibatch(micro_batches=rows),)
     )
-    check_versions(shard, trainer_version=5, max_policy_age=max_policy_age)
+    check_versions(shard, trainer_version=5, max_policy_age=max_policy_age, republished=republished)
 
 
 def row_of(*versions: int) -> MicroBatch:
@@ -40,6 +48,30 @@ def test_a_token_of_a_version_to_come_is_refused() -> None:
 def test_one_token_beyond_the_age_bound_is_too_old() -> None:
     with pytest.raises(PolicyTooOld, match="3 versions old, expected at most 2"):
         check(row_of(5), row_of(2, 5), max_policy_age=2)
+
+
+def test_a_version_that_was_published_once_more_makes_no_token_older() -> None:
+    np.testing.assert_array_equal(
+        policy_ages(np.array([4, 5, 6, 7], np.int32), 6, [5]), [1, 1, 0, -1]
+    )
+    check(row_of(5, 2), max_policy_age=2, republished=(4,))
+    with pytest.raises(PolicyTooOld, match="3 versions old, expected at most 2"):
+        check(row_of(5, 1), max_policy_age=2, republished=(4,))
+    # A shard that was waiting for the step when its version was published once more.
+    check(row_of(4), made_for=4, republished=(5,))
+    with pytest.raises(ShardRefused, match="made for version 3, expected version 5"):
+        check(row_of(3), made_for=3, republished=(5,))
+
+
+@given(
+    st.integers(0, 12), st.integers(0, 4), st.sets(st.integers(0, 12)).map(sorted)
+)  # fmt: skip
+def test_the_oldest_version_of_an_age_is_the_first_that_is_no_older(
+    version: int, max_age: int, republished: list[int]
+) -> None:
+    candidates = np.arange(-20, version + 1, dtype=np.int32)
+    fits = policy_ages(candidates, version, republished) <= max_age
+    assert candidates[fits].min() == oldest_version(version, max_age, republished)
 
 
 def test_a_shard_without_tokens_has_no_age() -> None:

@@ -1,4 +1,4 @@
-"""The trainer group under real Ray: step, publish, lose a rank, go on from the checkpoint."""
+"""The trainer group under real Ray: step, publish, lose a rank, go on where it was."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ import pytest
 import ray
 import torch
 from ray.actor import ActorHandle
+from ray.util import get_placement_group, placement_group, remove_placement_group
 from worlds.settings import changed, rank_settings
-from worlds.trainer_world import random_samples, shards
+from worlds.trainer_world import list_checkpoints, random_samples, shards
 
-from actors.trainer.checkpoint import CheckpointError, list_checkpoints
+from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import (
     Deadlines,
     TrainerGroup,
     TrainerRankLost,
     TrainerStartFailed,
+    remove_reservations,
+    reservation_name,
 )
 from actors.trainer.settings import RankSettings
 from actors.trainer.shard_check import ShardRefused
 from actors.weights.actor import start_board
-from actors.weights.board import NUM_CHECK_TOKENS, CommandKind, Publication
+from actors.weights.board import NUM_CHECK_TOKENS, Publication
 from actors.weights.buffers import buffer_checksum, unpack_group
+from service.run.restartable_trainer import RestartableTrainer
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
 
@@ -68,7 +72,6 @@ async def start_group(settings: RankSettings, **deadlines: float) -> TrainerGrou
 async def fetch_weights(board: ActorHandle) -> tuple[Publication, dict[str, torch.Tensor]]:
     """Poll the board as a replica does, and check what it was given."""
     publication = await board.poll.remote("replica", None, None, 5.0)
-    assert not isinstance(publication, CommandKind)
     named: dict[str, torch.Tensor] = {}
     for group in publication.groups:
         buffer = await group.buffer
@@ -77,44 +80,57 @@ async def fetch_weights(board: ActorHandle) -> tuple[Publication, dict[str, torc
     return publication, named
 
 
-async def test_a_group_trains_publishes_and_survives_the_death_of_a_rank(
+async def test_a_group_trains_publishes_and_comes_back_bit_for_bit_after_the_death_of_a_rank(
     settings: RankSettings,
 ) -> None:
     board = start_board()
-    group = await start_group(settings)
-    await group.publish(board, 0, 0)
+    groups: list[TrainerGroup] = []
+    told: list[str] = []
+
+    def make_group() -> TrainerGroup:
+        groups.append(TrainerGroup(settings))
+        return groups[-1]
+
+    trainer = RestartableTrainer(
+        make_group, parent=None, first_step=0, max_kept_bytes=2**20, on_restart=told.append
+    )
+    await trainer.start()
+    group = groups[0]
+    await trainer.publish(board, 0, 0)
     _, first = await fetch_weights(board)
-    stats = await group.step(put_shards(0))
+    stats = await trainer.step(put_shards(0))
     assert stats.num_updates == 1 and group.version == 1
     with pytest.raises(ValueError, match="got version 0, expected 1 to publish"):
         await group.publish(board, 0, 0)
-    await group.publish(board, 0, 1)
-    path = await group.save(1, version=1, term=0)
+    await trainer.publish(board, 0, 1)
+    await trainer.begin_save(1, term=0)
+    await trainer.step(put_shards(1))
+    path = await trainer.finish_save()
+    assert path is not None and list_checkpoints(settings.checkpoint_dir) == [path]
+    await trainer.committed(0, path)
 
     publication, weights = await fetch_weights(board)
     assert publication.version == 1
     assert "lm_head.weight" not in weights
     assert max(float((weights[name] - first[name]).abs().max()) for name in weights) > 0
-    own = await group.check_logprobs()
+    await trainer.publish(board, 0, 2)
+    own = await trainer.check_logprobs()
     assert own.shape == (NUM_CHECK_TOKENS - 1,) and own.max() < 0
-    expected = (await group.step(put_shards(1))).statistics["loss"]
+    before = await group.fingerprint()
 
     process_ids = [process.process_id for process in group.processes]
     os.kill(process_ids[1], signal.SIGKILL)
-    with pytest.raises(TrainerRankLost, match="rank 1 was lost in train_step") as caught:
-        await group.step(put_shards(2))
-    assert "the process died" in caught.value.reason
-    assert caught.value.rank == 1
+    # Of a dead rank's, asked for before anything else notices.
+    assert len(await trainer.score(put_shards(2))) == 2
+    assert "rank 1 was lost in score_rows (the process died" in told[0]
+    assert "1 steps trained again" in told[0] and len(told) == 1
     await wait_until_dead(process_ids)
-    await group.stop()
 
-    heir = await start_group(settings)
-    progress = await heir.load(path)
-    assert (progress.step, heir.version) == (1, 1)
-    np.testing.assert_array_equal(await heir.check_logprobs(), own)
-    assert (await heir.step(put_shards(1))).statistics["loss"] == expected
-    await heir.stop()
-    await wait_until_dead([process.process_id for process in heir.processes])
+    assert trainer.version == 2 and trainer.republished == ()
+    assert await groups[1].fingerprint() == before
+    np.testing.assert_array_equal(await groups[1].check_logprobs(), own)
+    await trainer.stop()
+    await wait_until_dead([process.process_id for process in groups[1].processes])
 
 
 async def test_refusals_leave_the_group_at_work_and_a_rank_that_hangs_is_lost_at_the_deadline(
@@ -149,3 +165,23 @@ async def test_a_model_that_is_not_there_is_reported_with_its_reason(
     missing = changed(settings, model=str(tmp_path / "missing"), num_ranks=1)
     with pytest.raises(TrainerStartFailed, match=r"rank 0 cannot start \(join: .*missing"):
         await start_group(missing)
+
+
+@ray.remote(num_cpus=0)
+class Holder:
+    """As a supervisor that dies before it gives back what its ranks were to have."""
+
+    def reserve(self, name: str) -> None:
+        ray.get(placement_group([{"CPU": 1}], name=name).ready(), timeout=60)
+
+
+def test_what_a_killed_process_has_reserved_for_its_ranks_is_given_back_by_the_next_term() -> None:
+    older, newer = (reservation_name("run", term) for term in (9, 10))
+    for name in (older, newer):
+        holder = Holder.remote()
+        ray.get(holder.reserve.remote(name))
+        ray.kill(holder)
+    remove_reservations("run", before_term=10)
+    with pytest.raises(ValueError, match=older):
+        get_placement_group(older)
+    remove_placement_group(get_placement_group(newer))

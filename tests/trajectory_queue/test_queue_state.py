@@ -142,6 +142,21 @@ def test_waiting_bytes_stop_new_groups_until_a_step_takes_them() -> None:
     assert len(take_all(queue)) == 4
 
 
+def test_a_block_counts_whole_for_as_long_as_any_of_its_rows_waits() -> None:
+    queue = QueueState(make_settings(step=1, lag=3, window=1))
+    fill(queue)
+    block = object()
+    for row, assignment in enumerate(queue.take_rollouts("a", max_count=8)):
+        summary = make_summary(assignment.rollout_id, attempt=assignment.attempt, num_bytes=1)
+        assert queue.put("a", summary, BlockRow(block=block, row=row, num_bytes=64))
+    assert queue.stats().num_waiting == 8 and queue.stats().waiting_bytes == 64
+    for _ in range(3):
+        assert queue.take_step() is not None
+    assert queue.stats().num_waiting == 2 and queue.stats().waiting_bytes == 64
+    assert queue.take_step() is not None
+    assert queue.stats().waiting_bytes == 0
+
+
 def test_lost_payloads_give_their_step_and_all_later_ones_back() -> None:
     queue = QueueState(make_settings(step=1, lag=3, window=1))
     fill(queue)

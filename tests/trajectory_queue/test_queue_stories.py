@@ -9,7 +9,15 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from worlds.queue_builders import end, fill, finalise_all, make_settings, restart, take_all
+from worlds.queue_builders import (
+    end,
+    fill,
+    finalise_all,
+    make_settings,
+    restart,
+    take_all,
+    through_json,
+)
 
 from actors.trajectory_queue.groups import Group, Rollout
 from actors.trajectory_queue.ledger import LedgerEventKind
@@ -104,6 +112,14 @@ class QueueMachine(RuleBasedStateMachine):
     def start_again(self) -> None:
         self.drain()
         self.go_on_with(restart(self.queue))
+
+    @rule()
+    def the_queue_dies_and_another_goes_on_with_the_steps_in_hand(self) -> None:
+        self.drain()
+        taken, snapshot = self.taken, through_json(self.queue.snapshot())
+        self.go_on_with(QueueState(self.queue.settings, snapshot=snapshot, keeps_taken=True))
+        assert self.queue.snapshot() == snapshot
+        self.taken = taken
 
     @rule()
     def willing_actors_complete_the_next_step_whatever_the_bounds(self) -> None:

@@ -165,7 +165,13 @@ def test_a_restored_window_goes_on_after_the_last_finalised_step(
     for step in range(1, num_final + 1):
         window.finalise(step)
     window.set_loaded_version(num_final)
+    exact = AdmissionWindow(settings, snapshot=through_json(window.snapshot()))
+    assert exact.snapshot() == window.snapshot()
+    assert [exact.taken_groups(step) for step, _ in steps[num_final:]] == [
+        numbers for _, numbers in steps[num_final:]
+    ]
     restored = AdmissionWindow(settings, snapshot=through_json(window.snapshot()))
+    restored.roll_back_all()
     assert restored.loaded_version == num_final and restored.next_step == num_final + 1
     finalised = {k for _, numbers in steps[:num_final] for k in numbers}
     assert {k for k in range(60) if restored.is_taken(k)} == finalised

@@ -68,7 +68,7 @@ def step_of(
     loss = LossSettings(entropy_coefficient=0.1 if trains_without_signal else 0.0)
     settings = step_settings(loss=loss)
     classified = classify_groups(groups, settings)
-    result = build_step(classified, settings, step=number - 1, trainer_version=number - 1)
+    result = build_step(classified, settings, step=number, trainer_version=number - 1)
     rule = replace(RULE, trains_without_signal=trains_without_signal)
     return journal_step(result, term=term, max_policy_age=max_policy_age, group_rule=rule)
 

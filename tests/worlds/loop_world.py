@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,17 @@ from actors.merge.report import MergeReport, StepReport
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest
-from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, RolloutOutcome
-from actors.trajectory_queue.messages import Drained, OpenSlot, QueueCut, StepInput
+from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome
+from actors.trajectory_queue.messages import OpenSlot, QueueCut, StepInput
 from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, Task, TrajectorySummary
 from service.config.tree import RunSettings
 from service.inference.settings import InferenceSettings
-from service.run.health import FailureLimits
+from service.run.health import FailureLimits, WeightsMoved
 from service.run.loop import Handles, Loop, LoopSettings
 from service.run.task_feed import ConfiguredTasks
 from service.telemetry.records import EvaluationRecord, StepRecord
+from worlds.queue_builders import queue_cut
 from worlds.settings import queue_settings
 
 LIMITS = FailureLimits(
@@ -79,6 +80,11 @@ class World:
     num_taken: int = 0
     lose_payloads_at: int | None = None
     lose_trainer_at: int | None = None
+    move_weights_at: int | None = None
+    lose_save_at: int | None = None
+    version: int = 0
+    republished: tuple[int, ...] = ()
+    checkpoint_is_written: Callable[[int], Awaitable[None]] = at_once
     skip_at: int | None = None
     skip_from: int = 10**9
     misalign_from: int = 10**9
@@ -92,6 +98,7 @@ class World:
     checkpoints: list[tuple[int, str]] = field(default_factory=list)
     published_versions: list[int] = field(default_factory=list)
     value_shards: list[tuple[str, ...]] = field(default_factory=list)
+    saving: int = 0
 
     def calls_of(self, *kinds: str) -> list[str]:
         return [call for call in self.calls if call.startswith(kinds)]
@@ -123,13 +130,13 @@ class World:
     async def set_loaded_version(self, version: int) -> None:
         self.calls.append(f"loaded {version}")
 
-    async def drain(self) -> Drained:
-        failed = FAILED if self.fail_from == self.num_taken else None
-        return Drained(events=(), summaries=(), failed_groups=failed)
+    @property
+    def failed_groups(self) -> FailedGroups | None:
+        return FAILED if self.fail_from == self.num_taken else None
 
     async def cut(self) -> QueueCut:
-        state = QueueState(queue_settings(groups_per_step=1))
-        return QueueCut(snapshot=state.snapshot(), drained=state.drain())
+        self.calls.append("cut")
+        return queue_cut(QueueState(queue_settings(groups_per_step=1)))
 
     async def cancel_all(self) -> None:
         self.calls.append("cancel_all")
@@ -147,7 +154,13 @@ class World:
     async def score(self, shards: Sequence[Any]) -> Sequence[Any]:
         return [f"scores of {rows}" for rows in shards]
 
-    async def build(self, step_input: StepInput, version: int, scores: Sequence[Any]) -> BuiltStep:
+    async def build(
+        self,
+        step_input: StepInput,
+        version: int,
+        scores: Sequence[Any],
+        republished: Sequence[int],
+    ) -> BuiltStep:
         self._lose_payloads(step_input.step)
         self.calls.append(f"build {step_input.step} {' '.join(scores)}".rstrip())
         told = report(step_input.step, scaled_return=self._scaled_return(step_input.step))
@@ -168,17 +181,36 @@ class World:
     def _scaled_return(self, step: int) -> float | None:
         return self.scaled_returns[step - 1] if step <= len(self.scaled_returns) else None
 
-    async def step(self, shards: Sequence[Any], value_shards: Sequence[Any]) -> StepStats:
+    async def step(
+        self, shards: Sequence[Any], value_shards: Sequence[Any], *, num_bytes: int
+    ) -> StepStats:
         step = self.num_taken
+        if self.move_weights_at == step:
+            self.move_weights_at = None
+            self.version += 1
+            self.republished = (*self.republished, self.version)
+            raise WeightsMoved(self.version)
         self.value_shards.append(tuple(value_shards))
         if self.lose_trainer_at == step:
             raise ActorLost("rank 0 is gone")
         self.calls.append(f"train {step}")
+        self.version += 1
         return stats(step, num_skipped=int(step == self.skip_at or step >= self.skip_from))
 
-    async def save(self, step: int, *, version: int, term: int) -> Path:
+    async def begin_save(self, step: int, *, term: int) -> None:
         self.calls.append(f"save {step}")
+        self.saving = step
+
+    async def finish_save(self) -> Path | None:
+        step = self.saving
+        await self.checkpoint_is_written(step)
+        if step == self.lose_save_at:
+            self.lose_save_at = None
+            return None
         return Path(f"dir-{step}")
+
+    async def committed(self, step: int, path: Path) -> None:
+        self.calls.append(f"committed {step}")
 
     async def prune(self) -> None:
         self.calls.append("prune")
@@ -211,17 +243,14 @@ class Notebook:
     def notice(self, text: str) -> None:
         self.notices.append(text)
 
-    def rollouts(self, summaries: Sequence[TrajectorySummary]) -> None: ...
-    def events(self, events: Sequence[LedgerEvent]) -> None: ...
-
-    def step(self, record: StepRecord) -> None:
+    async def step(self, record: StepRecord) -> None:
         self.world.calls.append(f"record {record.step}")
         self.world.records.append(record)
 
-    def evaluation(self, record: EvaluationRecord) -> None:
+    async def evaluation(self, record: EvaluationRecord) -> None:
         self.evaluations.append(record)
 
-    def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
+    async def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
         self.world.calls.append(f"commit {step}")
         self.world.checkpoints.append((step, directory))
 
@@ -235,12 +264,16 @@ def make_loop(
     max_lag: int = 0,
     stop_at_reward: float | None = None,
     scores_first: bool = False,
+    parts: Mapping[str, Any] = {},
+    has_clients: bool = False,
 ) -> Loop:
+    """parts: in the world's place, by the names of `Handles`."""
     tasks = GeneratedTasks("guessing", run_seed=0)
-    world.num_taken = first_step - 1
+    world.num_taken = world.version = first_step - 1
     fakes: dict[str, Any] = dict.fromkeys(
         ("queue", "merge", "trainer", "publisher", "environments"), world
     )
+    fakes |= parts
     handles = Handles(
         **fakes, recorder=Notebook(world), tasks=ConfiguredTasks(tasks, group_size=2),
         evaluation_tasks=tasks.held_out(2), prune_checkpoints=world.prune,
@@ -255,6 +288,7 @@ def make_loop(
         ),
         first_step=first_step,
         failures=LIMITS,
+        has_clients=has_clients,
         checkpoint=checkpoint,
     )
     return Loop(handles, settings)

@@ -91,7 +91,6 @@ def check_operator_rules(manifests: Sequence[Manifest]) -> None:
     assert "headService" not in head
     for group in (head, *workers):
         assert "labels" not in group["rayStartParams"]
-        assert "resources" not in group["rayStartParams"]
         # Ray's resources stand in one place, and here that is rayStartParams.
         assert "resources" not in group
         _check_pod(group["template"]["spec"])

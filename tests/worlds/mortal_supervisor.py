@@ -14,18 +14,19 @@ from service.run.health import Cursor, Ending, Phase, RunStatus
 class Mortal:
     """What the command sees of a supervisor: it ends its own process, or the run.
 
-    It dies once it was asked how it stands. name: as it calls itself then.
+    It dies once it was asked how it stands. name: as it calls itself then. checkpoint_step: of the
+    newest checkpoint that it has committed.
     """
 
-    def __init__(self, *, dies: bool, name: str = "") -> None:
-        self.dies, self.name = dies, name
+    def __init__(self, *, dies: bool, name: str = "", checkpoint_step: int = 0) -> None:
+        self.dies, self.name, self.checkpoint_step = dies, name, checkpoint_step
         self.was_asked = asyncio.Event()
 
     async def status(self, cursor: Cursor) -> RunStatus:
         self.was_asked.set()
         return RunStatus(
             name="small", phase=Phase.TRAINING, started_at=0.0, steps=4, step=cursor.steps,
-            supervisor=self.name,
+            supervisor=self.name, checkpoint_step=self.checkpoint_step,
         )  # fmt: skip
 
     async def run(self) -> Ending:

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
 from actors.trajectory_queue.ledger import LedgerCounts, RolloutOutcome
-from actors.trajectory_queue.messages import QueueStats
+from actors.trajectory_queue.messages import QueueCut, QueueStats
 from actors.trajectory_queue.settings import QueueStateSettings
 from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, RolloutAssignment
@@ -86,6 +86,12 @@ def finalise_all(queue: QueueState, step: int, groups: Sequence[Group]) -> list[
 def restart(queue: QueueState) -> QueueState:
     """A new queue from what the old one would have stored, through JSON."""
     return QueueState(queue.settings, snapshot=through_json(queue.snapshot()))
+
+
+def queue_cut(queue: QueueState, *, opening: int = 0, number: int = 0) -> QueueCut:
+    """As the queue actor makes it."""
+    drained = queue.drain()
+    return QueueCut(opening=opening, number=number, snapshot=queue.snapshot(), drained=drained)
 
 
 def through_json(value: Value) -> Value:

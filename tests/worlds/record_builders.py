@@ -12,6 +12,7 @@ from actors.types import Outcome
 from service.run.health import Phase, RunStatus
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 from service.telemetry.summary import RunSummary, summarize_run
+from service.telemetry.totals import RunTotals, totals_of
 
 START = 1_795_000_000.0
 """When the runs of these records started: seconds since 1970."""
@@ -24,6 +25,10 @@ class Run:
     steps: tuple[StepRecord, ...] = ()
     evaluations: tuple[EvaluationRecord, ...] = ()
     num_terms: int = 1
+
+    @property
+    def totals(self) -> RunTotals:
+        return totals_of(self.steps)
 
 
 # What a plausible step knows, where a test looks at the value itself.

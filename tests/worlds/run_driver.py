@@ -19,9 +19,9 @@ import psutil
 import yaml
 
 from actors.trainer.checkpoint import FORMAT, MANIFEST, Progress
+from actors.trajectory_queue.ledger import LedgerEvent
 from service.launch.run_dir import RunDir
-from service.store.lineage import History, read_history
-from service.store.run_store import RunStore
+from service.store.lineage import History, read_events, read_history
 
 ROOT = Path(__file__).parents[2]
 # Bounds of a wait on a busy machine, not measures: until a run trains, and of one step.
@@ -31,7 +31,10 @@ STEP_S = 120.0
 FOUND_S = 30.0
 
 # An engine's process by its title, or by its command line: now and then one comes without a title.
-ENGINE = r"VLLM::EngineCore|\S*python\S* -c from multiprocessing\.spawn import spawn_main"
+ENGINE = (
+    r"VLLM::EngineCore"
+    r"|\S*python\S* (?:-\S+ )*?-c from multiprocessing\.spawn import spawn_main"
+)
 
 # Four groups of four short games a step: seconds each, and every part is the real one.
 SMALL: dict[str, Any] = {
@@ -89,7 +92,7 @@ class Run:
         """Wait until `step` is stored; fails when the run ends before, or at the limit."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
-            if self.place.database_file.exists() and self._newest_step() >= step:
+            if self._newest_step() >= step:
                 return
             assert self.process.poll() is None, f"the run ended early: {self.log()}"
             time.sleep(0.2)
@@ -123,6 +126,9 @@ class Run:
 
     def alive(self) -> list[psutil.Process]:
         """Every process that this run has started and that lives, whoever its parent is now."""
+        if self.process.poll() is not None and psutil.pid_exists(self.process.pid):
+            # A number is given anew once no process of its session is left: it is another's now.
+            return []
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -152,13 +158,14 @@ class Run:
         """kill -9 one process of a part."""
         self._newest(title).send_signal(signal.SIGKILL)
 
-    def freeze_part(self, title: str) -> None:
+    def freeze_part(self, title: str) -> psutil.Process:
         """Stop one process of a part without ending it: one that has long been at work.
 
         A replacement that is still starting has the deadline of a start, which is minutes.
         """
         oldest = min(self._found(title), key=psutil.Process.create_time)
         oldest.send_signal(signal.SIGSTOP)
+        return oldest
 
     def _newest(self, title: str) -> psutil.Process:
         return max(self._found(title), key=psutil.Process.create_time)
@@ -171,12 +178,17 @@ class Run:
             time.sleep(0.1)
         return found
 
+    def pids(self, title: str) -> set[int]:
+        """The processes of a part, of which there is one at least."""
+        return {process.pid for process in self._found(title)}
+
     def interrupt(self) -> None:
         """Ctrl-C in a terminal: it reaches the whole process group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def log(self) -> str:
-        text = self.place.log_file.read_text() if self.place.log_file.exists() else ""
+        """Its end; of a run that never began one, what was printed."""
+        text = (self.place.log_file if self.place.log_file.exists() else self.output).read_text()
         return text[-4000:]
 
     def summary(self) -> dict[str, Any]:
@@ -184,30 +196,47 @@ class Run:
         return tree
 
     def history(self) -> History:
-        store = RunStore(self.place.database_url)
-        try:
+        with self.place.looked_into() as store:
             return read_history(store)
-        finally:
-            store.close()
+
+    def events(self) -> tuple[LedgerEvent, ...]:
+        with self.place.looked_into() as store:
+            return read_events(store)
 
     def _newest_step(self) -> int:
-        steps = self.history().steps
+        if not self.place.may_have_run():
+            return 0
+        with self.place.looked_into() as store:
+            # Its file is there before its tables are.
+            steps = read_history(store).steps if store.newest_term() else ()
         return steps[-1].step if steps else 0
 
 
 @contextlib.contextmanager
 def running(
-    config: Path, run_dir: Path, arguments: Sequence[str] = (), *, command: str = "train"
+    config: Path,
+    run_dir: Path,
+    arguments: Sequence[str] = (),
+    *,
+    command: str = "train",
+    entrance: Sequence[str] = (),
+    cwd: Path = ROOT,
 ) -> Iterator[Run]:
-    """Start a run; whatever happens, nothing of it is left alive at the end."""
+    """Start a run; whatever happens, nothing of it is left alive at the end.
+
+    entrance: what stands before the command, to run it on another node.
+    """
     where = ["--resume", str(run_dir)] if "--resume" in arguments else ["--run-dir", str(run_dir)]
     rest = [argument for argument in arguments if argument != "--resume"]
-    line = [sys.executable, "-m", "service.cli.main", command, str(config), *where, *rest]
+    # A command that enters another mount namespace begins in that one's root.
+    place = [*entrance, "env", f"--chdir={cwd}"] if entrance else []
+    program = [*place, sys.executable, "-m", "service.cli.main", command]
+    line = [*program, str(config), *where, *rest]
     output = run_dir.parent / f"{run_dir.name}.out"
     printed_before = len(output.read_text()) if output.exists() else 0
     with output.open("a") as file:
         process = subprocess.Popen(
-            line, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, text=True,
+            line, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
         )  # fmt: skip
     run = Run(

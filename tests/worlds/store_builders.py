@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+
+from sqlalchemy import Connection
 
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import QueueSnapshot
 from actors.trajectory_queue.state import QueueState
 from service.store.run_store import RunStore
 from worlds.queue_builders import make_settings
+
+# The store of a directory, opened once more.
+OpenStore = Callable[[Path], RunStore]
 
 
 def queue_snapshot(step: int = 0) -> QueueSnapshot:
@@ -36,3 +43,10 @@ def commit(
         new_events=new_events,
         last_event_seq=last_event_seq,
     )
+
+
+@contextmanager
+def write_under_way(store: RunStore) -> Iterator[Connection]:
+    """A write transaction of the store, which excludes all others, and is committed at the end."""
+    with store._database._writing_connection() as connection:
+        yield connection

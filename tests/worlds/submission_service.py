@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.metrics import Metrics
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.groups import Group
-from actors.trajectory_queue.messages import QueueCut
 from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, Task
+from service.config.tree import ServiceSettings
 from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutRequest
+from service.store.retention import Retention
 from service.store.run_store import RunStore
+from service.store.thread import StoreThread
 from service.telemetry.recorder import RunRecorder
-from worlds.queue_builders import end, finalise_all, make_settings, take_all
+from worlds.queue_builders import end, finalise_all, make_settings, queue_cut, take_all
 from worlds.record_builders import step_record
 
 GROUPS_PER_STEP = 2
@@ -24,7 +27,7 @@ TakenStep = tuple[int, list[Group]]
 
 def request(name: str, *, seed: int = 1, num_samples: int = 2) -> RolloutRequest:
     task = Task(task_id=name, environment="guessing", seed=seed)
-    return RolloutRequest(task=task, num_samples=num_samples)
+    return RolloutRequest.of(task, asked_samples=num_samples, default_samples=num_samples)
 
 
 @dataclass
@@ -32,26 +35,29 @@ class Service:
     """One process of a service: `restart` is what a kill -9 and a new start make of it."""
 
     directory: Path
-    capacity: int = 8
+    settings: ServiceSettings = field(default_factory=lambda: ServiceSettings(max_waiting_tasks=8))
     step: int = 0
     queue: QueueState = field(init=False)
     taken: TakenStep | None = None
 
     def __post_init__(self) -> None:
         self.store = RunStore(f"sqlite:///{self.directory / 'run.db'}")
+        thread = StoreThread()
         self.submissions = SubmissionQueue(
             self.store,
-            capacity=self.capacity,
+            thread=thread,
+            settings=self.settings,
             groups_per_step=GROUPS_PER_STEP,
             policy=OutcomePolicy(),
         )
         self.recorder = RunRecorder(
-            self.store, Metrics(), num_steps=100, submissions=self.submissions
+            self.store, Metrics(), thread=thread, num_steps=100, submissions=self.submissions
         )
 
-    def begin(self) -> Service:
-        lease = self.store.acquire_lease(owner="service")
-        self.recorder.begin_term(lease)
+    async def begin(self, *, passed_over: Collection[str] = ()) -> Service:
+        """passed_over: checkpoints that cannot be read."""
+        lease = self.store.acquire_lease(owner="service", passed_over=passed_over)
+        await self.recorder.begin_term(lease)
         snapshot = lease.queue_snapshot
         self.step = lease.parent.step if lease.parent else 0
         self.queue = QueueState(make_settings(step=GROUPS_PER_STEP, lag=1), snapshot=snapshot)
@@ -61,9 +67,9 @@ class Service:
             self.queue.cancel_group(group_id)
         return self
 
-    def restart(self) -> Service:
+    async def restart(self, *, passed_over: Collection[str] = ()) -> Service:
         self.store.close()
-        return Service(self.directory, capacity=self.capacity).begin()
+        return await Service(self.directory, settings=self.settings).begin(passed_over=passed_over)
 
     async def admit(self) -> list[str]:
         """Give tasks to the group numbers that want one; the tasks' ids."""
@@ -84,7 +90,7 @@ class Service:
         """Let the next step take its groups, where it is complete; `train` goes on with it."""
         self.taken = self.taken or self.queue.take_step()
 
-    def train(self) -> list[str]:
+    async def train(self) -> list[str]:
         """Train the next step and publish it; its rollouts, none where it is not complete."""
         self.take()
         if self.taken is None:
@@ -94,7 +100,7 @@ class Service:
         self.step += 1
         self.queue.set_loaded_version(self.step)
         self.drain()
-        self.recorder.step(step_record(self.step))
+        await self.recorder.step(step_record(self.step))
         return rollouts
 
     async def cancel(self, name: str) -> str | None:
@@ -109,11 +115,11 @@ class Service:
         view = await self.submissions.cancel(name, evict=evict)
         return None if view is None else view.status.value
 
-    def commit(self) -> None:
-        cut = QueueCut(drained=self.queue.drain(), snapshot=self.queue.snapshot())
+    async def commit(self) -> None:
+        cut = queue_cut(self.queue)
         self.recorder.events(cut.drained.events)
         self.recorder.rollouts(cut.drained.summaries)
-        self.recorder.checkpoint(
+        await self.recorder.checkpoint(
             step=self.step, version=self.step, directory=f"step-{self.step}", cut=cut
         )
 
@@ -122,7 +128,12 @@ class Service:
         self.recorder.events(drained.events)
         self.recorder.rollouts(drained.summaries)
 
-    def status(self, name: str) -> str:
-        view = self.submissions.view(name)
+    async def prune(self, *, keep: int = 1) -> None:
+        """As after a checkpoint: let go of what no kept one needs."""
+        kept = self.store.checkpoints()[:keep]
+        await self.recorder.forget(kept, Retention(journal_steps=0, max_policy_age=1))
+
+    async def status(self, name: str) -> str:
+        view = await self.submissions.view(name)
         assert view is not None
         return view.status.value

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.batch import MicroBatch, Minibatch, RankShard
+from actors.trainer.checkpoint import MANIFEST, CheckpointError, read_manifest
 from actors.trainer.process_group import LOOPBACK, connect_store, open_store
 from actors.trainer.rank import TrainerRank
 from actors.trainer.settings import RankSettings
@@ -293,3 +294,19 @@ def shared_world(num_ranks: int) -> World:
 def largest_difference(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:
     assert left.keys() == right.keys()
     return max(float(np.abs(left[name] - right[name]).max()) for name in left)
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """List the whole checkpoints under a directory, oldest first: by term, then step.
+
+    A newer term outranks a later step: it went on from a checkpoint that was committed, and what
+    the older term wrote beyond that belongs to no surviving lineage.
+    """
+    found: list[tuple[int, int, Path]] = []
+    for manifest in root.glob(f"step-*/{MANIFEST}"):
+        try:
+            progress = read_manifest(manifest.parent)
+        except CheckpointError:
+            continue
+        found.append((progress.term, progress.step, manifest.parent))
+    return [path for _, _, path in sorted(found)]

@@ -18,6 +18,7 @@ from service.inspect.audit.offence import Check, Offence
 from service.inspect.audit.steps import Plan, missing_steps, steps_beyond
 from service.inspect.audit.tokens import check_trajectory
 from service.inspect.reader import OpenJournal, config_beside, is_refused
+from service.inspect.surviving import Recorded, read_recorded
 from service.visible import visible_text
 
 _NO_DATABASE = "there is no rayloom.db beside the journal"
@@ -55,12 +56,11 @@ class Audit:
 class _Auditor:
     """What is known over all steps."""
 
-    def __init__(self, journal: OpenJournal) -> None:
+    def __init__(self, journal: OpenJournal, recorded: Recorded | None) -> None:
         self._journal = journal
-        history = journal.history
-        self._recorded = {record.step for record in history.steps} if history else set[int]()
+        self._recorded = set(recorded.steps) if recorded else set[int]()
         # Each rollout's newest event: the events are in order.
-        self._newest = {event.rollout_id: event for event in history.events} if history else None
+        self._newest = {each.rollout_id: each for each in recorded.events} if recorded else None
         self._groups = by_group(self._newest) if self._newest is not None else None
         self._trained_at: dict[str, int] = {}
 
@@ -103,7 +103,10 @@ def _once(step: JournalStep, rollout_id: str, text: str) -> Offence:
 
 def audit(journal: OpenJournal) -> Audit:
     """Check a journal. Raises: ConfigError for a file that cannot be read."""
-    auditor = _Auditor(journal)
+    recorded = None
+    if journal.run_dir is not None and journal.has_database:
+        recorded = read_recorded(journal.run_dir)
+    auditor = _Auditor(journal, recorded)
     offences: list[Offence] = []
     num_trajectories = num_sampled = num_trained = 0
     refused: list[int] = []
@@ -120,19 +123,18 @@ def audit(journal: OpenJournal) -> Audit:
     present = [file.step for file in journal.files]
     missing: tuple[int, ...] = ()
     unrecorded: tuple[int, ...] = ()
-    if journal.history is not None:
-        recorded = [record.step for record in journal.history.steps]
+    if recorded is not None:
         plan = _plan(journal)
-        offences += steps_beyond(present, recorded, plan)
-        missing = missing_steps(present, recorded, plan)
-        unrecorded = tuple(sorted(set(present) - set(recorded)))
+        offences += steps_beyond(present, recorded.steps, plan)
+        missing = missing_steps(present, recorded.steps, plan)
+        unrecorded = tuple(sorted(set(present) - set(recorded.steps)))
     return Audit(
         num_steps=len(journal.files),
         num_trajectories=num_trajectories,
         num_sampled=num_sampled,
         num_trained=num_trained,
         offences=tuple(offences),
-        unchecked=({} if journal.history else _WITH_LEDGER) | ({} if has_rule else _WITH_RULE),
+        unchecked=({} if recorded else _WITH_LEDGER) | ({} if has_rule else _WITH_RULE),
         missing_steps=missing,
         unrecorded_steps=unrecorded,
         refused_steps=tuple(refused),

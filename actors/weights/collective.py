@@ -1,0 +1,203 @@
+"""Broadcasting a publication's buffers over `torch.distributed`: gloo on CPU, NCCL on CUDA.
+
+Each broadcast has a group of its own, under a store prefix of its own: rank 0 is the trainer's, the
+others are the workers of the engines that took a seat on the board. A member that dies or freezes
+fails the group; the others drop their buffers and take a seat in the next one, which is formed
+without it. Invariant: a worker's model is touched only after the last byte has arrived.
+
+`Sender` runs beside a rank's training and serves whoever lacks the current version, also engines
+that start later; `Reception` runs beside an engine's sampling. No Ray, no vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from actors.weights.board import Seat, StaleTerm, WeightGroup, WeightManifest
+from actors.weights.buffers import buffer_checksum
+
+# Until a member must have come to the group, and until each chunk must have arrived everywhere: a
+# deadline by progress, whatever the size of the model.
+STALL_S = 10.0
+CHUNK_BYTES = 64 * 1024 * 1024
+# Written by a worker for each group of weights that it has received, and before what went wrong.
+RECEIVED, FAILED = b".", b"!"
+FORM_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+def meet(
+    store: dist.Store, seat: Seat, *, rank: int, device: torch.device, address: str
+) -> dist.ProcessGroup:
+    """Form a group with the other members. address: of this node, as the others reach it.
+
+    Raises: RuntimeError (torch) when a member does not come within STALL_S.
+    """
+    own, timeout = dist.PrefixStore(seat.name, store), timedelta(seconds=STALL_S)
+    if device.type == "cuda":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(own, rank, seat.size, nccl)
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._timeout = timeout
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(own, rank, seat.size, gloo)
+
+
+def broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, *, device: torch.device) -> None:
+    """Bring rank 0's bytes into every member's buffer. buffer: [num_bytes] uint8 on the CPU."""
+    for part in buffer.split(CHUNK_BYTES):
+        moved = part.to(device)
+        group.broadcast(moved, 0).wait()
+        if moved is not part and group.rank() > 0:
+            part.copy_(moved)
+
+
+def connect(address: str) -> dist.TCPStore:
+    """Connect to rank 0's store. address: HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    timeout = timedelta(seconds=STALL_S)
+    return dist.TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
+
+
+def linger(store: dist.Store, seat: Seat, *, rank: int) -> None:
+    """Keep the group, and what its sockets still hold, until all members are through."""
+    own = dist.PrefixStore(seat.name, store)
+    with suppress(RuntimeError):
+        own.set(f"through/{rank}", "1")
+        own.wait([f"through/{each}" for each in range(seat.size)], timedelta(seconds=STALL_S))
+
+
+class Reception:
+    """One worker's part in a broadcast, in a thread of its own.
+
+    progress: a file to which RECEIVED is appended for each group of weights, or FAILED and a
+    sentence; another process follows it there. buffers: complete once all groups are received.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        manifests: Sequence[WeightManifest],
+        checksums: Sequence[str],
+        *,
+        rank: int,
+        device: torch.device,
+        address: str,
+        progress: Path,
+    ) -> None:
+        """rank: this worker's own, `seat.rank` or one after it."""
+        self.buffers = [torch.empty(each.num_bytes, dtype=torch.uint8) for each in manifests]
+        self.manifests = tuple(manifests)
+        self._seat, self._rank, self._device, self._address = seat, rank, device, address
+        self._checksums = tuple(checksums)
+        self._progress = progress
+        # Before the thread starts, so that whoever follows finds it.
+        progress.touch()
+        threading.Thread(target=self._run, daemon=True, name=f"weights-{seat.name}").start()
+
+    def _run(self) -> None:
+        with self._progress.open("ab", buffering=0) as progress:
+            try:
+                for _ in self._receive():
+                    progress.write(RECEIVED)
+            except (RuntimeError, ValueError, OSError) as error:
+                # torch has no type of its own for a peer that is gone.
+                first_line = (str(error).splitlines() or [type(error).__name__])[0]
+                progress.write(FAILED + first_line.encode())
+
+    def _receive(self) -> Iterator[None]:
+        store = connect(self._seat.store)
+        group = meet(store, self._seat, rank=self._rank, device=self._device, address=self._address)
+        for buffer, checksum in zip(self.buffers, self._checksums, strict=True):
+            broadcast(group, buffer, device=self._device)
+            if (found := buffer_checksum(buffer.numpy())) != checksum:
+                raise ValueError(
+                    f"weights: got checksum {found}, expected {checksum}; the buffer was changed "
+                    "on its way"
+                )
+            yield
+        linger(store, self._seat, rank=self._rank)
+
+
+def read_progress(path: Path) -> tuple[int, str | None]:
+    """How many groups of weights a worker has received, and what went wrong, if anything did."""
+    received, failed, reason = path.read_bytes().partition(FAILED)
+    return len(received), reason.decode() if failed else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a sender broadcasts."""
+
+    term: int
+    version: int
+    groups: tuple[WeightGroup, ...]
+    """With their buffers."""
+
+
+class Sender:
+    """The trainer's rank 0: serves whoever asks for the current version, in a thread of its own."""
+
+    def __init__(
+        self,
+        form_group: Callable[[Offer, str, float], Seat | None],
+        *,
+        address: str,
+        device: torch.device,
+    ) -> None:
+        """form_group: asks the board (`WeightBoard.form_group`) with the offer, the store's
+        HOST:PORT and a timeout. address: of this node, as the engines reach it."""
+        self._form_group = form_group
+        self._address, self._device = address, device
+        self._offered = threading.Condition()
+        self._offer: Offer | None = None
+        threading.Thread(target=self._run, daemon=True, name="weights-sender").start()
+
+    def offer(self, offer: Offer | None) -> None:
+        """Serve this from now on, to those that come later too; None: nobody."""
+        with self._offered:
+            self._offer = offer
+            self._offered.notify()
+
+    def _run(self) -> None:
+        store: dist.TCPStore | None = None
+        while True:
+            with self._offered:
+                while (offer := self._offer) is None:
+                    self._offered.wait()
+            try:
+                store = store or open_store(self._address)
+                seat = self._form_group(offer, f"{self._address}:{store.port}", FORM_S)
+                if seat is None:
+                    continue
+                self._send(offer, store, seat)
+            except StaleTerm:
+                self.offer(None)
+            except (RuntimeError, OSError) as error:
+                # Those that missed it ask again; torch has no type for a peer that is gone.
+                log.warning("weights: broadcast of version %d failed: %s", offer.version, error)
+            # No two groups meet at one store, so that nothing piles up in it.
+            store = None
+
+    def _send(self, offer: Offer, store: dist.Store, seat: Seat) -> None:
+        group = meet(store, seat, rank=0, device=self._device, address=self._address)
+        for each in offer.groups:
+            broadcast(group, torch.from_numpy(each.buffer), device=self._device)
+        linger(store, seat, rank=0)
+
+
+def open_store(address: str) -> dist.TCPStore:
+    """Open a store for one group, on a port that the system chooses."""
+    timeout = timedelta(seconds=STALL_S)
+    return dist.TCPStore(address, 0, None, True, timeout=timeout, wait_for_workers=False)

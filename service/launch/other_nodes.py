@@ -1,0 +1,209 @@
+"""Whether the nodes of a cluster see what they need, asked of each before a run starts there.
+
+The run's directory, a model's directory and a task file outside of the working directory lie on
+the node where the command runs; the other nodes must see them under the same paths. A node that a
+part of the run may be placed on is asked by a task of its own. On a cluster of this node alone
+nothing is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from service.api.settings import is_loopback
+from service.config.file import ConfigError
+from service.config.preflight import check_metrics_address, companions
+from service.config.tree import Config, ServiceSettings
+from service.launch.cluster import alive_nodes, on_node
+from service.launch.placement import HEAD_NODE, Node, Role, roles_of
+from service.launch.run_dir import RunDir
+
+# Until a node has started a process and looked.
+ANSWER_LIMIT_S = 120.0
+# Of a file that is compared: its beginning tells.
+_COMPARED_BYTES = 1 << 20
+_ALL = frozenset(Role)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPath:
+    """A path that nodes must see as this one does."""
+
+    key: str
+    """What names it: a setting, or the run directory."""
+    path: Path
+    witness: Path
+    """A file whose content tells whether it is the same path."""
+    digest: str
+    roles: frozenset[Role]
+    """Of the nodes that need it."""
+    is_written: bool = False
+    """Whether they write there too."""
+
+
+def check_other_nodes(config: Config, run_dir: RunDir, *, model: str) -> None:
+    """Ask every node that a part of the run may be placed on. model: a directory or hub name.
+
+    Raises: ConfigError, with the node and the path.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    nodes = alive_nodes()
+    if all(node.node_id == here for node in nodes):
+        return
+    roles = roles_of(nodes)
+    with _witness_in(run_dir) as nonce:
+        shared = list(_shared_paths(config, run_dir, model=model, nonce=nonce))
+        asked: list[tuple[Node, Any]] = []
+        for node in nodes:
+            own = frozenset(role for role in Role if node in roles.nodes(role, nodes))
+            needed = [each for each in shared if each.roles & own]
+            if needed:
+                asked.append((node, _task(find_unshared, node).remote(needed)))
+            if Role.CONTROL in own:
+                asked.append((node, _task(_metrics_fault, node).remote(config)))
+        for node, answer in asked:
+            if (fault := _answer(node, answer)) is not None:
+                raise ConfigError(f"node {node.address}: {fault}")
+
+
+def check_api_place(service: ServiceSettings) -> None:
+    """The API is reached from here: Serve's proxy listens on the head node alone.
+
+    Raises: ConfigError.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    [head] = [node for node in alive_nodes() if HEAD_NODE in node.resources]
+    if head.node_id != here and is_loopback(service.host):
+        raise ConfigError(
+            f"service.host is {service.host}: the API listens on the head node, {head.address}, "
+            "where only that node itself could reach it; start the command there, or set 0.0.0.0 "
+            "and a key"
+        )
+
+
+def find_unshared(needed: Sequence[SharedPath]) -> str | None:
+    """Run on each node. Returns: a sentence on the first path that is not as it should be."""
+    for shared in needed:
+        if digest_of(shared.witness) != shared.digest:
+            return (
+                f"{shared.key}: {shared.path} is not what it is where the command runs; expected a "
+                "path on a file system that all nodes of the run mount at the same place; move it "
+                "there"
+            )
+        if shared.is_written and (reason := _write_fault(shared.path)):
+            return (
+                f"{shared.key}: {shared.path} cannot be written ({reason}); expected a directory "
+                "that this node may write; correct its permissions, or its mount"
+            )
+    return None
+
+
+def digest_of(file: Path) -> str:
+    """Of the file's size and beginning; empty where it cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(_COMPARED_BYTES)
+        size = file.stat().st_size
+    except OSError:
+        return ""
+    return blake2b(content + str(size).encode(), digest_size=16).hexdigest()
+
+
+def _shared_paths(
+    config: Config, run_dir: RunDir, *, model: str, nonce: Path
+) -> Iterator[SharedPath]:
+    yield SharedPath(
+        key="run directory",
+        path=run_dir.path,
+        witness=nonce,
+        digest=digest_of(nonce),
+        roles=frozenset({Role.CONTROL, Role.TRAINER}),
+        is_written=True,
+    )
+    models = {"model.path" if config.model.path else "the run's own model": (model, _ALL)}
+    for key, path in companions(config).items():
+        models[key] = (path, frozenset({Role.TRAINER}))
+    for key, (path, roles) in models.items():
+        witness = Path(path).expanduser() / "config.json"
+        # A name of a hub lies nowhere: each node fetches it by itself.
+        if witness.is_file():
+            yield SharedPath(
+                key=key,
+                path=witness.parent,
+                witness=witness,
+                digest=digest_of(witness),
+                roles=roles,
+            )
+    if (file := config.tasks.file) is not None:
+        yield SharedPath(
+            key="tasks.file",
+            path=file,
+            witness=file,
+            digest=digest_of(file),
+            roles=frozenset({Role.CONTROL}),
+        )
+
+
+@contextmanager
+def _witness_in(run_dir: RunDir) -> Iterator[Path]:
+    """A file that only this start can have written."""
+    nonce = run_dir.path / f".seen-{uuid.uuid4().hex}"
+    nonce.write_text(nonce.name)
+    try:
+        yield nonce
+    finally:
+        with suppress(OSError):
+            nonce.unlink()
+
+
+def _write_fault(directory: Path) -> str:
+    """Why nothing can be written there; empty where it can."""
+    own = directory / f".written-{uuid.uuid4().hex}"
+    try:
+        own.write_bytes(b"")
+        own.unlink()
+    except OSError as error:
+        return os.strerror(error.errno or 0)
+    return ""
+
+
+def _metrics_fault(config: Config) -> str | None:
+    try:
+        check_metrics_address(config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _task(function: Callable[..., str | None], node: Node) -> Any:
+    return ray.remote(function).options(
+        num_cpus=0, max_retries=0, scheduling_strategy=on_node(node.node_id)
+    )
+
+
+def _answer(node: Node, answer: Any) -> str | None:
+    try:
+        fault: str | None = ray.get(answer, timeout=ANSWER_LIMIT_S)
+    except GetTimeoutError:
+        return (
+            f"no answer within {ANSWER_LIMIT_S:g} s, expected a node that runs tasks; look at its "
+            "raylet's log, or take it out of the cluster"
+        )
+    except RayTaskError as error:
+        return (
+            f"it cannot run Rayloom ({str(error.cause).splitlines()[0]}); expected the same "
+            "version of it to be installed on every node"
+        )
+    except RayError as error:
+        return f"lost while it was asked ({str(error).splitlines()[0]}); start again without it"
+    return fault

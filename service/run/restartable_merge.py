@@ -1,0 +1,93 @@
+"""The merge actor, replaced in place: a call whose actor dies is made again of a new one.
+
+Plans and batches are functions of their arguments, so nothing is carried over. Invariant: what a
+call returns outlives the actor that made it. Ray frees what a dead process owned, so shards are put
+into the object store once more, as this process's own. Used by the loop; made once a term.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from actors.deadline import ActorLost
+from actors.merge.actor import BuiltStep
+from actors.trajectory_queue.messages import StepInput
+from service.run.remote_handles import MERGE_DEADLINE_S, await_reply, reason_of
+
+# For one call.
+MAX_ATTEMPTS = 3
+FETCH_DEADLINE_S = 60.0
+
+
+class RestartableMerge:
+    """`loop.Merge` over one actor after another. Raises: ActorLost after MAX_ATTEMPTS."""
+
+    def __init__(
+        self, start_actor: Callable[[], ActorHandle], *, on_restart: Callable[[str], None]
+    ) -> None:
+        """on_restart: told, in a sentence, of each actor that was replaced."""
+        self._start_actor = start_actor
+        self._on_restart = on_restart
+        self._actor = start_actor()
+
+    async def plan(self, step_input: StepInput, version: int) -> tuple[Any, ...]:
+        """As `MergeActor.plan`."""
+
+        async def plan() -> tuple[Any, ...]:
+            return await _own(await self._ask("plan", step_input, version))
+
+        return await self._again(plan)
+
+    async def build(
+        self,
+        step_input: StepInput,
+        version: int,
+        scores: Sequence[Any],
+        republished: Sequence[int],
+    ) -> BuiltStep:
+        """As `MergeActor.build`."""
+
+        async def build() -> BuiltStep:
+            built = await self._ask("build", step_input, version, scores, republished)
+            shards, values = await _own(built.shards), await _own(built.value_shards)
+            return replace(built, shards=shards, value_shards=values)
+
+        return await self._again(build)
+
+    def kill(self) -> None:
+        ray.kill(self._actor)
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        call = getattr(self._actor, method).remote(*arguments)
+        return await await_reply(call, name="merge actor", deadline_s=MERGE_DEADLINE_S)
+
+    async def _again(self, call: Callable[[], Any]) -> Any:
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                return await call()
+            except ActorLost as loss:
+                if attempt == MAX_ATTEMPTS:
+                    raise
+                self.kill()
+                self._actor = self._start_actor()
+                self._on_restart(f"{loss}; a new one makes the batch again")
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+async def _own(references: Sequence[Any]) -> tuple[Any, ...]:
+    """The same objects as this process's own. Raises: ActorLost when they died with their owner."""
+    try:
+        return await asyncio.to_thread(_put_again, list(references))
+    except RayError as error:
+        raise ActorLost(f"the merge actor died: {reason_of(error)}") from error
+
+
+def _put_again(references: list[Any]) -> tuple[Any, ...]:
+    return tuple(ray.put(each) for each in ray.get(references, timeout=FETCH_DEADLINE_S))

@@ -1,0 +1,209 @@
+"""The trajectory queue as the supervisor calls it; a queue that died is opened again in place.
+
+Ray starts the queue's process again under the same handles; this handle opens it from the newest
+cut that it has taken in, and makes the calls that were lost once more. Invariants: cuts are taken
+in one after the other, each with its events and summaries, which go to the recorder; a call returns
+only when its own cut has been taken in. So the recorder and the next queue agree about everything
+that the loop knows; what happened in the queue after that cut, and the trajectories that it held,
+are played again. A step that the loop has in hand stays taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError
+
+from actors.deadline import ActorLost, retry
+from actors.metrics import Part
+from actors.trajectory_queue.actor import start_queue
+from actors.trajectory_queue.groups import FailedGroups, GroupRequest
+from actors.trajectory_queue.ledger import RolloutOutcome
+from actors.trajectory_queue.messages import (
+    OpenSlot,
+    QueueCut,
+    QueueSnapshot,
+    QueueStats,
+    StepInput,
+)
+from actors.trajectory_queue.settings import QueueStateSettings
+from service.run.remote_handles import RPC_DEADLINE_S, await_reply
+from service.telemetry.recorder import RunRecorder
+
+# Until a queue that died has to be there again.
+REOPEN_LIMIT_S = 120.0
+# Deaths between two finalised steps; more of them end the term.
+MAX_DEATHS = 5
+NAME = "trajectory queue"
+
+
+class RestartableQueue:
+    """Starts the queue; `open` comes first. Every call may raise ActorLost."""
+
+    def __init__(
+        self,
+        settings: QueueStateSettings,
+        snapshot: QueueSnapshot | None,
+        *,
+        recorder: RunRecorder,
+        strategy: Any = "DEFAULT",
+    ) -> None:
+        """snapshot: what the term goes on from; None: nothing. recorder: told what happened.
+
+        strategy: Ray's, of the queue's place.
+        """
+        self.actor: ActorHandle = start_queue(settings, strategy=strategy)
+        self.failed_groups: FailedGroups | None = None
+        """Of the newest cut: the groups that failed since the last usable one."""
+        self._recorder = recorder
+        self._snapshot = snapshot
+        self._opening = 0
+        self._num_taken_in = 0
+        self._arrived: dict[int, QueueCut] = {}
+        self._news = asyncio.Condition()
+        self._reopening = asyncio.Lock()
+        self._changing: set[asyncio.Task[Any]] = set()
+        """Kept, as asyncio keeps no task."""
+        self._num_deaths = 0
+
+    async def open(self) -> None:
+        """Open the first queue of the term."""
+        await self._remote("open", self._opening, self._snapshot)
+
+    async def admissible(self, timeout_s: float) -> list[OpenSlot]:
+        """As the actor's, like all that follow; their cuts are taken in here."""
+        slots: list[OpenSlot] = await self._change("admissible", timeout_s)
+        return slots
+
+    async def admit(self, groups: Sequence[GroupRequest]) -> None:
+        await self._change("admit", groups)
+
+    async def take_step(self, timeout_s: float) -> StepInput | None:
+        taken: StepInput | None = await self._change("take_step", timeout_s)
+        return taken
+
+    async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> None:
+        await self._change("finalise", step, outcomes)
+        self._num_deaths = 0
+
+    async def replay_lost(self, rollout_ids: Sequence[str]) -> None:
+        await self._change("replay_lost", rollout_ids)
+
+    async def set_loaded_version(self, version: int) -> None:
+        await self._change("set_loaded_version", version)
+
+    async def cancel_group(self, group_id: str) -> bool:
+        is_cancelled: bool = await self._change("cancel_group", group_id)
+        return is_cancelled
+
+    async def cancel_all(self) -> None:
+        await self._change("cancel_all")
+
+    async def cut(self) -> QueueCut:
+        """Take in what has happened until now."""
+        cut: QueueCut = await self._change("cut")
+        return cut
+
+    async def release_actor(self, actor_id: str) -> int:
+        num_released: int = await self._ask("release_actor", actor_id)
+        return num_released
+
+    async def stats(self) -> QueueStats:
+        stats: QueueStats = await self._ask("stats")
+        return stats
+
+    def kill(self) -> None:
+        for call in self._changing:
+            # The recorder goes on with the next term.
+            call.cancel()
+        ray.kill(self.actor)
+
+    async def _change(self, method: str, *arguments: Any) -> Any:
+        """Make a call that returns a cut, or a value with one, and take the cut in.
+
+        Also where the caller is cancelled meanwhile: every later cut waits for this one.
+        """
+        call = asyncio.create_task(self._make_change(method, *arguments))
+        self._changing.add(call)
+        call.add_done_callback(self._end_change)
+        return await asyncio.shield(call)
+
+    def _end_change(self, call: asyncio.Task[Any]) -> None:
+        self._changing.discard(call)
+        if not call.cancelled():
+            # Of a caller that is cancelled nobody else reads it, and asyncio logs unread ones.
+            call.exception()
+
+    async def _make_change(self, method: str, *arguments: Any) -> Any:
+        while True:
+            reply = await self._ask(method, *arguments)
+            value, cut = (reply, reply) if isinstance(reply, QueueCut) else reply
+            if await self._take_in(cut):
+                return value
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        """Make a call, again for every queue that dies under it."""
+        while True:
+            opening = self._opening
+            try:
+                return await self._remote(method, *arguments)
+            except ActorLost as loss:
+                await self._reopen(loss, opening)
+
+    async def _remote(self, method: str, *arguments: Any, **named: Any) -> Any:
+        call = getattr(self.actor, method).remote(*arguments, **named)
+        return await await_reply(call, name=NAME, deadline_s=RPC_DEADLINE_S)
+
+    async def _take_in(self, cut: QueueCut) -> bool:
+        """Wait until the cut and all before it are taken in.
+
+        Returns: False for a cut of a queue that has died, and with it the call's effect.
+        """
+        async with self._news:
+            if cut.opening == self._opening:
+                self._arrived[cut.number] = cut
+            while (following := self._arrived.pop(self._num_taken_in, None)) is not None:
+                self._snapshot = following.snapshot
+                self.failed_groups = following.drained.failed_groups
+                self._recorder.events(following.drained.events)
+                self._recorder.rollouts(following.drained.summaries)
+                self._num_taken_in += 1
+            self._news.notify_all()
+            await self._news.wait_for(
+                lambda: cut.opening != self._opening or cut.number < self._num_taken_in
+            )
+            return cut.opening == self._opening
+
+    async def _reopen(self, loss: ActorLost, opening: int) -> None:
+        """Open the queue that Ray starts in place of a dead one, unless another call has.
+
+        Raises: ActorLost when queues die again and again, or Ray starts no other.
+        """
+        async with self._reopening:
+            if opening != self._opening:
+                return
+            self._num_deaths += 1
+            if self._num_deaths > MAX_DEATHS or isinstance(loss.__cause__, ActorDiedError):
+                raise loss
+            if isinstance(loss.__cause__, TimeoutError):
+                ray.kill(self.actor, no_restart=False)
+            async with self._news:
+                self._opening += 1
+                self._num_taken_in = 0
+                self._arrived.clear()
+                self._news.notify_all()
+            await retry(self._open_next, on=ActorLost, limit_s=REOPEN_LIMIT_S)
+            self._recorder.replaced(
+                Part.QUEUE, f"{loss}; its successor goes on, and what was in flight is played again"
+            )
+
+    async def _open_next(self) -> None:
+        is_open = await self._remote("open", self._opening, self._snapshot, keeps_taken=True)
+        if not is_open:
+            # It was only out of reach, and has gone on alone.
+            ray.kill(self.actor, no_restart=False)
+            raise ActorLost(f"the {NAME} did not answer in time and is ended")

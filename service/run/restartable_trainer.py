@@ -1,0 +1,300 @@
+"""A trainer that outlives its ranks: `TrainerGroup`'s calls, over one group after another.
+
+When a rank is lost, a new group loads the newest committed checkpoint and trains the kept shards of
+the steps after it again, in order; then the call that was interrupted is made again. Meanwhile the
+caller waits: nothing is published and nothing is played again. Invariants: a step counts as done
+once all ranks have answered with its statistics and a fingerprint of their state; the weights of a
+version that engines may hold are those bits, or the version is another one: where the new ranks'
+fingerprint differs (CUDA, other threads), the weights become the next version, and every call but
+`publish` raises `WeightsMoved` until they are published. Used by the loop; made once a term.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from actors.batch import Float32s
+from actors.deadline import ActorLost
+from actors.expert_records import ModelShape
+from actors.trainer.checkpoint import CheckpointError
+from actors.trainer.group import ShardLost, TrainerGroup, TrainerRankLost
+from actors.trainer.statistics import StepStats
+from service.run.health import WeightsMoved
+
+# In a row, without a step that was never done before.
+MAX_RESTARTS = 3
+WATCH_EVERY_S = 0.5
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KeptStep:
+    """A step since the newest committed checkpoint."""
+
+    step: int
+    version: int
+    """That the ranks held when it was trained."""
+    shards: tuple[Any, ...]
+    """References, in the order of ranks; empty once they are dropped."""
+    value_shards: tuple[Any, ...]
+    num_bytes: int
+
+
+class RestartableTrainer:
+    """One trainer for a whole term. `start` it, then use it, then `stop` it.
+
+    version: of the weights. republished: this term's versions that are of the same step as the
+    version before them. shape: of the model; None before the start.
+    """
+
+    def __init__(
+        self,
+        make_group: Callable[[], TrainerGroup],
+        *,
+        parent: Path | None,
+        first_step: int,
+        max_kept_bytes: int,
+        on_restart: Callable[[str], None],
+    ) -> None:
+        """make_group: makes one that is not started. parent: the checkpoint to begin with; None:
+        the base model. first_step: the one after it. max_kept_bytes: of the shards of steps that no
+        checkpoint holds yet; beyond it the oldest are dropped, and a lost rank ends the term.
+        on_restart: told, in a sentence, of each group that was replaced.
+        """
+        self._make_group = make_group
+        self._group = make_group()
+        self._checkpoint = parent
+        self._max_kept_bytes = max_kept_bytes
+        self._on_restart = on_restart
+        self._lock = asyncio.Lock()
+        """Held through each call and each restart: a group does one thing at a time."""
+        self._kept: list[_KeptStep] = []
+        self._next_step = first_step
+        self._saving: TrainerGroup | None = None
+        self._num_restarts = 0
+        self._fingerprint: tuple[int, ...] = ()
+        self._logprobs: Float32s | None = None
+        """What `check_logprobs` has found for `version`; None: not asked yet."""
+        self._is_given_out = False
+        """Whether an engine may hold `version`."""
+        self._must_publish = False
+        self._published: tuple[Any, int] | None = None
+        """Board and term of the last publish."""
+        self.version = 0
+        self.republished: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> ModelShape | None:
+        return self._group.shape
+
+    async def reserve(self) -> None:
+        """Take the ranks' places before `start`. Raises: ActorLost."""
+        await self._group.reserve()
+
+    async def start(self) -> None:
+        """Raises: CheckpointError for the parent; TrainerStartFailed; ActorLost."""
+        await self._open_group()
+        self.version = self._group.version
+        self._fingerprint = await self._group.fingerprint()
+
+    async def watch(self) -> None:
+        """Replace the group soon after a rank has died, also while nothing is asked of it.
+
+        Raises: as `step`.
+        """
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            group = self._group
+            try:
+                await group.check_alive()
+            except TrainerRankLost as loss:
+                async with self._lock:
+                    if group is self._group:
+                        await self._restart(loss)
+
+    async def score(self, shards: Sequence[Any]) -> tuple[Any, ...]:
+        """As `TrainerGroup.score`. Raises: as `step`."""
+        async with self._lock:
+            return await self._ask(lambda group: group.score(shards))
+
+    async def step(
+        self, shards: Sequence[Any], value_shards: Sequence[Any] = (), *, num_bytes: int = 0
+    ) -> StepStats:
+        """As `TrainerGroup.step`; the shards are kept. num_bytes: of all of them.
+
+        Raises: WeightsMoved; ActorLost when no group comes back, or a shard is gone;
+            TrainerStartFailed; ShardRefused and PolicyTooOld as the group.
+        """
+
+        async def train(group: TrainerGroup) -> tuple[StepStats, tuple[int, ...]]:
+            stats = await group.step(shards, value_shards)
+            return stats, await group.fingerprint()
+
+        async with self._lock:
+            stats, self._fingerprint = await self._ask(train)
+            self._keep(
+                _KeptStep(
+                    step=self._next_step,
+                    version=self.version,
+                    shards=tuple(shards),
+                    value_shards=tuple(value_shards),
+                    num_bytes=num_bytes,
+                )
+            )
+            self._next_step += 1
+            self.version = self._group.version
+            self._is_given_out, self._num_restarts, self._logprobs = False, 0, None
+            return stats
+
+    async def publish(self, board: Any, term: int, version: int) -> None:
+        """As `TrainerGroup.publish`. Raises: WeightsMoved when `version` no longer is the weights';
+        else as `step`."""
+
+        async def publish(group: TrainerGroup) -> None:
+            if version != self.version:
+                raise WeightsMoved(self.version)
+            self._is_given_out, self._published = True, (board, term)
+            await group.publish(board, term, version)
+
+        async with self._lock:
+            await self._ask(publish, is_publish=True)
+            self._must_publish = False
+
+    async def check_logprobs(self) -> Float32s:
+        """As `TrainerGroup.check_logprobs`: what follows a publish. Raises: as `step`."""
+        async with self._lock:
+            self._logprobs = await self._ask(lambda group: group.check_logprobs(), is_publish=True)
+            return self._logprobs
+
+    async def begin_save(self, step: int, *, term: int) -> None:
+        """As `TrainerGroup.begin_save`. Raises: as `step`."""
+        async with self._lock:
+            await self._ask(lambda group: group.begin_save(step, term=term))
+            self._saving = self._group
+
+    async def finish_save(self) -> Path | None:
+        """Wait for the checkpoint that was begun last; None when a rank was lost meanwhile.
+
+        Raises: CheckpointError.
+        """
+        assert self._saving is not None, "begin_save comes first"
+        try:
+            return await self._saving.finish_save()
+        except TrainerRankLost:
+            return None
+
+    async def committed(self, step: int, path: Path) -> None:
+        """A checkpoint counts: shards up to its step are not needed any more, nor is an older
+        checkpoint, once this returns."""
+        async with self._lock:
+            self._checkpoint = path
+            self._kept = [kept for kept in self._kept if kept.step > step]
+
+    async def stop(self) -> None:
+        await self._group.stop()
+
+    def kill(self) -> None:
+        self._group.kill()
+
+    async def _ask(
+        self, call: Callable[[TrainerGroup], Awaitable[_Result]], *, is_publish: bool = False
+    ) -> _Result:
+        """Make a call, of one group after another until it is answered."""
+        while True:
+            if self._must_publish and not is_publish:
+                raise WeightsMoved(self.version)
+            try:
+                return await call(self._group)
+            except ShardLost:
+                raise
+            except TrainerRankLost as loss:
+                await self._restart(loss)
+
+    async def _restart(self, loss: TrainerRankLost) -> None:
+        """Bring a new group to where the lost one was."""
+        started = time.monotonic()
+        while True:
+            self._check_can_restart(loss)
+            self._num_restarts += 1
+            self._group.kill()
+            self._group = self._make_group()
+            try:
+                await self._open_group()
+                for kept in self._kept:
+                    await self._renumber(kept.version)
+                    await self._group.step(kept.shards, kept.value_shards)
+                await self._take_over()
+            except ShardLost:
+                raise
+            except TrainerRankLost as again:
+                loss = again
+            except CheckpointError as error:
+                raise ActorLost(f"{loss}; {error}") from error
+            else:
+                break
+        self._on_restart(
+            f"{loss}; a new group is at version {self.version} after "
+            f"{time.monotonic() - started:.1f} s, {len(self._kept)} steps trained again"
+        )
+
+    def _check_can_restart(self, loss: TrainerRankLost) -> None:
+        """Raises: ActorLost."""
+        if self._num_restarts >= MAX_RESTARTS:
+            raise ActorLost(
+                f"{loss}; {self._num_restarts} groups in a row ended before the next step"
+            ) from loss
+        if not all(kept.shards for kept in self._kept):
+            raise ActorLost(
+                f"{loss}; the steps since the newest checkpoint cannot be trained again: their "
+                "shards are beyond trainer.max_replay_mib"
+            ) from loss
+
+    async def _open_group(self) -> None:
+        group = self._group
+        await group.start()
+        if self._checkpoint is not None:
+            await group.load(self._checkpoint)
+        if self.republished:
+            await group.renumber(group.version, self.republished)
+
+    async def _renumber(self, version: int) -> None:
+        """Have the ranks' weights called `version`, which may have been published once more."""
+        if self._group.version != version:
+            await self._group.renumber(version, self.republished)
+
+    async def _take_over(self) -> None:
+        """Compare the new ranks with the lost ones; other bits are another version."""
+        fingerprint = await self._group.fingerprint()
+        is_same = fingerprint == self._fingerprint
+        if is_same and self._logprobs is not None:
+            is_same = np.array_equal(await self._group.check_logprobs(), self._logprobs)
+        version, republished = self.version, self.republished
+        if not is_same and self._is_given_out:
+            version += 1
+            republished = (*republished, version)
+        if (version, republished) != (self._group.version, self.republished):
+            await self._group.renumber(version, republished)
+        if version != self.version:
+            self._must_publish, self._is_given_out, self._logprobs = True, False, None
+        self.version, self.republished = version, republished
+        self._fingerprint = fingerprint
+        if self._is_given_out and self._published is not None and self._group.serves_engines:
+            # The lost ranks would have sent it to engines that do not hold it yet.
+            board, term = self._published
+            await self._group.publish(board, term, self.version)
+
+    def _keep(self, kept: _KeptStep) -> None:
+        self._kept.append(kept)
+        num_bytes = sum(each.num_bytes for each in self._kept if each.shards)
+        for index, each in enumerate(self._kept):
+            if num_bytes <= self._max_kept_bytes:
+                break
+            num_bytes -= each.num_bytes if each.shards else 0
+            self._kept[index] = replace(each, shards=(), value_shards=())

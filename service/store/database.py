@@ -1,0 +1,382 @@
+"""A run's database: connections, transactions, and waiting while it does not answer.
+
+Invariants: a read never takes the write lock; writes come one after the other, whichever process
+they come from; each write is done once, also where its connection broke during the commit. For
+`run_store` alone. Safe to call from several threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+from uuid import uuid4
+
+from sqlalchemy import (
+    URL,
+    Connection,
+    Engine,
+    Float,
+    create_engine,
+    event,
+    func,
+    inspect,
+    make_url,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as NoConnectionLeft
+from sqlalchemy.pool import NullPool
+
+from service.store import tables
+from service.store.errors import StoreError
+from service.store.place import shown, sqlite_file, with_password
+
+log = logging.getLogger("rayloom.store")
+
+# How long SQLite, or PostgreSQL's lock, waits within one attempt.
+BUSY_S = 10.0
+# How long a store that does not answer is waited for. A restart of PostgreSQL takes seconds.
+PATIENCE_S = 60.0
+# A supervisor that is frozen within a transaction keeps nobody else out for longer.
+IDLE_IN_TRANSACTION_S = 20.0
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 2.0
+
+_SQLITE_PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_PROTOCOL,
+}
+# Connections, resources (a full disk is 53100), the server's own start and stop, its disk, a lock
+# that was waited for too long, transactions in each other's way, a standby that is not promoted
+# yet, a session that was ended for being idle.
+_POSTGRESQL_PASSING = ("08", "53", "57P", "58", "55P03", "40", "25006", "25P03")
+
+Result = TypeVar("Result")
+
+
+class Database:
+    """Open with a place (`service.store.place`). Every error of a driver becomes a StoreError."""
+
+    def __init__(self, url: str, *, is_read_only: bool, patience_s: float = PATIENCE_S) -> None:
+        parsed = make_url(url)
+        self.location = shown(parsed)
+        self.schema = _schema_of(parsed)
+        self._file = sqlite_file(parsed)
+        self._is_read_only = is_read_only
+        self._patience_s = patience_s
+        self._is_given_up = False
+        """It stayed away for too long: what ends the run then does not wait as long again."""
+        self._writing = threading.Lock()
+        # Names this process's writes apart from those of every other.
+        self._name, self._num_writes = uuid4().hex, 0
+        if self._file is None:
+            self._engine = _postgresql_engine(parsed, schema=self.schema)
+        elif is_read_only:
+            self._engine = _sqlite_reader(self._file)
+        else:
+            self._engine = _sqlite_writer(parsed)
+
+    @property
+    def is_sqlite(self) -> bool:
+        return self._file is not None
+
+    def close(self) -> None:
+        """End all connections; an SQLite database is then whole in its own file."""
+        if self.is_sqlite and not self._is_read_only:
+            # The last connection to close would do it, but somebody may be looking at the run.
+            # Where it fails the log stays, and the next one to open it goes on with it.
+            with (
+                suppress(DBAPIError, sqlite3.Error),
+                self._engine.connect() as connection,
+            ):
+                raw: Any = connection.connection.dbapi_connection
+                raw.execute("PRAGMA busy_timeout=1000")
+                raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self.dispose()
+
+    def dispose(self) -> None:
+        """End all connections."""
+        self._engine.dispose()
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A connection that sees one state of the database. Raises: StoreError."""
+        # Only the start is tried again: what the caller has done with the connection is not known.
+        connection = self._patiently("read", self._begin_to_read)
+        try:
+            with connection:
+                yield connection
+        except DBAPIError as error:
+            raise self.unusable("read", error) from error
+
+    def write(self, body: Callable[[Connection], Result]) -> Result:
+        """Run body in a transaction that excludes all other writers, and commit it.
+
+        body: does nothing but use the connection, for it is called again where the database fails
+        before the commit is known to be done. Raises: StoreError; what body raises.
+        """
+        with self._writing:
+            self._num_writes += 1
+            mark = f"{self._name}-{self._num_writes}"
+            answers: list[Result] = []
+
+            def attempt() -> Result:
+                with self._writing_connection() as connection:
+                    # Without the attempt before this one, nothing can be marked so.
+                    if answers and _last_write(connection) == mark:
+                        return answers[-1]
+                    answers.append(body(connection))
+                    connection.execute(update(tables.formats).values(last_write=mark))
+                return answers[-1]
+
+            return self._patiently("written", attempt)
+
+    def prepare(self, create: Callable[[Connection], None]) -> None:
+        """Run `create` alone, before there is a row to lock. Raises: StoreError."""
+        self._patiently("opened", lambda: self._create(create))
+
+    def now(self, connection: Connection) -> float:
+        """Seconds since 1970 by the store's own clock, which all its users share."""
+        if self.is_sqlite:
+            return time.time()
+        return float(connection.scalar(select(_epoch(func.clock_timestamp()))) or 0.0)
+
+    def answers_since(self, connection: Connection) -> float:
+        """Since when it has answered, by the same clock: nobody can have shown life before."""
+        if self.is_sqlite:
+            return 0.0
+        return float(connection.scalar(select(_epoch(func.pg_postmaster_start_time()))) or 0.0)
+
+    def damage(self, *, limit_s: float) -> str:
+        """What is wrong with SQLite's file, as far as the limit lets it be read; empty: nothing."""
+        if not self.is_sqlite:
+            return ""
+        with self.reading() as connection:
+            raw: Any = connection.connection.dbapi_connection
+            deadline = time.monotonic() + limit_s
+            raw.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
+            try:
+                found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+            except DBAPIError as error:
+                code = getattr(error.orig, "sqlite_errorcode", None)
+                if code != sqlite3.SQLITE_INTERRUPT:
+                    raise
+                found = "ok"
+            finally:
+                raw.set_progress_handler(None, 0)
+        return "" if found == "ok" else str(found)
+
+    def has_tables(self, connection: Connection) -> bool:
+        found = inspect(connection).get_table_names(schema=self.schema)
+        return bool(set(found) & tables.metadata.tables.keys())
+
+    def has_table(self, connection: Connection, name: str) -> bool:
+        return inspect(connection).has_table(name, schema=self.schema)
+
+    def unusable(self, what: str, error: DBAPIError | NoConnectionLeft) -> StoreError:
+        expected = (
+            "a run's own, whole and writable, on a disk that is not full"
+            if self.is_sqlite
+            else "a server that answers, and a user that may use the run's schema"
+        )
+        return StoreError(
+            f"the database {self.location} cannot be {what} ({_reason(error)}); expected {expected}"
+        )
+
+    def _begin_to_read(self) -> Connection:
+        options: dict[str, Any] = {}
+        if not self.is_sqlite:
+            options = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        connection = self._engine.connect()
+        try:
+            connection = connection.execution_options(**options)
+            connection.begin()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    @contextmanager
+    def _writing_connection(self) -> Iterator[Connection]:
+        with self._engine.connect().execution_options(writes=True) as connection:
+            with connection.begin():
+                # SQLite: nothing, its BEGIN IMMEDIATE has locked the database.
+                connection.execute(select(tables.formats.c.number).with_for_update())
+                yield connection
+
+    def _create(self, create: Callable[[Connection], None]) -> None:
+        with self._engine.connect().execution_options(writes=True) as connection:
+            with connection.begin():
+                if self.schema is not None:
+                    # Two that create a schema at once get an error of PostgreSQL's catalogue.
+                    connection.execute(
+                        text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": self.schema}
+                    )
+                    # Asked first: who may not create a schema may not say "if not exists" either.
+                    if not inspect(connection).has_schema(self.schema):
+                        quoted = connection.dialect.identifier_preparer.quote(self.schema)
+                        connection.execute(text(f"CREATE SCHEMA {quoted}"))
+                create(connection)
+
+    def _patiently(self, what: str, attempt: Callable[[], Result]) -> Result:
+        """Try again while the database does not answer. Raises: StoreError."""
+        started, delay_s, is_told = time.monotonic(), _FIRST_DELAY_S, False
+        patience_s = 0.0 if self._is_given_up else self._patience_s
+        while True:
+            try:
+                result = attempt()
+            except (DBAPIError, NoConnectionLeft) as error:
+                if not _is_passing(error):
+                    raise self.unusable(what, error) from error
+                away_s = time.monotonic() - started
+                if away_s + delay_s > patience_s:
+                    self._is_given_up = True
+                    if not is_told:
+                        raise self.unusable(what, error) from error
+                    raise self._away(what, away_s, error) from error
+                if not is_told:
+                    is_told = True
+                    log.warning(
+                        "the database %s cannot be %s now (%s); trying again for %g s",
+                        *(self.location, what, _reason(error), patience_s),
+                    )
+                time.sleep(delay_s * random.uniform(0.5, 1.0))
+                delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+            else:
+                self._is_given_up = False
+                if is_told:
+                    log.warning(
+                        "the database %s answers again, after %.1f s",
+                        *(self.location, time.monotonic() - started),
+                    )
+                return result
+
+    def _away(self, what: str, away_s: float, error: DBAPIError | NoConnectionLeft) -> StoreError:
+        return StoreError(
+            f"the database {self.location} could not be {what} for {away_s:.0f} s "
+            f"({_reason(error)}), expected it to answer within {self._patience_s:g} s; what was "
+            "accepted and committed is kept: go on with --resume once it answers"
+        )
+
+
+def _last_write(connection: Connection) -> str | None:
+    return connection.scalar(select(tables.formats.c.last_write))
+
+
+def _epoch(moment: Any) -> Any:
+    return func.date_part("epoch", moment, type_=Float)
+
+
+def _reason(error: DBAPIError | NoConnectionLeft) -> str:
+    """The driver's own words, without the statement and its values."""
+    words = error.orig if isinstance(error, DBAPIError) else error
+    return " ".join(str(words).split()) or type(words).__name__
+
+
+def _is_passing(error: DBAPIError | NoConnectionLeft) -> bool:
+    """Whether the same may work a little later."""
+    if isinstance(error, NoConnectionLeft) or error.connection_invalidated:
+        return True
+    cause = error.orig
+    if isinstance(cause, sqlite3.Error):
+        code = getattr(cause, "sqlite_errorcode", None)
+        return code is not None and code & 0xFF in _SQLITE_PASSING
+    state = getattr(cause, "sqlstate", None)
+    if state is None:
+        # No server has answered: there is none, or the connection broke.
+        return type(cause).__name__ in ("OperationalError", "InterfaceError")
+    return str(state).startswith(_POSTGRESQL_PASSING)
+
+
+def _schema_of(url: URL) -> str | None:
+    found = url.query.get("schema")
+    return found if isinstance(found, str) else None
+
+
+def _postgresql_engine(url: URL, *, schema: str | None) -> Engine:
+    defaults = {
+        "connect_timeout": 10,
+        "application_name": "rayloom",
+        # A connection whose other end is gone is noticed within half a minute.
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 20_000,
+    }
+    given = {key: value for key, value in defaults.items() if key not in url.query}
+    engine = create_engine(
+        with_password(url.difference_update_query(["schema"])),
+        connect_args={**given, "prepare_threshold": None},
+        isolation_level="READ COMMITTED",
+        pool_pre_ping=True,
+        hide_parameters=True,
+    )
+    event.listen(engine, "connect", _prepare_postgresql)
+    return engine.execution_options(schema_translate_map={None: schema}) if schema else engine
+
+
+def _prepare_postgresql(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    cursor.execute(f"SET lock_timeout = '{BUSY_S:.0f}s'")
+    cursor.execute(f"SET idle_in_transaction_session_timeout = '{IDLE_IN_TRANSACTION_S:.0f}s'")
+    # What is answered as accepted is on the disk, however the server is set.
+    cursor.execute(
+        "SELECT set_config('synchronous_commit', 'on', false) "
+        "WHERE current_setting('synchronous_commit') = 'off'"
+    )
+    cursor.close()
+    connection.commit()
+
+
+def _sqlite_writer(url: URL) -> Engine:
+    engine = create_engine(url, hide_parameters=True)
+    event.listen(engine, "connect", _prepare_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _sqlite_reader(file: Path) -> Engine:
+    """Of a file that is neither made nor written, nor kept from its writer.
+
+    Where a log lies beside the database, SQLite keeps its index of it (-shm) up to date.
+    """
+
+    def connect() -> sqlite3.Connection:
+        wal = file.with_name(f"{file.name}-wal")
+        is_whole = not wal.exists() or wal.stat().st_size == 0
+        # Without a log all is in the file itself, and SQLite need make no index of a log beside it.
+        mode = "mode=ro&immutable=1" if is_whole else "mode=ro"
+        uri = f"file:{quote(str(file))}?{mode}"
+        return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
+
+    engine = create_engine("sqlite://", creator=connect, poolclass=NullPool, hide_parameters=True)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    writes = connection.get_execution_options().get("writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    # The driver would open transactions by itself, too late for the lease check to be atomic.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout={BUSY_S * 1000:.0f}")
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.close()

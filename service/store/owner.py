@@ -1,0 +1,65 @@
+"""A lease's owner as a process: its name, and whether it lives on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+
+
+def own_name() -> str:
+    """This process, as its lease names it."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def process_of(owner: str) -> str:
+    """Tells the owner's process from every other, also from a later one of its number.
+
+    No clock is in it, which could be set. Returns: an empty text for one that is not seen here.
+    """
+    host, _, pid = owner.rpartition(":")
+    if host != socket.gethostname() or not pid.isdigit() or not _is_running(int(pid)):
+        return ""
+    return f"{_machine()} {_started(int(pid))}"
+
+
+def is_alive_here(owner: str, process: str) -> bool | None:
+    """Whether the owner's process lives; None where this machine cannot tell.
+
+    process: as `process_of` said when the lease was acquired.
+    """
+    host, _, pid = owner.rpartition(":")
+    if not pid.isdigit():
+        # No process has such a name.
+        return False
+    if host != socket.gethostname() or not process.startswith(f"{_machine()} "):
+        return None
+    return process_of(owner) == process
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _machine() -> str:
+    """Where a process number means one process: a boot of a kernel, and a container on it."""
+    if not sys.platform.startswith("linux"):
+        return f"boot-{psutil.boot_time():.0f}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def _started(pid: int) -> str:
+    if not sys.platform.startswith("linux"):
+        return f"{psutil.Process(pid).create_time():.2f}"
+    # In ticks since the boot; the name before it may hold spaces and brackets.
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,182 @@
+"""Where a run's database lies, as a URL without a password: chosen at its start, then recorded.
+
+sqlite:////DIR/rayloom.db, or postgresql+psycopg://USER@HOST:PORT/DATABASE?schema=RUN: each run has
+a schema of its own. A password is found anew by each process that connects, in
+RAYLOOM_DATABASE_URL or where PostgreSQL's own clients look (PGPASSWORD, ~/.pgpass), so that no
+file, log, message or process title of ours has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from sqlalchemy import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from service.store.errors import StoreError
+from service.store.filesystem import refused_filesystem
+
+VARIABLE = "RAYLOOM_DATABASE_URL"
+DATABASE = "rayloom.db"
+POSTGRESQL = "postgresql+psycopg"
+_ACCEPTED = ("postgresql", "postgres", POSTGRESQL)
+_MAX_NAME_BYTES = 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """What a user said about the store of a new run."""
+
+    state_dir: Path | None = None
+    """Where rayloom.db is to lie; None: in the run directory."""
+    database_url: str | None = None
+    """Of a PostgreSQL database; None: the environment's, unless state_dir is given."""
+
+    def check(self) -> None:
+        """Refuse what no run directory makes good. Raises: StoreError."""
+        if self.state_dir is not None and self.database_url is not None:
+            raise StoreError(
+                "--state-dir and --database-url: got both, expected one of them; SQLite lies in a "
+                "directory, PostgreSQL behind a URL"
+            )
+        if self.database_url is not None:
+            url = _parsed(self.database_url, source="--database-url")
+            if _password_of(url) is not None:
+                raise StoreError(
+                    "--database-url: got a password, which every user of this machine can read in "
+                    f"the list of processes; give the URL in {VARIABLE}, or the password alone in "
+                    "PGPASSWORD or ~/.pgpass"
+                )
+        elif self.state_dir is None and (given := os.environ.get(VARIABLE)):
+            _parsed(given, source=VARIABLE)
+
+
+def chosen_url(run_dir: Path, run_id: str, options: StoreOptions) -> str:
+    """Where the store of a new run is to lie. Raises: StoreError."""
+    options.check()
+    if options.state_dir is not None:
+        return sqlite_url(options.state_dir.expanduser().absolute())
+    source = "--database-url" if options.database_url else VARIABLE
+    given = options.database_url or os.environ.get(VARIABLE)
+    if not given:
+        return sqlite_url(run_dir)
+    url = _parsed(given, source=source).set(drivername=POSTGRESQL)
+    url = url.update_query_dict({"schema": schema_name(run_id)})
+    return _without_password(url).render_as_string(hide_password=False)
+
+
+def sqlite_url(directory: Path) -> str:
+    return f"sqlite:///{directory / DATABASE}"
+
+
+def schema_name(run_id: str) -> str:
+    """A run's schema; PostgreSQL cuts longer names, and then two of them may be one."""
+    encoded = run_id.encode()
+    if len(encoded) <= _MAX_NAME_BYTES:
+        return run_id
+    digest = blake2b(encoded, digest_size=8).hexdigest()
+    return f"{encoded[:40].decode(errors='ignore')}-{digest}"
+
+
+def record(file: Path, url: str) -> None:
+    """Write the place beside the run; nothing where that is the run directory itself.
+
+    So a run with its database inside may be moved. Raises: OSError.
+    """
+    if url == sqlite_url(file.parent):
+        file.unlink(missing_ok=True)
+    else:
+        file.write_text(json.dumps({"url": url}, indent=1) + "\n")
+
+
+def recorded_url(file: Path) -> str:
+    """Where the run's store lies. Raises: StoreError for a record that cannot be read."""
+    try:
+        tree = json.loads(file.read_text())
+        url = make_url(tree["url"])
+    except FileNotFoundError:
+        return sqlite_url(file.parent)
+    except (OSError, ValueError, KeyError, TypeError, ArgumentError) as error:
+        raise StoreError(
+            f"{file} cannot be read ({type(error).__name__}); expected where the run's database "
+            'lies, such as {"url": "postgresql+psycopg://USER@HOST/DATABASE?schema=RUN"}; restore '
+            "it from a copy"
+        ) from error
+    return url.render_as_string(hide_password=False)
+
+
+def sqlite_file(url: str | URL) -> Path | None:
+    """The file of an SQLite database; None for another one."""
+    parsed = make_url(url)
+    is_sqlite = parsed.get_backend_name() == "sqlite" and parsed.database
+    return Path(parsed.database) if is_sqlite and parsed.database else None
+
+
+def shown(url: str | URL) -> str:
+    """A place for people: a path, or the server with database and schema."""
+    if (file := sqlite_file(url)) is not None:
+        return str(file)
+    return _without_password(make_url(url)).render_as_string(hide_password=True)
+
+
+def check_local(url: str | URL) -> None:
+    """Refuse SQLite on a network or FUSE file system. Raises: StoreError."""
+    file = sqlite_file(url)
+    if file is not None and (name := refused_filesystem(file.parent)) is not None:
+        raise StoreError(
+            f"the database {file} would lie on {name}, where SQLite's locks and shared memory "
+            "cannot be trusted; expected a local disk: name a directory on one with --state-dir, "
+            f"or a PostgreSQL database with --database-url or {VARIABLE}"
+        )
+
+
+def with_password(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
+    """The URL with the environment's password for the same user of the same database."""
+    given = environ.get(VARIABLE)
+    if not given or url.password is not None:
+        return url
+    own = _parsed(given, source=VARIABLE)
+    if (own.username, own.host, own.port or 5432, own.database) == (
+        url.username,
+        url.host,
+        url.port or 5432,
+        url.database,
+    ):
+        return url.set(password=_password_of(own))
+    return url
+
+
+def _parsed(text: str, *, source: str) -> URL:
+    """The text itself is in no error: it may hold a password."""
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):
+        url = None
+    if url is None or url.drivername not in _ACCEPTED or not url.database:
+        raise StoreError(
+            f"{source}: got {'no URL' if url is None else f'a URL of {url.drivername}'}, expected "
+            "postgresql://USER@HOST:PORT/DATABASE; for SQLite on a local disk use --state-dir"
+        )
+    return url
+
+
+def _password_of(url: URL) -> str | None:
+    # libpq takes it as a parameter too.
+    in_query = url.query.get("password")
+    return url.password or (in_query if isinstance(in_query, str) else None)
+
+
+def _without_password(url: URL) -> URL:
+    return URL.create(
+        url.drivername,
+        username=url.username,
+        host=url.host,
+        port=url.port,
+        database=url.database,
+        query={key: value for key, value in url.query.items() if key != "password"},
+    )

@@ -1,0 +1,107 @@
+"""How long a run's rows are kept: what a resume, the report, the API and `inspect` still need.
+
+Called after each committed checkpoint, in one fenced transaction. Sums are kept as they come
+(`service.telemetry.totals`), so that no sum changes when rows leave.
+
+- Superseded rows leave at once.
+- Queue snapshots are kept of the newest `run.keep_checkpoints` checkpoints: a run can go back to
+  these alone.
+- Step records: the first 5, the newest 256 or as many as the journal and the kept checkpoints
+  reach back, and of the older ones the first of each 2^k steps, with the smallest k that leaves at
+  most 257. Evaluations likewise.
+- Ledger events: those that a kept checkpoint can go back before and those of the journal's steps,
+  which `inspect --audit` holds against them. The window admits no group earlier than the bound on
+  the policy's age allows, so that these were written after the step so many versions before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, Table, delete, func, not_, select, update
+
+from service.store import tables
+from service.store.lineage import Checkpoint, Span, surviving_spans, within
+from service.store.run_store import RunStore
+from service.telemetry.summary import AVERAGED_STEPS
+
+WHOLE_STEPS = 256
+OLDER_STEPS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Of the run's configuration."""
+
+    journal_steps: int
+    """Newest steps whose trajectories `inspect` can show."""
+    max_policy_age: int
+    """Versions."""
+
+
+def forget(store: RunStore, *, term: int, kept: Sequence[Checkpoint], retention: Retention) -> None:
+    """Remove the rows that nothing needs any more.
+
+    kept: the checkpoints that the run can go back to from here on, newest first, at least one; the
+    newest is of this term.
+    Raises: LeaseLost, StoreError.
+    """
+    newest, oldest = kept[0].step, kept[-1].step
+    journalled = newest - retention.journal_steps
+
+    def remove(connection: Connection) -> None:
+        _forget_superseded(connection, surviving_spans(connection))
+        _forget_snapshots(connection, [commit.id for commit in kept])
+        last_thinned = min(oldest, journalled, newest - WHOLE_STEPS)
+        for table in (tables.steps, tables.evaluations):
+            _thin(connection, table, last_step=last_thinned)
+        _forget_events(connection, last_step=min(oldest, journalled) - retention.max_policy_age - 1)
+
+    store.write(term, remove)
+
+
+def _forget_superseded(connection: Connection, spans: Sequence[Span]) -> None:
+    ends = {span.term: span for span in spans}
+    for table in (tables.steps, tables.evaluations, tables.events, tables.bindings, tables.results):
+        column = table.c.term
+        for term in connection.scalars(select(column).distinct()).all():
+            rows = delete(table).where(column == term)
+            if (span := ends.get(term)) is None:
+                connection.execute(rows)
+            elif table not in (tables.bindings, tables.results) and span.last_step is not None:
+                connection.execute(rows.where(not_(within(table.c, span))))
+
+
+def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
+    """kept: ids. A row that a term went on from stays, to tell where the lineage runs."""
+    table, leases = tables.checkpoints, tables.leases.c
+    others = table.c.id.not_in(kept)
+    joints = select(leases.parent_checkpoint).where(leases.parent_checkpoint.is_not(None))
+    connection.execute(delete(table).where(others, table.c.id.not_in(joints)))
+    connection.execute(
+        update(table)
+        .where(others, table.c.queue_snapshot.is_not(None))
+        .values(queue_snapshot=None, totals=None)
+    )
+
+
+def _thin(connection: Connection, table: Table, *, last_step: int) -> None:
+    """Of each 2^k steps up to last_step keep the first row, and the first five steps."""
+    stride, step = 1, table.c.step
+    while last_step // stride > OLDER_STEPS:
+        stride *= 2
+    if stride == 1:
+        return
+    firsts = select(func.min(step)).where(step <= last_step).group_by(step // stride)
+    connection.execute(
+        delete(table).where(step > AVERAGED_STEPS, step <= last_step, step.not_in(firsts))
+    )
+
+
+def _forget_events(connection: Connection, *, last_step: int) -> None:
+    """Of the lineage, whose events are numbered without gaps: all up to a step's last one."""
+    events = tables.events.c
+    last_seq = connection.scalar(select(func.max(events.seq)).where(events.step <= last_step))
+    if last_seq is not None:
+        connection.execute(delete(tables.events).where(events.seq <= last_seq))

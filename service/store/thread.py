@@ -1,0 +1,54 @@
+"""The thread in which a process calls its run's store, so that no event loop waits for a disk.
+
+Invariants: calls run one after the other, in the order in which they were asked for; what was begun
+is finished whole, with what follows from it, although its caller is cancelled meanwhile. So no
+write is lost or made twice, and what is counted of it is what is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+log = logging.getLogger("rayloom.store")
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
+
+class StoreThread:
+    """One for a process; belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        # The loop itself keeps no task alive.
+        self._begun: set[asyncio.Task[Any]] = set()
+
+    async def call(
+        self,
+        function: Callable[Arguments, Answer],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Answer:
+        """Call it in the thread, after what was asked for before."""
+        return await self.finish(self._call(partial(function, *arguments, **named)))
+
+    async def finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Await work that calls the store, to its end in any case."""
+        task = asyncio.ensure_future(work)
+        self._begun.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    async def _call(self, function: Callable[[], Answer]) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._begun.discard(task)
+        # Where the caller is gone, nobody else tells of it.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.info("a call of the store ended with %s: %s", type(error).__name__, error)

@@ -1,0 +1,163 @@
+"""What a run's step records add up to, kept as they come: no sum needs the rows again.
+
+Invariant: `plus` over records in their order gives, to the last bit, what the obvious loops over
+all of them give. The store keeps two of these: of every step that was ever stored, which the
+metrics show, and with each checkpoint of the steps that its lineage holds, which summary.json and
+the report show.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from actors.merge.report import MergeReport
+from actors.metrics import AGE_BUCKETS, SECONDS_BUCKETS, STEP_COUNTERS
+from actors.types import Outcome
+from service.telemetry.records import StepRecord
+
+# The fields of a step's record that are added up.
+SUMMED = (*STEP_COUNTERS, "num_trajectories", "num_packed_tokens")
+Key = TypeVar("Key")
+_NO_TURNS = MergeReport(
+    samples_before=0, samples_after=0, branches={}, num_saved_tokens=0, num_masked_tokens=0
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """Values of a histogram."""
+
+    counts: tuple[int, ...] = ()
+    """By bucket: above the bound before, up to its own; the last one is above all bounds."""
+    sum: float = 0.0
+
+    def plus(self, value: float, bounds: Sequence[float]) -> Distribution:
+        counts = list(self.counts or [0] * (len(bounds) + 1))
+        counts[bisect_left(bounds, value)] += 1
+        return Distribution(counts=tuple(counts), sum=self.sum + value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Where a statistic began, where it went and where it ended, of the steps that know it."""
+
+    first: float
+    least: float
+    greatest: float
+    last: float
+
+    def plus(self, value: float) -> Extent:
+        return Extent(
+            first=self.first,
+            least=min(self.least, value),
+            greatest=max(self.greatest, value),
+            last=value,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTotals:
+    """Sums over steps."""
+
+    num_steps: int = 0
+    summed: Mapping[str, int] = field(default_factory=dict)
+    """By the field of a record, those of SUMMED."""
+    merge: MergeReport = _NO_TURNS
+    outcomes: Mapping[Outcome, int] = field(default_factory=dict)
+    stage_seconds: Mapping[str, Distribution] = field(default_factory=dict)
+    policy_age: Distribution = field(default_factory=Distribution)
+    """Versions; of the steps that trained any token."""
+    max_policy_age: int = 0
+    mismatch_tokens: float = 0.0
+    """Trained tokens of the steps that know their k3."""
+    mismatch_sum: float = 0.0
+    """Of k3, each step's times its trained tokens; nats."""
+    statistics: Mapping[str, Extent] = field(default_factory=dict)
+    """By name."""
+    last_version: int | None = None
+    num_version_breaks: int = 0
+    """Steps whose policy version is not the one before plus one."""
+    wall_s: float = 0.0
+    """From the begin of each term to its last step, over terms."""
+    last_wall_time: float = 0.0
+    """Of the newest step; seconds since 1970."""
+
+    def plus(self, record: StepRecord, *, begun_at: float = 0.0) -> RunTotals:
+        """Add the next step. begun_at: when the step's term began; seconds since 1970."""
+        statistics = dict(self.statistics)
+        for name, value in record.statistics.items():
+            if math.isfinite(value):
+                before = statistics.get(name)
+                statistics[name] = (
+                    Extent(first=value, least=value, greatest=value, last=value)
+                    if before is None
+                    else before.plus(value)
+                )
+        k3, age = record.value("mismatch_k3_mean"), record.policy_age_max
+        is_break = self.last_version is not None and record.policy_version != self.last_version + 1
+        since = max(self.last_wall_time, begun_at)
+        return RunTotals(
+            num_steps=self.num_steps + 1,
+            summed={name: self.summed.get(name, 0) + int(getattr(record, name)) for name in SUMMED},
+            merge=_merged(self.merge, record.merge),
+            outcomes=_added(self.outcomes, record.outcomes),
+            stage_seconds={
+                stage: self.stage_seconds.get(stage, Distribution()).plus(seconds, SECONDS_BUCKETS)
+                for stage, seconds in record.stages.by_name().items()
+            },
+            policy_age=(
+                self.policy_age.plus(age, AGE_BUCKETS)
+                if record.num_trained_tokens
+                else self.policy_age
+            ),
+            max_policy_age=max(self.max_policy_age, age),
+            mismatch_tokens=self.mismatch_tokens + (0 if k3 is None else record.num_trained_tokens),
+            mismatch_sum=self.mismatch_sum + (0 if k3 is None else record.num_trained_tokens * k3),
+            statistics=statistics,
+            last_version=record.policy_version,
+            num_version_breaks=self.num_version_breaks + is_break,
+            wall_s=self.wall_s + max(record.wall_time - since, 0.0),
+            last_wall_time=record.wall_time,
+        )
+
+    @property
+    def mean_k3(self) -> float | None:
+        """Over steps, weighted by their trained tokens; nats."""
+        return self.mismatch_sum / self.mismatch_tokens if self.mismatch_tokens else None
+
+    def greatest(self, name: str) -> float | None:
+        """Of a statistic; None where no step knows it."""
+        found = self.statistics.get(name)
+        return None if found is None else found.greatest
+
+
+def totals_of(
+    records: Iterable[StepRecord], *, base: RunTotals | None = None, begun_at: float = 0.0
+) -> RunTotals:
+    """base: of the steps before; None: there are none."""
+    totals = base or RunTotals()
+    for record in records:
+        totals = totals.plus(record, begun_at=begun_at)
+    return totals
+
+
+def _merged(one: MergeReport, other: MergeReport) -> MergeReport:
+    return replace(
+        one,
+        samples_before=one.samples_before + other.samples_before,
+        samples_after=one.samples_after + other.samples_after,
+        branches=_added(one.branches, other.branches),
+        num_saved_tokens=one.num_saved_tokens + other.num_saved_tokens,
+        num_masked_tokens=one.num_masked_tokens + other.num_masked_tokens,
+    )
+
+
+def _added(one: Mapping[Key, int], other: Mapping[Key, int]) -> dict[Key, int]:
+    sums = dict(one)
+    for key, count in other.items():
+        sums[key] = sums.get(key, 0) + count
+    return sums

@@ -1,0 +1,85 @@
+"""Which nodes the parts of a run go to, and what is said when they do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from service.config.file import parse_config
+from service.config.tree import Config
+from service.launch.placement import SHARE, Node, Role, misfit, roles_of
+
+GPU_RANKS = {"device": "cuda", "gpus_per_rank": 1}
+
+
+def config_with(**sections: Any) -> Config:
+    tree = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}, **sections}
+    return parse_config(tree, source="test")
+
+
+def node(number: int, role: Role | None = None, **resources: float) -> Node:
+    of_role = {role.value: 1.0} if role else {}
+    return Node(
+        node_id=f"id-{number}", address=f"10.0.0.{number}", resources={**resources, **of_role}
+    )
+
+
+def test_a_laptop_asks_for_nothing_of_its_own() -> None:
+    roles = roles_of([node(1, CPU=4)])
+    assert [roles.asked(role) for role in Role if role is not Role.CONTROL] == [{}, {}, {}]
+    assert roles.asked(Role.CONTROL) == {"node:__internal_head__": SHARE}
+
+
+def test_a_role_that_a_node_offers_is_asked_for_and_the_others_are_not() -> None:
+    nodes = [node(1, CPU=4), node(2, Role.INFERENCE, CPU=4), node(3, Role.CONTROL)]
+    roles = roles_of(nodes)
+    assert roles.asked(Role.INFERENCE) == {"rayloom_inference": SHARE}
+    assert roles.asked(Role.CONTROL) == {"rayloom_control": SHARE}
+    assert roles.asked(Role.TRAINER) == roles.asked(Role.ENVIRONMENTS) == {}
+    assert roles.told(nodes) == (
+        "places: control on 10.0.0.3; inference on 10.0.0.2; trainer on any node; "
+        "environments on any node"
+    )
+
+
+def test_a_role_whose_only_node_is_lost_is_waited_for() -> None:
+    before = roles_of([node(1, CPU=4), node(2, Role.TRAINER, CPU=4)]).offered
+    roles = roles_of([node(1, CPU=4)], before=before)
+    assert roles.asked(Role.TRAINER) == {"rayloom_trainer": SHARE}
+    assert "trainer on nodes that are awaited" in roles.told([node(1, CPU=4)])
+
+
+def test_engines_do_not_fit_where_only_the_sum_of_gpus_is_enough() -> None:
+    engines = {"num_replicas": 3, "gpus_per_replica": 2}
+    config = config_with(inference=engines, trainer={"num_ranks": 2})
+    # Six GPUs are asked for, and six are there.
+    fault = misfit(config, [node(1, CPU=8, GPU=3), node(2, CPU=8, GPU=3)])
+    assert fault is not None
+    assert fault.startswith("engine 3 of 3 asks for 1 CPU and 2 GPU, and no node has that left")
+    assert "10.0.0.1 has 7 CPU, 1 GPU; 10.0.0.2 has 7 CPU, 1 GPU" in fault
+    assert "lower inference.num_replicas, cpus_per_replica or gpus_per_replica" in fault
+    three = [node(number, CPU=8, GPU=2) for number in range(3)]
+    assert misfit(config, three) is None
+
+
+def test_a_part_fits_only_where_its_role_is_offered() -> None:
+    config = config_with(trainer={"num_ranks": 2})
+    roomy, small = node(1, CPU=64), node(2, Role.TRAINER, CPU=1)
+    fault = misfit(config, [roomy, small])
+    assert fault is not None
+    assert fault.startswith("trainer rank 2 of 2 asks for 1 CPU and rayloom_trainer")
+    assert "10.0.0.1 has 64 CPU, 0 GPU; 10.0.0.2 has 0 CPU, 0 GPU, rayloom_trainer" in fault
+    assert misfit(config, [roomy, node(2, Role.TRAINER, CPU=2)]) is None
+
+
+def test_large_parts_are_placed_before_small_ones_take_their_room() -> None:
+    config = config_with(
+        inference={"num_replicas": 1, "gpus_per_replica": 2},
+        trainer={"num_ranks": 3, **GPU_RANKS},
+    )
+    assert misfit(config, [node(1, CPU=8, GPU=2), node(2, CPU=8, GPU=3)]) is None
+    assert misfit(config, [node(1, CPU=8, GPU=4)]) is not None
+
+
+def test_a_cluster_without_nodes_has_room_for_nothing() -> None:
+    fault = misfit(config_with(), [])
+    assert fault is not None and "there is no node" in fault

@@ -1,0 +1,192 @@
+"""The handle of a real queue that dies: what the loop knows holds, the rest is played again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import pytest
+from worlds.queue_player import Player
+from worlds.settings import queue_settings
+from worlds.trajectory_builders import make_task
+
+from actors.deadline import ActorLost
+from actors.metrics import Part
+from actors.trajectory_queue.groups import GroupRequest
+from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind, RolloutOutcome
+from actors.trajectory_queue.messages import StepInput
+from actors.types import TrajectorySummary
+from service.run.restartable_queue import RestartableQueue
+
+pytestmark = [pytest.mark.usefixtures("cluster")]
+LIMIT_S = 60.0
+
+
+@dataclass
+class Notebook:
+    """The recorder, as far as the handle calls it."""
+
+    seen: list[LedgerEvent] = field(default_factory=list)
+    summaries: list[TrajectorySummary] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+
+    def events(self, events: Sequence[LedgerEvent]) -> None:
+        self.seen += events
+
+    def rollouts(self, summaries: Sequence[TrajectorySummary]) -> None:
+        self.summaries += summaries
+
+    def replaced(self, part: Part, text: str) -> None:
+        self.parts.append(part)
+
+
+def queue_pids() -> set[int]:
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        if (process.info["cmdline"] or [""])[0].startswith("ray::TrajectoryQueue"):
+            found.add(process.pid)
+    return found
+
+
+async def started(notebook: Any) -> tuple[RestartableQueue, int]:
+    """A queue of steps of two groups, and its process."""
+    before = queue_pids()
+    settings = queue_settings(groups_per_step=2, max_lag=1, window_groups=2)
+    queue = RestartableQueue(settings, None, recorder=notebook)
+    await queue.open()
+    (pid,) = queue_pids() - before
+    return queue, pid
+
+
+async def fill(queue: RestartableQueue) -> int:
+    slots = await queue.admissible(0.0)
+    await queue.admit(
+        [
+            GroupRequest(
+                group_number=slot.group_number, task=make_task(slot.group_number), num_samples=2
+            )
+            for slot in slots
+        ]
+    )
+    return len(slots)
+
+
+async def play(player: Any, count: int) -> list[bool]:
+    await player.take.remote(count, LIMIT_S)
+    accepted: list[bool] = await player.hand_in.remote(count, 2)
+    return accepted
+
+
+async def finalise(queue: RestartableQueue, step: StepInput) -> None:
+    await queue.finalise(step.step, [RolloutOutcome(rollout_id=r) for r in step.rollout_ids])
+    await queue.set_loaded_version(step.step)
+
+
+def test_a_step_in_hand_is_finalised_by_the_queue_that_comes_after_the_one_that_took_it() -> None:
+    async def story() -> None:
+        notebook = Notebook()
+        queue, pid = await started(notebook)
+        player = Player.remote(queue.actor, "player")
+        assert await fill(queue) == 4
+        # Steps 1 and a half: three rollouts more are finished, and the last one is being played.
+        assert await play(player, 4) == [True] * 4
+        step = await queue.take_step(LIMIT_S)
+        assert step is not None and step.step == 1
+        await player.take.remote(4, LIMIT_S)
+        os.kill(pid, signal.SIGKILL)
+        # The loop's own calls in any order, all at once.
+        await asyncio.gather(finalise(queue, step), queue.cut(), queue.cut(), queue.stats())
+        assert notebook.parts == [Part.QUEUE]
+        assert (await queue.stats()).ledger.trained == 4
+        assert await player.hand_in.remote(2, 2) == [False] * 2, "it was given to the dead queue"
+        other = Player.remote(queue.actor, "other")
+        assert await play(other, 4) == [True] * 4
+        assert await fill(queue) == 2
+        step = await queue.take_step(LIMIT_S)
+        assert step is not None and step.step == 2
+        await finalise(queue, step)
+        await queue.cancel_all()
+        ledger = (await queue.stats()).ledger
+        assert (ledger.admitted, ledger.trained, ledger.num_evicted) == (12, 8, 4)
+        # Every event once, in order: nothing that the recorder has comes again, nothing is missing.
+        assert [event.seq for event in notebook.seen] == list(range(24))
+        exits = Counter(e.rollout_id for e in notebook.seen if e.kind is not ADMITTED)
+        assert len(exits) == 12 and set(exits.values()) == {1}
+        queue.kill()
+
+    asyncio.run(story())
+
+
+ADMITTED = LedgerEventKind.ADMITTED
+
+
+def test_a_step_whose_payloads_died_with_the_queue_is_played_again() -> None:
+    async def story() -> None:
+        queue, pid = await started(Notebook())
+        player = Player.remote(queue.actor, "player")
+        await fill(queue)
+        await play(player, 4)
+        step = await queue.take_step(LIMIT_S)
+        assert step is not None
+        os.kill(pid, signal.SIGKILL)
+        # As the merge actor finds it: one block is gone, and with it all.
+        await queue.replay_lost(step.rollout_ids[:1])
+        assert await queue.take_step(0.0) is None
+        assert await play(Player.remote(queue.actor, "other"), 4) == [True] * 4
+        again = await queue.take_step(LIMIT_S)
+        assert again is not None and again.step == 1
+        assert set(again.rollout_ids) == set(step.rollout_ids)
+        queue.kill()
+
+    asyncio.run(story())
+
+
+def test_a_call_that_is_given_up_holds_up_none_of_those_that_follow() -> None:
+    async def story() -> None:
+        queue, _ = await started(Notebook())
+        while await fill(queue):
+            pass
+        waiting = asyncio.create_task(queue.admissible(0.5))
+        await asyncio.sleep(0.2)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(LIMIT_S):
+            cut = await queue.cut()
+        # The call that was given up had made one too.
+        assert cut.number >= 2
+        queue.kill()
+
+    asyncio.run(story())
+
+
+def test_a_queue_that_is_ended_for_good_is_lost() -> None:
+    async def story() -> None:
+        queue, _ = await started(Notebook())
+        queue.kill()
+        with pytest.raises(ActorLost, match="the trajectory queue died"):
+            await queue.cut()
+
+    asyncio.run(story())
+
+
+def test_a_frozen_queue_goes_on_when_it_wakes() -> None:
+    async def story() -> None:
+        notebook = Notebook()
+        queue, pid = await started(notebook)
+        psutil.Process(pid).suspend()
+        filling = asyncio.create_task(fill(queue))
+        await asyncio.sleep(1)
+        assert not filling.done()
+        psutil.Process(pid).resume()
+        assert await filling == 4
+        assert notebook.parts == []
+        queue.kill()
+
+    asyncio.run(story())

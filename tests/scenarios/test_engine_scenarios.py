@@ -1,0 +1,211 @@
+"""Engines come and go under a run, and none of them stays behind one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray import serve
+from worlds.run_checks import check_audit, check_finished, check_lineage
+from worlds.run_driver import ENGINE, ROOT, START_S, STEP_S, Run, running, small_config
+
+from actors.weights.board import BoardStatus
+from service.inference.deployment import deploy_inference
+from service.launch.cluster import NAMESPACE, start_ray
+from service.launch.signals import EXIT_INTERRUPTED
+from service.run.engines import Deployed
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+
+ORPHAN_S = 15
+TOLERANCE_NATS = 1e-3
+PARTS = r"ray::(ServeReplica:rayloom|rayloom|WeightBoard|Supervisor|Environment|Trainer|Traj)"
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of a Ray that runs already, and goes on without the run."""
+    # Not a runtime_env: Serve replaces the engines of a job that has another one.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    start_ray(
+        address="local", namespace=NAMESPACE, num_cpus=12, include_dashboard=False,
+        log_to_driver=False,
+    )  # fmt: skip
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def processes(pattern: str) -> list[psutil.Process]:
+    """Those on the cluster of this test whose title begins so."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            # The cluster is of this process's session, the command has one of its own.
+            is_ours = os.getsid(process.pid) == os.getsid(0)
+            if is_ours and re.match(pattern, " ".join(process.cmdline())):
+                found.append(process)
+    return found
+
+
+def wait_until(is_so: Callable[[], bool], *, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"not so within {limit_s} s"
+        time.sleep(0.2)
+
+
+def pids(found: list[psutil.Process]) -> set[int]:
+    """Of at least one."""
+    assert found
+    return {process.pid for process in found}
+
+
+def check_weights(run: Run) -> None:
+    """Every step's engines scored the fixed text as the trainer did."""
+    differences = [record.value("logprob_check_max") for record in run.history().steps]
+    assert all(found is not None and found < TOLERANCE_NATS for found in differences)
+
+
+def stop(run: Run) -> None:
+    """Ctrl-C once: the step in hand ends, and what is in flight is kept."""
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.wait(limit_s=START_S) == EXIT_INTERRUPTED, run.log()
+    check_lineage(run.events())
+    check_audit(run)
+    check_weights(run)
+
+
+def test_engines_outlive_a_supervisor_that_is_killed(tmp_path: Path, small_model: str) -> None:
+    steps = 12
+    config = small_config(tmp_path, small_model, run={"steps": steps, "evaluate_every": 50})
+    with running(config, tmp_path / "run") as run:
+        run.wait_for_step(2, limit_s=START_S)
+        before = run.pids(ENGINE)
+        run.kill_part("ray::Supervisor")
+        run.wait_for_log("the supervisor died; a new one goes on", limit_s=START_S)
+        run.advance(2, limit_s=START_S)
+        assert run.pids(ENGINE) == before
+        assert run.wait(limit_s=START_S + steps * STEP_S) == 0, run.log()
+        check_finished(run, steps=steps)
+        check_audit(run)
+        assert run.history().num_terms == 2
+
+
+@pytest.mark.parametrize("with_board", [False, True], ids=["alone", "and the board"])
+def test_a_driver_that_is_killed_leaves_nothing_on_the_cluster_that_it_joined(
+    tmp_path: Path, small_model: str, address: str, with_board: bool
+) -> None:
+    """Without its board the engine is restarted once, asks for it, and ends before it loads."""
+    config = small_config(
+        tmp_path, small_model, run={"steps": 400, "orphan_timeout_s": ORPHAN_S}
+    )  # fmt: skip
+    with running(config, tmp_path / "run", ["--address", address]) as run:
+        run.wait_for_step(2, limit_s=START_S)
+        engines = processes(ENGINE)
+        assert engines and processes(PARTS)
+        os.kill(run.process.pid, signal.SIGKILL)
+        if with_board:
+            ray.kill(find_board())
+        # First the applications: between two starts of a replica there is no process either.
+        wait_until(lambda: serve.status().applications == {}, limit_s=ORPHAN_S + 45)
+        wait_until(lambda: not processes(PARTS), limit_s=30)
+        wait_until(lambda: not any(each.is_running() for each in engines), limit_s=10)
+        left = ray.util.list_named_actors(all_namespaces=True)
+        assert not [each for each in left if "rayloom" in each["name"]]
+
+
+def test_a_run_that_is_resumed_in_time_takes_its_engines_over_and_may_ask_for_more(
+    tmp_path: Path, small_model: str, address: str
+) -> None:
+    sections: dict[str, Any] = {"run": {"steps": 4000, "evaluate_every": 5000}}
+    config = small_config(tmp_path, small_model, **sections)
+    with running(config, tmp_path / "run", ["--address", address]) as run:
+        run.wait_for_step(3, limit_s=START_S)
+        before = pids(processes(ENGINE))
+        os.kill(run.process.pid, signal.SIGKILL)
+    config = small_config(tmp_path, small_model, inference={"num_replicas": 2}, **sections)
+    with running(config, tmp_path / "run", ["--resume", "--address", address]) as run:
+        run.advance(2, limit_s=START_S)
+        assert before <= pids(processes(ENGINE))
+        wait_until(lambda: len(processes(ENGINE)) == 2, limit_s=START_S)
+        run.advance(2, limit_s=START_S)
+        assert before <= pids(processes(ENGINE))
+        stop(run)
+    wait_until(lambda: not processes(PARTS), limit_s=60)
+
+
+def test_serve_scales_the_engines_up_and_down_while_a_run_trains(
+    tmp_path: Path, small_model: str, address: str
+) -> None:
+    config = small_config(tmp_path, small_model, run={"steps": 4000, "evaluate_every": 5000})
+    with running(config, tmp_path / "run", ["--address", address]) as run:
+        run.wait_for_step(2, limit_s=START_S)
+        first = pids(processes(ENGINE))
+        board = find_board()
+        for num_replicas in (2, 1):
+            scale(board, num_replicas)
+            wait_until(lambda n=num_replicas: num_holders(board) == n, limit_s=START_S)
+            run.advance(3, limit_s=START_S)
+            if num_replicas == 2:
+                assert first < pids(processes(ENGINE))
+        stop(run)
+
+
+def find_board() -> Any:
+    named = ray.util.list_named_actors(all_namespaces=True)
+    [name] = [each["name"] for each in named if each["name"].endswith("-board")]
+    return ray.get_actor(name, namespace=NAMESPACE)
+
+
+def scale(board: Any, num_replicas: int) -> None:
+    """As anybody may who can reach the cluster."""
+    status: BoardStatus = ray.get(board.status.remote(), timeout=60)
+    deployed: Deployed = ray.get(board.open_term.remote(status.term), timeout=60)
+    inference = replace(deployed.settings.inference, num_replicas=num_replicas)
+    settings = replace(deployed.settings, inference=inference)
+    deploy_inference(settings, name=deployed.name, board=board)
+
+
+def num_holders(board: Any) -> int:
+    status: BoardStatus = ray.get(board.status.remote(), timeout=60)
+    return len(status.replicas) if status.is_loaded else 0
+
+
+def test_three_engines_of_a_broadcast_die_and_freeze_and_the_run_goes_on(
+    tmp_path: Path, small_model: str
+) -> None:
+    config = small_config(
+        tmp_path,
+        small_model,
+        run={"steps": 4000, "evaluate_every": 5000},
+        inference={"num_replicas": 3, "weight_backend": "collective"},
+        rollouts={"turn_deadline_s": 120},
+    )
+    with running(config, tmp_path / "run") as run:
+        run.wait_for_step(2, limit_s=START_S)
+        wait_until(lambda: len(run.processes(ENGINE)) == 3, limit_s=START_S)
+        run.kill_part(ENGINE)
+        run.advance(3, limit_s=START_S)
+        replica = run.processes("ray::ServeReplica:rayloom")[0]
+        frozen = [replica, *replica.children(recursive=True)]
+        for process in frozen:
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(20)
+        for process in frozen:
+            process.send_signal(signal.SIGCONT)
+        run.advance(3, limit_s=START_S)
+        assert "going back to the newest checkpoint" not in run.log()
+        stop(run)

@@ -1,0 +1,139 @@
+"""A store that does not answer for a moment is waited for; each write is done once."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, update
+from worlds.breaking_proxy import breaking_proxy
+from worlds.mounts import fill, small_disk
+from worlds.postgresql_server import PASSWORD, PostgresqlServer, postgresql
+from worlds.record_builders import step_record
+from worlds.submission_service import request
+
+from service.store import tables
+from service.store.lineage import read_history
+from service.store.place import schema_name
+from service.store.run_store import ReadOnlyStore, RunStore, StoreError
+from service.store.submissions import SubmissionStore
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT], ids=["fast", "immediate"])
+def test_a_restart_of_postgresql_is_waited_for_and_loses_nothing(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: signal.Signals,
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    with postgresql(tmp_path_factory.mktemp("restarted") / "server") as server:
+        store = RunStore(server.store_url("rayloom-restarted"))
+        term = store.acquire_lease(owner="elsewhere:1").term
+        was_stopped, is_back = threading.Event(), threading.Event()
+
+        def restart() -> None:
+            was_stopped.set()
+            server.stop(number)
+            time.sleep(0.5)
+            server.start()
+            is_back.set()
+
+        restarting = threading.Thread(target=restart)
+        step = 0
+        with caplog.at_level(logging.WARNING, logger="rayloom.store"):
+            logging.getLogger("rayloom").propagate = True
+            restarting.start()
+            while not is_back.is_set() or step < 20:
+                step += 1
+                store.add_step(step_record(step), term=term, new_events=())
+            restarting.join()
+        assert [record.step for record in read_history(store).steps] == list(range(1, step + 1))
+        assert "trying again for 60 s" in caplog.text and "answers again, after" in caplog.text
+        assert PASSWORD not in caplog.text
+        store.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_commit_whose_connection_breaks_is_done_once(
+    tmp_path: Path,
+    postgresql_server: PostgresqlServer,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    with breaking_proxy(postgresql_server.port) as proxy:
+        place = postgresql_server.store_url(schema_name(str(tmp_path)))
+        store = RunStore(
+            place.replace(f":{postgresql_server.port}/", f":{proxy.port}/") + "&sslmode=disable"
+        )
+        term = store.acquire_lease(owner="elsewhere:1").term
+        submissions = SubmissionStore(store)
+        for name in ("a", "b", "c"):
+            proxy.arm(when=when)
+            [accepted] = submissions.add([request(name)], term=term)
+            proxy.arm(when=when)
+            submissions.bind({f"group-{name}": name}, term=term)
+            assert accepted.id == name
+        assert proxy.num_broken == 6
+        found = submissions.read()
+        assert [item.id for item in found.submissions] == ["a", "b", "c"]
+        assert len(found.bindings) == 3
+        store.close()
+
+
+def test_a_disk_that_is_full_for_a_moment_ends_no_run(tmp_path: Path) -> None:
+    with small_disk(tmp_path, kib=1024):
+        store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
+        term = store.acquire_lease(owner="elsewhere:1").term
+        filler = tmp_path / "filler"
+        fill(filler)
+        freeing = threading.Timer(1.0, filler.unlink)
+        freeing.start()
+        for step in range(1, 6):
+            store.add_step(step_record(step), term=term, new_events=())
+        freeing.join()
+        assert [record.step for record in read_history(store).steps] == [1, 2, 3, 4, 5]
+        store.close()
+
+
+def test_a_store_that_stays_away_ends_the_wait_with_a_sentence(tmp_path: Path) -> None:
+    with small_disk(tmp_path, kib=512):
+        store = RunStore(f"sqlite:///{tmp_path / 'run.db'}", patience_s=1.5)
+        term = store.acquire_lease(owner="elsewhere:1").term
+        fill(tmp_path / "filler")
+        words = r"could not be written for \d s .*: go on with --resume"
+        with pytest.raises(StoreError, match=words):
+            for step in range(1, 200):
+                store.add_step(step_record(step), term=term, new_events=())
+        # What ends the run does not wait as long once more for each thing that it tries.
+        with pytest.raises(StoreError, match="cannot be written"):
+            store.write(term, partial(grow, num_bytes=1 << 20))
+        (tmp_path / "filler").unlink()
+        store.release(term)
+        store.close()
+
+
+def grow(connection: Connection, *, num_bytes: int) -> None:
+    connection.execute(update(tables.leases).values(owner="x" * num_bytes))
+
+
+def test_a_server_that_is_not_there_is_told_in_a_sentence_without_the_password(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, postgresql_server: PostgresqlServer
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", "a wrong password")
+    place = postgresql_server.store_url(schema_name(str(tmp_path)))
+    for url, words in (
+        (place, "password authentication failed"),
+        (place.replace(f":{postgresql_server.port}/", ":1/"), "onnection refused"),
+    ):
+        with pytest.raises(StoreError, match=words) as refused:
+            ReadOnlyStore(url)
+        assert "expected a server that answers" in str(refused.value)
+        assert "wrong password" not in str(refused.value)

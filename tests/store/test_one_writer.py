@@ -1,0 +1,179 @@
+"""One writer, whatever the storage: who may take a run, who waits, and who never does."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from sqlalchemy import func, select, update
+from worlds.postgresql_server import PASSWORD, PostgresqlServer
+from worlds.record_builders import step_record
+from worlds.store_builders import OpenStore, write_under_way
+
+from service.store import tables
+from service.store.lineage import read_history
+from service.store.place import schema_name
+from service.store.run_store import LeaseHeld, LeaseLost, ReadOnlyStore, RunStore, StoreError
+from service.store.tables import RunKind
+
+HOUR_S = 3600.0
+
+
+def test_of_two_hosts_that_want_a_free_run_at_once_exactly_one_gets_it(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    stores = [opened(tmp_path) for _ in range(4)]
+    at_once = threading.Barrier(len(stores))
+
+    def take(number: int) -> str:
+        at_once.wait()
+        try:
+            stores[number].acquire_lease(owner=f"host-{number}:1", unless_held=True)
+        except LeaseHeld as held:
+            return str(held)
+        return ""
+
+    with ThreadPoolExecutor(len(stores)) as pool:
+        answers = list(pool.map(take, range(len(stores))))
+    assert answers.count("") == 1
+    winner = f"host-{answers.index('')}:1"
+    assert all(f"held by {winner} (term 1, since" in each for each in answers if each)
+    assert stores[0].newest_term() == 1
+
+
+def test_an_owner_is_replaced_by_who_knows_that_it_is_dead(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    store = opened(tmp_path)
+    store.acquire_lease(owner="elsewhere:1")
+    with pytest.raises(LeaseHeld, match="last sign of life came 0 s ago"):
+        store.acquire_lease(owner="here:2", unless_held=True)
+    assert store.acquire_lease(owner="here:2", unless_held=True, replaces="elsewhere:1").term == 2
+
+
+def test_who_lost_the_run_does_not_take_it_back_even_when_it_is_free_again(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    store = opened(tmp_path)
+    own = store.acquire_lease(owner="here:1").term
+    other = store.acquire_lease(owner="elsewhere:2").term
+    store.release(other)
+    with pytest.raises(LeaseLost, match=r"taken over by elsewhere:2 \(term 2, since 20"):
+        store.acquire_lease(owner="here:1", follows=own)
+    assert store.newest_term() == other
+
+
+def test_a_release_is_not_undone_by_a_renewal_that_comes_late(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    store = opened(tmp_path)
+    term = store.acquire_lease(owner="elsewhere:1").term
+    store.release(term)
+    store.renew(term)
+    assert store.live_owner() is None
+
+
+def test_a_hosts_clock_that_is_an_hour_ahead_does_not_make_a_live_owner_look_dead(
+    tmp_path: Path, postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    store = RunStore(postgresql_server.store_url(schema_name(str(tmp_path))))
+    store.acquire_lease(owner="elsewhere:1")
+    now = time.time
+    for ahead_s in (HOUR_S, -HOUR_S):
+        monkeypatch.setattr("time.time", lambda ahead_s=ahead_s: now() + ahead_s)
+        with pytest.raises(LeaseHeld):
+            store.acquire_lease(owner="here:2", unless_held=True)
+        monkeypatch.setattr("time.time", now)
+    with write_under_way(store) as connection:
+        silent = func.date_part("epoch", func.clock_timestamp()) - 31
+        connection.execute(update(tables.leases).values(renewed_at=silent))
+    # The server was started within these 31 s: before, nobody could have shown life.
+    owner = store.live_owner()
+    started_s = 0.0 if owner is None else owner.silent_s
+    assert owner is None or started_s < 30
+    store.close()
+
+
+def test_who_looks_neither_waits_for_the_writer_nor_makes_it_wait(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    writer, place = opened(tmp_path), opened(tmp_path)
+    url = place._database._engine.url.render_as_string(hide_password=False)
+    if place._database.schema is not None:
+        url += f"?schema={place._database.schema}"
+    term = writer.acquire_lease(owner="elsewhere:1").term
+    writer.add_step(step_record(1), term=term, new_events=())
+    looking = ReadOnlyStore(url)
+    with write_under_way(writer) as writing:
+        # Whoever wanted the write lock here would wait for this very thread.
+        looking.check()
+        assert (looking.newest_term(), looking.kind()) == (term, RunKind.TRAIN)
+        assert looking.live_owner() is not None and looking.checkpoints() == []
+        assert place.newest_term() == term and place.live_owner() is not None
+        place.check_lease(term)
+        writing.execute(select(tables.leases))
+    with looking.reading() as connection:
+        connection.execute(select(tables.steps)).all()
+        writer.add_step(step_record(2), term=term, new_events=())
+        # One state of the database, however long the look takes.
+        assert len(connection.execute(select(tables.steps)).all()) == 1
+    looking.close()
+
+
+def test_who_looks_cannot_write(tmp_path: Path, opened: OpenStore) -> None:
+    opened(tmp_path).acquire_lease(owner="elsewhere:1")
+    database = tmp_path / "run.db"
+    if not database.exists():
+        pytest.skip("of PostgreSQL the server sees to it")
+    looking = ReadOnlyStore(database)
+    with pytest.raises(StoreError, match="readonly"), looking.reading() as connection:
+        connection.execute(update(tables.leases).values(owner="x"))
+    looking.close()
+
+
+@pytest.mark.parametrize(("first", "second"), [("train", "serve"), ("serve", "train")])
+def test_the_kind_of_a_run_never_changes(
+    tmp_path: Path, opened: OpenStore, first: str, second: str
+) -> None:
+    store = opened(tmp_path)
+    store.acquire_lease(owner="a", kind=RunKind(first))
+    with pytest.raises(StoreError, match=f"begun by `rayloom {first}`, got `rayloom {second}`"):
+        store.acquire_lease(owner="b", kind=RunKind(second))
+    assert store.newest_term() == 1 and store.kind() is RunKind(first)
+
+
+def test_a_copy_of_the_database_alone_is_whole_after_the_end(tmp_path: Path) -> None:
+    store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
+    term = store.acquire_lease(owner="elsewhere:1").term
+    for step in range(1, 21):
+        store.add_step(step_record(step), term=term, new_events=())
+    # Somebody looks at the run while it ends.
+    looking = ReadOnlyStore(tmp_path / "run.db")
+    with looking.reading() as connection:
+        connection.execute(select(tables.formats)).all()
+    with looking.reading():
+        store.close()
+        shutil.copy(tmp_path / "run.db", tmp_path / "copy.db")
+    looking.close()
+    copy = ReadOnlyStore(tmp_path / "copy.db")
+    assert [record.step for record in read_history(copy).steps] == list(range(1, 21))
+    copy.close()
+
+
+def test_threads_write_side_by_side(tmp_path: Path, opened: OpenStore) -> None:
+    store = opened(tmp_path)
+    term = store.acquire_lease(owner="elsewhere:1").term
+
+    def write(step: int) -> None:
+        store.add_step(step_record(step), term=term, new_events=())
+        store.renew(term)
+        read_history(store)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(1, 25)))
+    assert len(read_history(store).steps) == 24

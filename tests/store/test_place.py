@@ -1,0 +1,180 @@
+"""Where a run's database may lie, how that is recorded, and where its password is found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from sqlalchemy import make_url
+from worlds.mounts import fuse_mount
+from worlds.postgresql_server import PASSWORD, PostgresqlServer
+from worlds.run_driver import small_config
+
+from service.config.file import ConfigError, load_config
+from service.launch.run_dir import RunDir, check_new, check_resumable, place_store
+from service.store.filesystem import REFUSED, refused_filesystem
+from service.store.place import (
+    StoreOptions,
+    check_local,
+    chosen_url,
+    recorded_url,
+    sqlite_url,
+    with_password,
+)
+from service.store.run_store import RunStore, StoreError
+from service.store.tables import RunKind
+
+SECRET = "postgresql://user:geheim@db.example:6432/runs?sslmode=require"
+RECORDED = "postgresql+psycopg://user@db.example:6432/runs?schema=rayloom-r-1&sslmode=require"
+
+
+@pytest.fixture(autouse=True)
+def without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAYLOOM_DATABASE_URL", raising=False)
+
+
+def test_the_store_lies_in_the_run_directory_where_nothing_else_is_said(tmp_path: Path) -> None:
+    place = RunDir(path=tmp_path)
+    place_store(place, "rayloom-r-1", StoreOptions())
+    assert place.database_url == f"sqlite:///{tmp_path / 'rayloom.db'}"
+    assert not place.store_file.exists()
+
+
+def test_a_run_with_its_database_inside_may_be_copied(tmp_path: Path) -> None:
+    place = RunDir(path=tmp_path / "run")
+    place.path.mkdir()
+    place_store(place, "rayloom-r-1", StoreOptions())
+    RunStore(place.database_url).close()
+    shutil.copytree(place.path, tmp_path / "copy")
+    copy = RunDir(path=tmp_path / "copy")
+    assert copy.database_url == f"sqlite:///{tmp_path / 'copy' / 'rayloom.db'}" and copy.has_run()
+
+
+def test_a_state_directory_is_recorded_and_holds_one_run(tmp_path: Path) -> None:
+    options = StoreOptions(state_dir=tmp_path / "state")
+    place, other = RunDir(path=tmp_path / "one"), RunDir(path=tmp_path / "two")
+    for each in (place, other):
+        each.path.mkdir()
+    place_store(place, "rayloom-one", options)
+    assert place.database_url == f"sqlite:///{tmp_path / 'state' / 'rayloom.db'}"
+    assert not place.has_run()
+    RunStore(place.database_url).close()
+    assert place.has_run()
+    with pytest.raises(ConfigError, match=r"holds a run already.*choose another --state-dir"):
+        place_store(other, "rayloom-two", options)
+    # Once chosen, it stays.
+    place_store(place, "rayloom-one", StoreOptions())
+    assert place.database_url == f"sqlite:///{tmp_path / 'state' / 'rayloom.db'}"
+
+
+def test_the_record_of_a_url_has_no_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYLOOM_DATABASE_URL", SECRET)
+    url = chosen_url(tmp_path, "rayloom-r-1", StoreOptions())
+    assert make_url(url) == make_url(RECORDED)
+    assert with_password(make_url(url)).password == "geheim"
+    # Another server, and another user of the same one, are not told it.
+    for other in (url.replace("db.example", "evil.example"), url.replace("user@", "root@")):
+        assert with_password(make_url(other)).password is None
+    (tmp_path / "store.json").write_text(json.dumps({"url": url}))
+    assert make_url(recorded_url(tmp_path / "store.json")) == make_url(RECORDED)
+
+
+def test_a_directory_that_is_named_goes_before_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYLOOM_DATABASE_URL", SECRET)
+    url = chosen_url(tmp_path, "r", StoreOptions(state_dir=tmp_path / "state"))
+    assert url == f"sqlite:///{tmp_path / 'state' / 'rayloom.db'}"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (StoreOptions(database_url=SECRET), "got a password.*RAYLOOM_DATABASE_URL"),
+        (StoreOptions(database_url="postgresql://db/runs?password=geheim"), "got a password"),
+        (StoreOptions(database_url="mysql://u:geheim@db/runs"), "got a URL of mysql, expected"),
+        (StoreOptions(database_url="geheim"), "got no URL, expected postgresql://"),
+        (StoreOptions(database_url="postgresql://db"), "expected postgresql://USER@HOST"),
+        (StoreOptions(database_url="postgresql://db/a", state_dir=Path("x")), "got both"),
+    ],
+)
+def test_what_cannot_be_a_place_is_refused_without_its_password(
+    options: StoreOptions, words: str
+) -> None:
+    with pytest.raises(StoreError, match=words) as refused:
+        options.check()
+    assert "geheim" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"url": 3}', '{"url": "geheim"}'])
+def test_a_record_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path, text: str) -> None:
+    place = RunDir(path=tmp_path)
+    place.store_file.write_text(text)
+    with pytest.raises(ConfigError, match=r"store\.json cannot be read"):
+        check_resumable(place, load_config(small_config(tmp_path)))
+
+
+def test_two_runs_of_one_postgresql_database_cannot_meet(
+    tmp_path: Path, postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    options = StoreOptions(database_url=postgresql_server.url)
+    config = load_config(small_config(tmp_path))
+    terms = []
+    for name in ("one", "two"):
+        place = RunDir(path=tmp_path / name)
+        place.path.mkdir()
+        check_new(place)
+        place_store(place, f"rayloom-{tmp_path.name}-{name}", options)
+        assert PASSWORD not in place.store_file.read_text() and not place.has_run()
+        with pytest.raises(ConfigError, match=f"no run lies there.*schema=.*{name}"):
+            check_resumable(place, config)
+        store = RunStore(place.database_url)
+        terms.append(store.acquire_lease(owner="a", kind=RunKind.SERVE).term)
+        store.close()
+        with pytest.raises(ConfigError, match="begun by `rayloom serve`, got `rayloom train`"):
+            check_resumable(place, config)
+        with pytest.raises(ConfigError, match="holds a run"):
+            check_new(place)
+    assert terms == [1, 1]
+    # The directory was removed, the schema was not.
+    again = RunDir(path=tmp_path / "again")
+    again.path.mkdir()
+    with pytest.raises(ConfigError, match=r"holds a run already.*drop that schema"):
+        place_store(again, f"rayloom-{tmp_path.name}-one", options)
+
+
+def test_a_store_that_does_not_answer_is_told_at_resume(tmp_path: Path) -> None:
+    place = RunDir(path=tmp_path)
+    url = "postgresql+psycopg://runs@127.0.0.1:1/postgres?schema=r"
+    place.store_file.write_text(json.dumps({"url": url}))
+    with pytest.raises(ConfigError, match=r"--resume .*127\.0\.0\.1:1/postgres.*refused"):
+        check_resumable(place, load_config(small_config(tmp_path)))
+
+
+def test_sqlite_on_fuse_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    place = RunDir(path=tmp_path)
+    words = "would lie on FUSE.*--state-dir.*--database-url"
+    with fuse_mount(mounted):
+        assert refused_filesystem(mounted / "not" / "there") == "FUSE"
+        with pytest.raises(StoreError, match=words):
+            RunStore(sqlite_url(mounted))
+        with pytest.raises(ConfigError, match=words):
+            place_store(place, "r", StoreOptions(state_dir=mounted))
+        # A server is no file.
+        check_local(RECORDED)
+    assert refused_filesystem(tmp_path / "not" / "there") is None
+    assert not place.store_file.exists()
+
+
+def test_the_file_systems_that_several_hosts_share_are_known() -> None:
+    assert {"NFS", "CIFS", "SMB2", "FUSE", "9p", "Ceph", "Lustre"} <= set(REFUSED.values())
+    # Local ones: ext4, XFS, btrfs, tmpfs, ZFS, overlay, F2FS.
+    local = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x2FC12FC1, 0x794C7630, 0xF2F52010}
+    assert not local & REFUSED.keys()

@@ -1,0 +1,142 @@
+"""Which rows of a long run are kept; its sums stay, and it can go back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+from sqlalchemy import func, select
+from worlds.record_builders import evaluation_record, step_record
+from worlds.store_builders import commit, queue_snapshot
+
+from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
+from benchmarks.history_inputs import Scale, make_history
+from service.inspect.audit.audit import audit
+from service.inspect.reader import find_entry, open_journal
+from service.launch.run_dir import RunDir
+from service.store import tables
+from service.store.lineage import (
+    count_events,
+    read_events,
+    read_history,
+    stored_totals,
+    totals_at,
+)
+from service.store.retention import OLDER_STEPS, WHOLE_STEPS, Retention, forget
+from service.store.run_store import RunStore
+
+STEPS, ROLLOUTS, JOURNAL = 600, 2, 20
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    run_dir = RunDir(path=tmp_path_factory.mktemp("history") / "run")
+    scale = Scale(
+        steps=STEPS,
+        rollouts_per_step=ROLLOUTS,
+        checkpoint_every=50,
+        journal_steps=JOURNAL,
+        steps_between_faults=500,
+    )
+    asyncio.run(make_history(run_dir, scale))
+    return run_dir
+
+
+@pytest.fixture
+def store(long_run: RunDir) -> RunStore:
+    return RunStore(long_run.database_url)
+
+
+def num_rows(store: RunStore, name: str) -> int:
+    with store.reading() as connection:
+        table = tables.metadata.tables[name]
+        return connection.scalar(select(func.count()).select_from(table)) or 0
+
+
+def test_the_rows_of_a_long_run_are_so_many_and_no_more(store: RunStore) -> None:
+    assert WHOLE_STEPS + OLDER_STEPS / 2 < num_rows(store, "steps") <= WHOLE_STEPS + OLDER_STEPS + 6
+    assert num_rows(store, "evaluations") <= num_rows(store, "steps")
+    # Back to the older checkpoint, and the bound on the age before it.
+    assert num_rows(store, "events") <= 2 * ROLLOUTS * (50 + 3)
+    assert len(store.checkpoints()) == 2
+    # Those two, and those that a term went on from.
+    assert num_rows(store, "checkpoints") <= 2 + num_rows(store, "leases")
+
+
+def test_the_kept_steps_are_the_first_ones_some_and_the_newest(store: RunStore) -> None:
+    kept = [record.step for record in read_history(store).steps]
+    assert kept[:5] == [1, 2, 3, 4, 5] and kept[-WHOLE_STEPS:] == list(range(345, STEPS + 1))
+    between = kept[5:-WHOLE_STEPS]
+    assert {after - before for before, after in itertools.pairwise(between)} <= {1, 2}
+
+
+def test_sums_know_of_every_row_that_ever_was(store: RunStore) -> None:
+    survives, stored = read_history(store).totals, stored_totals(store)
+    assert survives.num_steps == STEPS
+    assert survives.summed["num_trajectories"] == STEPS * ROLLOUTS
+    assert survives.num_version_breaks == 0 and survives.last_version == STEPS
+    # The two faults came 25 steps behind a checkpoint.
+    assert stored.num_steps == STEPS + 2 * 25
+    counts = {str(kind): count for (kind, _), count in count_events(store).items()}
+    assert counts == dict.fromkeys(("admitted", "evicted"), stored.num_steps * ROLLOUTS)
+
+
+def test_what_is_kept_is_enough_for_inspect_and_its_audit(long_run: RunDir) -> None:
+    journal = open_journal(long_run.path)
+    step, _ = find_entry(journal, f"g{STEPS - JOURNAL + 1:06d}.0-1")
+    assert step.step == STEPS - JOURNAL + 1
+    found = audit(journal)
+    assert found.is_clean and (found.num_steps, found.missing_steps) == (JOURNAL, ())
+
+
+def event(seq: int, rollout_id: str, step: int | None) -> LedgerEvent:
+    kind = LedgerEventKind.ADMITTED if step is None else LedgerEventKind.TRAINED
+    return LedgerEvent(seq=seq, rollout_id=rollout_id, kind=kind, step=step)
+
+
+def play(store: RunStore, *, term: int, steps: range) -> None:
+    """A rollout a step, and a checkpoint after each."""
+    for step in steps:
+        events = [event(2 * step, f"r{step}", None), event(2 * step + 1, f"r{step}", step)]
+        store.add_step(step_record(step), term=term, new_events=events)
+        store.add_evaluation(evaluation_record(step), term=term)
+        commit(store, term=term, step=step, last_event_seq=2 * step + 1)
+
+
+def test_a_run_goes_back_to_an_older_kept_checkpoint_with_its_sums(tmp_path: Path) -> None:
+    store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
+    term = store.acquire_lease(owner="a").term
+    play(store, term=term, steps=range(1, 21))
+    kept = store.checkpoints()[:3]
+    forget(store, term=term, kept=kept, retention=Retention(journal_steps=4, max_policy_age=1))
+    assert [item.seq for item in read_events(store)] == list(range(30, 42))
+    assert [item.step for item in store.checkpoints()] == [20, 19, 18]
+    lease = store.acquire_lease(owner="b", passed_over={"1-20", "1-19"})
+    assert lease.parent is not None and lease.queue_snapshot == queue_snapshot(18)
+    assert totals_at(store, lease.parent).num_steps == read_history(store).totals.num_steps == 18
+    play(store, term=lease.term, steps=range(19, 23))
+    history = read_history(store)
+    assert [record.step for record in history.steps] == list(range(1, 23))
+    assert (history.totals.num_steps, stored_totals(store).num_steps) == (22, 24)
+    # Now the two steps that were gone back on leave, and what a later term may go back to is its.
+    kept = store.checkpoints()[:3]
+    retention = Retention(journal_steps=4, max_policy_age=1)
+    forget(store, term=lease.term, kept=kept, retention=retention)
+    assert num_rows(store, "steps") == num_rows(store, "evaluations") == 22
+    assert read_history(store).totals == history.totals
+    assert [item.step for item in store.checkpoints()] == [22, 21, 20]
+    assert read_history(store).num_terms == 2
+
+
+def test_a_run_without_a_journal_keeps_what_a_kept_checkpoint_goes_back_before(
+    tmp_path: Path,
+) -> None:
+    store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
+    term = store.acquire_lease(owner="a").term
+    play(store, term=term, steps=range(1, 21))
+    kept = store.checkpoints()[:2]
+    forget(store, term=term, kept=kept, retention=Retention(journal_steps=0, max_policy_age=2))
+    # Step 19 is the older one; what it trained was admitted after step 16.
+    assert [item.seq for item in read_events(store)] == list(range(34, 42))

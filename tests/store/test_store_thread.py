@@ -1,0 +1,67 @@
+"""The store in a thread: the event loop goes on, and what was begun is done once and whole."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from worlds.record_builders import step_record
+
+from actors.metrics import Metrics
+from service.store.lineage import read_history
+from service.store.run_store import RunStore
+from service.store.thread import StoreThread
+from service.telemetry.recorder import RunRecorder
+
+TICK_S = 0.02
+
+
+async def begun(
+    directory: Path, metrics: Metrics, thread: StoreThread
+) -> tuple[RunRecorder, RunStore]:
+    store = RunStore(f"sqlite:///{directory / 'run.db'}")
+    recorder = RunRecorder(store, metrics, thread=thread, num_steps=10)
+    await recorder.begin_term(store.acquire_lease(owner="test"))
+    return recorder, store
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Nobody else can write meanwhile."""
+    with closing(sqlite3.connect(directory / "run.db", isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+        connection.execute("ROLLBACK")
+
+
+async def test_the_event_loop_goes_on_while_the_database_is_locked(tmp_path: Path) -> None:
+    recorder, store = await begun(tmp_path, Metrics(), StoreThread())
+    with locked(tmp_path):
+        writing = asyncio.create_task(recorder.step(step_record(1)))
+        # Each of these is a turn of the loop.
+        for _ in range(20):
+            await asyncio.sleep(TICK_S)
+        assert not writing.done()
+    await writing
+    assert [step.step for step in read_history(store).steps] == [1]
+
+
+async def test_a_write_whose_caller_is_cancelled_is_made_once_and_counted(tmp_path: Path) -> None:
+    metrics, thread = Metrics(), StoreThread()
+    recorder, store = await begun(tmp_path, metrics, thread)
+    with locked(tmp_path):
+        steps = [asyncio.create_task(recorder.step(step_record(number))) for number in (1, 2)]
+        await asyncio.sleep(TICK_S)
+        for step in steps:
+            step.cancel()
+        await asyncio.wait(steps)
+        assert all(step.cancelled() for step in steps)
+    # The next term begins behind them.
+    await recorder.begin_term(await thread.call(store.acquire_lease, owner="next"))
+    with store.reading() as connection:
+        rows = connection.exec_driver_sql("SELECT term, step FROM steps ORDER BY step").all()
+    assert rows == [(1, 1), (1, 2)]
+    assert metrics.registry.get_sample_value("rayloom_train_steps_total") == 2

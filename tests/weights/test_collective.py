@@ -1,0 +1,140 @@
+"""A publication's broadcast among engines that come, go, die and freeze in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray.exceptions import RayActorError
+from worlds.broadcast_member import Member, build_model, group_former, packed, score
+
+from actors.weights.actor import start_board
+from actors.weights.board import BoardStatus
+from actors.weights.collective import Offer, Sender
+
+pytestmark = [pytest.mark.usefixtures("cluster")]
+LIMIT_S = 120.0
+
+
+class Trainer:
+    """Rank 0's end."""
+
+    def __init__(self, board: Any) -> None:
+        self.board = board
+        self.sender = Sender(group_former(board), address="127.0.0.1", device=torch.device("cpu"))
+
+    async def publish(self, version: int) -> Any:
+        """Returns: how the model of this version scores."""
+        model = build_model(seed=version)
+        groups = packed(model)
+        self.sender.offer(Offer(term=1, version=version, groups=groups))
+        without = [replace(group, buffer=None) for group in groups]
+        await self.board.publish.remote(1, version, without)
+        return score(model)
+
+    async def wait_until_loaded(self, version: int, *, num_members: int) -> BoardStatus:
+        status: BoardStatus = await self.board.wait_published.remote(version, num_members, LIMIT_S)
+        assert status.is_loaded and len(status.replicas) == num_members
+        return status
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    board = start_board()
+    trainer = Trainer(board)
+    yield trainer
+    trainer.sender.offer(None)
+    ray.kill(board)
+
+
+def start(trainer: Trainer, directory: Path, name: str, fault: str = "", at: str = "") -> Any:
+    member = Member.remote(trainer.board, str(directory), name, fault, at)
+    member.pull.remote()
+    return member
+
+
+async def wait_until_live(trainer: Trainer, num_members: int) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while len((await trainer.board.status.remote()).replicas) < num_members:
+            await asyncio.sleep(0.05)
+
+
+async def wait_until_dead(member: Any) -> None:
+    with pytest.raises(RayActorError):
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                await member.failures.remote()
+                await asyncio.sleep(0.05)
+
+
+def check_scores(status: BoardStatus, expected: Any) -> None:
+    # One that the board had forgotten when it reported has none until its next load.
+    scored = [each.check_logprobs for each in status.replicas if each.check_logprobs is not None]
+    assert scored
+    for found in scored:
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+async def test_a_version_reaches_those_that_are_there_and_one_that_joins_later(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    start(trainer, tmp_path, "a")
+    mortal = start(trainer, tmp_path, "b", fault="dies", at="load")
+    await wait_until_live(trainer, 2)
+    expected = await trainer.publish(1)
+    # It has received all, and is not counted as one that holds the version.
+    await wait_until_dead(mortal)
+    check_scores(await trainer.wait_until_loaded(1, num_members=1), expected)
+    start(trainer, tmp_path, "late")
+    await wait_until_live(trainer, 2)
+    check_scores(await trainer.wait_until_loaded(1, num_members=2), expected)
+    expected = await trainer.publish(2)
+    check_scores(await trainer.wait_until_loaded(2, num_members=2), expected)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("at", ["seat", "broadcast", "load"])
+async def test_one_that_dies_on_the_way_is_dropped_and_the_others_get_the_version(
+    trainer: Trainer, tmp_path: Path, at: str
+) -> None:
+    members = [start(trainer, tmp_path, name) for name in ("a", "b")]
+    start(trainer, tmp_path, "mortal", fault="dies", at=at)
+    await wait_until_live(trainer, 3)
+    expected = await trainer.publish(1)
+    status = await trainer.wait_until_loaded(1, num_members=2)
+    assert {each.replica_id for each in status.replicas} == {"a", "b"}
+    check_scores(status, expected)
+    assert max([await member.failures.remote() for member in members]) <= 2
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("at", ["seat", "broadcast", "load"])
+async def test_one_that_is_frozen_for_twenty_seconds_gets_the_version_when_it_is_back(
+    trainer: Trainer, tmp_path: Path, at: str
+) -> None:
+    for name in ("a", "b"):
+        start(trainer, tmp_path, name)
+    frozen = start(trainer, tmp_path, "frozen", fault="freezes", at=at)
+    pid = await frozen.pid.remote()
+    await wait_until_live(trainer, 3)
+    expected = await trainer.publish(1)
+    thawing = asyncio.get_running_loop().call_later(20.0, os.kill, pid, signal.SIGCONT)
+    # The others do not wait for it longer than its lease.
+    status = await trainer.wait_until_loaded(1, num_members=2)
+    assert {each.replica_id for each in status.replicas} == {"a", "b"}
+    check_scores(status, expected)
+    thawing.cancel()
+    os.kill(pid, signal.SIGCONT)
+    await wait_until_live(trainer, 3)
+    check_scores(await trainer.wait_until_loaded(1, num_members=3), expected)
+    expected = await trainer.publish(2)
+    check_scores(await trainer.wait_until_loaded(2, num_members=3), expected)

@@ -1,0 +1,90 @@
+"""A client of a service under faults: it submits, cancels, and remembers what it was promised.
+
+Every request is repeated until the service answers it, as the documentation asks of a client, so
+that what the client remembers is what the service has accepted.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+OVER = frozenset({"trained", "evicted", "cancelled"})
+ANSWER_LIMIT_S = 30.0
+PAUSE_S = 0.5
+# 404: the route is not there yet. 429: the backlog is full. 5xx: the run is recovering.
+COME_AGAIN = frozenset({404, 429, 500, 502, 503, 504})
+
+
+@dataclass
+class SubmittingClient:
+    """Run `work` in a thread; `stop` it; then `unfinished` says what was promised and is open."""
+
+    base_url: str
+    key: str
+    rng: random.Random
+    accepted: list[str] = field(default_factory=list)
+    cancelled: set[str] = field(default_factory=set)
+    """Of these the service has said that they are cancelled."""
+    errors: list[str] = field(default_factory=list)
+    """Answers that no client should get."""
+    _stopped: threading.Event = field(default_factory=threading.Event)
+
+    def work(self) -> None:
+        while not self._stopped.is_set():
+            batch = [f"task-{len(self.accepted) + number}" for number in range(4)]
+            body = {"environment": "guessing", "tasks": [{"id": name} for name in batch]}
+            if self._ask("POST", "/api/v1/rollouts", body) is not None:
+                self.accepted += batch
+                if self.rng.random() < 0.2:
+                    self._cancel(self.rng.choice(batch))
+            self._stopped.wait(PAUSE_S)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def unfinished(self) -> list[str]:
+        """Of what was accepted, what has not ended yet; what the service does not know is one."""
+        return [name for name in self.accepted if self._status(name) not in OVER]
+
+    def _cancel(self, name: str) -> None:
+        answer = self._ask("DELETE", f"/api/v1/rollouts/{name}", None)
+        if answer is not None and answer.get("status") == "cancelled":
+            self.cancelled.add(name)
+
+    def _status(self, name: str) -> str:
+        answer = httpx.get(
+            f"{self.base_url}/api/v1/rollouts/{name}", headers=self._headers, timeout=ANSWER_LIMIT_S
+        )
+        return str(answer.json().get("status")) if answer.status_code == 200 else "unknown"
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Ask until there is an answer; None when stopped before."""
+        while not self._stopped.is_set():
+            try:
+                answer = httpx.request(
+                    method,
+                    self.base_url + path,
+                    json=body,
+                    headers=self._headers,
+                    timeout=ANSWER_LIMIT_S,
+                )
+            except httpx.HTTPError:
+                self._stopped.wait(PAUSE_S)
+                continue
+            if answer.status_code < 300:
+                found: dict[str, Any] = answer.json()
+                return found
+            if answer.status_code not in COME_AGAIN:
+                self.errors.append(f"{method} {path}: {answer.status_code} {answer.text[:200]}")
+                return None
+            self._stopped.wait(PAUSE_S)
+        return None
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key}"}
