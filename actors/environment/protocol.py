@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
 from typing import Any, Protocol
 
 from actors.types import Task
+
+rollout_id: ContextVar[str] = ContextVar("rollout_id")
+"""The rollout that is played where an environment's methods run, such as `g000012.0-3`: for its log
+lines, or to name what it starts elsewhere and a dead process could leave behind."""
 
 
 class Role(StrEnum):

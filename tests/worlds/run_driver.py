@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 # Bounds of a wait on a busy machine, not measures: until a run trains, and of one step.
 START_S = 300.0
 STEP_S = 120.0
-# Seconds that a process which is there may be missing in the table.
-FOUND_S = 30.0
+# Seconds that a part may be missing in the table of processes: it may be on its way back.
+FOUND_S = 120.0
 
 # An engine's process by its title, or by its command line: now and then one comes without a title.
 ENGINE = (
@@ -41,7 +41,13 @@ SMALL: dict[str, Any] = {
     "run": {"name": "small", "steps": 4, "checkpoint_every": 2, "evaluate_every": 2},
     "model": {"tiny": {"warmup_steps": 20}, "max_context_tokens": 256},
     "tasks": {"environment": "guessing", "evaluation_tasks": 4},
-    "rollouts": {"slots_per_actor": 16, "max_turns": 4, "max_tokens_per_turn": 8},
+    "rollouts": {
+        "slots_per_actor": 16,
+        "max_turns": 4,
+        "max_tokens_per_turn": 8,
+        # Masked, they would teach nothing, and a long run ends once its policy ends no answer.
+        "outcomes": {"truncated_tokens": {"disposition": "train_clamped"}},
+    },
     "algorithm": {"groups_per_step": 4, "group_size": 4},
     "inference": {"enforce_eager": True, "max_num_seqs": 32, "kv_cache_gib": 0.25},
     "trainer": {"num_ranks": 2, "learning_rate": 4e-4},
