@@ -17,9 +17,10 @@ from typing import Any, Protocol
 
 from actors.types import Task
 
-rollout_id: ContextVar[str] = ContextVar("rollout_id")
+rollout_id: ContextVar[str] = ContextVar("rollout_id", default="")
 """The rollout that is played where an environment's methods run, such as `g000012.0-3`: for its log
-lines, or to name what it starts elsewhere and a dead process could leave behind."""
+lines, or to name what it starts elsewhere and a dead process could leave behind. Empty in the trial
+of an environment before the start."""
 
 
 class Role(StrEnum):

@@ -22,8 +22,8 @@ def scripted_return(task_id: str, member: int) -> float:
 
 
 def member_of(rollout: str) -> int:
-    """Its place in the group, which ends its id: `g000012.0-3`."""
-    return int(rollout.rpartition("-")[2])
+    """Its place in the group, which ends its id: `g000012.0-3`; 0 in the trial before the start."""
+    return int(rollout.rpartition("-")[2] or 0)
 
 
 class ScriptedGame:
