@@ -7,9 +7,8 @@ copy of this file into their working directory, as a user's own game.
 
 from __future__ import annotations
 
-import zlib
-
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult, rollout_id
+from actors.environment.tasks import derived_seed
 from actors.types import Task
 
 NUM_TURNS = 2
@@ -18,7 +17,7 @@ NUM_RETURNS = 8
 
 def scripted_return(task_id: str, member: int) -> float:
     """0, 1/8, ..., 7/8."""
-    return zlib.crc32(f"{task_id} {member}".encode()) % NUM_RETURNS / NUM_RETURNS
+    return derived_seed(task_id, member) % NUM_RETURNS / NUM_RETURNS
 
 
 def member_of(rollout: str) -> int:
