@@ -18,7 +18,7 @@ from service.api.settings import HttpSettings, api_address, api_route
 from service.cli.display import Display, open_display
 from service.cli.outlet import say
 from service.config.tree import Config
-from service.inference.deployment import session_directory
+from service.inference.deployment import session_directory, start_serve_for_engines
 from service.launch.cluster import joined, seen_from_afar
 from service.launch.other_nodes import check_api_place, check_other_nodes
 from service.launch.resume import check_lease_free, check_not_taken_over, finished_step
@@ -118,6 +118,8 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
             when_held=WhenHeld.TAKE_OVER if request.takes_over else WhenHeld.REFUSE,
         )
         supervisor = start()
+        # Beside the supervisor's imports. It needs Serve in `run`, which is asked for afterwards.
+        start_serve_for_engines()
         if api is not None:
             route = api_route(run_id, is_local=is_local)
             open_api(run_id, api, route=route)

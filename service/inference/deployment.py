@@ -420,6 +420,14 @@ def _work_so_far() -> float:
     return work
 
 
+def start_serve_for_engines() -> None:
+    """Start Serve without any HTTP proxy; nothing where it runs already.
+
+    An HTTP API that shares the cluster starts it before this, with a proxy.
+    """
+    serve.start(proxy_location=ProxyLocation.Disabled)
+
+
 def deploy_inference(
     settings: EngineSettings,
     *,
@@ -433,10 +441,8 @@ def deploy_inference(
 
     Does not wait for it. The replicas become ready once the board has a publication, so publish,
     then `wait_ready`. The same settings but for `num_replicas` leave running replicas as they are.
-    Where Serve is not running it is started without any HTTP proxy; an HTTP API that shares the
-    cluster starts Serve itself, on loopback, before this.
     """
-    serve.start(proxy_location=ProxyLocation.Disabled)
+    start_serve_for_engines()
     deployment = serve.deployment(
         name=DEPLOYMENT_NAME,
         num_replicas=settings.inference.num_replicas,
@@ -523,7 +529,7 @@ def application_name(run_id: str, *, term: int) -> str:
 
 def delete_leftovers(run_id: str) -> None:
     """End the deployments that an earlier supervisor of a run left on the cluster, if any."""
-    serve.start(proxy_location=ProxyLocation.Disabled)
+    start_serve_for_engines()
     for name in serve.status().applications:
         owner, _, term = name.rpartition("-t")
         if owner == run_id and term.isdecimal():

@@ -100,3 +100,12 @@ class EngineSettings:
             # in every engine, because each has a temporary directory of its own.
             variables["TORCHDYNAMO_DISABLE"] = "1"
         return variables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployed:
+    """What a board keeps for the next supervisor: the engines that learn from it."""
+
+    name: str
+    """Of their application."""
+    settings: EngineSettings

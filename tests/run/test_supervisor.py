@@ -39,7 +39,8 @@ def supervisor(place: RunDir, tiny_models: dict[bool, str]) -> Iterator[Supervis
     """One that has started nothing yet."""
     log = logging.getLogger("rayloom")
     config = load_config(small_config(place.path.parent))
-    yield Supervisor(config, place, model=tiny_models[True], run_id="rayloom-test")
+    engines = engine_settings(config, model=tiny_models[True])
+    yield Supervisor(config, place, engines=engines, run_id="rayloom-test")
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()

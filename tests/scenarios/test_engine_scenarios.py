@@ -21,9 +21,9 @@ from worlds.run_driver import ENGINE, ROOT, START_S, STEP_S, Run, running, small
 
 from actors.weights.board import BoardStatus
 from service.inference.deployment import deploy_inference
+from service.inference.settings import Deployed
 from service.launch.cluster import NAMESPACE, start_ray
 from service.launch.signals import EXIT_INTERRUPTED
-from service.run.engines import Deployed
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
