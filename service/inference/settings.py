@@ -77,7 +77,8 @@ class EngineSettings:
     max_silence_s: float = 300.0
     """A replica that hears nothing of the weight board for longer is unhealthy."""
     graceful_shutdown_s: float = 10.0
-    health_check_period_s: float = 2.0
+    health_check_period_s: float = 0.5
+    """Serve learns of a replica that has ended at its next check, and starts another one then."""
     health_check_timeout_s: float = 30.0
 
     @property
