@@ -262,9 +262,9 @@ class WeightBoard:
         )
         self._wake()
 
-    async def leave(self, replica_id: str) -> None:
-        """A replica shuts down in order, or is dead."""
-        self._board.leave(replica_id)
+    async def leave(self, replica_id: str, is_in_order: bool = False) -> None:
+        """A replica is dead or dying. is_in_order: it was asked to end."""
+        self._board.leave(replica_id, is_in_order=is_in_order)
         self._actors.pop(replica_id, None)
         self._seats.pop(replica_id, None)
         self._wake()

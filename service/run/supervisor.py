@@ -284,7 +284,7 @@ class Supervisor:
             detail=self._recorder.phase_detail,
             policy_version=self._recorder.last_step,
             engines_ready=self._engine_watch.num_current,
-            engines_expected=self._config.inference.num_replicas,
+            engines_expected=self._engine_watch.num_expected,
             behind_s=self._engine_watch.behind_s(time.monotonic()),
             publish_limit_s=self._config.inference.publish_deadline_s,
         )

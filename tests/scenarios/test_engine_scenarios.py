@@ -161,6 +161,7 @@ def test_serve_scales_the_engines_up_and_down_while_a_run_trains(
             run.advance(3, limit_s=START_S)
             if num_replicas == 2:
                 assert first < pids(processes(ENGINE))
+        assert "was lost" not in run.place.log_file.read_text()
         stop(run)
 
 
