@@ -282,7 +282,7 @@ class Supervisor:
         return readiness(
             phase=self._recorder.current_phase,
             detail=self._recorder.phase_detail,
-            policy_version=self._recorder.last_step,
+            policy_version=self._recorder.policy_version,
             engines_ready=self._engine_watch.num_current,
             engines_expected=self._engine_watch.num_expected,
             behind_s=self._engine_watch.behind_s(time.monotonic()),
@@ -332,7 +332,9 @@ class Supervisor:
         if lease is None:
             return "stopped before the run was free"
         await self._recorder.begin_term(lease)
-        term = self._term = Term(
+        # In a thread: it asks Ray for the nodes, and starts the queue's process.
+        term = self._term = await asyncio.to_thread(
+            Term,
             self._config,
             self._run_dir,
             model=self._model,
