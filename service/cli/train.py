@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -100,6 +101,8 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
     """Run and show it within a Ray that has been joined; returns the exit code."""
     config, api, is_local = request.config, request.api, request.address is None
     signals.install()
+    # What Serve has to say to its developers goes to its own log files.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         signals.check()
         run_id = run_id_of(config, run_dir)
