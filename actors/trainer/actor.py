@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-import torch.distributed as dist
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import (
@@ -29,19 +28,17 @@ from ray.exceptions import (
 
 from actors.batch import RankShard
 from actors.expert_records import ModelShape
-from actors.trainer.process_group import (
-    MOVED,
-    Rendezvous,
-    connect_store,
-    keep_freed_memory,
-    open_store,
-)
 from actors.trainer.settings import RankSettings
 from actors.weights.board import Seat, StaleTerm, WeightGroup
-from actors.weights.collective import Offer, Sender
 
+# Seconds of imports, torch among them, which the processes that start the ranks do without: a
+# rank's own process makes them in its constructor and in `join`.
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from actors.trainer.process_group import Rendezvous
     from actors.trainer.rank import TrainerRank
+    from actors.weights.collective import Offer, Sender
 
 BOARD_TIMEOUT_S = 30.0
 CONCURRENCY = {"watch": 1, "save": 1}
@@ -55,8 +52,6 @@ class RankProcess:
     """Where a rank runs."""
 
     node_id: str
-    node_address: str
-    """Of its node, as the other nodes reach it."""
     process_id: int
 
 
@@ -64,6 +59,9 @@ class TrainerRankActor:
     """Holds one `TrainerRank`, which `join` makes; all of its methods are reached by `call`."""
 
     def __init__(self, settings: RankSettings, rank: int) -> None:
+        from actors.trainer.process_group import MOVED
+
+        self._moved = MOVED
         self._settings = settings
         self._rank_number = rank
         self._store: dist.Store | None = None
@@ -74,7 +72,7 @@ class TrainerRankActor:
     def progress(self) -> int:
         """A number that grows while this rank starts, loads, writes or gathers."""
         if self._rank is not None:
-            return MOVED.total
+            return self._moved.total
         # Loading a model fills memory, and checking it takes time.
         num_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         return num_mib + int(time.process_time() / _START_TICK_S)
@@ -83,14 +81,18 @@ class TrainerRankActor:
     def process(self) -> RankProcess:
         return RankProcess(
             node_id=ray.get_runtime_context().get_node_id(),
-            node_address=ray.util.get_node_ip_address(),
             process_id=os.getpid(),
         )
 
-    def open_rendezvous(self, address: str) -> Rendezvous:
-        """Open the store that the ranks meet at; rank 0 alone."""
+    def open_rendezvous(self, is_local: bool) -> Rendezvous:
+        """Open the store that the ranks meet at; rank 0 alone.
+
+        Args: is_local: all ranks share one node.
+        """
+        from actors.trainer.process_group import LOOPBACK, open_store
+
         self._store, rendezvous = open_store(
-            address,
+            LOOPBACK if is_local else ray.util.get_node_ip_address(),
             num_ranks=self._settings.trainer.num_ranks,
             timeout_s=self._settings.collective_timeout_s,
         )
@@ -101,7 +103,7 @@ class TrainerRankActor:
 
         Args: is_local: all ranks share one node.
         """
-        # Three seconds of imports, which the process that starts the ranks does without.
+        from actors.trainer.process_group import connect_store, keep_freed_memory
         from actors.trainer.rank import TrainerRank
 
         keep_freed_memory()
@@ -140,6 +142,8 @@ class TrainerRankActor:
 
         Returns: on rank 0 the groups without their bytes, on the others nothing.
         """
+        from actors.weights.collective import Offer, Sender
+
         packed = tuple(self._joined.pack_weights())
         if packed:
             self._sender = self._sender or Sender(

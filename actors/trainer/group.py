@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-import torch
-import torch.distributed as dist
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ObjectLostError, RayError, RayTaskError
@@ -37,7 +35,6 @@ from actors.deadline import ActorLost, wait_while_moving, within
 from actors.expert_records import ModelShape
 from actors.trainer.actor import CONCURRENCY, RankProcess, TrainerRankActor
 from actors.trainer.checkpoint import CheckpointError, Progress
-from actors.trainer.process_group import LOOPBACK
 from actors.trainer.settings import RankSettings, WeightBackend
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused
 from actors.trainer.statistics import StepStats
@@ -47,14 +44,7 @@ _AGREED = (ShardRefused, PolicyTooOld, CheckpointError)
 # What a rank's own code raises in these, it would raise again in a new group.
 _START_METHODS = ("process", "open_rendezvous", "join", "load")
 # Caused by another process that ended or still holds memory; a new group may not meet them.
-_CAUSED_ELSEWHERE = (
-    RayError,
-    dist.DistError,
-    ConnectionError,
-    TimeoutError,
-    MemoryError,
-    torch.OutOfMemoryError,
-)
+_CAUSED_ELSEWHERE = (RayError, ConnectionError, TimeoutError, MemoryError)
 _GRACE_S = 10.0
 _BLAME_S = 2.0
 # Until ranks that could share a node must have found one; then they are spread over several.
@@ -193,8 +183,7 @@ class TrainerGroup:
         ]
         self.processes = tuple(await self._on_all("process"))
         is_local = len({process.node_id for process in self.processes}) == 1
-        address = LOOPBACK if is_local else self.processes[0].node_address
-        rendezvous = await self._on_first("open_rendezvous", address)
+        rendezvous = await self._on_first("open_rendezvous", is_local)
         shapes = await self._on_all("join", rendezvous, is_local)
         self.shape = shapes[0]
 
@@ -477,8 +466,13 @@ def _start_failure(
 
 
 def _is_caused_elsewhere(cause: BaseException) -> bool:
+    # Two seconds of imports, which a group that starts as it should does without.
+    import torch
+    import torch.distributed as dist
+
+    kinds = (*_CAUSED_ELSEWHERE, dist.DistError, torch.OutOfMemoryError)
     # Gloo has no type of its own for a peer that is gone.
-    return isinstance(cause, _CAUSED_ELSEWHERE) or "gloo" in str(cause).lower()
+    return isinstance(cause, kinds) or "gloo" in str(cause).lower()
 
 
 def _has_died(answer: asyncio.Future[Any]) -> bool:

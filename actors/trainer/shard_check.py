@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from actors.batch import RankShard, ValueShard
 from actors.policy_age import policy_ages
-from actors.trainer.process_group import gather_rows, gather_texts
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ShardRefused(ValueError):
@@ -81,6 +83,11 @@ def agree_on(
     Args: as `check_versions`.
     Raises: ShardRefused, PolicyTooOld; the first rank's reason.
     """
+    # Not at the top: the supervisor reads the errors of this module, and does without torch.
+    import torch
+
+    from actors.trainer.process_group import gather_rows, gather_texts
+
     fault: ShardRefused | PolicyTooOld | None = None
     try:
         check_versions(

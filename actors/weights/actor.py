@@ -27,10 +27,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
-from ray.serve.exceptions import RayServeException
 
 from actors.batch import Float32s
 from actors.deadline import is_set_within, within
@@ -264,9 +262,9 @@ class WeightBoard:
         )
         self._wake()
 
-    async def leave(self, replica_id: str) -> None:
-        """A replica shuts down in order, or is dead."""
-        self._board.leave(replica_id)
+    async def leave(self, replica_id: str, is_in_order: bool = False) -> None:
+        """A replica is dead or dying. is_in_order: it was asked to end."""
+        self._board.leave(replica_id, is_in_order=is_in_order)
         self._actors.pop(replica_id, None)
         self._seats.pop(replica_id, None)
         self._wake()
@@ -311,6 +309,10 @@ class WeightBoard:
             keeping.orphan_timeout_s,
             ", ".join(keeping.applications),
         )
+        # A second of imports, which the engines would wait for at every start.
+        from ray import serve
+        from ray.serve.exceptions import RayServeException
+
         for name in keeping.applications:
             # Serve may be gone already.
             with suppress(RayServeException, RayError, TimeoutError):

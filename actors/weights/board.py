@@ -14,6 +14,7 @@ is held once the replica has reported that it loaded it, however its bytes trave
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,8 @@ from actors.batch import Float32s, Int32s
 # because a replica counts its lease from the last poll that was answered.
 POLL_GRACE_S = 10.0
 NUM_CHECK_TOKENS = 17
+# Names that are kept: whoever looks for losses looks every half second.
+MAX_RETIRED = 256
 
 
 class WeightError(Exception):
@@ -122,6 +125,9 @@ class BoardStatus:
     """Of the current publication; None before the first."""
     replicas: tuple[ReplicaReport, ...]
 
+    retired: frozenset[str] = frozenset()
+    """Replicas that ended in order, as when Serve was asked for fewer; of the newest."""
+
     quiet_s: float = 0.0
     """Seconds since a replica was live, or one that starts showed progress."""
 
@@ -176,6 +182,7 @@ class Board:
         """By replica, the work that its start had taken when it was last heard of."""
         self._heard_at = now
         """When a replica was last live, or made progress in its start."""
+        self._retired: deque[str] = deque(maxlen=MAX_RETIRED)
         self._waiting: set[str] = set()
         """Who waits for a seat."""
         self._num_groups = 0
@@ -275,8 +282,13 @@ class Board:
         )
         self._extend(replica_id, lease_s=0.0, now=now)
 
-    def leave(self, replica_id: str) -> None:
-        """A replica is gone: it is no longer waited for, and given no seat."""
+    def leave(self, replica_id: str, *, is_in_order: bool = False) -> None:
+        """A replica is gone: it is no longer waited for, and given no seat.
+
+        is_in_order: it was asked to end.
+        """
+        if is_in_order:
+            self._retired.append(replica_id)
         self._replicas.pop(replica_id, None)
         self._lease_ends.pop(replica_id, None)
         self._starting.pop(replica_id, None)
@@ -300,6 +312,7 @@ class Board:
             term=None if self._current is None else self._current.term,
             version=None if self._current is None else self._current.version,
             replicas=tuple(self._replicas.values()),
+            retired=frozenset(self._retired),
             quiet_s=now - self._heard_at,
         )
 

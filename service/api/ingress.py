@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from fastapi import FastAPI
@@ -53,8 +52,6 @@ def open_api(run_id: str, settings: HttpSettings, *, route: str) -> None:
 
 def start_serve(*, host: str, port: int) -> None:
     """Start Serve with its HTTP proxy on the head node, before anything else starts it without."""
-    # What it has to say to a developer of Serve goes to its own log files.
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
         proxy_location="HeadOnly",
         http_options=HTTPOptions(host=host, port=port),

@@ -208,5 +208,5 @@ class ReadyAnswer(_Strict):
     ready: bool
     reasons: list[str] = Field(description="what is missing; empty when ready")
     phase: str
-    policy_version: int
+    policy_version: int = Field(description="of the weights after the last finished step")
     engines: dict[str, int]

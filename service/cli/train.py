@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from service.api.settings import HttpSettings, api_address, api_route
 from service.cli.display import Display, open_display
 from service.cli.outlet import say
 from service.config.tree import Config
-from service.inference.deployment import session_directory
+from service.inference.deployment import session_directory, start_serve_for_engines
 from service.launch.cluster import joined, seen_from_afar
 from service.launch.other_nodes import check_api_place, check_other_nodes
 from service.launch.resume import check_lease_free, check_not_taken_over, finished_step
@@ -100,6 +101,8 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
     """Run and show it within a Ray that has been joined; returns the exit code."""
     config, api, is_local = request.config, request.api, request.address is None
     signals.install()
+    # What Serve has to say to its developers goes to its own log files.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         signals.check()
         run_id = run_id_of(config, run_dir)
@@ -118,6 +121,8 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
             when_held=WhenHeld.TAKE_OVER if request.takes_over else WhenHeld.REFUSE,
         )
         supervisor = start()
+        # Beside the supervisor's imports. It needs Serve in `run`, which is asked for afterwards.
+        start_serve_for_engines()
         if api is not None:
             route = api_route(run_id, is_local=is_local)
             open_api(run_id, api, route=route)

@@ -18,15 +18,17 @@ _SETTINGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "generati
 _REMEDY = "copy or download the model again, or export it anew with `rayloom export`"
 
 
-def check_model_files(directory: Path) -> None:
+def check_model_files(directory: Path, *, was_loaded: bool) -> None:
     """Every settings file is a JSON object, the architecture is known, every weight file is whole.
 
+    Args: was_loaded: a run that goes on has loaded the model before: its architecture is known.
     Raises: ConfigError naming the file.
     """
     for name in _SETTINGS:
         if (directory / name).is_file():
             read_object(directory / name)
-    _check_architecture(directory)
+    if not was_loaded:
+        _check_architecture(directory)
     for file in _weight_files(directory):
         _check_header(file)
 
@@ -47,7 +49,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def _check_architecture(directory: Path) -> None:
-    from transformers import AutoConfig  # two seconds of import
+    from transformers import AutoConfig  # four seconds of imports, torch among them
 
     try:
         AutoConfig.from_pretrained(directory)

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from actors.environment.protocol import Observation
+from actors.environment.rendering import stop_token_ids
 from actors.limits import GIB
 from service.config.file import ConfigError
 from service.config.model_files import check_model_files, read_object
@@ -48,12 +49,15 @@ def check_machine(config: Config, *, is_local: bool) -> None:
         check_metrics_address(config)
 
 
-def check_with_model(config: Config, observation: Observation, *, model_path: str) -> None:
+def check_with_model(
+    config: Config, observation: Observation, *, model_path: str, was_loaded: bool = False
+) -> None:
     """Run the others. model_path: where the model's files are (the tiny model is built).
 
-    Raises: ConfigError.
+    was_loaded: by the run that goes on. Raises: ConfigError.
     """
-    check_model(config, model_path)
+    check_model(config, model_path, was_loaded=was_loaded)
+    check_stop_tokens(model_path)
     check_prompt(config, model_path, observation)
 
 
@@ -114,12 +118,20 @@ def _check_hub_name(name: str, *, key: str) -> None:
         ) from None
 
 
-def check_model(config: Config, model_path: str) -> None:
+def check_stop_tokens(model_path: str) -> None:
+    """An answer of the model can end. Raises: ConfigError."""
+    try:
+        stop_token_ids(model_path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {error}") from error
+
+
+def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:
     """A local model's files are sound, and it can hold the context that the run asks for."""
     file = Path(model_path) / "config.json"
     if not file.is_file():
         return
-    check_model_files(file.parent)
+    check_model_files(file.parent, was_loaded=was_loaded)
     longest = read_object(file).get("max_position_embeddings")
     if isinstance(longest, int) and config.model.max_context_tokens > longest:
         raise ConfigError(

@@ -15,6 +15,12 @@ from typing import Any
 from actors.deadline import within
 from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
+from actors.environment.rendering import (
+    ChatRenderer,
+    RenderError,
+    load_tokenizer,
+    template_variables,
+)
 from actors.environment.tasks import (
     BadTaskFile,
     FileTasks,
@@ -130,13 +136,9 @@ async def _begin(make_environment: Callable[[], Environment], task: Task) -> obj
 
 
 def _num_prompt_tokens(config: Config, model_path: str, observation: Observation) -> int:
-    from transformers import AutoTokenizer
-
-    from actors.environment.rendering import ChatRenderer, RenderError
-
     options = config.rollouts.template_options
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        tokenizer = load_tokenizer(model_path)
         _check_template_options(tokenizer, options)
         renderer = ChatRenderer(tokenizer, template_options=options)
         return int(renderer.first_prompt(observation.messages, observation.tools).shape[0])
@@ -146,8 +148,6 @@ def _num_prompt_tokens(config: Config, model_path: str, observation: Observation
 
 def _check_template_options(tokenizer: Any, options: dict[str, Any]) -> None:
     """Each option is a variable of the template, which ignores a misspelt one in silence."""
-    from actors.environment.rendering import template_variables
-
     taken = inspect.signature(tokenizer.apply_chat_template).parameters
     known = template_variables(tokenizer.chat_template)
     for name in options:

@@ -66,6 +66,8 @@ BEAT_S = 2.0
 MAX_FAILED_BROADCASTS = 5
 DEPLOYMENT_NAME = "InferenceReplica"
 STATUS_POLL_S = 0.2
+# Its answer is work for two processes, on cores that the engine starts on.
+SERVE_STATUS_EVERY_S = 2.0
 MAX_FAILURE_CHARACTERS = 600
 # A traceback's last line, "package.module.Name: what happened", which may go on below.
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:\(\w+\))?: ", re.MULTILINE)
@@ -274,7 +276,7 @@ class InferenceReplica:
         """Serve calls this at the end of a graceful shutdown, when the requests have drained."""
         if (pulling := getattr(self, "_pulling", None)) is not None:
             pulling.cancel()
-            self._board.leave.remote(self._name)
+            self._board.leave.remote(self._name, is_in_order=True)
         if (engine := getattr(self, "_engine", None)) is not None:
             engine.shutdown()
 
@@ -424,6 +426,14 @@ def _work_so_far() -> float:
     return work
 
 
+def start_serve_for_engines() -> None:
+    """Start Serve without any HTTP proxy; nothing where it runs already.
+
+    An HTTP API that shares the cluster starts it before this, with a proxy.
+    """
+    serve.start(proxy_location=ProxyLocation.Disabled)
+
+
 def deploy_inference(
     settings: EngineSettings,
     *,
@@ -437,10 +447,8 @@ def deploy_inference(
 
     Does not wait for it. The replicas become ready once the board has a publication, so publish,
     then `wait_ready`. The same settings but for `num_replicas` leave running replicas as they are.
-    Where Serve is not running it is started without any HTTP proxy; an HTTP API that shares the
-    cluster starts Serve itself, on loopback, before this.
     """
-    serve.start(proxy_location=ProxyLocation.Disabled)
+    start_serve_for_engines()
     deployment = serve.deployment(
         name=DEPLOYMENT_NAME,
         num_replicas=settings.inference.num_replicas,
@@ -474,24 +482,30 @@ async def wait_ready(
     Raises: PolicyUnavailable, with what a replica last failed of, when the deployment has failed
         or nothing moves; what read_status raises.
     """
-    while True:
-        status = await read_status()
-        if status.holders:
-            return
-        application = (await asyncio.to_thread(serve.status)).applications.get(name)
-        failed = application is None or application.status is ApplicationStatus.DEPLOY_FAILED
-        if failed or status.quiet_s > quiet_limit_s:
-            messages = []
-            if application is not None:
-                deployed = application.deployments.values()
-                messages = [application.message, *[each.message for each in deployed]]
-            failure = last_failure(messages)
-            state = "not deployed" if application is None else application.status.value
-            raise PolicyUnavailable(
-                f"inference: {name!r} is {state}, expected a ready engine, or progress of one "
-                f"within {quiet_limit_s:.0f} s; {failure}; see the replicas' logs"
-            )
+    ask_serve_at = time.monotonic()
+    while not (status := await read_status()).holders:
+        if time.monotonic() >= ask_serve_at:
+            await _check_deployed(name, status, quiet_limit_s=quiet_limit_s)
+            ask_serve_at = time.monotonic() + SERVE_STATUS_EVERY_S
         await asyncio.sleep(STATUS_POLL_S)
+
+
+async def _check_deployed(name: str, status: BoardStatus, *, quiet_limit_s: float) -> None:
+    """Raises: PolicyUnavailable when the deployment has failed, or nothing moves."""
+    application = (await asyncio.to_thread(serve.status)).applications.get(name)
+    failed = application is None or application.status is ApplicationStatus.DEPLOY_FAILED
+    if not failed and status.quiet_s <= quiet_limit_s:
+        return
+    messages = []
+    if application is not None:
+        deployed = application.deployments.values()
+        messages = [application.message, *[each.message for each in deployed]]
+    failure = last_failure(messages)
+    state = "not deployed" if application is None else application.status.value
+    raise PolicyUnavailable(
+        f"inference: {name!r} is {state}, expected a ready engine, or progress of one "
+        f"within {quiet_limit_s:.0f} s; {failure}; see the replicas' logs"
+    )
 
 
 def last_failure(messages: Sequence[str]) -> str:
@@ -527,7 +541,7 @@ def application_name(run_id: str, *, term: int) -> str:
 
 def delete_leftovers(run_id: str) -> None:
     """End the deployments that an earlier supervisor of a run left on the cluster, if any."""
-    serve.start(proxy_location=ProxyLocation.Disabled)
+    start_serve_for_engines()
     for name in serve.status().applications:
         owner, _, term = name.rpartition("-t")
         if owner == run_id and term.isdecimal():

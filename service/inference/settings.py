@@ -77,7 +77,8 @@ class EngineSettings:
     max_silence_s: float = 300.0
     """A replica that hears nothing of the weight board for longer is unhealthy."""
     graceful_shutdown_s: float = 10.0
-    health_check_period_s: float = 2.0
+    health_check_period_s: float = 0.5
+    """Serve learns of a replica that has ended at its next check, and starts another one then."""
     health_check_timeout_s: float = 30.0
 
     @property
@@ -100,3 +101,12 @@ class EngineSettings:
             # in every engine, because each has a temporary directory of its own.
             variables["TORCHDYNAMO_DISABLE"] = "1"
         return variables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployed:
+    """What a board keeps for the next supervisor: the engines that learn from it."""
+
+    name: str
+    """Of their application."""
+    settings: EngineSettings

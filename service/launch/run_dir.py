@@ -329,8 +329,9 @@ def prepared_run(
         place_store(run_dir, run_id_of(config, run_dir), store)
         model = _model_path(config, run_dir)
         check_stop()
-        check_with_model(config, observation, model_path=model)
-        if not run_dir.may_have_run():
+        has_run = run_dir.may_have_run()
+        check_with_model(config, observation, model_path=model, was_loaded=has_run)
+        if not has_run:
             # Of a run that goes on, the supervisor writes it once it has the lease.
             write_config(run_dir, config)
         yield model
@@ -344,7 +345,9 @@ def run_id_of(config: Config, run_dir: RunDir) -> str:
 
 def _model_path(config: Config, run_dir: RunDir) -> str:
     if config.model.tiny is not None:
-        build_tiny(run_dir.tiny_model, config.model.tiny)
+        # A run goes on with the model that it began with; the imports of a build take seconds.
+        if not (run_dir.may_have_run() and (run_dir.tiny_model / "config.json").is_file()):
+            build_tiny(run_dir.tiny_model, config.model.tiny)
         return str(run_dir.tiny_model)
     assert config.model.path is not None
     path = Path(config.model.path).expanduser()

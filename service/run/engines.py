@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,7 +35,7 @@ from service.inference.deployment import (
     is_same_engine,
     wait_ready,
 )
-from service.inference.settings import EngineSettings
+from service.inference.settings import Deployed, EngineSettings
 from service.launch.cluster import NAMESPACE, on_this_node
 from service.run.remote_handles import BOARD_DEADLINE_S, RPC_DEADLINE_S, remote_handle
 from service.run.restartable_trainer import RestartableTrainer
@@ -49,15 +48,6 @@ NAME_LIMIT_S = 30.0
 BOARD_START_S = 300.0
 BEAT_EVERY_S = 2.0
 LOADED_CHECK_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deployed:
-    """What a board keeps for the next supervisor: the engines that learn from it."""
-
-    name: str
-    """Of their application."""
-    settings: EngineSettings
 
 
 class Engines:
@@ -104,10 +94,11 @@ class Engines:
             await asyncio.to_thread(delete_leftovers, self._run_id)
             self.app_name = application_name(self._run_id, term=term)
             self._board = await self._start_board()
+            # Engines are slow to start, and need of the board no more than its handle until then.
+            await self._deploy()
             # It may wait for a node, and imports.
             handle = board_handle(self._board, deadline_s=BOARD_START_S)
             await handle.open_term(term)
-            await self._deploy()
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat_forever())
 

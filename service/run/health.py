@@ -225,11 +225,15 @@ class EngineWatch:
     """Which engines were lost, which came back, and for how long one has been behind.
 
     An engine counts from the first time that it holds the current version; lacking a version that
-    was just published is no loss. Replicas never return under the name of one that died.
+    was just published is no loss, and nor is one that ended in order: Serve was asked for fewer.
+    Replicas never return under the name of one that died.
+
+    num_expected: at first as many as were asked for; more when more come, fewer when some end in
+    order.
     """
 
     def __init__(self, *, num_expected: int) -> None:
-        self._num_expected = num_expected
+        self.num_expected = num_expected
         self._seen: frozenset[str] = frozenset()
         self._num_missing = 0
         self._behind_since: float | None = None
@@ -242,22 +246,27 @@ class EngineWatch:
         """
         current = status.holders if status is not None else frozenset()
         self.num_current = len(current)
-        if self.num_current >= self._num_expected:
+        change = EngineChange() if status is None else self._compare(status)
+        if self.num_current >= self.num_expected:
             self._behind_since = None
         elif self._behind_since is None:
             self._behind_since = now
-        if status is None:
-            return EngineChange()
-        present = {replica.replica_id for replica in status.replicas}
-        num_lost, num_new = len(self._seen - present), len(current - self._seen)
-        self._seen = (self._seen & present) | current
+        return change
+
+    def _compare(self, status: BoardStatus) -> EngineChange:
+        current = status.holders
+        gone = self._seen - {replica.replica_id for replica in status.replicas}
+        num_lost, num_new = len(gone - status.retired), len(current - self._seen)
+        self._seen = (self._seen - gone) | current
+        num_retired = len(gone & status.retired)
+        self.num_expected = max(self.num_expected - num_retired, len(self._seen), 1)
         num_back = min(num_new, self._num_missing + num_lost)
         self._num_missing += num_lost - num_back
         changes = [_counted(num_lost, "was lost", "were lost")] if num_lost else []
         changes += [_counted(num_back, "is back", "are back")] if num_back else []
         if not changes:
             return EngineChange()
-        count = f"{len(self._seen)} of {self._num_expected} ready"
+        count = f"{len(self._seen)} of {self.num_expected} ready"
         return EngineChange(num_lost=num_lost, text=f"{', '.join(changes)}; {count}")
 
     def behind_s(self, now: float) -> float:

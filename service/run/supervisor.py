@@ -91,7 +91,7 @@ class Supervisor:
         config: Config,
         run_dir: RunDir,
         *,
-        model: str,
+        engines: EngineSettings,
         run_id: str,
         is_service: bool = False,
         when_held: WhenHeld = WhenHeld.REFUSE,
@@ -107,7 +107,7 @@ class Supervisor:
         configure_logging(str(run_dir.log_file))
         self._config = config
         self._run_dir = run_dir
-        self._model = model
+        self._model = engines.model
         self._run_id = run_id
         self._store = RunStore(run_dir.database_url)
         self._first_term = self._store.newest_term() + 1
@@ -134,7 +134,7 @@ class Supervisor:
             submissions=self._submissions,
         )
         self._engines = Engines(
-            engine_settings(config, model=model),
+            engines,
             run_id=run_id,
             orphan_timeout_s=config.run.orphan_timeout_s,
             has_api=is_service,
@@ -282,9 +282,9 @@ class Supervisor:
         return readiness(
             phase=self._recorder.current_phase,
             detail=self._recorder.phase_detail,
-            policy_version=self._recorder.last_step,
+            policy_version=self._recorder.policy_version,
             engines_ready=self._engine_watch.num_current,
-            engines_expected=self._config.inference.num_replicas,
+            engines_expected=self._engine_watch.num_expected,
             behind_s=self._engine_watch.behind_s(time.monotonic()),
             publish_limit_s=self._config.inference.publish_deadline_s,
         )
@@ -332,7 +332,9 @@ class Supervisor:
         if lease is None:
             return "stopped before the run was free"
         await self._recorder.begin_term(lease)
-        term = self._term = Term(
+        # In a thread: it asks Ray for the nodes, and starts the queue's process.
+        term = self._term = await asyncio.to_thread(
+            Term,
             self._config,
             self._run_dir,
             model=self._model,
@@ -555,6 +557,8 @@ def start_supervisor(
     if sqlite_file(run_dir.database_url) is not None:
         # The database lies on this machine's disk, and who starts the run looks at it too.
         place = {"scheduling_strategy": on_this_node()}
+    # Here, where the model's tokenizer has been read before: its imports take a second.
+    engines = engine_settings(config, model=model)
     actor_class = ray.remote(Supervisor).options(
         num_cpus=0,
         max_restarts=0,
@@ -577,7 +581,7 @@ def start_supervisor(
             return actor_class.remote(
                 config,
                 run_dir,
-                model=model,
+                engines=engines,
                 run_id=run_id,
                 is_service=is_service,
                 when_held=when_held if lost is None else WhenHeld.REFUSE,

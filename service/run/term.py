@@ -208,9 +208,10 @@ class Term:
         term = self._lease.term
         await asyncio.to_thread(claim, self._run_dir.checkpoints, term)
         await asyncio.to_thread(remove_reservations, self._run_id, before_term=term)
-        await self.queue.open()
+        # First the engines, which take longest.
         await self._engines.open_term(term, resources=self.roles.asked(Role.INFERENCE))
-        # First the ranks' places, which must be on one node. Then environment actors import while
+        await self.queue.open()
+        # Then the ranks' places, which must be on one node. Then environment actors import while
         # ranks and engines start; `EnvironmentPool.watch` lets them play.
         await self._trainer.reserve()
         self._pool = EnvironmentPool(

@@ -74,6 +74,8 @@ class RunRecorder:
         self._pending: list[LedgerEvent] = []
         self._pending_results: list[RolloutResult] = []
         self.last_step = 0
+        self.policy_version = 0
+        """Of the weights after `last_step`."""
         self.checkpoint_step = 0
         """Of the newest committed checkpoint."""
         self.steps = Tail[StepRecord](limit=KEPT_RECORDS)
@@ -95,6 +97,7 @@ class RunRecorder:
         newest = await self._thread.call(newest_records, self._store)
         self._stored.begin_term(*newest)
         self.last_step = self.checkpoint_step = lease.parent.step if lease.parent else 0
+        self.policy_version = lease.parent.policy_version if lease.parent else 0
         if lease.term > 1:
             self.notice(f"term {lease.term} goes on from step {self.last_step}")
 
@@ -160,7 +163,7 @@ class RunRecorder:
             if self._submissions is not None:
                 self._submissions.note_step_seconds(record.stages.total)
             self.steps.append(record)
-            self.last_step = record.step
+            self.last_step, self.policy_version = record.step, record.policy_version
             log.info("%s", step_line(record, self._num_steps))
 
         term = self.term
@@ -192,8 +195,10 @@ class RunRecorder:
                 last_event_seq=cut.last_event_seq,
             )
             self._stored.events(events)
+            if step != self.checkpoint_step:
+                # At its end a run commits the newest once more, with what was left of the queue.
+                log.info("checkpoint of step %d in %s", step, directory)
             self.checkpoint_step = step
-            log.info("checkpoint of step %d in %s", step, directory)
 
         term = self.term
         await self._thread.finish(write())

@@ -114,6 +114,18 @@ def test_a_damaged_model_is_refused_and_the_file_is_named(
         check_all(config_with(str(directory)), str(directory))
 
 
+def test_a_model_whose_answers_would_never_end_is_refused(model: str, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    for name, key in (("tokenizer_config", "eos_token"), ("generation_config", "eos_token_id")):
+        file = directory / f"{name}.json"
+        tree = json.loads(file.read_text())
+        del tree[key]
+        file.write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=r"model\.path: .* end-of-sequence token; set eos_token"):
+        check_all(config_with(str(directory)), str(directory))
+
+
 @pytest.mark.parametrize("path", ["/no/such/model", "./none", "none"])
 def test_a_model_that_is_not_there_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=r"model\.path.*is not there.*rayloom model tiny"):

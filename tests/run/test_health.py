@@ -8,7 +8,7 @@ from actors.weights.board import BoardStatus, ReplicaReport
 from service.run.health import EngineChange, EngineWatch, Phase, Readiness, readiness
 
 
-def board(version: int, **versions: int | None) -> BoardStatus:
+def board(version: int, *, retired: tuple[str, ...] = (), **versions: int | None) -> BoardStatus:
     """A board at `version`, and the version that each of its replicas holds."""
     replicas = tuple(
         ReplicaReport(
@@ -19,7 +19,7 @@ def board(version: int, **versions: int | None) -> BoardStatus:
         )
         for name, held in versions.items()
     )
-    return BoardStatus(term=1, version=version, replicas=replicas)
+    return BoardStatus(term=1, version=version, replicas=replicas, retired=frozenset(retired))
 
 
 def test_a_start_and_a_publish_are_no_news() -> None:
@@ -63,6 +63,18 @@ def test_a_replacement_between_two_looks_is_both() -> None:
     assert news == EngineChange(
         num_lost=1, text="an engine was lost, an engine is back; 1 of 1 ready"
     )
+
+
+def test_engines_that_were_asked_for_or_given_up_are_neither_back_nor_lost() -> None:
+    watch = EngineWatch(num_expected=1)
+    looks = [board(1, a=1), board(1, a=1, b=None), board(1, a=1, b=1)]
+    assert {watch.check(status, now=0.0) for status in looks} == {EngineChange()}
+    assert watch.num_expected == 2
+    assert watch.check(board(2, a=2, retired=("b",)), now=0.0) == EngineChange()
+    assert watch.num_expected == 1 and watch.behind_s(9.0) == 0.0
+    lost = watch.check(board(2, retired=("b",)), now=10.0)
+    assert lost == EngineChange(num_lost=1, text="an engine was lost; 0 of 1 ready")
+    assert watch.behind_s(12.0) == 2.0
 
 
 def check(

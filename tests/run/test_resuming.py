@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from sqlalchemy import update
 from worlds.journal_builders import group_of, step_of, written
-from worlds.run_driver import SMALL, small_config, write_checkpoint
+from worlds.run_driver import ROOT, SMALL, small_config, write_checkpoint
 from worlds.store_builders import commit, write_under_way
 
 from actors.trainer.checkpoint import MANIFEST
@@ -44,6 +47,23 @@ def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3)) -> RunDir:
         commit(store, term=1, step=step, directory=directory.name)
     store.close()
     return place
+
+
+GO_ON = """
+import sys
+from pathlib import Path
+from service.cli.train import SupervisorWatcher
+from service.config.file import load_config
+from service.launch.run_dir import RunDir, prepared_run
+from service.run.supervisor import Supervisor
+from service.run.term import Term
+from service.store.place import StoreOptions
+
+config, run_dir = load_config(Path(sys.argv[1])), RunDir(path=Path(sys.argv[2]))
+with prepared_run(config, run_dir, is_local=True, store=StoreOptions()) as model:
+    print(model)
+print(*sorted({"torch", "vllm", "matplotlib"} & sys.modules.keys()))
+"""
 
 
 def names(place: RunDir) -> list[str]:
@@ -249,3 +269,21 @@ def test_usable_is_nothing_where_nothing_was_committed(tmp_path: Path) -> None:
     assert newest_usable(place.checkpoints, commits) is None
     with pytest.raises(StoreError, match="cannot be opened"):
         RunStore(f"sqlite:///{tmp_path / 'missing' / 'rayloom.db'}")
+
+
+def test_a_run_goes_on_without_torch_in_the_command_and_the_supervisor(
+    tmp_path: Path, model: str
+) -> None:
+    place = make_run(tmp_path / "run")
+    shutil.copytree(model, place.tiny_model)
+    done = subprocess.run(
+        [sys.executable, "-c", GO_ON, str(small_config(tmp_path)), str(place.path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # Its own model, although its settings are not those of the configuration.
+    assert done.stdout.splitlines() == [str(place.tiny_model), ""]

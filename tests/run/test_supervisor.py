@@ -39,7 +39,8 @@ def supervisor(place: RunDir, tiny_models: dict[bool, str]) -> Iterator[Supervis
     """One that has started nothing yet."""
     log = logging.getLogger("rayloom")
     config = load_config(small_config(place.path.parent))
-    yield Supervisor(config, place, model=tiny_models[True], run_id="rayloom-test")
+    engines = engine_settings(config, model=tiny_models[True])
+    yield Supervisor(config, place, engines=engines, run_id="rayloom-test")
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
@@ -205,7 +206,8 @@ async def test_recoveries_count_from_the_last_later_checkpoint_on(
     place: RunDir, tiny_models: dict[bool, str], commits: list[int], terms: int
 ) -> None:
     config = load_config(small_config(place.path.parent), ["run.max_recoveries=1"])
-    supervisor = Faulty(config, place, model=tiny_models[True], run_id="rayloom-test")
+    engines = engine_settings(config, model=tiny_models[True])
+    supervisor = Faulty(config, place, engines=engines, run_id="rayloom-test")
     supervisor.commits = list(commits)
     with pytest.raises(ActorLost, match=f"term {terms} lost a part"):
         await supervisor._run_terms()

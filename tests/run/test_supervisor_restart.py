@@ -101,11 +101,11 @@ def test_a_supervisor_that_ray_calls_dead_before_it_is_has_taken_nothing_over(
 
 
 def test_a_supervisor_that_another_process_has_started_meanwhile_is_left_alone(
-    place: RunDir,
+    place: RunDir, tiny_models: dict[bool, str]
 ) -> None:
     lost = Mortal.remote(dies=False)
     other = Mortal.options(name="rayloom-small", namespace=NAMESPACE).remote(dies=False)
     config = load_config(small_config(place.path.parent))
     with pytest.raises(LeaseLost, match="another process has started a supervisor"):
-        start_supervisor(config, place, model="none", run_id="rayloom-small", lost=lost)
+        start_supervisor(config, place, model=tiny_models[True], run_id="rayloom-small", lost=lost)
     assert ray.get(other.run.remote(), timeout=60.0).reason == "all 4 steps are done"

@@ -21,9 +21,9 @@ from worlds.run_driver import ENGINE, ROOT, START_S, STEP_S, Run, running, small
 
 from actors.weights.board import BoardStatus
 from service.inference.deployment import deploy_inference
+from service.inference.settings import Deployed
 from service.launch.cluster import NAMESPACE, start_ray
 from service.launch.signals import EXIT_INTERRUPTED
-from service.run.engines import Deployed
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -161,6 +161,7 @@ def test_serve_scales_the_engines_up_and_down_while_a_run_trains(
             run.advance(3, limit_s=START_S)
             if num_replicas == 2:
                 assert first < pids(processes(ENGINE))
+        assert "was lost" not in run.place.log_file.read_text()
         stop(run)
 
 

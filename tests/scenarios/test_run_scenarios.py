@@ -60,6 +60,10 @@ def test_the_journal_of_a_run_breaks_no_invariant(finished: Run) -> None:
     check_audit(finished)
 
 
+def test_a_run_prints_nothing_of_what_serve_tells_its_developers(finished: Run) -> None:
+    assert "Serve" not in finished.output.read_text()
+
+
 def test_a_run_leaves_a_report_and_a_model(finished: Run, tmp_path: Path) -> None:
     assert finished.place.report_file.read_text().startswith("<!doctype html>")
     run_dir = str(finished.place.path)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from sqlalchemy import select
 from worlds.metric_expectations import differences, of_events, of_newest, of_steps
 from worlds.metric_names import declared
@@ -189,6 +191,35 @@ async def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_pa
         assert not differences(samples(each), {**of_steps(records), **of_events(events)})
     assert not differences(samples(metrics), of_newest(records[1]))
     assert not differences(samples(resumed), of_newest(records[0]))
+
+
+async def test_the_version_of_the_newest_step_is_told_and_goes_back_with_the_run(
+    tmp_path: Path,
+) -> None:
+    recorder, store, _ = await make_recorder(tmp_path)
+    cut = queue_cut(QueueState(make_settings()))
+    # Its weights were published once more under another number.
+    await recorder.step(step_record(1, policy_version=2))
+    await recorder.checkpoint(step=1, version=2, directory="step-1", cut=cut)
+    await recorder.step(step_record(2, policy_version=3))
+    assert (recorder.last_step, recorder.policy_version) == (2, 3)
+    await recorder.begin_term(store.acquire_lease(owner="next"))
+    assert (recorder.last_step, recorder.policy_version) == (1, 2)
+
+
+async def test_a_checkpoint_that_is_committed_again_at_the_end_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder, _, _ = await make_recorder(tmp_path)
+    cut = queue_cut(QueueState(make_settings()))
+    with caplog.at_level(logging.INFO, "rayloom"):
+        for step in (1, 2, 2):
+            await recorder.checkpoint(step=step, version=step, directory=f"step-{step}", cut=cut)
+    told = [record.getMessage() for record in caplog.records]
+    assert [text for text in told if text.startswith("checkpoint")] == [
+        "checkpoint of step 1 in step-1",
+        "checkpoint of step 2 in step-2",
+    ]
 
 
 async def test_the_gauges_go_back_with_the_run(tmp_path: Path) -> None:

@@ -139,6 +139,16 @@ def test_report_of_a_forgotten_replica_is_ignored_until_it_polls_again() -> None
     assert [replica.version for replica in board.status(now=0.0).replicas] == [0]
 
 
+def test_a_replica_that_was_asked_to_end_is_known_from_one_that_died() -> None:
+    board = Board(now=0.0)
+    for name in ("a", "b"):
+        poll(board, name)
+    board.leave("a", is_in_order=True)
+    board.leave("b")
+    status = board.status(now=0.0)
+    assert (status.replicas, status.retired) == ((), {"a"})
+
+
 def test_seats_are_dealt_out_by_the_workers_of_those_that_ask_and_lack_the_version() -> None:
     board = Board(now=0.0)
     for name, num_workers in (("a", 2), ("b", 4), ("holds", 1), ("quiet", 1)):
