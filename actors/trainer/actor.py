@@ -29,6 +29,7 @@ from ray.exceptions import (
 
 from actors.batch import RankShard
 from actors.expert_records import ModelShape
+from actors.network import LOOPBACK
 from actors.trainer.process_group import (
     MOVED,
     Rendezvous,
@@ -112,7 +113,10 @@ class TrainerRankActor:
                 timeout_s=self._settings.collective_timeout_s,
             )
         self._rank = TrainerRank(
-            self._settings, rank=self._rank_number, store=self._store, is_local=is_local
+            self._settings,
+            rank=self._rank_number,
+            store=self._store,
+            address=LOOPBACK if is_local else ray.util.get_node_ip_address(),
         )
         return self._rank.shape
 

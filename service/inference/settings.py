@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.limits import GIB, STRICT, NotNegative, Positive, Rate, Seconds, Share
+from actors.network import LOOPBACK, gloo_interface
 from actors.trainer.settings import Dtype, WeightBackend
 
 
@@ -90,6 +91,8 @@ class EngineSettings:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            # An engine's workers share a node.
+            **gloo_interface(LOOPBACK),
         }
         if inference.tensor_parallel_size == 1:
             # The worker lives in the engine's own process. On CPU vLLM would start one more, and

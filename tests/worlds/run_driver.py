@@ -41,7 +41,13 @@ SMALL: dict[str, Any] = {
     "run": {"name": "small", "steps": 4, "checkpoint_every": 2, "evaluate_every": 2},
     "model": {"tiny": {"warmup_steps": 20}, "max_context_tokens": 256},
     "tasks": {"environment": "guessing", "evaluation_tasks": 4},
-    "rollouts": {"slots_per_actor": 16, "max_turns": 4, "max_tokens_per_turn": 8},
+    "rollouts": {
+        "slots_per_actor": 16,
+        "max_turns": 4,
+        "max_tokens_per_turn": 8,
+        # Masked, they would teach nothing, and a long run ends once its policy ends no answer.
+        "outcomes": {"truncated_tokens": {"disposition": "train_clamped"}},
+    },
     "algorithm": {"groups_per_step": 4, "group_size": 4},
     "inference": {"enforce_eager": True, "max_num_seqs": 32, "kv_cache_gib": 0.25},
     "trainer": {"num_ranks": 2, "learning_rate": 4e-4},
