@@ -74,7 +74,11 @@ class Connection:
         self._writer.write(self._request)
         head = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
         fields = dict(line.split(": ", 1) for line in head.split("\r\n")[1:] if ": " in line)
-        await self._reader.readexactly(int(fields["content-length"]))
+        if (length := fields.get("content-length")) is not None:
+            await self._reader.readexactly(int(length))
+        else:
+            # Chunked; no body here has the end mark in itself.
+            await self._reader.readuntil(b"0\r\n\r\n")
         return int(head.split(" ", 2)[1])
 
 

@@ -83,13 +83,16 @@ class EngineSettings:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that must stand in the replica before its engine starts."""
+        """Variables that must stand in the replica before it imports vLLM."""
         inference = self.inference
         variables = {
             "OMP_NUM_THREADS": str(inference.threads),
             # Binding would pin the engines of all replicas to the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
+            # It would close the handlers that Serve has made. Serve's controller asks for them when
+            # it comes back after its death, and replaces a replica that cannot answer.
+            "VLLM_CONFIGURE_LOGGING": "0",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             # An engine's workers share a node.
             **gloo_interface(LOOPBACK),

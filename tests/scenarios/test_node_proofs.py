@@ -20,7 +20,7 @@ import pytest
 from worlds.nodes import Network, Node, network
 from worlds.redis_server import redis_server
 from worlds.run_checks import check_audit, check_finished, check_stopped
-from worlds.run_driver import STEP_S, Run, running, small_config
+from worlds.run_driver import ENGINE, STEP_S, Run, running, small_config
 
 from service.launch.signals import EXIT_INTERRUPTED
 
@@ -250,19 +250,23 @@ def test_links_that_are_cut_for_a_while_and_for_good_end_nothing(
 
 
 def test_a_run_goes_on_while_the_head_dies_and_comes_back(tmp_path: Path, small_model: str) -> None:
-    """kill -9 of the control store, and then of the whole head, which both come back. An
-    environment actor is killed after each: a new one is what takes a control store."""
+    """kill -9 of the whole head, without which two steps are made, and then of its control store
+    alone. Both come back. After each an environment actor is killed: a new one is what takes them.
+    """
     with (
         world_whose_head_comes_back(tmp_path) as there,
         played(there, tmp_path, small_model) as run,
     ):
         run.wait_for_step(2, limit_s=WAIT_S)
-        there.net.head.restart_control_store()
-        kill_environment_actor(there, run)
+        engines = [each for node in there.engines for each in node.processes(ENGINE)]
         there.net.head.kill()
-        run.advance(1, limit_s=WAIT_S)
+        run.advance(2, limit_s=WAIT_S)
         there.net.head.start()
         kill_environment_actor(there, run)
+        there.net.head.restart_control_store()
+        kill_environment_actor(there, run)
+        # Serve's controller died with the head; the next one took the engines over.
+        assert len(engines) == 2 and all(each.is_running() for each in engines)
         assert run.history().num_terms == 1
         stop(run)
 
