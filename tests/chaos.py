@@ -1,11 +1,13 @@
 """A training run and a service under random faults, for so many minutes: `make chaos SEED=n`.
 
 Half of the time `rayloom train` runs on SQLite on a small disk, half of it `rayloom serve` on
-PostgreSQL with a client that submits and cancels. Faults come one after the other, chosen by the
-seed, now and then before the run has recovered from the last one. At the end the run is stopped by
-Ctrl-C, and: every accepted task has ended, the ledger is balanced, the audit of the whole journal
-is clean (advantages recomputed from the returns, nothing trained twice), and no process or shared
-memory is left.
+PostgreSQL with a client that submits and cancels. The game's returns are a script
+(`worlds.scripted_game`). Faults come one after the other, chosen by the seed, now and then before
+the run has recovered from the last one. At the end the run is stopped by Ctrl-C, and: every
+accepted task has ended, the ledger is balanced, the audit of the whole journal is clean (advantages
+recomputed from the returns, nothing trained twice), every whole group has the script's returns, the
+advantages that the plain formula makes of them, and those that a training without faults gave its
+tasks, and no process or shared memory is left.
 """
 
 from __future__ import annotations
@@ -14,23 +16,29 @@ import argparse
 import contextlib
 import os
 import random
+import shutil
 import socket
+import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 from worlds.breaking_proxy import breaking_proxy
 from worlds.faults import Plan, command_kill, database_faults, full_disk, part_faults
 from worlds.mounts import small_disk
 from worlds.postgresql_server import PASSWORD, postgresql
 from worlds.run_checks import check_stopped
 from worlds.run_driver import START_S, STEP_S, Run, running, small_config
+from worlds.scripted_game import member_of, scripted_return
 from worlds.submitting_client import SubmittingClient
 
+from actors.types import Outcome
+from service.inspect.reader import open_journal
 from service.launch.run_dir import RunDir
 from service.store.place import VARIABLE
 
@@ -40,6 +48,9 @@ COMPOUND = 0.25
 END_LIMIT_S = 600.0
 # A run's files have room in it, and it is soon filled.
 DISK_KIB = 512 * 1024
+CALM_STEPS = 40
+GROUP_SIZE = 4
+GAME = "scripted_game:ScriptedGame"
 SECTIONS = {
     "run": {
         "steps": 1_000_000,
@@ -47,10 +58,11 @@ SECTIONS = {
         "evaluate_every": 1_000_000,
         "journal_steps": 1_000_000,
     },
-    "tasks": {"evaluation_tasks": 0},
+    "tasks": {"environment": GAME, "evaluation_tasks": 0},
     "rollouts": {"num_actors": 2, "turn_deadline_s": 90, "frozen_after_s": 10},
-    "algorithm": {"max_lag": 1},
-    "trainer": {"num_ranks": 1},
+    "algorithm": {"max_lag": 1, "group_size": GROUP_SIZE},
+    # The script rewards nothing that a policy could learn: it is to keep its form.
+    "trainer": {"num_ranks": 1, "learning_rate": 1e-5},
 }
 
 
@@ -58,18 +70,23 @@ class Chaos:
     """One run, started as often as its faults end it."""
 
     def __init__(self, directory: Path, plan: Plan, *, command: str, port: int) -> None:
+        self._directory = directory
         self.run_dir = directory / "run"
         self.plan = plan
         self._command = command
         # The client asks for what it has submitted at the very end.
         own = {"port": port, "keep_ended_tasks": 1_000_000}
         service = {"service": own} if command == "serve" else {}
-        self._config = small_config(directory, **SECTIONS, **service)
+        self._config = config_in(directory, **service)
+        self.advantages: dict[str, list[float]] = {}
+        """Of whole groups, as `scripted_advantages` gives them; set at the end."""
 
     @contextlib.contextmanager
     def started(self) -> Iterator[Run]:
         arguments = ["--resume"] if RunDir(path=self.run_dir).may_have_run() else []
-        with running(self._config, self.run_dir, arguments, command=self._command) as run:
+        with running(
+            self._config, self.run_dir, arguments, command=self._command, cwd=self._directory
+        ) as run:
             yield run
 
     def play(self, until: float) -> None:
@@ -106,8 +123,12 @@ class Chaos:
         assert run.wait(limit_s=END_LIMIT_S) == 130, run.output.read_text()[-4000:]
         assert run.wait_until_gone(limit_s=STEP_S) == []
         check_stopped(run)
+        self.advantages = scripted_advantages(run)
         terms, steps = run.history().num_terms, run.summary()["steps"]
-        say(f"{run.place.path.parent.name}: clean after {steps} steps in {terms} terms")
+        say(
+            f"{run.place.path.parent.name}: clean after {steps} steps in {terms} terms, "
+            f"{len(self.advantages)} groups as scripted"
+        )
 
     def before_end(self, run: Run) -> None:
         """Something to wait for while the run still plays."""
@@ -120,7 +141,10 @@ class ServiceChaos(Chaos):
         port = free_port()
         super().__init__(directory, plan, command="serve", port=port)
         self.client = SubmittingClient(
-            base_url=f"http://127.0.0.1:{port}", key=KEY, rng=random.Random(plan.rng.random())
+            base_url=f"http://127.0.0.1:{port}",
+            key=KEY,
+            environment=GAME,
+            rng=random.Random(plan.rng.random()),
         )
 
     def play(self, until: float) -> None:
@@ -146,6 +170,61 @@ class ServiceChaos(Chaos):
         say(f"  {len(self.client.accepted)} tasks accepted, {len(left)} left for the next step")
 
 
+def config_in(directory: Path, **sections: dict[str, object]) -> Path:
+    """Write the configuration, and beside it the game, as a user's own that is found there."""
+    directory.mkdir(exist_ok=True)
+    shutil.copy(Path(__file__).parent / "worlds" / "scripted_game.py", directory)
+    together = {name: {**SECTIONS.get(name, {}), **keys} for name, keys in sections.items()}
+    return small_config(directory, **{**SECTIONS, **together})
+
+
+def scripted_advantages(run: Run) -> dict[str, list[float]]:
+    """The advantages of each task's members, where all were played to their end and trained.
+
+    Their returns are checked against the script, and their advantages against the plain formula.
+    """
+    found = {}
+    for step in open_journal(run.place.path).steps():
+        groups = defaultdict(list)
+        for entry in step.entries:
+            groups[entry.trajectory.group_id].append(entry)
+        for entries in groups.values():
+            are_whole = all(
+                each.reason is None and each.trajectory.outcome is Outcome.COMPLETED
+                for each in entries
+            )
+            if not are_whole or len(entries) < GROUP_SIZE:
+                continue
+            entries.sort(key=lambda each: member_of(each.trajectory.rollout_id))
+            task_id = entries[0].trajectory.task_id
+            returns = [each.trajectory.episode_return for each in entries]
+            assert returns == [scripted_return(task_id, member) for member in range(GROUP_SIZE)]
+            mean, deviation = statistics.mean(returns), statistics.stdev(returns)
+            plain = [(each - mean) / (deviation + 1e-6) for each in returns]
+            for entry, advantage in zip(entries, plain, strict=True):
+                given = np.concatenate(entry.advantages)
+                np.testing.assert_allclose(given, advantage, rtol=1e-5, atol=1e-6)
+            found[task_id] = [float(entry.advantages[0][0]) for entry in entries]
+    return found
+
+
+def calm_advantages(directory: Path) -> dict[str, list[float]]:
+    """What a training of CALM_STEPS steps without faults gives."""
+    config = config_in(directory, run={"steps": CALM_STEPS})
+    with running(config, directory / "run", cwd=directory) as run:
+        assert run.wait(limit_s=START_S + CALM_STEPS * STEP_S) == 0, run.log()
+        return scripted_advantages(run)
+
+
+def compare(found: dict[str, list[float]], calm: dict[str, list[float]]) -> None:
+    """Tasks of both runs have the same advantages, to the bit."""
+    both = sorted(found.keys() & calm.keys())
+    assert both, f"none of {len(found)} groups is among the {len(calm)} without faults"
+    differing = [task_id for task_id in both if found[task_id] != calm[task_id]]
+    assert not differing, differing
+    say(f"train: {len(both)} groups as in a run without faults")
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -154,6 +233,7 @@ def free_port() -> int:
 
 
 def say(text: str) -> None:
+    """Print it with the time."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
@@ -170,10 +250,12 @@ def main() -> int:
         root = Path(directory)
         train, serve = root / "train", root / "serve"
         train.mkdir()
-        serve.mkdir()
+        calm = calm_advantages(root / "calm")
         with small_disk(train, kib=DISK_KIB):
             plan = Plan([*part_faults(), command_kill(), full_disk(train)], rng)
-            Chaos(train, plan, command="train", port=0).play(time.monotonic() + half_s)
+            chaos = Chaos(train, plan, command="train", port=0)
+            chaos.play(time.monotonic() + half_s)
+            compare(chaos.advantages, calm)
         with (
             postgresql(root / "postgresql", life_s=half_s + 2 * END_LIMIT_S) as server,
             breaking_proxy(server.port) as proxy,

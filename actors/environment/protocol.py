@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
 from typing import Any, Protocol
 
 from actors.types import Task
+
+rollout_id: ContextVar[str] = ContextVar("rollout_id", default="")
+"""The rollout that is played where an environment's methods run, such as `g000012.0-3`: for its log
+lines, or to name what it starts elsewhere and a dead process could leave behind. Empty in the trial
+of an environment before the start."""
 
 
 class Role(StrEnum):

@@ -24,6 +24,7 @@ from actors.environment.protocol import (
     Role,
     StepResult,
     is_finite_reward,
+    rollout_id,
 )
 from actors.environment.rendering import BreakReason, ChatRenderer, RenderError
 from actors.environment.sample_builder import SampleBuilder
@@ -89,6 +90,7 @@ async def play_episode(
     tokens as the context holds end the sample: the state that a critic bootstraps from.
     Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
     """
+    rollout_id.set(assignment.rollout_id)
     episode = _Episode(
         assignment,
         policy=policy,

@@ -25,6 +25,10 @@ class CheckpointError(Exception):
     """A checkpoint is missing, incomplete, broken, of another model, or of a run replaced."""
 
 
+class CheckpointNotWritten(CheckpointError):
+    """The file system did not take it; it may later."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """What a checkpoint's manifest records."""

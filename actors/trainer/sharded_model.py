@@ -9,8 +9,11 @@ before the first update resumes exactly. Used alike by policy, critic and refere
 from __future__ import annotations
 
 import io
+import itertools
+import logging
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -38,13 +41,16 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from actors.trainer import checkpoint
-from actors.trainer.checkpoint import CheckpointError, Progress
+from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, Progress
 from actors.trainer.process_group import MOVED, gather_rows, gather_texts
 from actors.trainer.settings import TrainerSettings
 
+# A disk that is full is waited for. Attempts and not seconds: ranks have clocks of their own.
+_WRITE_ATTEMPTS, _WRITE_PAUSE_S = 13, 5.0
 _CRITIC = "critic"
 _HASH_BLOCK, _HASH_FACTOR = 2**20, 0x9E3779B97F4A7C15
 Model = TypeVar("Model", bound=nn.Module)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,13 +287,28 @@ def write_checkpoint(
     """Write a checkpoint under a temporary name and rename it, when it is whole.
 
     Runs beside training, in a thread, so its collectives have a group of their own. An older
-    checkpoint of the same name (a step done again under the same lease) is replaced.
+    checkpoint of the same name (a step done again under the same lease) is replaced. Where the disk
+    does not take it, all ranks try again together for a minute.
 
     Args: state: as `stage_checkpoint` copied it.
     Returns: its directory, on every rank.
-    Raises: CheckpointError, on every rank, when a newer term has claimed the directory or a rank
-        cannot write its shard.
+    Raises: CheckpointError, on every rank, when a newer term has claimed the directory;
+        CheckpointNotWritten, on every rank, when one of them cannot write its shard.
     """
+    for attempt in itertools.count(1):
+        try:
+            return _write_once(root, progress, state, group=group)
+        except CheckpointNotWritten as error:
+            if attempt == _WRITE_ATTEMPTS:
+                raise
+            log.warning("%s; trying again in %g s", error, _WRITE_PAUSE_S)
+            time.sleep(_WRITE_PAUSE_S)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _write_once(
+    root: Path, progress: Progress, state: dict[str, Any], *, group: dist.ProcessGroup
+) -> Path:
     aside = checkpoint.temporary_path(root, progress)
     is_writer = dist.get_rank() == 0
     _together(lambda: checkpoint.begin(root, progress), does_run=is_writer, group=group)
@@ -297,7 +318,7 @@ def write_checkpoint(
         if is_writer:
             # A full disk would otherwise stay full.
             shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(
+        raise CheckpointNotWritten(
             f"checkpoint {root / progress.directory_name}: a rank could not write its shard "
             f"({_first_line(error)}); is the disk full, and does every rank see the same directory?"
         ) from error
@@ -363,15 +384,17 @@ def _together(
     work: Callable[[], None], *, does_run: bool, group: dist.ProcessGroup | None = None
 ) -> None:
     """Run work on one rank while the others wait for its end; when it fails, all ranks raise."""
-    failure = ""
+    not_written = refused = ""
     if does_run:
         try:
             work()
-        except (OSError, CheckpointError) as error:
-            failure = str(error)
-    failures = [text for text in gather_texts(failure, group) if text]
-    if failures:
-        raise CheckpointError(failures[0])
+        except OSError as error:
+            not_written = str(error)
+        except CheckpointError as error:
+            refused = str(error)
+    for failure, kind in ((not_written, CheckpointNotWritten), (refused, CheckpointError)):
+        if found := [text for text in gather_texts(failure, group) if text]:
+            raise kind(found[0])
 
 
 def _first_line(error: BaseException) -> str:

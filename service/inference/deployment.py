@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 POLL_S = 5.0
 RPC_TIMEOUT_S = 10.0
 RETRY_S = 0.5
-# A live board answers within milliseconds; one on a node that is coming back, later.
-MEET_BOARD_S = 60.0
+# A live board answers within milliseconds; a frozen one, or on a node that is coming back, later.
+BOARD_LIMIT_S = 60.0
 BEAT_S = 2.0
 # In a row, after which the engine is at fault and not the others.
 MAX_FAILED_BROADCASTS = 5
@@ -169,7 +169,7 @@ class InferenceReplica:
             await within(RPC_TIMEOUT_S, self._board.join.remote(self._name, this_actor))
 
         try:
-            await retry(join, on=(TimeoutError, ActorUnavailableError), limit_s=MEET_BOARD_S)
+            await retry(join, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
         except ActorDiedError as error:
             # Its supervisor starts another application with another board, if there is one.
             serve.delete(serve.get_replica_context().app_name, _blocking=False)
@@ -383,8 +383,12 @@ class InferenceReplica:
     async def _report(self, term: int, version: int) -> None:
         check_logprobs = await self._engine.check_logprobs()
         self._heard_at = time.monotonic()
-        reference = self._board.report.remote(self._name, term, version, check_logprobs)
-        await within(RPC_TIMEOUT_S, reference)
+
+        async def report() -> None:
+            call = self._board.report.remote(self._name, term, version, check_logprobs)
+            await within(RPC_TIMEOUT_S, call)
+
+        await retry(report, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
 
 
 class _StartReports:

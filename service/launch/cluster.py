@@ -19,7 +19,6 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.deadline import poll
-from actors.limits import MIB
 from service.config.file import ConfigError
 from service.config.tree import Config
 from service.launch.placement import Node, misfit
@@ -120,15 +119,12 @@ def _start_local(config: Config) -> None:
 def _init_local(config: Config) -> None:
     # Processes share the cores by their thread counts; Ray's own count must only admit them all.
     logical_cpus = max(psutil.cpu_count() or 1, int(cpus_wanted(config)) + 1)
-    memory = psutil.virtual_memory().total
     # Set in os.environ, not runtime_env, which makes Ray discard its prestarted workers.
     os.environ["PYTHONPATH"] = _import_path()
-    store_bytes = min(int(0.3 * memory), (config.queue.max_mib + 512) * MIB)
     start_ray(
         address="local",
         namespace=NAMESPACE,
         num_cpus=logical_cpus,
-        object_store_memory=store_bytes,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="warning",

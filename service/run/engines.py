@@ -283,7 +283,7 @@ class Publisher:
 
     async def num_ready(self) -> int:
         """Engines that hold the current version."""
-        status = await board_handle(self._board, deadline_s=BOARD_DEADLINE_S).status()
+        status = await board_handle(self._board, deadline_s=RPC_DEADLINE_S).status()
         return len(status.holders)
 
 

@@ -53,6 +53,12 @@ async def test_a_finished_game_is_completed_with_its_rewards_and_exact_ids() -> 
     assert [action.text for action in environment.actions] == ["4", "4"]
 
 
+async def test_an_environment_may_ask_which_rollout_it_plays() -> None:
+    environment = FakeEnvironment(DONE)
+    await play(environment)
+    assert environment.rollout_id == ASSIGNMENT.rollout_id
+
+
 async def test_the_salt_of_the_first_reply_goes_with_every_later_turn() -> None:
     policy = FakePolicy(
         reply(cache_salt="v3", replica="a"), reply(cache_salt="v4", replica="b"), reply()

@@ -164,6 +164,27 @@ def test_serve_scales_the_engines_up_and_down_while_a_run_trains(
         stop(run)
 
 
+def test_two_runs_on_one_cluster_do_not_know_each_other(
+    tmp_path: Path, small_model: str, address: str
+) -> None:
+    """Of one name and one model; the second ends before the first."""
+    steps, arguments = 4, ["--address", address]
+    (tmp_path / "short").mkdir()
+    long = small_config(tmp_path, small_model, run={"steps": 4000, "evaluate_every": 5000})
+    short = small_config(tmp_path / "short", small_model, run={"steps": steps})
+    with running(long, tmp_path / "run", arguments) as first:
+        first.wait_for_step(2, limit_s=START_S)
+        engines = pids(processes(ENGINE))
+        with running(short, tmp_path / "short" / "run", arguments) as second:
+            assert second.wait(limit_s=START_S + steps * STEP_S) == 0, second.log()
+            check_finished(second, steps=steps)
+            check_audit(second)
+        first.advance(2, limit_s=START_S)
+        assert pids(processes(ENGINE)) == engines
+        assert first.history().num_terms == 1
+        stop(first)
+
+
 def find_board() -> Any:
     named = ray.util.list_named_actors(all_namespaces=True)
     [name] = [each["name"] for each in named if each["name"].endswith("-board")]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from worlds.mounts import fill, small_disk
 from worlds.settings import changed, rank_settings
 from worlds.trainer_world import (
     World,
@@ -153,6 +155,20 @@ def test_a_claim_removes_what_an_interrupted_save_left(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="this run was replaced"):
         claim(tmp_path, 2)
     assert (tmp_path / ".tmp-step-000005-t3").is_dir()
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_no_checkpoint(
+    two_ranks: World, tiny_models: dict[bool, str], tmp_path: Path
+) -> None:
+    with small_disk(tmp_path, kib=128 * 1024):
+        two_ranks.start(rank_settings(tiny_models[True], tmp_path / "run"))
+        filler = tmp_path / "filler"
+        fill(filler)
+        freeing = threading.Timer(2.0, filler.unlink)
+        freeing.start()
+        path = save(two_ranks, 1)
+        freeing.join()
+        assert [progress.step for progress in two_ranks.call("load", path=path)] == [1, 1]
 
 
 def test_a_half_written_checkpoint_does_not_count_and_is_not_loaded(

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from actors.environment.protocol import Action, Environment, Message, Observation, Role, StepResult
+from actors.environment.protocol import (
+    Action,
+    Environment,
+    Message,
+    Observation,
+    Role,
+    StepResult,
+    rollout_id,
+)
 from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import RolloutSettings
 from actors.environment.turn_loop import play_episode
@@ -91,8 +99,10 @@ class FakeEnvironment:
         self.on_close = on_close
         self.actions: list[Action] = []
         self.num_closed = 0
+        self.rollout_id = ""
 
     async def reset(self, task: Task) -> Observation:
+        self.rollout_id = rollout_id.get()
         return HELLO if self.on_reset is None else await self.on_reset()
 
     async def step(self, action: Action) -> StepResult:

@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 # Bounds of a wait on a busy machine, not measures: until a run trains, and of one step.
 START_S = 300.0
 STEP_S = 120.0
-# Seconds that a process which is there may be missing in the table.
-FOUND_S = 30.0
+# Seconds that a part may be missing in the table of processes: it may be on its way back.
+FOUND_S = 120.0
 
 # An engine's process by its title, or by its command line: now and then one comes without a title.
 ENGINE = (

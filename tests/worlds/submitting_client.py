@@ -26,6 +26,7 @@ class SubmittingClient:
 
     base_url: str
     key: str
+    environment: str
     rng: random.Random
     accepted: list[str] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
@@ -37,7 +38,7 @@ class SubmittingClient:
     def work(self) -> None:
         while not self._stopped.is_set():
             batch = [f"task-{len(self.accepted) + number}" for number in range(4)]
-            body = {"environment": "guessing", "tasks": [{"id": name} for name in batch]}
+            body = {"environment": self.environment, "tasks": [{"id": name} for name in batch]}
             if self._ask("POST", "/api/v1/rollouts", body) is not None:
                 self.accepted += batch
                 if self.rng.random() < 0.2:
