@@ -37,6 +37,8 @@ class SlowGuessing(GuessingEnvironment):
         await asyncio.sleep(PAUSE_S)
         return await super().reset(task)
 """
+# Titles of processes.
+RANKS, ENVIRONMENTS = "ray::TrainerRank", "ray::EnvironmentActor"
 # Of each node's cable.
 MBIT = 400
 # Bound of a wait, not a measure: seven nodes share two cores, with whatever else runs there.
@@ -63,11 +65,15 @@ class World:
 
 
 @contextlib.contextmanager
-def world(directory: Path, *, trainer_cpus: int = 2) -> Iterator[World]:
-    """All nodes, started. trainer_cpus: of each trainer's node; a run has two ranks."""
+def world(directory: Path, *, cpus: int = 2) -> Iterator[World]:
+    """All nodes, started.
+
+    cpus: of each node for ranks or environments; a run has two of each, so that with 2 one node is
+    enough, and with 1 both are needed.
+    """
     with network(directory) as net:
         control = net.add(cpus=0, resources={"rayloom_control": 1})
-        yield powered_on(net, control, trainer_cpus=trainer_cpus)
+        yield powered_on(net, control, cpus=cpus)
 
 
 @contextlib.contextmanager
@@ -83,19 +89,21 @@ def world_whose_head_comes_back(directory: Path) -> Iterator[World]:
 
 
 def powered_on(
-    net: Network, control: Node, *, trainer_cpus: int = 2, environ: dict[str, str] | None = None
+    net: Network, control: Node, *, cpus: int = 2, environ: dict[str, str] | None = None
 ) -> World:
-    def pair(role: str, cpus: int) -> tuple[Node, Node]:
+    def pair(role: str, num_cpus: int) -> tuple[Node, Node]:
         resources = {f"rayloom_{role}": 1.0}
-        one, other = (net.add(cpus=cpus, resources=resources, environ=environ) for _ in range(2))
+        one, other = (
+            net.add(cpus=num_cpus, resources=resources, environ=environ) for _ in range(2)
+        )
         return one, other
 
     made = World(
         net=net,
         control=control,
         engines=pair("inference", 1),
-        trainers=pair("trainer", trainer_cpus),
-        environments=pair("environments", 2),
+        trainers=pair("trainer", cpus),
+        environments=pair("environments", cpus),
     )
     for node in made.workers:
         node.limit(MBIT)
@@ -143,17 +151,16 @@ def names(nodes: Sequence[Node]) -> set[str]:
     return {node.name for node in nodes}
 
 
-def trainers_by_use(there: World) -> tuple[Node, Node]:
-    """The node that the ranks run on, and the other one."""
-    [busy] = [node for node in there.trainers if node.processes("ray::TrainerRank")]
-    [spare] = [node for node in there.trainers if node is not busy]
-    return busy, spare
+def by_use(nodes: tuple[Node, Node], words: str) -> tuple[Node, Node]:
+    """One that has processes of such a title, and the other one, which may have some too."""
+    one, other = nodes
+    return (one, other) if one.processes(words) else (other, one)
 
 
 def test_each_part_runs_on_the_nodes_of_its_role(tmp_path: Path, small_model: str) -> None:
     """And the user's own game on nodes that do not see the directory that it lies in. The two
     ranks share no node. A run directory that not every node sees is refused before."""
-    with world(tmp_path, trainer_cpus=1) as there:
+    with world(tmp_path, cpus=1) as there:
         config = small_config(tmp_path, small_model, inference={"num_replicas": 2})
         entrance, private = there.control.entrance, there.net.private
         with running(config, private / "run", ["--address", "auto"], entrance=entrance) as run:
@@ -167,8 +174,8 @@ def test_each_part_runs_on_the_nodes_of_its_role(tmp_path: Path, small_model: st
         with played(there, tmp_path, small_model, **sections) as run:
             run.wait_for_step(2, limit_s=WAIT_S)
             assert nodes_with("ray::ServeReplica", there) == names(there.engines)
-            assert nodes_with("ray::TrainerRank", there) == names(there.trainers)
-            assert nodes_with("ray::EnvironmentActor", there) == names(there.environments)
+            assert nodes_with(RANKS, there) == names(there.trainers)
+            assert nodes_with(ENVIRONMENTS, there) == names(there.environments)
             for title in ("Supervisor", "TrajectoryQueue", "MergeActor", "WeightBoard"):
                 assert there.control.processes(f"ray::{title}"), title
             assert run.wait(limit_s=6 * STEP_S) == 0, run.output.read_text() + run.log()
@@ -196,7 +203,8 @@ def test_a_run_survives_the_loss_of_each_node(tmp_path: Path, small_model: str) 
     of the trainer's, with another node for it, and then of that one, which comes back."""
     with world(tmp_path) as there, played(there, tmp_path, small_model) as run:
         run.wait_for_step(2, limit_s=WAIT_S)
-        there.environments[0].kill_raylet()
+        playing, _ = by_use(there.environments, ENVIRONMENTS)
+        playing.kill_raylet()
         run.wait_for_log("environment actor", limit_s=WAIT_S)
         run.advance(2, limit_s=WAIT_S)
 
@@ -210,11 +218,11 @@ def test_a_run_survives_the_loss_of_each_node(tmp_path: Path, small_model: str) 
         other.kill_raylet()
         run.advance(3, limit_s=WAIT_S)
 
-        busy, spare = trainers_by_use(there)
+        busy, spare = by_use(there.trainers, RANKS)
         busy.kill_raylet()
         run.wait_for_log("a new group is at version", limit_s=WAIT_S)
         run.advance(2, limit_s=WAIT_S)
-        assert nodes_with("ray::TrainerRank", there) == names([spare])
+        assert nodes_with(RANKS, there) == names([spare])
         spare.kill_raylet()
         run.wait_for_log("no node has room for 2 ranks", limit_s=WAIT_S)
         spare.start()
@@ -228,24 +236,25 @@ def test_links_that_are_cut_for_a_while_and_for_good_end_nothing(
     """For ten seconds that of a node of each role, and then the same ones for good."""
     with world(tmp_path) as there, played(there, tmp_path, small_model) as run:
         run.wait_for_step(2, limit_s=WAIT_S)
-        environments, engines = there.environments[0], there.engines[0]
-        busy, spare = trainers_by_use(there)
-        for node in (environments, engines, busy):
+        playing, _ = by_use(there.environments, ENVIRONMENTS)
+        busy, _ = by_use(there.trainers, RANKS)
+        for node in (playing, there.engines[0], busy):
             node.cut()
             time.sleep(10)
             node.mend()
             run.advance(2, limit_s=WAIT_S)
-        environments.cut()
+        playing, _ = by_use(there.environments, ENVIRONMENTS)
+        playing.cut()
         run.wait_for_log("environment actor", limit_s=WAIT_S)
         run.advance(2, limit_s=WAIT_S)
-        engines.cut()
+        there.engines[0].cut()
         run.wait_for_log("an engine was lost; 1 of 2 ready", limit_s=WAIT_S)
         run.advance(2, limit_s=WAIT_S)
-        busy, spare = trainers_by_use(there)
+        busy, spare = by_use(there.trainers, RANKS)
         busy.cut()
         run.wait_for_log("a new group is at version", limit_s=WAIT_S)
         run.advance(2, limit_s=WAIT_S)
-        assert spare.processes("ray::TrainerRank")
+        assert spare.processes(RANKS)
         stop(run)
 
 
@@ -275,7 +284,7 @@ def kill_environment_actor(there: World, run: Run) -> None:
     """And wait until another one is there in its place."""
 
     def actors() -> set[psutil.Process]:
-        found = [node.processes("ray::EnvironmentActor") for node in there.environments]
+        found = [node.processes(ENVIRONMENTS) for node in there.environments]
         return {process for each in found for process in each}
 
     before = actors()
