@@ -97,7 +97,7 @@ class Feed:
         """Returns: the rollouts of these steps."""
         tasks, num_rollouts = GeneratedTasks("guessing", run_seed=0), 0
         for step in range(first_step, first_step + num_steps):
-            slots = await queue.admissible.remote(30.0)
+            slots, _ = await queue.admissible.remote(30.0)
             await queue.admit.remote(
                 [
                     GroupRequest(
@@ -110,7 +110,7 @@ class Feed:
             )
             taken = None
             while taken is None:
-                taken = await queue.take_step.remote(30.0)
+                taken, _ = await queue.take_step.remote(30.0)
             outcomes = [
                 RolloutOutcome(rollout_id=each.rollout_id)
                 for group in taken.groups
@@ -118,7 +118,6 @@ class Feed:
             ]
             await queue.finalise.remote(taken.step, outcomes)
             await queue.set_loaded_version.remote(step)
-            await queue.drain.remote()
             num_rollouts += len(outcomes)
         return num_rollouts
 
@@ -131,6 +130,7 @@ def measure(num_steps: int, num_publishes: int, publish_mib: int) -> dict[str, A
     queue = start_queue(
         QueueStateSettings(algorithm=algorithm, queue=QueueSettings()), strategy=on_this_node()
     )
+    ray.get(queue.open.remote(0, None))
     board = start_board(strategy=on_this_node())
     feed = ray.remote(Feed).options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
     directory = tempfile.mkdtemp(prefix="scale-")

@@ -19,8 +19,9 @@ from pathlib import Path
 from actors.algorithm import AlgorithmSettings
 from actors.batch import RankShard
 from actors.merge.packing import WeightedSample, pack_minibatch
+from actors.network import LOOPBACK
 from actors.trainer.loss.settings import Denominator, LossSettings
-from actors.trainer.process_group import LOOPBACK, keep_freed_memory, open_store
+from actors.trainer.process_group import keep_freed_memory, open_store
 from actors.trainer.rank import TrainerRank
 from actors.trainer.settings import Dtype, RankSettings, TrainerSettings, WeightBackend
 from actors.trainer.statistics import StepStats

@@ -32,7 +32,7 @@ from worlds.breaking_proxy import breaking_proxy
 from worlds.faults import Plan, command_kill, database_faults, full_disk, part_faults
 from worlds.mounts import small_disk
 from worlds.postgresql_server import PASSWORD, postgresql
-from worlds.run_checks import check_audit, check_lineage
+from worlds.run_checks import check_stopped
 from worlds.run_driver import STEP_S, Run, running, small_config
 from worlds.scripted_game import member_of, scripted_return
 from worlds.submitting_client import SubmittingClient
@@ -123,11 +123,7 @@ class Chaos:
         run.interrupt()
         assert run.wait(limit_s=LIMIT_S) == 130, run.output.read_text()[-4000:]
         assert run.wait_until_gone(limit_s=STEP_S) == []
-        check_lineage(run.events())
-        ledger = run.summary()["ledger"]
-        left = ledger["trained"] + sum(ledger["evicted"].values()) + ledger["in_flight"]
-        assert ledger["admitted"] == left, ledger
-        check_audit(run)
+        check_stopped(run)
         self.advantages = scripted_advantages(run)
         terms, steps = run.history().num_terms, run.summary()["steps"]
         say(

@@ -28,6 +28,7 @@ from ray.exceptions import (
 
 from actors.batch import RankShard
 from actors.expert_records import ModelShape
+from actors.network import LOOPBACK
 from actors.trainer.settings import RankSettings
 from actors.weights.board import Seat, StaleTerm, WeightGroup
 
@@ -89,7 +90,7 @@ class TrainerRankActor:
 
         Args: is_local: all ranks share one node.
         """
-        from actors.trainer.process_group import LOOPBACK, open_store
+        from actors.trainer.process_group import open_store
 
         self._store, rendezvous = open_store(
             LOOPBACK if is_local else ray.util.get_node_ip_address(),
@@ -114,7 +115,10 @@ class TrainerRankActor:
                 timeout_s=self._settings.collective_timeout_s,
             )
         self._rank = TrainerRank(
-            self._settings, rank=self._rank_number, store=self._store, is_local=is_local
+            self._settings,
+            rank=self._rank_number,
+            store=self._store,
+            address=LOOPBACK if is_local else ray.util.get_node_ip_address(),
         )
         return self._rank.shape
 

@@ -11,6 +11,7 @@ that all ranks agree on (a refused shard, a broken checkpoint) leave the group a
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ _BLAME_S = 2.0
 _ONE_NODE_S = 5.0
 _LOOK_EVERY_S = 2.0
 _Result = TypeVar("_Result")
+
+log = logging.getLogger("rayloom.trainer")
 
 
 class _RankFailure(Exception):
@@ -157,9 +160,15 @@ class TrainerGroup:
         num_ranks, timeout_s = self.settings.trainer.num_ranks, self.deadlines.place_s
         bundle = {"CPU": 1, **self._resources, **self._gpus}
         # On one node if there is one for all: gradients would cross the network at each step.
-        if not await self._reserve(bundle, "STRICT_PACK", min(_ONE_NODE_S, timeout_s)) and (
-            not await self._reserve(bundle, "PACK", timeout_s)
-        ):
+        if await self._reserve(bundle, "STRICT_PACK", min(_ONE_NODE_S, timeout_s)):
+            return
+        log.warning(
+            "trainer: no node has room for %d ranks of %s; waiting %g s for one or several nodes",
+            num_ranks,
+            ", ".join(f"{amount:g} {name}" for name, amount in bundle.items()),
+            timeout_s,
+        )
+        if not await self._reserve(bundle, "PACK", timeout_s):
             raise TrainerRankLost(0, "start", f"no {num_ranks} x {bundle} within {timeout_s} s")
 
     async def start(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from actors.network import gloo_interface
 from actors.trainer.settings import Device
 
-LOOPBACK = "127.0.0.1"
 # The parameters' numbers in glibc's malloc.h, and the largest values it takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024
@@ -109,15 +108,13 @@ def join_group(
     num_ranks: int,
     device: torch.device,
     timeout_s: float,
-    is_local: bool,
+    address: str,
 ) -> DeviceMesh:
     """Initialise this process's group and return its one-dimensional mesh.
 
-    is_local: all ranks are on this machine, so gloo speaks over loopback; without it gloo binds to
-    the host name's interface, which a container need not be able to reach.
+    address: of this rank, as the others reach it; loopback where all are on one machine.
     """
-    if is_local:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.update(gloo_interface(address))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

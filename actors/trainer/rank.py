@@ -23,6 +23,7 @@ from torch import Tensor
 
 from actors.batch import Float32s, Minibatch, RankShard, RowScores, ValueShard
 from actors.expert_records import ModelShape
+from actors.network import LOOPBACK
 from actors.trainer.checkpoint import Progress
 from actors.trainer.critic import Critic
 from actors.trainer.loss.micro_batch import micro_batch_loss
@@ -65,7 +66,7 @@ class TrainerRank:
     """
 
     def __init__(
-        self, settings: RankSettings, *, rank: int, store: dist.Store, is_local: bool = True
+        self, settings: RankSettings, *, rank: int, store: dist.Store, address: str = LOOPBACK
     ) -> None:
         """Join the group, load the model and shard it.
 
@@ -87,7 +88,7 @@ class TrainerRank:
             num_ranks=trainer.num_ranks,
             device=self.device,
             timeout_s=settings.collective_timeout_s,
-            is_local=is_local,
+            address=address,
         )
         # Of the checkpoints alone: they are written while the other group trains.
         self._side_group = join_side_group()

@@ -148,6 +148,7 @@ class InferenceReplica:
         self._is_loading = self._is_ending = False
         self._num_failed_broadcasts = 0
         await self._meet_board()
+        os.environ.update(settings.environment)
         with _StartReports(board, self._name):
             # vLLM takes ten seconds to import, which the process that deploys should not wait for.
             from service.inference.engine import PolicyEngine

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.limits import GIB, STRICT, NotNegative, Positive, Rate, Seconds, Share
+from actors.network import LOOPBACK, gloo_interface
 from actors.trainer.settings import Dtype, WeightBackend
 
 
@@ -83,14 +84,19 @@ class EngineSettings:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that must stand in the replica before its engine starts."""
+        """Variables that must stand in the replica before it imports vLLM."""
         inference = self.inference
         variables = {
             "OMP_NUM_THREADS": str(inference.threads),
             # Binding would pin the engines of all replicas to the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
+            # It would close the handlers that Serve has made. Serve's controller asks for them when
+            # it comes back after its death, and replaces a replica that cannot answer.
+            "VLLM_CONFIGURE_LOGGING": "0",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            # An engine's workers share a node.
+            **gloo_interface(LOOPBACK),
         }
         if inference.tensor_parallel_size == 1:
             # The worker lives in the engine's own process. On CPU vLLM would start one more, and

@@ -104,6 +104,22 @@ def test_engines_outlive_a_supervisor_that_is_killed(tmp_path: Path, small_model
         assert run.history().num_terms == 2
 
 
+def test_engines_outlive_serves_controller_that_is_killed(tmp_path: Path, small_model: str) -> None:
+    """Another environment actor has to ask the next controller where the engines are."""
+    steps = 12
+    config = small_config(tmp_path, small_model, run={"steps": steps, "evaluate_every": 50})
+    with running(config, tmp_path / "run") as run:
+        run.wait_for_step(2, limit_s=START_S)
+        before = run.pids(ENGINE)
+        run.kill_part("ray::ServeController")
+        run.kill_part("ray::EnvironmentActor")
+        run.advance(3, limit_s=START_S)
+        assert run.pids(ENGINE) == before
+        assert run.wait(limit_s=START_S + steps * STEP_S) == 0, run.log()
+        check_finished(run, steps=steps)
+        assert run.history().num_terms == 1
+
+
 @pytest.mark.parametrize("with_board", [False, True], ids=["alone", "and the board"])
 def test_a_driver_that_is_killed_leaves_nothing_on_the_cluster_that_it_joined(
     tmp_path: Path, small_model: str, address: str, with_board: bool

@@ -1,22 +1,28 @@
 """Runs over several nodes of one machine: `make proof PART=nodes`. Nodes die, and are cut off.
 
-A head, two nodes for engines, one for the trainer and two for environments, each in namespaces of
-its own (`worlds.nodes`). The command runs on the head, in a directory that no other node sees.
+A head, and two nodes each for engines, the trainer and environments, every one in namespaces of
+its own (`worlds.nodes`). The command runs on the node of the supervisor, which is the head unless a
+test says otherwise, in a directory that no other node sees.
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from worlds.nodes import Network, Node, network
-from worlds.run_checks import check_audit, check_finished
-from worlds.run_driver import START_S, STEP_S, Run, running, small_config
+from worlds.redis_server import redis_server
+from worlds.run_checks import check_audit, check_finished, check_stopped
+from worlds.run_driver import ENGINE, STEP_S, Run, running, small_config
+
+from service.launch.signals import EXIT_INTERRUPTED
 
 pytestmark = [pytest.mark.proof, pytest.mark.nodes, pytest.mark.timeout(1800)]
 
@@ -31,8 +37,16 @@ class SlowGuessing(GuessingEnvironment):
         await asyncio.sleep(PAUSE_S)
         return await super().reset(task)
 """
+# Titles of processes.
+RANKS, ENVIRONMENTS = "ray::TrainerRank", "ray::EnvironmentActor"
 # Of each node's cable.
 MBIT = 400
+# Bound of a wait, not a measure: seven nodes share two cores, with whatever else runs there.
+WAIT_S = 600.0
+# More than any test has time for: it stops the run once it has seen enough.
+MANY_STEPS = 1000
+# Ray's own 60 s may be over before a head is back on a busy machine.
+HEAD_BACK_S = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,45 +54,73 @@ class World:
     """The nodes by what they are for."""
 
     net: Network
+    control: Node
     engines: tuple[Node, Node]
-    trainer: Node
+    trainers: tuple[Node, Node]
     environments: tuple[Node, Node]
 
     @property
     def workers(self) -> list[Node]:
-        return [*self.engines, self.trainer, *self.environments]
+        return [*self.engines, *self.trainers, *self.environments]
 
 
 @contextlib.contextmanager
-def world(directory: Path) -> Iterator[World]:
-    """All nodes, started."""
+def world(directory: Path, *, cpus: int = 2) -> Iterator[World]:
+    """All nodes, started.
+
+    cpus: of each node for ranks or environments; a run has two of each, so that with 2 one node is
+    enough, and with 1 both are needed.
+    """
     with network(directory) as net:
-        net.add(cpus=0, resources={"rayloom_control": 1})
-        made = World(
-            net=net,
-            engines=(worker(net, "inference", 1), worker(net, "inference", 1)),
-            trainer=worker(net, "trainer", 2),
-            environments=(worker(net, "environments", 2), worker(net, "environments", 2)),
+        control = net.add(cpus=0, resources={"rayloom_control": 1})
+        yield powered_on(net, control, cpus=cpus)
+
+
+@contextlib.contextmanager
+def world_whose_head_comes_back(directory: Path) -> Iterator[World]:
+    """All nodes, started, with one for the supervisor beside the head, whose state Redis keeps."""
+    with network(directory) as net, redis_server(directory, host=net.gateway) as redis:
+        settings = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_BACK_S)}
+        net.add(cpus=0, environ={**settings, "RAY_REDIS_ADDRESS": redis}, sees_private=False)
+        control = net.add(
+            cpus=0, resources={"rayloom_control": 1}, environ=settings, sees_private=True
         )
-        for node in made.workers:
-            node.limit(MBIT)
-        net.start()
-        yield made
+        yield powered_on(net, control, environ=settings)
 
 
-def worker(net: Network, role: str, cpus: int) -> Node:
-    return net.add(cpus=cpus, resources={f"rayloom_{role}": 1})
+def powered_on(
+    net: Network, control: Node, *, cpus: int = 2, environ: dict[str, str] | None = None
+) -> World:
+    def pair(role: str, num_cpus: int) -> tuple[Node, Node]:
+        resources = {f"rayloom_{role}": 1.0}
+        one, other = (
+            net.add(cpus=num_cpus, resources=resources, environ=environ) for _ in range(2)
+        )
+        return one, other
+
+    made = World(
+        net=net,
+        control=control,
+        engines=pair("inference", 1),
+        trainers=pair("trainer", cpus),
+        environments=pair("environments", cpus),
+    )
+    for node in made.workers:
+        node.limit(MBIT)
+    net.start()
+    return made
 
 
 @contextlib.contextmanager
 def played(
     there: World, shared: Path, model: str, arguments: Sequence[str] = (), **sections: Any
 ) -> Iterator[Run]:
-    """A run from the head's own directory, with a game that lies nowhere else."""
+    """A run from the control node's own directory, with a game that lies nowhere else."""
     own = there.net.private
     (own / "own_pause.py").write_text("PAUSE_S = 1.0\n")
     (own / "own_game.py").write_text(GAME)
     sections = {
+        "run": {"steps": MANY_STEPS, "checkpoint_every": 2, "evaluate_every": MANY_STEPS},
         "rollouts": {"num_actors": 2, "turn_deadline_s": 60, "frozen_after_s": 20},
         "inference": {"num_replicas": 2},
         "tasks": {"environment": "own_game:SlowGuessing", "evaluation_tasks": 0},
@@ -86,15 +128,18 @@ def played(
     }
     config = small_config(shared, model, **sections)
     line = [*arguments, "--address", f"{there.net.head.address}:6379"]
-    entrance = there.net.head.entrance
+    entrance = there.control.entrance
     with running(config, shared / "run", line, entrance=entrance, cwd=own) as run:
         yield run
 
 
-def finished(run: Run, *, steps: int) -> None:
-    assert run.wait(limit_s=START_S + steps * STEP_S) == 0, run.output.read_text() + run.log()
-    check_finished(run, steps=steps)
-    check_audit(run)
+def stop(run: Run) -> None:
+    """Ctrl-C: the run ends in order, each rollout is counted once, and the audit is clean."""
+    # Of `nsenter`, which would end at once and leave the command behind.
+    [command] = psutil.Process(run.process.pid).children()
+    command.send_signal(signal.SIGINT)
+    assert run.wait(limit_s=WAIT_S) == EXIT_INTERRUPTED, run.output.read_text() + run.log()
+    check_stopped(run)
 
 
 def nodes_with(words: str, there: World) -> set[str]:
@@ -102,35 +147,40 @@ def nodes_with(words: str, there: World) -> set[str]:
     return {node.name for node in there.workers if node.processes(words)}
 
 
+def names(nodes: Sequence[Node]) -> set[str]:
+    return {node.name for node in nodes}
+
+
+def by_use(nodes: tuple[Node, Node], words: str) -> tuple[Node, Node]:
+    """One that has processes of such a title, and the other one, which may have some too."""
+    one, other = nodes
+    return (one, other) if one.processes(words) else (other, one)
+
+
 def test_each_part_runs_on_the_nodes_of_its_role(tmp_path: Path, small_model: str) -> None:
-    """And the user's own game on nodes that do not see the directory that it lies in."""
-    with (
-        world(tmp_path) as there,
-        played(there, tmp_path, small_model, run={"steps": 6, "checkpoint_every": 3}) as run,
-    ):
-        run.wait_for_step(2, limit_s=START_S)
-        names = {name: nodes_with(name, there) for name in ("ray::ServeReplica", "ray::Trainer")}
-        assert names["ray::ServeReplica"] == {node.name for node in there.engines}
-        assert names["ray::Trainer"] == {there.trainer.name}
-        environments = nodes_with("ray::EnvironmentActor", there)
-        assert environments == {node.name for node in there.environments}
-        for title in ("ray::Supervisor", "ray::TrajectoryQueue", "ray::MergeActor", "ray::Weight"):
-            assert there.net.head.processes(title), title
-        finished(run, steps=6)
-
-
-def test_a_run_directory_that_a_node_does_not_see_is_refused(
-    tmp_path: Path, small_model: str
-) -> None:
-    with world(tmp_path) as there:
+    """And the user's own game on nodes that do not see the directory that it lies in. The two
+    ranks share no node. A run directory that not every node sees is refused before."""
+    with world(tmp_path, cpus=1) as there:
         config = small_config(tmp_path, small_model, inference={"num_replicas": 2})
-        entrance = there.net.head.entrance
-        arguments = ["--address", "auto"]
-        with running(config, there.net.private / "run", arguments, entrance=entrance) as run:
-            assert run.wait(limit_s=START_S) == 2
-            said = " ".join((tmp_path / "private" / "run.out").read_text().split())
-        assert f"node {there.trainer.address}: run directory:" in said
+        entrance, private = there.control.entrance, there.net.private
+        with running(config, private / "run", ["--address", "auto"], entrance=entrance) as run:
+            assert run.wait(limit_s=WAIT_S) == 2, run.output.read_text()
+            said = " ".join(run.output.read_text().split())
+        assert "run directory: " in said
         assert "is not what it is where the command runs" in said
+        assert any(f"node {node.address}: " in said for node in there.trainers)
+
+        sections = {"run": {"steps": 6, "checkpoint_every": 3}}
+        with played(there, tmp_path, small_model, **sections) as run:
+            run.wait_for_step(2, limit_s=WAIT_S)
+            assert nodes_with("ray::ServeReplica", there) == names(there.engines)
+            assert nodes_with(RANKS, there) == names(there.trainers)
+            assert nodes_with(ENVIRONMENTS, there) == names(there.environments)
+            for title in ("Supervisor", "TrajectoryQueue", "MergeActor", "WeightBoard"):
+                assert there.control.processes(f"ray::{title}"), title
+            assert run.wait(limit_s=6 * STEP_S) == 0, run.output.read_text() + run.log()
+            check_finished(run, steps=6)
+            check_audit(run)
 
 
 def test_a_command_that_authenticates_in_another_way_than_the_cluster_is_refused(
@@ -143,45 +193,105 @@ def test_a_command_that_authenticates_in_another_way_than_the_cluster_is_refused
         other = ["env", "RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN={'a' * 32}"]
         entrance = [*net.head.entrance, *other]
         with running(config, tmp_path / "run", ["--address", "auto"], entrance=entrance) as run:
-            assert run.wait(limit_s=START_S) == 2
+            assert run.wait(limit_s=WAIT_S) == 2
             said = " ".join((tmp_path / "run.out").read_text().split())
         assert "RAY_AUTH_MODE is token here and disabled on the cluster" in said
 
 
 def test_a_run_survives_the_loss_of_each_node(tmp_path: Path, small_model: str) -> None:
-    """kill -9 of an environment node and of an inference node, which stay away, and of the
-    trainer's, which comes back."""
-    steps = 40
-    sections = {"run": {"steps": steps, "checkpoint_every": 2, "evaluate_every": 1000}}
-    with world(tmp_path) as there, played(there, tmp_path, small_model, **sections) as run:
-        run.wait_for_step(3, limit_s=START_S)
-        there.environments[0].kill_raylet()
-        run.wait_for_log("environment actor", limit_s=START_S)
-        run.advance(2, limit_s=START_S)
-        there.engines[0].kill_raylet()
-        run.wait_for_log("an engine was lost; 1 of 2 ready", limit_s=START_S)
-        run.advance(2, limit_s=START_S)
-        there.trainer.kill_raylet()
-        there.trainer.start()
-        run.wait_for_log("trainer: rank", limit_s=START_S)
-        run.advance(2, limit_s=START_S)
-        finished(run, steps=steps)
+    """kill -9 of an environment node, which stays away; of an inference node, which comes back;
+    of the trainer's, with another node for it, and then of that one, which comes back."""
+    with world(tmp_path) as there, played(there, tmp_path, small_model) as run:
+        run.wait_for_step(2, limit_s=WAIT_S)
+        playing, _ = by_use(there.environments, ENVIRONMENTS)
+        playing.kill_raylet()
+        run.wait_for_log("environment actor", limit_s=WAIT_S)
+        run.advance(2, limit_s=WAIT_S)
+
+        returning, other = there.engines
+        returning.kill_raylet()
+        run.wait_for_log("an engine was lost; 1 of 2 ready", limit_s=WAIT_S)
+        run.advance(2, limit_s=WAIT_S)
+        returning.start()
+        run.wait_for_log("an engine is back; 2 of 2 ready", limit_s=WAIT_S)
+        # Then every turn is played by the engine that came back.
+        other.kill_raylet()
+        run.advance(3, limit_s=WAIT_S)
+
+        busy, spare = by_use(there.trainers, RANKS)
+        busy.kill_raylet()
+        run.wait_for_log("a new group is at version", limit_s=WAIT_S)
+        run.advance(2, limit_s=WAIT_S)
+        assert nodes_with(RANKS, there) == names([spare])
+        spare.kill_raylet()
+        run.wait_for_log("no node has room for 2 ranks", limit_s=WAIT_S)
+        spare.start()
+        run.advance(2, limit_s=WAIT_S)
+        stop(run)
 
 
 def test_links_that_are_cut_for_a_while_and_for_good_end_nothing(
     tmp_path: Path, small_model: str
 ) -> None:
-    """For ten seconds that of a node of each role, and then an environment node's for good."""
-    steps = 40
-    sections = {"run": {"steps": steps, "checkpoint_every": 2, "evaluate_every": 1000}}
-    with world(tmp_path) as there, played(there, tmp_path, small_model, **sections) as run:
-        run.wait_for_step(3, limit_s=START_S)
-        for node in (there.environments[0], there.engines[0], there.trainer):
+    """For ten seconds that of a node of each role, and then the same ones for good."""
+    with world(tmp_path) as there, played(there, tmp_path, small_model) as run:
+        run.wait_for_step(2, limit_s=WAIT_S)
+        playing, _ = by_use(there.environments, ENVIRONMENTS)
+        busy, _ = by_use(there.trainers, RANKS)
+        for node in (playing, there.engines[0], busy):
             node.cut()
             time.sleep(10)
             node.mend()
-            run.advance(3, limit_s=START_S)
-        there.environments[0].cut()
-        run.wait_for_log("environment actor", limit_s=START_S)
-        run.advance(2, limit_s=START_S)
-        finished(run, steps=steps)
+            run.advance(2, limit_s=WAIT_S)
+        playing, _ = by_use(there.environments, ENVIRONMENTS)
+        playing.cut()
+        run.wait_for_log("environment actor", limit_s=WAIT_S)
+        run.advance(2, limit_s=WAIT_S)
+        there.engines[0].cut()
+        run.wait_for_log("an engine was lost; 1 of 2 ready", limit_s=WAIT_S)
+        run.advance(2, limit_s=WAIT_S)
+        busy, spare = by_use(there.trainers, RANKS)
+        busy.cut()
+        run.wait_for_log("a new group is at version", limit_s=WAIT_S)
+        run.advance(2, limit_s=WAIT_S)
+        assert spare.processes(RANKS)
+        stop(run)
+
+
+def test_a_run_goes_on_while_the_head_dies_and_comes_back(tmp_path: Path, small_model: str) -> None:
+    """kill -9 of the whole head, without which two steps are made, and then of its control store
+    alone. Both come back. After each an environment actor is killed: a new one is what takes them.
+    """
+    with (
+        world_whose_head_comes_back(tmp_path) as there,
+        played(there, tmp_path, small_model) as run,
+    ):
+        run.wait_for_step(2, limit_s=WAIT_S)
+        engines = [each for node in there.engines for each in node.processes(ENGINE)]
+        there.net.head.kill()
+        run.advance(2, limit_s=WAIT_S)
+        there.net.head.start()
+        kill_environment_actor(there, run)
+        there.net.head.restart_control_store()
+        kill_environment_actor(there, run)
+        # Serve's controller died with the head; the next one took the engines over.
+        assert len(engines) == 2 and all(each.is_running() for each in engines)
+        assert run.history().num_terms == 1
+        stop(run)
+
+
+def kill_environment_actor(there: World, run: Run) -> None:
+    """And wait until another one is there in its place."""
+
+    def actors() -> set[psutil.Process]:
+        found = [node.processes(ENVIRONMENTS) for node in there.environments]
+        return {process for each in found for process in each}
+
+    before = actors()
+    killed = min(before, key=psutil.Process.create_time)
+    killed.kill()
+    deadline = time.monotonic() + WAIT_S
+    while len(actors() - {killed}) < len(before):
+        assert time.monotonic() < deadline, run.log()
+        time.sleep(0.5)
+    run.advance(2, limit_s=WAIT_S)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from actors.batch import ValueShard
 from actors.merge.advantages import CriticSettings
+from actors.network import LOOPBACK
 from actors.trainer.critic import Critic
 from actors.trainer.process_group import join_group
 from actors.trainer.settings import TrainerSettings
@@ -29,7 +30,7 @@ def _update_twice(
         num_ranks=num_ranks,
         device=torch.device("cpu"),
         timeout_s=TIMEOUT_S,
-        is_local=True,
+        address=LOOPBACK,
     )
     sharding = Sharding(mesh=mesh, device=torch.device("cpu"), param_dtype=torch.float32)
     settings = CriticSettings(learning_rate=1e-3, warmup_updates=0)

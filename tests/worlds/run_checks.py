@@ -39,6 +39,15 @@ def check_finished(run: Run, *, steps: int) -> None:
     check_lineage(events)
 
 
+def check_stopped(run: Run) -> None:
+    """A run that was stopped before its end: each rollout is counted once."""
+    ledger = run.summary()["ledger"]
+    left = ledger["trained"] + sum(ledger["evicted"].values()) + ledger["in_flight"]
+    assert ledger["admitted"] == left, ledger
+    check_lineage(run.events())
+    check_audit(run)
+
+
 def check_audit(run: Run) -> None:
     """What the journal kept of the run breaks no invariant."""
     found = audit(open_journal(run.place.path))
