@@ -238,36 +238,48 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
+def train_half(root: Path, rng: random.Random, *, seconds: float) -> None:
+    """`rayloom train` on SQLite on a small disk."""
+    train = root / "train"
+    train.mkdir()
+    calm = calm_advantages(root / "calm")
+    with small_disk(train, kib=DISK_KIB):
+        plan = Plan([*part_faults(), command_kill(), full_disk(train)], rng)
+        chaos = Chaos(train, plan, command="train", port=0)
+        chaos.play(time.monotonic() + seconds)
+        compare(chaos.advantages, calm)
+        tell(plan.counts)
+
+
+def serve_half(root: Path, rng: random.Random, *, seconds: float) -> None:
+    """`rayloom serve` on PostgreSQL, and its client."""
+    with (
+        postgresql(root / "postgresql", life_s=seconds + 2 * LIMIT_S) as server,
+        breaking_proxy(server.port) as proxy,
+    ):
+        os.environ[VARIABLE] = server.url.replace(f":{server.port}/", f":{proxy.port}/")
+        os.environ["PGPASSWORD"] = PASSWORD
+        plan = Plan([*part_faults(), command_kill(), *database_faults(server, proxy)], rng)
+        ServiceChaos(root / "serve", plan).play(time.monotonic() + seconds)
+        tell(plan.counts)
+
+
+HALVES = {"train": train_half, "serve": serve_half}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, required=True, help="of the choice of the faults")
     parser.add_argument("--minutes", type=float, default=30.0, help="in all")
+    parser.add_argument("--half", choices=HALVES, help="this one alone, for its half of the time")
     options = parser.parse_args()
     os.environ["RAYLOOM_API_KEY"] = KEY
-    rng = random.Random(options.seed)
-    half_s = 60 * options.minutes / 2
     before = set(os.listdir("/dev/shm"))
-    with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
-        root = Path(directory)
-        train, serve = root / "train", root / "serve"
-        train.mkdir()
-        calm = calm_advantages(root / "calm")
-        with small_disk(train, kib=DISK_KIB):
-            plan = Plan([*part_faults(), command_kill(), full_disk(train)], rng)
-            chaos = Chaos(train, plan, command="train", port=0)
-            chaos.play(time.monotonic() + half_s)
-            compare(chaos.advantages, calm)
-            tell(plan.counts)
-        with (
-            postgresql(root / "postgresql", life_s=half_s + 2 * LIMIT_S) as server,
-            breaking_proxy(server.port) as proxy,
-        ):
-            os.environ[VARIABLE] = server.url.replace(f":{server.port}/", f":{proxy.port}/")
-            os.environ["PGPASSWORD"] = PASSWORD
-            faults = [*part_faults(), command_kill(), *database_faults(server, proxy)]
-            plan = Plan(faults, rng)
-            ServiceChaos(serve, plan).play(time.monotonic() + half_s)
-            tell(plan.counts)
+    for name, play in HALVES.items():
+        with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
+            if options.half in (None, name):
+                rng = random.Random(f"{options.seed} {name}")
+                play(Path(directory), rng, seconds=30 * options.minutes)
     left = set(os.listdir("/dev/shm")) - before
     assert not left, f"shared memory is left: {left}"
     return 0
