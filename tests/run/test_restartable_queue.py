@@ -46,21 +46,12 @@ class Notebook:
         self.parts.append(part)
 
 
-def queue_pids() -> set[int]:
-    found = set()
-    for process in psutil.process_iter(["cmdline"]):
-        if (process.info["cmdline"] or [""])[0].startswith("ray::TrajectoryQueue"):
-            found.add(process.pid)
-    return found
-
-
 async def started(notebook: Any) -> tuple[RestartableQueue, int]:
     """A queue of steps of two groups, and its process."""
-    before = queue_pids()
     settings = queue_settings(groups_per_step=2, max_lag=1, window_groups=2)
     queue = RestartableQueue(settings, None, recorder=notebook)
     await queue.open()
-    (pid,) = queue_pids() - before
+    pid: int = await queue.actor.__ray_call__.remote(lambda _: os.getpid())
     return queue, pid
 
 
