@@ -17,8 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.batch import MicroBatch, Minibatch, RankShard
+from actors.network import LOOPBACK
 from actors.trainer.checkpoint import MANIFEST, CheckpointError, read_manifest
-from actors.trainer.process_group import LOOPBACK, connect_store, open_store
+from actors.trainer.process_group import connect_store, open_store
 from actors.trainer.rank import TrainerRank
 from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
