@@ -46,7 +46,12 @@ class BreakingProxy:
             if self.is_cut:
                 client.close()
                 continue
-            server = socket.create_connection(("127.0.0.1", self.server_port))
+            try:
+                server = socket.create_connection(("127.0.0.1", self.server_port))
+            except OSError:
+                # It restarts.
+                client.close()
+                continue
             self._ends += [client, server]
             drops = threading.Event()
             for source, sink, is_client in ((client, server, True), (server, client, False)):

@@ -21,6 +21,7 @@ import yaml
 from actors.trainer.checkpoint import FORMAT, MANIFEST, Progress
 from actors.trajectory_queue.ledger import LedgerEvent
 from service.launch.run_dir import RunDir
+from service.store.errors import StoreError
 from service.store.lineage import History, read_events, read_history
 
 ROOT = Path(__file__).parents[2]
@@ -210,6 +211,17 @@ class Run:
             return read_events(store)
 
     def _newest_step(self) -> int:
+        """Also while the store is away for a moment."""
+        deadline = time.monotonic() + FOUND_S
+        while True:
+            try:
+                return self._stored_step()
+            except StoreError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
+
+    def _stored_step(self) -> int:
         if not self.place.may_have_run():
             return 0
         with self.place.looked_into() as store:
