@@ -210,9 +210,8 @@ class Term:
         await asyncio.to_thread(remove_reservations, self._run_id, before_term=term)
         # First the engines, which take longest.
         await self._engines.open_term(term, resources=self.roles.asked(Role.INFERENCE))
-        await self.queue.open()
-        # Then the ranks' places, which must be on one node. Then environment actors import while
-        # ranks and engines start; `EnvironmentPool.watch` lets them play.
+        # Then the ranks' places, which must be on one node. Then the queue and environment actors
+        # import while ranks and engines start; `EnvironmentPool.watch` lets them play.
         await self._trainer.reserve()
         self._pool = EnvironmentPool(
             config.rollouts.num_actors,
@@ -222,7 +221,7 @@ class Term:
             queue=self.queue,
             recorder=self._recorder,
         )
-        await self._start_trainer()
+        await asyncio.gather(self._start_trainer(), self.queue.open())
         version = self._trainer.version
         self._merge = RestartableMerge(
             self._start_merge_actor,
