@@ -16,6 +16,8 @@ import httpx
 OVER = frozenset({"trained", "evicted", "cancelled"})
 ANSWER_LIMIT_S = 30.0
 PAUSE_S = 0.5
+# A training step has what was to be cancelled.
+TAKEN = 409
 # 404: the route is not there yet. 429: the backlog is full. 5xx: the run is recovering.
 COME_AGAIN = frozenset({404, 429, 500, 502, 503, 504})
 
@@ -53,7 +55,7 @@ class SubmittingClient:
         return [name for name in self.accepted if self._status(name) not in OVER]
 
     def _cancel(self, name: str) -> None:
-        answer = self._ask("DELETE", f"/api/v1/rollouts/{name}", None)
+        answer = self._ask("POST", f"/api/v1/rollouts/{name}/cancel", None)
         if answer is not None and answer.get("status") == "cancelled":
             self.cancelled.add(name)
 
@@ -80,6 +82,8 @@ class SubmittingClient:
             if answer.status_code < 300:
                 found: dict[str, Any] = answer.json()
                 return found
+            if answer.status_code == TAKEN:
+                return None
             if answer.status_code not in COME_AGAIN:
                 self.errors.append(f"{method} {path}: {answer.status_code} {answer.text[:200]}")
                 return None
