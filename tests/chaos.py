@@ -166,7 +166,7 @@ class ServiceChaos(Chaos):
         while len(left := self.client.unfinished()) >= 2 * num_groups:
             assert time.monotonic() < deadline, left
             time.sleep(2)
-        unknown = [name for name in left if self.client._status(name) == "unknown"]
+        unknown = [name for name in left if self.client.status(name) == "unknown"]
         assert not unknown, unknown
         say(f"  {len(self.client.accepted)} tasks accepted, {len(left)} left for the next step")
 

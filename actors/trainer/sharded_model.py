@@ -9,7 +9,6 @@ before the first update resumes exactly. Used alike by policy, critic and refere
 from __future__ import annotations
 
 import io
-import itertools
 import logging
 import math
 import shutil
@@ -295,15 +294,13 @@ def write_checkpoint(
     Raises: CheckpointError, on every rank, when a newer term has claimed the directory;
         CheckpointNotWritten, on every rank, when one of them cannot write its shard.
     """
-    for attempt in itertools.count(1):
+    for _ in range(_WRITE_ATTEMPTS - 1):
         try:
             return _write_once(root, progress, state, group=group)
         except CheckpointNotWritten as error:
-            if attempt == _WRITE_ATTEMPTS:
-                raise
             log.warning("%s; trying again in %g s", error, _WRITE_PAUSE_S)
             time.sleep(_WRITE_PAUSE_S)
-    raise AssertionError("the last attempt returns or raises")
+    return _write_once(root, progress, state, group=group)
 
 
 def _write_once(

@@ -52,14 +52,15 @@ class SubmittingClient:
 
     def unfinished(self) -> list[str]:
         """Of what was accepted, what has not ended yet; what the service does not know is one."""
-        return [name for name in self.accepted if self._status(name) not in OVER]
+        return [name for name in self.accepted if self.status(name) not in OVER]
 
     def _cancel(self, name: str) -> None:
         answer = self._ask("POST", f"/api/v1/rollouts/{name}/cancel", None)
         if answer is not None and answer.get("status") == "cancelled":
             self.cancelled.add(name)
 
-    def _status(self, name: str) -> str:
+    def status(self, name: str) -> str:
+        """As the service tells it; unknown: it does not know the task."""
         answer = httpx.get(
             f"{self.base_url}/api/v1/rollouts/{name}", headers=self._headers, timeout=ANSWER_LIMIT_S
         )
