@@ -115,9 +115,10 @@ class AtomicRegistry(CollectorRegistry):
     when a resumed run did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, change: threading.RLock | None = None) -> None:  # type: ignore[valid-type]
+        """change: of another registry, where both change together."""
         super().__init__()
-        self.change = threading.RLock()
+        self.change = change or threading.RLock()
 
     def collect(self) -> Iterable[Metric]:
         with self.change:
@@ -331,13 +332,13 @@ class StatisticMetrics:
 class PartMetrics:
     """The parts of the run; replacements are counted since the start of this process."""
 
-    def __init__(self, registry: AtomicRegistry) -> None:
-        self.replacements = registry.counter(
+    def __init__(self, gained: AtomicRegistry, values: AtomicRegistry) -> None:
+        self.replacements = gained.counter(
             "rayloom_replacements", "Parts that died and were replaced.", "part"
         )
         for part in Part:
             self.replacements.labels(part=part.value)
-        self.engines_ready = registry.gauge(
+        self.engines_ready = values.gauge(
             "rayloom_engines_ready", "Engines that hold the current version."
         )
 
@@ -356,17 +357,27 @@ class ServiceMetrics:
 
 
 class Metrics:
-    """The metrics of one run in a registry of its own."""
+    """What a run's supervisor has to say.
+
+    `gained` holds what no row does: it begins with the process. `values` is what rows add up to,
+    and how things stand.
+    """
 
     def __init__(self) -> None:
-        self.registry = AtomicRegistry()
-        self.rollouts = RolloutMetrics(self.registry)
-        self.ledger = LedgerMetrics(self.registry)
-        self.steps = StepMetrics(self.registry)
-        self.statistics = StatisticMetrics(self.registry)
-        self.parts = PartMetrics(self.registry)
-        self.service = ServiceMetrics(self.registry)
+        self.gained = AtomicRegistry()
+        self.values = AtomicRegistry(self.gained.change)
+        self.rollouts = RolloutMetrics(self.gained)
+        self.ledger = LedgerMetrics(self.values)
+        self.steps = StepMetrics(self.values)
+        self.statistics = StatisticMetrics(self.values)
+        self.parts = PartMetrics(self.gained, self.values)
+        self.service = ServiceMetrics(self.values)
+
+    def read(self) -> tuple[list[Metric], list[Metric]]:
+        """`gained` and `values` of one moment."""
+        with self.together():
+            return list(self.gained.collect()), list(self.values.collect())
 
     def together(self) -> AbstractContextManager[object]:
         """Change several values of which no scrape may show only some."""
-        return self.registry.change
+        return self.gained.change

@@ -42,7 +42,7 @@ def test_the_metrics_show_every_statistic_once() -> None:
     metrics.statistics.show(record.statistics)
     shown = Counter(
         sample.labels.get("name", family.name)
-        for family in metrics.registry.collect()
+        for family in metrics.values.collect()
         for sample in family.samples
     )
     assert {shown[each.metric or each.name] for each in STATISTICS} == {1}

@@ -99,8 +99,8 @@ class Dashboard:
 def _of_newest_step(statistic: str) -> str:
     metric = BY_NAME[statistic].metric
     if metric:
-        return f'{metric}{{instance="$instance"}}'
-    return f'rayloom_step_statistic{{instance="$instance",name="{statistic}"}}'
+        return f'{metric}{{run="$run"}}'
+    return f'rayloom_step_statistic{{run="$run",name="{statistic}"}}'
 
 
 def load_dashboard() -> Dashboard:
@@ -132,7 +132,7 @@ def to_tree(dashboard: Dashboard) -> dict[str, Any]:
 
 
 def _variables() -> list[dict[str, Any]]:
-    query = "label_values(rayloom_train_steps_total, instance)"
+    query = "label_values(rayloom_train_steps_total, run)"
     return [
         {
             "name": "datasource",
@@ -142,12 +142,12 @@ def _variables() -> list[dict[str, Any]]:
             "refresh": 1,
         },
         {
-            "name": "instance",
+            "name": "run",
             "label": "Run",
-            "description": "The metrics address of a run.",
+            "description": "run.name of its configuration.",
             "type": "query",
             "datasource": DATASOURCE,
-            "query": {"query": query, "refId": "instance"},
+            "query": {"query": query, "refId": "run"},
             # On each change of the time range: runs come and go.
             "refresh": 2,
             "sort": 1,

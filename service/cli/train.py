@@ -32,7 +32,7 @@ from service.launch.run_dir import (
 )
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals
 from service.run.health import Cursor, Ending, Phase, RunStatus
-from service.run.supervisor import WhenHeld, start_supervisor
+from service.run.supervisor import WhenHeld, start_endpoint, start_supervisor
 from service.store.place import StoreOptions
 from service.store.run_store import LeaseLost, StoreError
 
@@ -117,6 +117,7 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
             run_dir,
             model=model,
             run_id=run_id,
+            endpoint=start_endpoint(config, run_dir),
             is_service=api is not None,
             when_held=WhenHeld.TAKE_OVER if request.takes_over else WhenHeld.REFUSE,
         )

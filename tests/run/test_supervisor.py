@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 from worlds.queue_builders import end, fill, finalise_all, make_settings, take_all
 from worlds.record_builders import step_record
 from worlds.run_driver import small_config, write_checkpoint
@@ -22,7 +23,7 @@ from service.cli.train import EXIT_FAILED, _report_loss
 from service.config.file import load_config
 from service.launch.run_dir import RunDir
 from service.run.health import Cursor, Phase
-from service.run.supervisor import Supervisor, WhenHeld, engine_settings
+from service.run.supervisor import Supervisor, WhenHeld, engine_settings, start_endpoint
 from service.run.term import rank_settings
 from service.store.run_store import RENEW_EVERY_S, LeaseLost, RunStore, StoreError, own_name
 
@@ -35,12 +36,14 @@ def place(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def supervisor(place: RunDir, tiny_models: dict[bool, str]) -> Iterator[Supervisor]:
+def supervisor(place: RunDir, tiny_models: dict[bool, str], cluster: None) -> Iterator[Supervisor]:
     """One that has started nothing yet."""
     log = logging.getLogger("rayloom")
     config = load_config(small_config(place.path.parent))
     engines = engine_settings(config, model=tiny_models[True])
-    yield Supervisor(config, place, engines=engines, run_id="rayloom-test")
+    endpoint = start_endpoint(config, place)
+    yield Supervisor(config, place, engines=engines, run_id="rayloom-test", endpoint=endpoint)
+    ray.kill(endpoint)
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
@@ -69,8 +72,6 @@ async def test_a_report_that_cannot_be_written_does_not_hide_how_the_run_ended(
     status = await supervisor.status(Cursor())
     assert status.exit_reason == "is the disk full?"
     assert "no report was written to" in status.notices[-1]
-    supervisor._metrics_server.shutdown()
-    supervisor._metrics_server.server_close()
 
 
 async def test_a_run_without_a_usable_checkpoint_ends_with_that_sentence(
@@ -136,8 +137,6 @@ async def test_a_supervisor_that_is_to_wait_for_a_live_owner_takes_the_run_when_
     assert lease is not None and lease.term == term + 1
     assert place.config_file.exists()
     store.close()
-    supervisor._metrics_server.shutdown()
-    supervisor._metrics_server.server_close()
 
 
 async def test_a_run_that_is_stopped_while_it_starts_reports_the_ledger_of_its_checkpoint(
@@ -170,8 +169,6 @@ async def test_a_run_that_is_stopped_while_it_starts_reports_the_ledger_of_its_c
     summary = json.loads(place.summary_file.read_text())
     assert summary["steps"] == 1
     assert (summary["ledger"]["admitted"], summary["ledger"]["trained"]) == (2, 2)
-    supervisor._metrics_server.shutdown()
-    supervisor._metrics_server.server_close()
 
 
 class Faulty(Supervisor):
@@ -211,8 +208,6 @@ async def test_recoveries_count_from_the_last_later_checkpoint_on(
     supervisor.commits = list(commits)
     with pytest.raises(ActorLost, match=f"term {terms} lost a part"):
         await supervisor._run_terms()
-    supervisor._metrics_server.shutdown()
-    supervisor._metrics_server.server_close()
 
 
 def test_who_lost_the_run_to_another_process_is_not_told_to_take_it_back(

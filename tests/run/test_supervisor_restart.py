@@ -107,5 +107,12 @@ def test_a_supervisor_that_another_process_has_started_meanwhile_is_left_alone(
     other = Mortal.options(name="rayloom-small", namespace=NAMESPACE).remote(dies=False)
     config = load_config(small_config(place.path.parent))
     with pytest.raises(LeaseLost, match="another process has started a supervisor"):
-        start_supervisor(config, place, model=tiny_models[True], run_id="rayloom-small", lost=lost)
+        start_supervisor(
+            config,
+            place,
+            model=tiny_models[True],
+            run_id="rayloom-small",
+            endpoint=None,
+            lost=lost,
+        )
     assert ray.get(other.run.remote(), timeout=60.0).reason == "all 4 steps are done"

@@ -64,4 +64,4 @@ async def test_a_write_whose_caller_is_cancelled_is_made_once_and_counted(tmp_pa
     with store.reading() as connection:
         rows = connection.exec_driver_sql("SELECT term, step FROM steps ORDER BY step").all()
     assert rows == [(1, 1), (1, 2)]
-    assert metrics.registry.get_sample_value("rayloom_train_steps_total") == 2
+    assert metrics.values.get_sample_value("rayloom_train_steps_total") == 2

@@ -40,13 +40,14 @@ async def make_recorder(directory: Path) -> tuple[RunRecorder, RunStore, Metrics
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(name, labels)
+    return samples(metrics).get(series(name, **labels))
 
 
 def samples(metrics: Metrics) -> dict[Series, float]:
     return {
         series(sample.name, **sample.labels): sample.value
-        for family in metrics.registry.collect()
+        for families in metrics.read()
+        for family in families
         for sample in family.samples
     }
 
@@ -99,12 +100,10 @@ async def test_metrics_add_up_to_the_records(tmp_path: Path) -> None:
 async def test_what_is_not_known_is_absent_and_never_zero(tmp_path: Path) -> None:
     recorder, _, metrics = await make_recorder(tmp_path)
     await recorder.step(step_record(1, mismatch_k3_mean=None, scaled_reward_mean=None))
-    families = {
-        family.name: family.samples for family in metrics.registry.collect() if family.samples
-    }
-    assert families["rayloom_reward_mean"][0].value == step_record(1).statistics["reward_mean"]
-    assert "rayloom_mismatch_k3_nats" not in families
-    assert "rayloom_scaled_reward_mean_ratio" not in families
+    known = value(metrics, "rayloom_reward_mean")
+    assert known == step_record(1).statistics["reward_mean"]
+    assert value(metrics, "rayloom_mismatch_k3_nats") is None
+    assert value(metrics, "rayloom_scaled_reward_mean_ratio") is None
 
 
 async def test_a_gauge_vanishes_when_the_newest_step_does_not_know_its_value(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import chain
 
 from actors.metrics import Metrics
 
@@ -32,9 +33,9 @@ class Declared:
 
 def declared() -> list[Declared]:
     """Every metric, in the order of declaration."""
-    registry = Metrics().registry
+    metrics = Metrics()
     found = []
-    for collector in registry._collector_to_names:
+    for collector in chain(metrics.gained._collector_to_names, metrics.values._collector_to_names):
         (family,) = collector.describe()  # type: ignore[attr-defined]
         found.append(
             Declared(

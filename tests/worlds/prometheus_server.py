@@ -29,7 +29,10 @@ LIFE_S = 900
 SCRAPE_S = 1
 DOWNLOAD_LIMIT_S = 300
 
-# A series without the labels that Prometheus adds: its name, and its labels that are not empty.
+ADDED = ("job", "instance", "run")
+
+# A series without the labels that Prometheus and the endpoint add: its name, and its labels that
+# are not empty.
 Series = tuple[str, frozenset[tuple[str, str]]]
 
 
@@ -38,7 +41,7 @@ def series(name: str, /, **labels: str) -> Series:
 
 
 def series_of(metric: Mapping[str, str]) -> Series:
-    own = {key: value for key, value in metric.items() if key not in ("job", "instance")}
+    own = {key: value for key, value in metric.items() if key not in ADDED}
     return series(own.pop("__name__", ""), **own)
 
 
@@ -96,6 +99,8 @@ class Prometheus:
 
     address: str
     instance: str
+    run: str = "test"
+    """What the dashboard shows."""
 
     def newest(self) -> dict[Series, float]:
         """What the newest scrape held."""
@@ -121,15 +126,15 @@ class Prometheus:
         """The finite points that Grafana would draw of a panel's query, at one a second."""
         # Grafana's own rule, with the panel's shortest interval of a minute.
         rate_interval = f"{max(60 + SCRAPE_S, 4 * SCRAPE_S)}s"
-        filled = expr.replace("$__rate_interval", rate_interval).replace("$instance", self.instance)
+        filled = expr.replace("$__rate_interval", rate_interval).replace("$run", self.run)
         assert "$" not in filled
         found = self._ask("query_range", query=filled, start=since, end=time.time(), step=SCRAPE_S)
         points = [float(value) for item in found for _, value in item["values"]]
         return [point for point in points if math.isfinite(point)]
 
-    def instances(self) -> list[str]:
+    def runs(self) -> list[str]:
         """What the dashboard's variable offers."""
-        return self._ask("label/instance/values", **{"match[]": "rayloom_train_steps_total"})
+        return self._ask("label/run/values", **{"match[]": "rayloom_train_steps_total"})
 
     def is_ready(self) -> bool:
         try:

@@ -1,0 +1,188 @@
+"""One endpoint for all metrics of a run, which outlives the processes that push to it.
+
+A process pushes two kinds of families. *Increments* are what its counters and histograms of things
+that no row holds have gained since its last push; the endpoint adds them up, and keeps them when
+the process dies. *Values* are everything else as it stands; the next push replaces them, and they
+go when the process falls silent. Each push has a number, so that one that is sent twice counts
+once, and each process an epoch, so that one that was replaced is heard no more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Metric, start_http_server
+from prometheus_client.registry import Collector
+
+# Several pushes fit into it, and a supervisor's successor comes about as soon.
+SILENT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """What one process has to say."""
+
+    role: str
+    """Of which one process at a time speaks, such as "supervisor", or an engine's own name."""
+    epoch: int
+    """Of two processes with one role the later has the greater."""
+    number: int
+    """Of the pushes of one process: 1, 2, and so on."""
+    increments: tuple[Metric, ...] = ()
+    values: tuple[Metric, ...] = ()
+    is_last: bool = False
+    """The process ends in order, and its values stay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Heard:
+    """The newest push of a role."""
+
+    push: Push
+    at: float
+
+
+class PushedMetrics(Collector):
+    """What was pushed, as a scrape shows it. Safe to use from several threads."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, **labels: str) -> None:
+        """labels: which every series gets."""
+        self._clock = clock
+        self._labels = labels
+        self._lock = threading.Lock()
+        self._heard: dict[str, _Heard] = {}
+        # By family, then by sample's name and labels.
+        self._sums: dict[str, tuple[Metric, dict[tuple[str, frozenset[tuple[str, str]]], float]]]
+        self._sums = {}
+
+    def push(self, push: Push) -> None:
+        """Take a push, unless it, or one of a later process, has been taken."""
+        with self._lock:
+            before = self._heard.get(push.role)
+            if before is not None and (before.push.epoch, before.push.number) >= (
+                push.epoch,
+                push.number,
+            ):
+                return
+            self._heard[push.role] = _Heard(push=push, at=self._clock())
+            for family in push.increments:
+                self._add(family)
+
+    def _add(self, family: Metric) -> None:
+        _, sums = self._sums.setdefault(family.name, (family, {}))
+        for sample in family.samples:
+            key = sample.name, frozenset(sample.labels.items())
+            sums[key] = sums.get(key, 0.0) + sample.value
+
+    def describe(self) -> Iterable[Metric]:
+        # Nothing is declared here: what comes is what the processes declare.
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        shown: dict[str, Metric] = {}
+        with self._lock:
+            for family, sums in self._sums.values():
+                for (name, labels), value in sums.items():
+                    self._show(shown, family, name, dict(labels), value)
+            for heard in self._heard.values():
+                if heard.push.is_last or self._clock() - heard.at < SILENT_S:
+                    for family in heard.push.values:
+                        for sample in family.samples:
+                            self._show(shown, family, sample.name, sample.labels, sample.value)
+        return shown.values()
+
+    def _show(
+        self,
+        shown: dict[str, Metric],
+        family: Metric,
+        name: str,
+        labels: dict[str, str],
+        value: float,
+    ) -> None:
+        if family.name not in shown:
+            shown[family.name] = Metric(family.name, family.documentation, family.type)
+        shown[family.name].add_sample(name, {**labels, **self._labels}, value)
+
+
+class MetricsEndpoint:
+    """A Ray actor, of whoever starts the run's supervisors: it serves /metrics."""
+
+    def __init__(self, run: str, *, host: str, port: int) -> None:
+        self._pushed = PushedMetrics(run=run)
+        registry = CollectorRegistry()
+        registry.register(self._pushed)
+        self._server, _ = start_http_server(port, addr=host, registry=registry)
+
+    async def push(self, push: Push) -> str:
+        """Returns: the endpoint's URL."""
+        self._pushed.push(push)
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}/metrics"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The metrics of a process at one moment."""
+
+    gained: Sequence[Metric] = ()
+    """Counters and histograms that began with the process."""
+    values: Sequence[Metric] = ()
+
+
+class Pusher:
+    """Pushes the metrics of this process."""
+
+    def __init__(
+        self,
+        send: Callable[[Push], Awaitable[str]],
+        *,
+        role: str,
+        read: Callable[[], Reading],
+    ) -> None:
+        """send: the endpoint's `push`."""
+        self._send = send
+        self._role = role
+        self._epoch = time.time_ns()
+        self._number = 0
+        self._read = read
+        self._sent: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+        # A push that may not have arrived: what it added is sent again, under its number.
+        self._unanswered: Push | None = None
+
+    async def push(self, *, is_last: bool = False) -> str:
+        """Returns: the endpoint's URL. Raises: what `send` raises; the next call sends it again."""
+        if self._unanswered is not None:
+            await self._send_until_answered(self._unanswered)
+        self._number += 1
+        reading = self._read()
+        push = Push(
+            role=self._role,
+            epoch=self._epoch,
+            number=self._number,
+            increments=tuple(self._increments(reading.gained)),
+            values=tuple(reading.values),
+            is_last=is_last,
+        )
+        return await self._send_until_answered(push)
+
+    async def _send_until_answered(self, push: Push) -> str:
+        self._unanswered = push
+        address = await self._send(push)
+        self._unanswered = None
+        return address
+
+    def _increments(self, gained: Iterable[Metric]) -> Iterable[Metric]:
+        """What every counter and histogram has gained, and those that are new, at 0 too."""
+        for family in gained:
+            grown = Metric(family.name, family.documentation, family.type)
+            for sample in family.samples:
+                key = sample.name, frozenset(sample.labels.items())
+                before = self._sent.get(key)
+                if before is None or sample.value != before:
+                    self._sent[key] = sample.value
+                    grown.add_sample(sample.name, sample.labels, sample.value - (before or 0.0))
+            if grown.samples:
+                yield grown
