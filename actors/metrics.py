@@ -304,17 +304,10 @@ class StepMetrics:
 
 
 class StatisticMetrics:
-    """The newest step's statistics, each under its name, and the newest evaluation."""
+    """The newest step's statistics, and the newest evaluation."""
 
     def __init__(self, registry: AtomicRegistry) -> None:
-        self._own = {
-            each.name: registry.gauge(each.metric, each.help) for each in STATISTICS if each.metric
-        }
-        self._others = registry.gauges(
-            "rayloom_step_statistic",
-            "Statistics of the newest step that have no metric of their own, each under its name.",
-            label="name",
-        )
+        self._gauges = {each.name: registry.gauge(each.metric, each.help) for each in STATISTICS}
         self.evaluation_reward = registry.gauge(
             "rayloom_evaluation_scaled_reward_mean_ratio",
             "Mean return over the best possible one, on held-out tasks at temperature 0.",
@@ -322,11 +315,8 @@ class StatisticMetrics:
 
     def show(self, statistics: Mapping[str, float]) -> None:
         """Show what is known of a step, and nothing that was shown before."""
-        for name, gauge in self._own.items():
+        for name, gauge in self._gauges.items():
             gauge.set(statistics.get(name))
-        self._others.show(
-            {name: value for name, value in statistics.items() if name not in self._own}
-        )
 
 
 class PartMetrics:

@@ -57,6 +57,14 @@ class Unit(StrEnum):
     VERSIONS = "versions"
 
 
+_METRIC_ENDS = {
+    Unit.NUMBER: "",
+    Unit.NATS: "_nats",
+    Unit.SHARE: "_ratio",
+    Unit.VERSIONS: "_versions",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistic:
     name: str
@@ -70,8 +78,13 @@ class Statistic:
     """Caption under which the report and the documents list it."""
     help: str
     """What the values are, in one plain sentence; the same for all reductions of the values."""
-    metric: str = ""
-    """A Prometheus gauge of its own; without one it is a series of rayloom_step_statistic."""
+    given_metric: str = ""
+    """The name of its Prometheus gauge, where it is not made of the statistic's own."""
+
+    @property
+    def metric(self) -> str:
+        """The name of its Prometheus gauge."""
+        return self.given_metric or f"rayloom_step_{self.name}{_METRIC_ENDS[self.unit]}"
 
 
 def _of(
@@ -94,7 +107,7 @@ def _of(
             unit=unit,
             group=group,
             help=help,
-            metric=metric,
+            given_metric=metric,
         )
         for reduction in reductions
     )

@@ -40,13 +40,9 @@ def test_the_statistics_of_one_group_stand_together() -> None:
 def test_the_metrics_show_every_statistic_once() -> None:
     metrics, (record,) = Metrics(), learning_run(1).steps
     metrics.statistics.show(record.statistics)
-    shown = Counter(
-        sample.labels.get("name", family.name)
-        for family in metrics.values.collect()
-        for sample in family.samples
-    )
-    assert {shown[each.metric or each.name] for each in STATISTICS} == {1}
-    assert all(each.metric.startswith("rayloom_") for each in STATISTICS if each.metric)
+    shown = Counter(sample.name for family in metrics.values.collect() for sample in family.samples)
+    assert {shown[each.metric] for each in STATISTICS} == {1}
+    assert all(each.metric.startswith("rayloom_") for each in STATISTICS)
 
 
 def test_the_report_has_a_row_for_every_statistic() -> None:

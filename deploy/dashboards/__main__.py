@@ -15,15 +15,14 @@ END = "<!-- The end of what is written. -->\n"
 
 def statistics_table() -> str:
     """The table as Markdown: a row for the statistics of the same values."""
-    rows: dict[tuple[str, ...], list[str]] = {}
+    rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for each in STATISTICS:
-        metric = f"`{each.metric}`" if each.metric else ""
-        rows.setdefault((each.group, each.unit, metric, each.help), []).append(f"`{each.name}`")
-    lines = ["| group | name | unit | metric of its own | meaning |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {group} | {', '.join(names)} | {unit} | {metric} | {text} |"
-        for (group, unit, metric, text), names in rows.items()
-    ]
+        key = each.group, each.unit, each.help
+        rows.setdefault(key, []).append((f"`{each.name}`", f"`{each.metric}`"))
+    lines = ["| group | name | unit | metric | meaning |", "|---|---|---|---|---|"]
+    for (group, unit, text), found in rows.items():
+        names, metrics = (", ".join(each) for each in zip(*found, strict=True))
+        lines.append(f"| {group} | {names} | {unit} | {metrics} | {text} |")
     return "\n".join(lines) + "\n"
 
 

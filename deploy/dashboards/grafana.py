@@ -97,10 +97,7 @@ class Dashboard:
 
 
 def _of_newest_step(statistic: str) -> str:
-    metric = BY_NAME[statistic].metric
-    if metric:
-        return f'{metric}{{run="$run"}}'
-    return f'rayloom_step_statistic{{run="$run",name="{statistic}"}}'
+    return f'{BY_NAME[statistic].metric}{{run="$run"}}'
 
 
 def load_dashboard() -> Dashboard:

@@ -161,7 +161,7 @@ def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
             check_series(scrapes)
             check_replacement(scrapes)
 
-            assert prometheus.runs() == [run_name]
+            assert prometheus.runs() == ["small"]
             # The service's own section: test_prometheus.py.
             sections = [each for each in load_dashboard().sections if each.title != "Service"]
             panels = [panel for section in sections for panel in section.panels]

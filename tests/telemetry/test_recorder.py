@@ -19,7 +19,7 @@ from worlds.record_builders import evaluation_record, step_record, unmeasured_st
 from worlds.trajectory_builders import make_summary
 
 from actors.metrics import Metrics
-from actors.statistics import BY_NAME
+from actors.statistics import STATISTICS
 from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts, LedgerEvent
 from actors.trajectory_queue.state import QueueState
 from actors.types import BranchReason, Outcome
@@ -53,9 +53,10 @@ def samples(metrics: Metrics) -> dict[Series, float]:
 
 
 def statistics_shown(metrics: Metrics) -> dict[str, float]:
-    shown = samples(metrics).items()
+    """By name."""
+    shown = samples(metrics)
     return {
-        dict(labels)["name"]: at for (of, labels), at in shown if of == "rayloom_step_statistic"
+        each.name: shown[series(each.metric)] for each in STATISTICS if series(each.metric) in shown
     }
 
 
@@ -132,9 +133,7 @@ async def test_the_statistics_go_back_with_the_run(tmp_path: Path) -> None:
     recorder, store, metrics = await make_recorder(tmp_path)
     assert statistics_shown(metrics) == {}
     await recorder.step(step_record(1))
-    assert statistics_shown(metrics) == {
-        name: value for name, value in step_record(1).statistics.items() if not BY_NAME[name].metric
-    }
+    assert statistics_shown(metrics) == step_record(1).statistics
     await recorder.begin_term(store.acquire_lease(owner="next"))
     assert statistics_shown(metrics) == {}
 

@@ -74,9 +74,9 @@ def of_newest(record: StepRecord | None) -> dict[Series, float | None]:
         series("rayloom_policy_version"): None if record is None else record.policy_version,
         **{series(metric): statistics.get(name) for metric, name in SHOWN.items()},
     }
-    others = {each.name for each in STATISTICS} - set(SHOWN.values())
-    for name in others:
-        found[series("rayloom_step_statistic", name=name)] = statistics.get(name)
+    for each in STATISTICS:
+        if each.name not in SHOWN.values():
+            found[series(each.metric)] = statistics.get(each.name)
     return found
 
 
