@@ -155,6 +155,31 @@ class AtomicRegistry(CollectorRegistry):
         return gauges
 
 
+class RunMetrics:
+    """What the run is doing, and of what versions."""
+
+    def __init__(self, registry: AtomicRegistry) -> None:
+        self.build = Gauge(
+            "rayloom_build_info",
+            "1, with the versions that the supervisor runs as labels.",
+            ["rayloom", "ray", "torch", "vllm", "transformers"],
+            registry=registry,
+        )
+        self.phase = registry.gauges(
+            "rayloom_run_phase", "1 for what the run is doing, 0 for all else.", label="phase"
+        )
+        self.planned_steps = registry.gauge(
+            "rayloom_run_planned_steps", "Steps after which the run ends."
+        )
+        self.checkpoint_step = registry.gauge(
+            "rayloom_checkpoint_step", "Step of the newest committed checkpoint."
+        )
+        self.checkpoint_time = registry.gauge(
+            "rayloom_checkpoint_timestamp_seconds",
+            "When the newest checkpoint was committed, seconds since 1970.",
+        )
+
+
 class RolloutMetrics:
     """Trajectories as they end; counted since the start of this process, as no row holds them."""
 
@@ -268,6 +293,10 @@ class StepMetrics:
 
     def __init__(self, registry: AtomicRegistry) -> None:
         self.newest = registry.gauge("rayloom_train_newest_step", "Number of the newest step.")
+        self.newest_time = registry.gauge(
+            "rayloom_train_newest_step_timestamp_seconds",
+            "When the newest step was finished, seconds since 1970.",
+        )
         self.done = registry.counter(
             "rayloom_train_steps",
             "Training steps stored, those included that the run went back on.",
@@ -346,6 +375,26 @@ class ServiceMetrics:
         )
 
 
+class ApiMetrics:
+    """Requests to the HTTP API; every replica of it has one of these."""
+
+    def __init__(self) -> None:
+        self.gained = AtomicRegistry()
+        self.requests = self.gained.counter(
+            "rayloom_http_requests",
+            "Requests that were answered; without a route: refused before one was looked for.",
+            "route",
+            "method",
+            "status",
+        )
+        self.seconds = self.gained.histogram(
+            "rayloom_http_request_seconds",
+            "From a request's first byte to its answer's last.",
+            "route",
+            buckets=SECONDS_BUCKETS,
+        )
+
+
 class Metrics:
     """What a run's supervisor has to say.
 
@@ -356,6 +405,7 @@ class Metrics:
     def __init__(self) -> None:
         self.gained = AtomicRegistry()
         self.values = AtomicRegistry(self.gained.change)
+        self.run = RunMetrics(self.values)
         self.rollouts = RolloutMetrics(self.gained)
         self.ledger = LedgerMetrics(self.values)
         self.steps = StepMetrics(self.values)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from fastapi import FastAPI, Path, Response
 from fastapi.responses import JSONResponse
 
+from actors.metrics import ApiMetrics
 from service.api import problems
+from service.api.counting import CountedRequests
 from service.api.guards import Guards
 from service.api.problems import Problem, shown
 from service.api.schemas import (
@@ -39,14 +42,25 @@ class RunPort(Protocol):
     async def readiness(self) -> Readiness: ...
 
 
-def create_app(run: RunPort, settings: HttpSettings) -> FastAPI:
-    app = FastAPI(title="Rayloom", description="Rollouts for a training run, over HTTP.")
+def create_app(
+    run: RunPort,
+    settings: HttpSettings,
+    *,
+    metrics: ApiMetrics | None = None,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+) -> FastAPI:
+    """metrics: told of every request. lifespan: entered while the application serves."""
+    app = FastAPI(
+        title="Rayloom", description="Rollouts for a training run, over HTTP.", lifespan=lifespan
+    )
     app.add_middleware(
         Guards,
         max_body_bytes=settings.service.max_body_kib << 10,
         key_digest=settings.key_digest,
         hosts=settings.hosts,
     )
+    # Around the guards: what they refuse counts too.
+    app.add_middleware(CountedRequests, metrics=metrics or ApiMetrics())
     problems.install(app)
     _add_health(app, run)
     _add_rollouts(app, run, settings)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,10 +12,12 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 
+from actors.metrics import ApiMetrics
 from service.api.app import create_app
 from service.api.settings import HttpSettings, api_application_name
 from service.config.file import ConfigError
 from service.run.remote_handles import SupervisorClient
+from service.telemetry.endpoint import Reading, push_forever
 
 
 @serve.ingress()
@@ -21,11 +26,24 @@ class ApiIngress:
 
     def __init__(self, run_id: str, settings: HttpSettings, host: Any = None) -> None:
         """host: the run's deployment, where Serve keeps that too; nothing is asked of it here."""
-        self._run = SupervisorClient(run_id)
+        self._run_id = run_id
         self._settings = settings
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._run, self._settings)
+        metrics = ApiMetrics()
+        role = serve.get_replica_context().replica_id.unique_id
+
+        @asynccontextmanager
+        async def pushing(_app: FastAPI) -> AsyncIterator[None]:
+            def read() -> Reading:
+                return Reading(gained=list(metrics.gained.collect()))
+
+            task = asyncio.create_task(push_forever(self._run_id, role=role, read=read))
+            yield
+            task.cancel()
+
+        run = SupervisorClient(self._run_id)
+        return create_app(run, self._settings, metrics=metrics, lifespan=pushing)
 
 
 def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None) -> Any:

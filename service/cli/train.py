@@ -117,7 +117,7 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
             run_dir,
             model=model,
             run_id=run_id,
-            endpoint=start_endpoint(config, run_dir),
+            endpoint=start_endpoint(config, run_dir, run_id=run_id),
             is_service=api is not None,
             when_held=WhenHeld.TAKE_OVER if request.takes_over else WhenHeld.REFUSE,
         )

@@ -1,6 +1,6 @@
 """The inference deployment: one vLLM engine in each Serve replica, fed by the weight board.
 
-    deploy_inference(settings, name="run-t1", board=board)
+    deploy_inference(settings, name="run-t1", board=board, run_id="run")
     ...                                    # the trainer publishes; the replicas load
     wait_ready("run-t1", timeout_s=420)
     client = ServePolicyClient("run-t1")
@@ -52,6 +52,8 @@ from actors.policy import (
 from actors.weights.board import POLL_GRACE_S, BoardStatus, Publication
 from service.inference.client import Answer, AnswerChunk, as_answer
 from service.inference.settings import EngineSettings
+from service.inference.vllm_metrics import engine_metrics
+from service.telemetry.endpoint import Reading, push_forever
 
 if TYPE_CHECKING:
     from actors.weights.buffers import Bytes
@@ -140,7 +142,10 @@ class ReplicaAffinityRouter(RequestRouter):
 class InferenceReplica:
     """Serve's view of one engine."""
 
-    async def __init__(self, settings: EngineSettings, board: ActorHandle) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, settings: EngineSettings, board: ActorHandle, run_id: str
+    ) -> None:
+        """run_id: whose endpoint is told vLLM's metrics."""
         self._settings = settings
         self._board = board
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -158,6 +163,9 @@ class InferenceReplica:
             directory = make_engine_directory(session_directory(), self._name)
             self._engine = PolicyEngine(replace(settings, seed=seed), directory)
             await self._engine.start()
+        self._pushing = asyncio.create_task(
+            push_forever(run_id, role=self._name, read=self._read_metrics)
+        )
         while self._engine.version is None:
             await self._pull()
         self._pulling = asyncio.create_task(self._pull_forever())
@@ -277,9 +285,13 @@ class InferenceReplica:
         """Serve calls this at the end of a graceful shutdown, when the requests have drained."""
         if (pulling := getattr(self, "_pulling", None)) is not None:
             pulling.cancel()
+            self._pushing.cancel()
             self._board.leave.remote(self._name, is_in_order=True)
         if (engine := getattr(self, "_engine", None)) is not None:
             engine.shutdown()
+
+    def _read_metrics(self) -> Reading:
+        return Reading(values=engine_metrics(replica=self._name))
 
     # Weights
 
@@ -440,11 +452,13 @@ def deploy_inference(
     *,
     name: str,
     board: ActorHandle,
+    run_id: str,
     resources: Mapping[str, float] | None = None,
 ) -> DeploymentHandle[InferenceReplica]:
     """Start the deployment under an application name, or change its number of replicas.
 
-    resources: what a replica asks for beside its CPUs and GPUs.
+    run_id: whose endpoint is told of vLLM's metrics. resources: what a replica asks for beside its
+    CPUs and GPUs.
 
     Does not wait for it. The replicas become ready once the board has a publication, so publish,
     then `wait_ready`. The same settings but for `num_replicas` leave running replicas as they are.
@@ -468,7 +482,7 @@ def deploy_inference(
     )(InferenceReplica)
     # Without a version of its own Serve takes each deployment for new code and replaces replicas.
     deployment = deployment.options(version=_digest(settings), _internal=True)
-    target = serve.RunTarget(deployment.bind(settings, board), name=name, route_prefix=None)
+    target = serve.RunTarget(deployment.bind(settings, board, run_id), name=name, route_prefix=None)
     [handle] = serve.run_many([target], wait_for_applications_running=False)
     return handle
 

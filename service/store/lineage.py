@@ -38,6 +38,8 @@ class Checkpoint:
     """Its name in the run's directory of checkpoints, so that a run can be moved."""
     last_event_seq: int
     """Of its term's ledger events, the last one that its ledger contains; -1: none."""
+    committed_at: float
+    """Seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,16 +9,26 @@ once, and each process an epoch, so that one that was replaced is heard no more.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
+import ray
 from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.registry import Collector
+from ray.exceptions import RayError
+
+from actors.deadline import within
+from service.launch.cluster import NAMESPACE
 
 # Several pushes fit into it, and a supervisor's successor comes about as soon.
 SILENT_S = 30.0
+PUSH_EVERY_S = 1.0
+PUSH_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,3 +196,36 @@ class Pusher:
                     grown.add_sample(sample.name, sample.labels, sample.value - (before or 0.0))
             if grown.samples:
                 yield grown
+
+
+class NamedEndpoint:
+    """The endpoint of a run, for processes that its owner does not start."""
+
+    def __init__(self, run_id: str) -> None:
+        self._name = endpoint_name(run_id)
+        self._actor: Any = None
+
+    async def push(self, push: Push) -> str:
+        """Raises: ValueError where there is none; RayError; TimeoutError."""
+        if self._actor is None:
+            self._actor = await asyncio.to_thread(ray.get_actor, self._name, namespace=NAMESPACE)
+        try:
+            address: str = await within(PUSH_LIMIT_S, self._actor.push.remote(push))
+        except RayError:
+            # Looked up anew for the next push: the run may have been started again.
+            self._actor = None
+            raise
+        return address
+
+
+def endpoint_name(run_id: str) -> str:
+    return f"{run_id}-metrics"
+
+
+async def push_forever(run_id: str, *, role: str, read: Callable[[], Reading]) -> None:
+    """Push every second, for as long as the run has an endpoint."""
+    pusher = Pusher(NamedEndpoint(run_id).push, role=role, read=read)
+    while True:
+        with suppress(ValueError, RayError, TimeoutError):
+            await pusher.push()
+        await asyncio.sleep(PUSH_EVERY_S)

@@ -71,6 +71,7 @@ class RunRecorder:
         self._stored = StoredMetrics(metrics, store)
         self.term = 0
         self._num_steps = num_steps
+        metrics.run.planned_steps.set(num_steps)
         self._pending: list[LedgerEvent] = []
         self._pending_results: list[RolloutResult] = []
         self.last_step = 0
@@ -81,8 +82,8 @@ class RunRecorder:
         self.steps = Tail[StepRecord](limit=KEPT_RECORDS)
         self.evaluations = Tail[EvaluationRecord](limit=KEPT_RECORDS)
         self.notices = Tail[str](limit=KEPT_NOTICES)
-        self.current_phase = Phase.STARTING
-        self.phase_detail = ""
+        self.current_phase, self.phase_detail = Phase.STARTING, ""
+        self.phase(Phase.STARTING, "")
         self.num_rollouts = 0
         self.num_sampled = 0
         self._faults_told: set[Outcome] = set()
@@ -97,6 +98,9 @@ class RunRecorder:
         newest = await self._thread.call(newest_records, self._store)
         self._stored.begin_term(*newest)
         self.last_step = self.checkpoint_step = lease.parent.step if lease.parent else 0
+        if lease.parent is not None:
+            self._metrics.run.checkpoint_step.set(lease.parent.step)
+            self._metrics.run.checkpoint_time.set(lease.parent.committed_at)
         self.policy_version = lease.parent.policy_version if lease.parent else 0
         if lease.term > 1:
             self.notice(f"term {lease.term} goes on from step {self.last_step}")
@@ -105,6 +109,7 @@ class RunRecorder:
         if (phase, detail) != (self.current_phase, self.phase_detail):
             log.info("%s%s", phase.value, f": {detail}" if detail else "")
         self.current_phase, self.phase_detail = phase, detail
+        self._metrics.run.phase.show({each.value: float(each is phase) for each in Phase})
 
     def starting(self, detail: str) -> None:
         """Parts are being started; after a fault that belongs to the recovery."""
@@ -198,6 +203,8 @@ class RunRecorder:
             if step != self.checkpoint_step:
                 # At its end a run commits the newest once more, with what was left of the queue.
                 log.info("checkpoint of step %d in %s", step, directory)
+                self._metrics.run.checkpoint_step.set(step)
+                self._metrics.run.checkpoint_time.set(time.time())
             self.checkpoint_step = step
 
         term = self.term
@@ -305,6 +312,7 @@ class StoredMetrics:
     def _show_step(self, record: StepRecord | None) -> None:
         steps = self._metrics.steps
         steps.newest.set(None if record is None else record.step)
+        steps.newest_time.set(None if record is None else record.wall_time)
         steps.policy_version.set(None if record is None else record.policy_version)
         self._metrics.statistics.show({} if record is None else record.statistics)
 

@@ -14,6 +14,7 @@ import pytest
 from worlds.submission_service import Service
 
 from actors.algorithm import AlgorithmSettings
+from actors.metrics import ApiMetrics
 from service.api.app import create_app
 from service.api.guards import Guards
 from service.api.problems import RunUnavailable
@@ -460,3 +461,30 @@ async def test_a_task_that_is_over_for_too_long_is_unknown_again(tmp_path: Path)
         assert (await client.post(f"{URL}/b/cancel")).status_code == 200
         again = (await client.post(URL, json=batch("c"))).json()
         assert again["accepted"] == 0 and again["rollouts"][0]["status"] == "cancelled"
+
+
+async def test_requests_are_counted_by_route_and_status_and_never_by_path(run: LocalRun) -> None:
+    metrics, settings = ApiMetrics(), replace(SETTINGS, key_digest=digest_of(KEY))
+    transport = httpx.ASGITransport(app=create_app(run, settings, metrics=metrics))
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        await client.post(URL, json=batch("a", "b"))
+        await client.post(URL, json=batch("a", "b"), headers=headers)
+        for name in ("a", "b", "unknown"):
+            await client.get(f"{URL}/{name}", headers=headers)
+        await client.get("/of/a/stranger", headers=headers)
+        await client.request("STRANGE", "/healthz", headers=headers)
+    counted = {
+        tuple(sample.labels.values()): sample.value
+        for family in metrics.gained.collect()
+        for sample in family.samples
+        if sample.name == "rayloom_http_requests_total"
+    }
+    assert counted == {
+        ("", "POST", "401"): 1,
+        (URL, "POST", "202"): 1,
+        (URL + "/{rollout_id}", "GET", "200"): 2,
+        (URL + "/{rollout_id}", "GET", "404"): 1,
+        ("", "GET", "404"): 1,
+        ("/healthz", "other", "405"): 1,
+    }

@@ -41,7 +41,7 @@ def supervisor(place: RunDir, tiny_models: dict[bool, str], cluster: None) -> It
     log = logging.getLogger("rayloom")
     config = load_config(small_config(place.path.parent))
     engines = engine_settings(config, model=tiny_models[True])
-    endpoint = start_endpoint(config, place)
+    endpoint = start_endpoint(config, place, run_id="rayloom-test")
     yield Supervisor(config, place, engines=engines, run_id="rayloom-test", endpoint=endpoint)
     ray.kill(endpoint)
     for handler in list(log.handlers):

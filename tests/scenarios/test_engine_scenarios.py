@@ -214,7 +214,7 @@ def scale(board: Any, num_replicas: int) -> None:
     deployed: Deployed = ray.get(board.open_term.remote(status.term), timeout=60)
     inference = replace(deployed.settings.inference, num_replicas=num_replicas)
     settings = replace(deployed.settings, inference=inference)
-    deploy_inference(settings, name=deployed.name, board=board)
+    deploy_inference(settings, name=deployed.name, board=board, run_id="small")
 
 
 def num_holders(board: Any) -> int:

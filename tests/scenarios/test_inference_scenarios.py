@@ -117,7 +117,7 @@ def deploy(directory: Path, app: str, *, num_replicas: int) -> Deployed:
         graceful_shutdown_s=2.0,
     )
     board = start_board()
-    deploy_inference(settings, name=app, board=board)
+    deploy_inference(settings, name=app, board=board, run_id=app)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return Deployed(app=app, num_replicas=num_replicas, board=board, model=model)
 

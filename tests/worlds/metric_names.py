@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from itertools import chain
 
-from actors.metrics import Metrics
+from actors.metrics import ApiMetrics, Metrics
 
 # What the text format adds to a family's name.
 SUFFIXES = {
@@ -33,9 +33,9 @@ class Declared:
 
 def declared() -> list[Declared]:
     """Every metric, in the order of declaration."""
-    metrics = Metrics()
-    found = []
-    for collector in chain(metrics.gained._collector_to_names, metrics.values._collector_to_names):
+    metrics, found = Metrics(), []
+    registries = metrics.gained, metrics.values, ApiMetrics().gained
+    for collector in chain.from_iterable(each._collector_to_names for each in registries):
         (family,) = collector.describe()  # type: ignore[attr-defined]
         found.append(
             Declared(
