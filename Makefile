@@ -43,8 +43,8 @@ test: setup ## all the tests but those of `chaos` and `proof`
 chaos: setup ## whole runs whose parts die, freeze or are interrupted; SEED=n MINUTES=m: faults by chance
 	$(if $(SEED),$(BIN)/python tests/chaos.py --seed $(SEED) --minutes $(or $(MINUTES),30),$(BIN)/python -m pytest -m 'chaos and not proof')
 
-proof: setup ## the long proofs, or with PART=nodes those of one marker: nodes that die or are cut off
-	$(BIN)/python -m pytest -m 'proof$(if $(PART), and $(PART))' --timeout 3600
+proof: setup ## the long proofs and `chaos`, or one part: PART=nodes (nodes die, are cut off), PART=chaos
+	$(BIN)/python -m pytest -m '(proof or chaos)$(if $(PART), and $(PART))' --timeout 3600
 
 mutants: setup ## plant the sixty faults of tests/mutants.toml one by one: each must fail its tests
 	$(BIN)/python tests/mutants.py

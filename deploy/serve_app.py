@@ -22,6 +22,7 @@ from service.api.settings import http_settings
 from service.config.file import load_config
 from service.launch.run_dir import RunDir, run_id_of
 from service.launch.serve_host import run_host
+from service.store.database import PATIENCE_S
 from service.store.place import StoreOptions
 
 
@@ -45,6 +46,7 @@ def build(args: dict[str, Any]) -> Any:
     """
     arguments = ServeArguments.model_validate(args)
     config = load_config(arguments.config, arguments.overrides)
-    run_dir = RunDir(path=arguments.run_dir)
+    # Serve gives a replica three attempts, which a restart of PostgreSQL outlasts.
+    run_dir = RunDir(path=arguments.run_dir, patience_s=PATIENCE_S)
     host = run_host(config, run_dir, StoreOptions(state_dir=arguments.state_dir))
     return ingress_application(run_id_of(config, run_dir), http_settings(config), host=host)

@@ -4,10 +4,10 @@ Half of the time `rayloom train` runs on SQLite on a small disk, half of it `ray
 PostgreSQL with a client that submits and cancels. The game's returns are a script
 (`worlds.scripted_game`). Faults come one after the other, chosen by the seed, now and then before
 the run has recovered from the last one. At the end the run is stopped by Ctrl-C, and: every
-accepted task has ended, the ledger is balanced, the audit of the whole journal is clean (advantages
-recomputed from the returns, nothing trained twice), every whole group has the script's returns, the
-advantages that the plain formula makes of them, and those that a training without faults gave its
-tasks, and no process or shared memory is left.
+accepted task has ended, and a cancelled one as cancelled, the ledger is balanced, the audit of the
+whole journal is clean (advantages recomputed from the returns, nothing trained twice), every whole
+group has the script's returns, the advantages that the plain formula makes of them, and those that
+a training without faults gave its tasks, and no process or shared memory is left.
 """
 
 from __future__ import annotations
@@ -168,7 +168,12 @@ class ServiceChaos(Chaos):
             time.sleep(2)
         unknown = [name for name in left if self.client.status(name) == "unknown"]
         assert not unknown, unknown
-        say(f"  {len(self.client.accepted)} tasks accepted, {len(left)} left for the next step")
+        played = [name for name in self.client.cancelled if self.client.status(name) != "cancelled"]
+        assert not played, played
+        say(
+            f"  {len(self.client.accepted)} tasks accepted, {len(self.client.cancelled)} of them "
+            f"cancelled, {len(left)} left for the next step"
+        )
 
 
 def config_in(directory: Path, **sections: dict[str, object]) -> Path:

@@ -137,12 +137,16 @@ def finish(root: Path, progress: Progress) -> None:
 def _claim(root: Path, term: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     path = root / _CLAIM
-    newest = int(path.read_text()) if path.exists() else term
+    # A file without a number was left by a power cut, before its content was on the disk.
+    newest = int(path.read_text() or term) if path.exists() else term
     if newest > term:
         raise CheckpointError(
             f"checkpoint {root}: got term {term}, expected at least {newest}; this run was "
             "replaced by a newer one and must stop"
         )
     aside = root / f"{_TEMPORARY}{_CLAIM}-{term}"
-    aside.write_text(str(term))
+    with aside.open("w") as file:
+        file.write(str(term))
+        file.flush()
+        os.fsync(file.fileno())
     aside.replace(path)

@@ -31,7 +31,7 @@ from service.launch.run_dir import (
     run_id_of,
 )
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals
-from service.run.health import Cursor, Ending, Phase, RunStatus
+from service.run.health import Cursor, Ending, FaultCount, Phase, RunStatus
 from service.run.supervisor import WhenHeld, start_endpoint, start_supervisor
 from service.store.place import StoreOptions
 from service.store.run_store import LeaseLost, StoreError
@@ -152,8 +152,8 @@ def _report_finished(run_dir: RunDir, step: int) -> int:
 class SupervisorWatcher:
     """Asks the supervisor how the run stands, shows it, and passes a stop on.
 
-    A supervisor that dies is started again, `max_restarts` times at most without a later checkpoint
-    committed between them.
+    A supervisor that dies is started again, `max_restarts` times at most in a row
+    (`service.run.health.FaultCount`): without a later checkpoint committed between them.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class SupervisorWatcher:
         Raises: RayTaskError for what ended it; ActorDiedError, LeaseLost when no supervisor is
         left; KeyboardInterrupt for a stop before the supervisor has answered.
         """
-        num_restarts = furthest_step = 0
+        faults, furthest_step = FaultCount(limit=self._max_restarts), 0
         while True:
             running = self._supervisor.run.remote()
             self._follow(running, signals)
@@ -183,9 +183,9 @@ class SupervisorWatcher:
                 return ending
             except ActorDiedError as error:
                 if self.last is not None and self.last.checkpoint_step > furthest_step:
-                    num_restarts, furthest_step = 0, self.last.checkpoint_step
-                num_restarts += 1
-                is_final = error.actor_init_failed or num_restarts > self._max_restarts
+                    faults.progressed()
+                    furthest_step = self.last.checkpoint_step
+                is_final = error.actor_init_failed or faults.is_one_too_many()
                 # Where the whole node was lost, Ray would wait for another one without end.
                 if is_final or signals.is_asked or not _is_any_node_alive():
                     raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from actors.journal.files import JournalFile
@@ -82,14 +82,17 @@ def read_recorded(run_dir: RunDir) -> Recorded:
 def _surviving(store: ReadOnlyStore) -> Surviving:
     events = tables.events.c
     refused = select(events.rollout_id).where(events.reason == EvictionReason.NONFINITE_STEP)
-    with store.reading() as connection:
+
+    def read(connection: Connection) -> Surviving:
         spans = surviving_spans(connection)
         found = frozenset(
             rollout_id
             for span in spans
             for rollout_id in connection.scalars(refused.where(within(events, span)))
         )
-    return Surviving(spans=tuple(spans), refused=found)
+        return Surviving(spans=tuple(spans), refused=found)
+
+    return store.read(read)
 
 
 def _read(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answer:

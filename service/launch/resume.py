@@ -102,13 +102,14 @@ def prune_directories(checkpoints: Path, kept: Sequence[Checkpoint]) -> None:
     """Remove every checkpoint that is not of `kept`, and all but the newest skipped inputs.
 
     A directory that no commit names was cut short by a fault, in its writing or its removal, and
-    goes too. One of the newest term that is further than its newest commit may yet be committed.
+    goes too. One of the newest term that is further than its newest commit may yet be committed,
+    and one of a later term is its own to remove: that term may have begun since `kept` was read.
     """
     names, newest = {commit.directory for commit in kept}, kept[0]
     for directory in checkpoints.glob("step-*-t*"):
         found = _STEP_AND_TERM.fullmatch(directory.name)
         step, term = map(int, found.groups()) if found else (0, 0)
-        is_ahead = term == newest.term and step > newest.step
+        is_ahead = term > newest.term or (term == newest.term and step > newest.step)
         if directory.name not in names and not is_ahead:
             shutil.rmtree(directory, ignore_errors=True)
     inputs = sorted((checkpoints / "skipped").glob("*.npz"), key=_modified_at)

@@ -35,6 +35,8 @@ class RunDir:
     """Paths only; nothing is created by naming them. However it is spelt, a run has one path."""
 
     path: Path
+    patience_s: float = 0.0
+    """How long a database that does not answer is waited for by who looks into it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", self.path.resolve())
@@ -63,7 +65,7 @@ class RunDir:
         url = self.database_url
         if (file := sqlite_file(url)) is not None:
             return os.path.exists(file)
-        return has_run(url)
+        return has_run(url, patience_s=self.patience_s)
 
     def may_have_run(self) -> bool:
         """As `has_run`; True where the database does not answer now."""
@@ -73,9 +75,11 @@ class RunDir:
             return True
 
     @contextmanager
-    def looked_into(self, *, patience_s: float = 0.0) -> Iterator[ReadOnlyStore]:
-        """The database of a run that is there. Raises: StoreError."""
-        store = ReadOnlyStore(self.database_url, patience_s=patience_s)
+    def looked_into(self, *, patience_s: float | None = None) -> Iterator[ReadOnlyStore]:
+        """The database of a run that is there. patience_s: None: its own. Raises: StoreError."""
+        store = ReadOnlyStore(
+            self.database_url, patience_s=self.patience_s if patience_s is None else patience_s
+        )
         try:
             yield store
         finally:
@@ -294,7 +298,8 @@ def place_store(run_dir: RunDir, run_id: str, options: StoreOptions) -> None:
         check_local(url)
         file = sqlite_file(url)
         if file is None:
-            is_taken, remedy = has_run(url), "drop that schema, or choose another --run-dir"
+            is_taken = has_run(url, patience_s=run_dir.patience_s)
+            remedy = "drop that schema, or choose another --run-dir"
         else:
             is_taken, remedy = file.exists(), "choose another --state-dir"
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,9 @@ since the asker's cursor, as far as the newest ones reach that are kept.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -27,6 +28,8 @@ from service.inference.settings import InferenceSettings
 from service.telemetry.records import EvaluationRecord, StepRecord
 
 Item = TypeVar("Item")
+
+FAULTS_COUNT_S = 24 * 3600.0
 
 REMEDIES = {
     Outcome.TRUNCATED_TOKENS: "raise rollouts.max_tokens_per_turn, or ask for shorter answers",
@@ -294,6 +297,27 @@ class WeightsMoved(Exception):
 
 class RunFailed(Exception):
     """The run cannot go on; the text says what failed, how often, and the remedy."""
+
+
+class FaultCount:
+    """Faults in a row: they count until the run has made progress, and for a day at most.
+
+    A service without submissions makes no progress, and its faults, weeks apart, are not in a row.
+    """
+
+    def __init__(self, *, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._times: list[float] = []
+
+    def is_one_too_many(self) -> bool:
+        """Count one more. Returns: whether there are more than `limit`."""
+        now = self._clock()
+        self._times = [each for each in self._times if now - each < FAULTS_COUNT_S] + [now]
+        return len(self._times) > self._limit
+
+    def progressed(self) -> None:
+        self._times.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

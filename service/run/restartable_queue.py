@@ -31,12 +31,13 @@ from actors.trajectory_queue.messages import (
     StepInput,
 )
 from actors.trajectory_queue.settings import QueueStateSettings
+from service.run.health import FaultCount
 from service.run.remote_handles import RPC_DEADLINE_S, await_reply
 from service.telemetry.recorder import RunRecorder
 
 # Until a queue that died has to be there again.
 REOPEN_LIMIT_S = 120.0
-# Deaths between two finalised steps; more of them end the term.
+# Deaths in a row, without a finalised step between them; more of them end the term.
 MAX_DEATHS = 5
 NAME = "trajectory queue"
 
@@ -68,7 +69,7 @@ class RestartableQueue:
         self._reopening = asyncio.Lock()
         self._changing: set[asyncio.Task[Any]] = set()
         """Kept, as asyncio keeps no task."""
-        self._num_deaths = 0
+        self._deaths = FaultCount(limit=MAX_DEATHS)
 
     async def open(self) -> None:
         """Open the first queue of the term."""
@@ -88,7 +89,7 @@ class RestartableQueue:
 
     async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> None:
         await self._change("finalise", step, outcomes)
-        self._num_deaths = 0
+        self._deaths.progressed()
 
     async def replay_lost(self, rollout_ids: Sequence[str]) -> None:
         await self._change("replay_lost", rollout_ids)
@@ -186,8 +187,7 @@ class RestartableQueue:
         async with self._reopening:
             if opening != self._opening:
                 return
-            self._num_deaths += 1
-            if self._num_deaths > MAX_DEATHS or isinstance(loss.__cause__, ActorDiedError):
+            if self._deaths.is_one_too_many() or isinstance(loss.__cause__, ActorDiedError):
                 raise loss
             if isinstance(loss.__cause__, TimeoutError):
                 ray.kill(self.actor, no_restart=False)

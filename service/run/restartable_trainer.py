@@ -26,7 +26,7 @@ from actors.expert_records import ModelShape
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import ShardLost, TrainerGroup, TrainerRankLost
 from actors.trainer.statistics import StepStats
-from service.run.health import WeightsMoved
+from service.run.health import FaultCount, WeightsMoved
 
 # In a row, without a step that was never done before.
 MAX_RESTARTS = 3
@@ -78,7 +78,7 @@ class RestartableTrainer:
         self._kept: list[_KeptStep] = []
         self._next_step = first_step
         self._saving: TrainerGroup | None = None
-        self._num_restarts = 0
+        self._restarts = FaultCount(limit=MAX_RESTARTS)
         self._fingerprint: tuple[int, ...] = ()
         self._logprobs: Float32s | None = None
         """What `check_logprobs` has found for `version`; None: not asked yet."""
@@ -150,7 +150,8 @@ class RestartableTrainer:
             )
             self._next_step += 1
             self.version = self._group.version
-            self._is_given_out, self._num_restarts, self._logprobs = False, 0, None
+            self._restarts.progressed()
+            self._is_given_out, self._logprobs = False, None
             return stats
 
     async def publish(self, board: Any, term: int, version: int) -> None:
@@ -222,7 +223,6 @@ class RestartableTrainer:
         started = time.monotonic()
         while True:
             self._check_can_restart(loss)
-            self._num_restarts += 1
             self._group.kill()
             self._group = self._make_group()
             try:
@@ -246,9 +246,9 @@ class RestartableTrainer:
 
     def _check_can_restart(self, loss: TrainerRankLost) -> None:
         """Raises: ActorLost."""
-        if self._num_restarts >= MAX_RESTARTS:
+        if self._restarts.is_one_too_many():
             raise ActorLost(
-                f"{loss}; {self._num_restarts} groups in a row ended before the next step"
+                f"{loss}; {MAX_RESTARTS} groups in a row ended before the next step"
             ) from loss
         if not all(kept.shards for kept in self._kept):
             raise ActorLost(

@@ -40,6 +40,7 @@ from service.run.health import (
     Cursor,
     Ending,
     EngineWatch,
+    FaultCount,
     Phase,
     Readiness,
     RunFailed,
@@ -315,7 +316,7 @@ class Supervisor:
         return self._submissions
 
     async def _run_terms(self) -> str:
-        num_recoveries = furthest_step = 0
+        faults, furthest_step = FaultCount(limit=self._config.run.max_recoveries), 0
         while True:
             try:
                 return await self._run_one_term()
@@ -331,9 +332,9 @@ class Supervisor:
                 # A process that took the run over may have ended our actors.
                 await self._thread.call(self._store.check_lease, self._recorder.term)
                 if self._recorder.checkpoint_step > furthest_step:
-                    num_recoveries, furthest_step = 0, self._recorder.checkpoint_step
-                num_recoveries += 1
-                if num_recoveries > self._config.run.max_recoveries:
+                    faults.progressed()
+                    furthest_step = self._recorder.checkpoint_step
+                if faults.is_one_too_many():
                     raise
                 if self._is_stopping:
                     return f"{loss}; stopped there, the newest checkpoint counts"

@@ -17,6 +17,7 @@ from typing import Any, cast
 import ray
 from ray.actor import ActorHandle
 
+from actors.deadline import retry
 from actors.environment.actor import EnvironmentActor
 from actors.environment.settings import EnvironmentActorSettings
 from actors.environment.tasks import TaskSource
@@ -24,7 +25,7 @@ from actors.journal.files import JournalSettings
 from actors.merge.actor import MergeActor
 from actors.merge.settings import StepSettings
 from actors.metrics import Part
-from actors.trainer.checkpoint import CheckpointError, claim
+from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, claim
 from actors.trainer.group import TrainerGroup, remove_reservations, reservation_name
 from actors.trainer.settings import RankSettings
 from actors.trajectory_queue.settings import QueueStateSettings
@@ -43,6 +44,7 @@ from service.run.restartable_merge import RestartableMerge
 from service.run.restartable_queue import RestartableQueue
 from service.run.restartable_trainer import RestartableTrainer
 from service.run.task_feed import ConfiguredTasks
+from service.store.database import PATIENCE_S
 from service.store.retention import Retention
 from service.store.run_store import Lease, RunStore
 from service.telemetry.recorder import RunRecorder
@@ -206,7 +208,7 @@ class Term:
         config = self._config
         self._recorder.starting("engines and trainer")
         term = self._lease.term
-        await asyncio.to_thread(claim, self._run_dir.checkpoints, term)
+        await self._claim_checkpoints()
         await asyncio.to_thread(remove_reservations, self._run_id, before_term=term)
         # First the engines, which take longest.
         await self._engines.open_term(term, resources=self.roles.asked(Role.INFERENCE))
@@ -239,6 +241,18 @@ class Term:
         await self._engines.wait_ready()
         await publisher.wait_until_loaded(version)
         return publisher
+
+    async def _claim_checkpoints(self) -> None:
+        """Raises: CheckpointError when a newer term has them, or the disk stays full."""
+        directory = self._run_dir.checkpoints
+
+        async def attempt() -> None:
+            await asyncio.to_thread(claim, directory, self._lease.term)
+
+        try:
+            await retry(attempt, on=OSError, limit_s=PATIENCE_S)
+        except OSError as error:
+            raise CheckpointNotWritten(f"checkpoints {directory}: {error}") from error
 
     def _start_environment_actor(self, actor_id: str) -> ActorHandle:
         actor_class = ray.remote(EnvironmentActor).options(

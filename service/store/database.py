@@ -110,16 +110,18 @@ class Database:
         """End all connections."""
         self._engine.dispose()
 
-    @contextmanager
-    def reading(self) -> Iterator[Connection]:
-        """A connection that sees one state of the database. Raises: StoreError."""
-        # Only the start is tried again: what the caller has done with the connection is not known.
-        connection = self._patiently("read", self._begin_to_read)
-        try:
-            with connection:
-                yield connection
-        except DBAPIError as error:
-            raise self.unusable("read", error) from error
+    def read(self, body: Callable[[Connection], Result]) -> Result:
+        """Run body with a connection that sees one state of the database.
+
+        body: does nothing but use the connection, for it is called again where the database fails.
+        Raises: StoreError; what body raises.
+        """
+
+        def attempt() -> Result:
+            with self._reading_connection() as connection:
+                return body(connection)
+
+        return self._patiently("read", attempt)
 
     def write(self, body: Callable[[Connection], Result]) -> Result:
         """Run body in a transaction that excludes all other writers, and commit it.
@@ -163,7 +165,8 @@ class Database:
         """What is wrong with SQLite's file, as far as the limit lets it be read; empty: nothing."""
         if not self.is_sqlite:
             return ""
-        with self.reading() as connection:
+
+        def check(connection: Connection) -> str:
             raw: Any = connection.connection.dbapi_connection
             deadline = time.monotonic() + limit_s
             raw.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
@@ -176,7 +179,9 @@ class Database:
                 found = "ok"
             finally:
                 raw.set_progress_handler(None, 0)
-        return "" if found == "ok" else str(found)
+            return "" if found == "ok" else str(found)
+
+        return self.read(check)
 
     def has_tables(self, connection: Connection) -> bool:
         found = inspect(connection).get_table_names(schema=self.schema)
@@ -195,18 +200,15 @@ class Database:
             f"the database {self.location} cannot be {what} ({_reason(error)}); expected {expected}"
         )
 
-    def _begin_to_read(self) -> Connection:
+    @contextmanager
+    def _reading_connection(self) -> Iterator[Connection]:
         options: dict[str, Any] = {}
         if not self.is_sqlite:
             options = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-        connection = self._engine.connect()
-        try:
+        with self._engine.connect() as connection:
             connection = connection.execution_options(**options)
-            connection.begin()
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+            with connection.begin():
+                yield connection
 
     @contextmanager
     def _writing_connection(self) -> Iterator[Connection]:

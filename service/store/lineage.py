@@ -7,9 +7,9 @@ metrics count all that was ever stored, superseded or not.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Table, and_, func, select
 
@@ -18,11 +18,13 @@ from service.store import tables
 from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.totals import RunTotals, totals_of
 
+Answer = TypeVar("Answer")
+
 
 class Readable(Protocol):
     """A run's database, whether it may be written or not."""
 
-    def reading(self) -> AbstractContextManager[Connection]: ...
+    def read(self, body: Callable[[Connection], Answer]) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ class History:
 
 
 def read_history(store: Readable) -> History:
-    with store.reading() as connection:
+    def read(connection: Connection) -> History:
         spans = surviving_spans(connection)
         return History(
             steps=_surviving(connection, tables.steps, spans),
@@ -78,56 +80,62 @@ def read_history(store: Readable) -> History:
             spans=tuple(spans),
         )
 
+    return store.read(read)
+
 
 def read_events(store: Readable) -> tuple[LedgerEvent, ...]:
     """The events that survive and are kept, in order."""
-    with store.reading() as connection:
-        return events_of(connection, surviving_spans(connection))
+    return store.read(lambda connection: events_of(connection, surviving_spans(connection)))
 
 
 def recorded_steps(store: Readable) -> tuple[int, ...]:
     """The numbers of the steps that survive and whose records are kept, in order."""
     columns = tables.steps.c
     query = select(columns.step).order_by(columns.step)
-    with store.reading() as connection:
+
+    def read(connection: Connection) -> tuple[int, ...]:
         return tuple(
             step
             for span in surviving_spans(connection)
             for step in connection.scalars(query.where(within(columns, span)))
         )
 
+    return store.read(read)
+
 
 def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord | None]:
     """The newest step and the newest evaluation that survive; None where there is none."""
-    with store.reading() as connection:
+
+    def read(connection: Connection) -> tuple[StepRecord | None, EvaluationRecord | None]:
         spans = surviving_spans(connection)
         return (
             _newest(connection, tables.steps, spans),
             _newest(connection, tables.evaluations, spans),
         )
 
+    return store.read(read)
+
 
 def stored_totals(store: Readable) -> RunTotals:
     """Of every step that the run ever stored, superseded ones included."""
-    with store.reading() as connection:
-        return connection.scalar(select(tables.step_totals.c.totals)) or RunTotals()
+    query = select(tables.step_totals.c.totals)
+    return store.read(lambda connection: connection.scalar(query)) or RunTotals()
 
 
 def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
     """How many events the run ever stored, superseded ones included, by kind and reason."""
-    with store.reading() as connection:
-        return {
-            (LedgerEventKind(kind), EvictionReason(reason) if reason else None): count
-            for kind, reason, count in connection.execute(select(tables.event_totals))
-        }
+    rows = store.read(lambda connection: connection.execute(select(tables.event_totals)).all())
+    return {
+        (LedgerEventKind(kind), EvictionReason(reason) if reason else None): count
+        for kind, reason, count in rows
+    }
 
 
 def totals_at(store: Readable, checkpoint: Checkpoint) -> RunTotals:
     """Of the steps of a lineage up to one of its checkpoints, to which the run can go back."""
     columns = tables.checkpoints.c
-    with store.reading() as connection:
-        query = select(columns.totals).where(columns.id == checkpoint.id)
-        return connection.scalar(query) or RunTotals()
+    query = select(columns.totals).where(columns.id == checkpoint.id)
+    return store.read(lambda connection: connection.scalar(query)) or RunTotals()
 
 
 def lineage_totals(connection: Connection, term: int, *, last_step: int | None = None) -> RunTotals:

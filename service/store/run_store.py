@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,31 +112,32 @@ class ReadOnlyStore:
         """For people; without a password."""
         return self._database.location
 
-    def reading(self) -> AbstractContextManager[Connection]:
-        """A connection that sees one state of the database. Raises: StoreError."""
-        return self._database.reading()
+    def read(self, body: Callable[[Connection], Result]) -> Result:
+        """As `Database.read`."""
+        return self._database.read(body)
 
     def newest_term(self) -> int:
         """0 where no supervisor has ever had the lease."""
-        with self.reading() as connection:
-            return row.term if (row := self._newest_lease(connection)) else 0
+        row = self.read(self._newest_lease)
+        return row.term if row else 0
 
     def kind(self) -> RunKind | None:
         """None where no supervisor has ever had the lease."""
-        with self.reading() as connection:
-            row = self._newest_lease(connection)
+        row = self.read(self._newest_lease)
         return row.kind if row else None
 
     def live_owner(self) -> LeaseOwner | None:
         """The owner of the newest lease, None where it has ended."""
-        with self.reading() as connection:
-            return self._live_owner(connection)
+        return self.read(self._live_owner)
 
     def checkpoints(self) -> list[Checkpoint]:
         """What the run can go back to, newest first, each directory once."""
-        with self.reading() as connection:
+
+        def find(connection: Connection) -> list[Checkpoint]:
             is_blank = not self._database.has_tables(connection)
             return [] if is_blank else committed_checkpoints(connection)
+
+        return self.read(find)
 
     def check(self) -> None:
         """Look for damage, which opening need not meet, for two seconds at most.
@@ -150,9 +150,11 @@ class ReadOnlyStore:
             raise StoreError(f"the database {self.location} is damaged ({found}); restore a copy")
 
     def _open(self) -> None:
-        with self.reading() as connection:
+        def check(connection: Connection) -> None:
             if self._database.has_tables(connection):
                 self._check_format(connection)
+
+        self.read(check)
 
     def _newest_lease(self, connection: Connection) -> Row[Any] | None:
         return _newest_lease(connection) if self._database.has_tables(connection) else None
@@ -258,8 +260,7 @@ class RunStore(ReadOnlyStore):
 
     def check_lease(self, term: int) -> None:
         """Raises: LeaseLost when `term` is not the newest; StoreError."""
-        with self.reading() as connection:
-            _check_term(connection, term)
+        self.read(lambda connection: _check_term(connection, term))
 
     def renew(self, term: int) -> None:
         """Show that the owner of `term` is alive; nothing after its release.
@@ -369,9 +370,9 @@ class RunStore(ReadOnlyStore):
         connection.execute(insert(tables.formats).values(number=tables.FORMAT))
 
 
-def has_run(url: str) -> bool:
+def has_run(url: str, *, patience_s: float) -> bool:
     """Whether a run has ever had a lease in this PostgreSQL database. Raises: StoreError."""
-    store = ReadOnlyStore(url)
+    store = ReadOnlyStore(url, patience_s=patience_s)
     try:
         return store.newest_term() > 0
     finally:

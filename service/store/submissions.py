@@ -134,11 +134,11 @@ class SubmissionStore:
         query = select(accepted.id, accepted.digest, accepted.ended).where(
             accepted.id.in_(submission_ids), accepted.ended.is_not(None)
         )
-        with self._store.reading() as connection:
-            return {
-                submission_id: KnownSubmission(digest=digest, view=view)
-                for submission_id, digest, view in connection.execute(query)
-            }
+        rows = self._store.read(lambda connection: connection.execute(query).all())
+        return {
+            submission_id: KnownSubmission(digest=digest, view=view)
+            for submission_id, digest, view in rows
+        }
 
     def read(self) -> StoredSubmissions:
         """What is not over: the submissions, and of the rest what the newest term goes on from."""
@@ -156,7 +156,8 @@ class SubmissionStore:
             accepted.is_cancelled,
         )
         live = select(*columns).where(accepted.ended.is_(None)).order_by(accepted.position)
-        with self._store.reading() as connection:
+
+        def read(connection: Connection) -> StoredSubmissions:
             spans = surviving_spans(connection)
             terms = [span.term for span in spans]
             rows = connection.execute(live).mappings()
@@ -176,3 +177,5 @@ class SubmissionStore:
                 results=tuple(ended),
                 events=events_of(connection, spans),
             )
+
+        return self._store.read(read)

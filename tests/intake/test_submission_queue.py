@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import text
 from worlds.submission_service import GROUPS_PER_STEP, Service, request
 
 from actors.types import Outcome, Task
@@ -270,8 +271,8 @@ async def test_tasks_that_come_and_are_cancelled_leave_nothing_large_behind(
 
 
 def num_rows(service: Service, table: str) -> int:
-    with service.store.reading() as connection:
-        return connection.exec_driver_sql(f"SELECT count(*) FROM {table}").scalar() or 0
+    query = text(f"SELECT count(*) FROM {table}")
+    return service.store.read(lambda connection: connection.scalar(query)) or 0
 
 
 async def test_two_who_submit_the_same_at_once_are_answered_alike(service: Service) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from actors.weights.board import BoardStatus, ReplicaReport
-from service.run.health import EngineChange, EngineWatch, Phase, Readiness, readiness
+from service.run.health import (
+    FAULTS_COUNT_S,
+    EngineChange,
+    EngineWatch,
+    FaultCount,
+    Phase,
+    Readiness,
+    readiness,
+)
 
 
 def board(version: int, *, retired: tuple[str, ...] = (), **versions: int | None) -> BoardStatus:
@@ -112,3 +120,17 @@ def test_the_time_behind_counts_from_the_first_look_and_ends_with_the_last_engin
     assert watch.behind_s(14.0) == 4.0
     watch.check(board(3, a=3, b=3), now=15.0)
     assert watch.behind_s(16.0) == 0.0
+
+
+def test_faults_in_a_row_are_borne_up_to_the_limit_and_forgotten_with_progress() -> None:
+    faults = FaultCount(limit=2)
+    assert [faults.is_one_too_many() for _ in range(3)] == [False, False, True]
+    faults.progressed()
+    assert [faults.is_one_too_many() for _ in range(3)] == [False, False, True]
+
+
+def test_faults_of_a_run_that_waits_for_weeks_are_not_in_a_row() -> None:
+    times = iter([0.0, 1.0, FAULTS_COUNT_S, FAULTS_COUNT_S + 0.5, FAULTS_COUNT_S + 0.75])
+    faults = FaultCount(limit=2, clock=lambda: next(times))
+    # The third comes when the first has been forgotten, and the second is forgotten only later.
+    assert [faults.is_one_too_many() for _ in range(4)] == [False, False, False, True]

@@ -120,8 +120,11 @@ def test_a_prune_that_was_cut_short_is_finished_by_the_next_and_what_is_ahead_st
     (place.checkpoints / "step-000001-t1" / MANIFEST).unlink()
     (place.checkpoints / "step-000001-t1" / "rank-0.pt").touch()
     write_checkpoint(place, 9)
+    # Of a term that begins while this one prunes, and goes on from step 3.
+    (place.checkpoints / "step-000003-t2").mkdir()
     prune(place.checkpoints, store, 1)
-    assert names(place) == ["step-000002-t1", "step-000003-t1", "step-000009-t1"]
+    kept = ["step-000002-t1", "step-000003-t1", "step-000003-t2", "step-000009-t1"]
+    assert names(place) == kept
 
 
 def test_the_inputs_of_refused_updates_are_bounded(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, update
+from sqlalchemy import Connection, select, update
 from worlds.breaking_proxy import breaking_proxy
 from worlds.mounts import fill, small_disk
 from worlds.postgresql_server import PASSWORD, PostgresqlServer, postgresql
@@ -18,9 +18,10 @@ from worlds.record_builders import step_record
 from worlds.submission_service import request
 
 from service.store import tables
+from service.store.database import PATIENCE_S
 from service.store.lineage import read_history
 from service.store.place import schema_name
-from service.store.run_store import ReadOnlyStore, RunStore, StoreError
+from service.store.run_store import ReadOnlyStore, RunStore, StoreError, has_run
 from service.store.submissions import SubmissionStore
 
 
@@ -85,6 +86,36 @@ def test_a_commit_whose_connection_breaks_is_done_once(
         found = submissions.read()
         assert [item.id for item in found.submissions] == ["a", "b", "c"]
         assert len(found.bindings) == 3
+        store.close()
+
+
+def test_a_look_that_is_cut_off_is_taken_again(
+    tmp_path: Path, postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    with breaking_proxy(postgresql_server.port) as proxy:
+        place = postgresql_server.store_url(schema_name(str(tmp_path)))
+        url = place.replace(f":{postgresql_server.port}/", f":{proxy.port}/") + "&sslmode=disable"
+        store = RunStore(url)
+        store.acquire_lease(owner="elsewhere:1")
+        num_looks = 0
+
+        def look(connection: Connection) -> int:
+            nonlocal num_looks
+            num_looks += 1
+            connection.execute(select(tables.steps)).all()
+            if num_looks == 1:
+                proxy.cut()
+                threading.Timer(1.0, proxy.mend).start()
+            return len(connection.execute(select(tables.leases)).all())
+
+        assert store.read(look) == 1 and num_looks == 2
+        # Whoever asks whether there is a run may wait for the answer too.
+        proxy.cut()
+        with pytest.raises(StoreError):
+            has_run(url, patience_s=0.0)
+        threading.Timer(1.0, proxy.mend).start()
+        assert has_run(url, patience_s=PATIENCE_S)
         store.close()
 
 

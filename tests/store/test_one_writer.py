@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sqlalchemy import func, select, update
+from sqlalchemy import Connection, func, select, update
 from worlds.postgresql_server import PASSWORD, PostgresqlServer
 from worlds.record_builders import step_record
 from worlds.store_builders import OpenStore, write_under_way
@@ -117,11 +117,14 @@ def test_who_looks_neither_waits_for_the_writer_nor_makes_it_wait(
         assert place.newest_term() == term and place.live_owner() is not None
         place.check_lease(term)
         writing.execute(select(tables.leases))
-    with looking.reading() as connection:
+
+    def look_twice(connection: Connection) -> int:
         connection.execute(select(tables.steps)).all()
         writer.add_step(step_record(2), term=term, new_events=())
-        # One state of the database, however long the look takes.
-        assert len(connection.execute(select(tables.steps)).all()) == 1
+        return len(connection.execute(select(tables.steps)).all())
+
+    # One state of the database, however long the look takes.
+    assert looking.read(look_twice) == 1
     looking.close()
 
 
@@ -131,8 +134,8 @@ def test_who_looks_cannot_write(tmp_path: Path, opened: OpenStore) -> None:
     if not database.exists():
         pytest.skip("of PostgreSQL the server sees to it")
     looking = ReadOnlyStore(database)
-    with pytest.raises(StoreError, match="readonly"), looking.reading() as connection:
-        connection.execute(update(tables.leases).values(owner="x"))
+    with pytest.raises(StoreError, match="readonly"):
+        looking.read(lambda connection: connection.execute(update(tables.leases).values(owner="x")))
     looking.close()
 
 
@@ -154,11 +157,13 @@ def test_a_copy_of_the_database_alone_is_whole_after_the_end(tmp_path: Path) -> 
         store.add_step(step_record(step), term=term, new_events=())
     # Somebody looks at the run while it ends.
     looking = ReadOnlyStore(tmp_path / "run.db")
-    with looking.reading() as connection:
-        connection.execute(select(tables.formats)).all()
-    with looking.reading():
+    looking.read(lambda connection: connection.execute(select(tables.formats)).all())
+
+    def close_and_copy(_connection: Connection) -> None:
         store.close()
         shutil.copy(tmp_path / "run.db", tmp_path / "copy.db")
+
+    looking.read(close_and_copy)
     looking.close()
     copy = ReadOnlyStore(tmp_path / "copy.db")
     assert [record.step for record in read_history(copy).steps] == list(range(1, 21))

@@ -50,9 +50,8 @@ def store(long_run: RunDir) -> RunStore:
 
 
 def num_rows(store: RunStore, name: str) -> int:
-    with store.reading() as connection:
-        table = tables.metadata.tables[name]
-        return connection.scalar(select(func.count()).select_from(table)) or 0
+    query = select(func.count()).select_from(tables.metadata.tables[name])
+    return store.read(lambda connection: connection.scalar(query)) or 0
 
 
 def test_the_rows_of_a_long_run_are_so_many_and_no_more(store: RunStore) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from sqlalchemy import text
 from worlds.record_builders import step_record
 
 from actors.metrics import Metrics
@@ -61,7 +62,7 @@ async def test_a_write_whose_caller_is_cancelled_is_made_once_and_counted(tmp_pa
         assert all(step.cancelled() for step in steps)
     # The next term begins behind them.
     await recorder.begin_term(await thread.call(store.acquire_lease, owner="next"))
-    with store.reading() as connection:
-        rows = connection.exec_driver_sql("SELECT term, step FROM steps ORDER BY step").all()
+    query = text("SELECT term, step FROM steps ORDER BY step")
+    rows = store.read(lambda connection: connection.execute(query).all())
     assert rows == [(1, 1), (1, 2)]
     assert metrics.values.get_sample_value("rayloom_train_steps_total") == 2

@@ -62,8 +62,8 @@ def statistics_shown(metrics: Metrics) -> dict[str, float]:
 
 def rows_of_events(store: RunStore) -> list[LedgerEvent]:
     """Of every term, whether or not it survives."""
-    with store.reading() as connection:
-        rows = connection.execute(select(tables.events)).mappings().all()
+    query = select(tables.events)
+    rows = store.read(lambda connection: connection.execute(query).mappings().all())
     fields = ("seq", "rollout_id", "kind", "reason", "step")
     return [LedgerEvent(**{field: row[field] for field in fields}) for row in rows]
 

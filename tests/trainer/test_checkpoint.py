@@ -157,6 +157,15 @@ def test_a_claim_removes_what_an_interrupted_save_left(tmp_path: Path) -> None:
     assert (tmp_path / ".tmp-step-000005-t3").is_dir()
 
 
+def test_a_claim_that_a_power_cut_left_empty_is_none(tmp_path: Path) -> None:
+    claim(tmp_path, 3)
+    [file] = tmp_path.iterdir()
+    file.write_text("")
+    claim(tmp_path, 2)
+    with pytest.raises(CheckpointError, match="this run was replaced"):
+        claim(tmp_path, 1)
+
+
 def test_a_disk_that_is_full_for_a_moment_costs_no_checkpoint(
     two_ranks: World, tiny_models: dict[bool, str], tmp_path: Path
 ) -> None:

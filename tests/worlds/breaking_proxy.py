@@ -32,7 +32,6 @@ class BreakingProxy:
         for end in self._ends:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-        self._ends.clear()
 
     def mend(self) -> None:
         self.is_cut = False

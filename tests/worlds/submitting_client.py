@@ -15,7 +15,7 @@ import httpx
 
 OVER = frozenset({"trained", "evicted", "cancelled"})
 ANSWER_LIMIT_S = 30.0
-PAUSE_S = 0.5
+PAUSE_S = 2.0
 # A training step has what was to be cancelled.
 TAKEN = 409
 # 404: the route is not there yet. 429: the backlog is full. 5xx: the run is recovering.
