@@ -25,8 +25,9 @@ class ApiIngress:
     """Holds no state: any number of replicas may answer, and any may die."""
 
     def __init__(self, run_id: str, settings: HttpSettings, host: Any = None) -> None:
-        """host: the run's deployment, where Serve keeps that too; nothing is asked of it here."""
+        """host: the run's deployment, where Serve keeps that too."""
         self._run_id = run_id
+        self._host = host
         self._settings = settings
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -42,7 +43,7 @@ class ApiIngress:
             yield
             task.cancel()
 
-        run = SupervisorClient(self._run_id)
+        run = SupervisorClient(self._run_id, host=self._host)
         return create_app(run, self._settings, metrics=metrics, lifespan=pushing)
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from service.api.ingress import check_listens, open_api, start_serve
 from service.api.settings import HttpSettings, api_address, api_route
@@ -22,7 +19,7 @@ from service.config.tree import Config
 from service.inference.deployment import session_directory, start_serve_for_engines
 from service.launch.cluster import joined, seen_from_afar
 from service.launch.other_nodes import check_api_place, check_other_nodes
-from service.launch.resume import check_lease_free, check_not_taken_over, finished_step
+from service.launch.resume import check_lease_free, finished_step
 from service.launch.run_dir import (
     RunDir,
     check_new,
@@ -31,13 +28,12 @@ from service.launch.run_dir import (
     run_id_of,
 )
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals
-from service.run.health import Cursor, Ending, FaultCount, Phase, RunStatus
-from service.run.supervisor import WhenHeld, start_endpoint, start_supervisor
+from service.launch.watcher import POLL_S, SupervisorWatcher
+from service.run.health import Ending, Phase, RunStatus
+from service.run.supervisor import WhenHeld, start_endpoint, start_supervisor, supervisor_place
 from service.store.place import StoreOptions
 from service.store.run_store import LeaseLost, StoreError
 
-POLL_S = 0.5
-STATUS_DEADLINE_S = 60.0
 EXIT_OK, EXIT_FAILED = 0, 1
 
 
@@ -117,7 +113,7 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
             run_dir,
             model=model,
             run_id=run_id,
-            endpoint=start_endpoint(config, run_dir, run_id=run_id),
+            endpoint=start_endpoint(config, run_id=run_id, place=supervisor_place(run_dir)),
             is_service=api is not None,
             when_held=WhenHeld.TAKE_OVER if request.takes_over else WhenHeld.REFUSE,
         )
@@ -129,13 +125,15 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
             open_api(run_id, api, route=route)
             where = "" if is_local else " of the cluster's head node"
             say(f"the API listens on {api_address(config.service, route=route)}{where}")
+        display = open_display(environ=os.environ)
         watcher = SupervisorWatcher(
             supervisor,
-            open_display(environ=os.environ),
             restart=start,
             max_restarts=config.run.max_recoveries,
+            show=display.update,
+            is_stop_asked=lambda: signals.is_asked,
         )
-        return _show_until_done(watcher, run_dir, signals, stays=api is not None)
+        return _show_until_done(watcher, display, run_dir, signals, stays=api is not None)
     finally:
         # What is left is to end Ray, which a further signal would only leave half done.
         signals.ignore()
@@ -149,94 +147,18 @@ def _report_finished(run_dir: RunDir, step: int) -> int:
     return EXIT_OK
 
 
-class SupervisorWatcher:
-    """Asks the supervisor how the run stands, shows it, and passes a stop on.
-
-    A supervisor that dies is started again, `max_restarts` times at most in a row
-    (`service.run.health.FaultCount`): without a later checkpoint committed between them.
-    """
-
-    def __init__(
-        self, supervisor: Any, display: Display, *, restart: Callable[..., Any], max_restarts: int
-    ) -> None:
-        self._supervisor = supervisor
-        self._restart = restart
-        self._max_restarts = max_restarts
-        self.display = display
-        self._cursor = Cursor()
-        # One question at a time: an answer says from where the next one goes on.
-        self._question: Any = None
-        self.last: RunStatus | None = None
-
-    def run(self, run_dir: RunDir, signals: StopSignals) -> Ending:
-        """Return when the run has ended.
-
-        Raises: RayTaskError for what ended it; ActorDiedError, LeaseLost when no supervisor is
-        left; KeyboardInterrupt for a stop before the supervisor has answered.
-        """
-        faults, furthest_step = FaultCount(limit=self._max_restarts), 0
-        while True:
-            running = self._supervisor.run.remote()
-            self._follow(running, signals)
-            try:
-                ending: Ending = ray.get(running)
-                return ending
-            except ActorDiedError as error:
-                if self.last is not None and self.last.checkpoint_step > furthest_step:
-                    faults.progressed()
-                    furthest_step = self.last.checkpoint_step
-                is_final = error.actor_init_failed or faults.is_one_too_many()
-                # Where the whole node was lost, Ray would wait for another one without end.
-                if is_final or signals.is_asked or not _is_any_node_alive():
-                    raise
-            name = self.last.supervisor if self.last else ""
-            check_not_taken_over(run_dir, lost=name)
-            self._supervisor = self._restart(lost=self._supervisor, lost_name=name)
-            self._cursor, self._question = Cursor(), None
-
-    def _follow(self, running: Any, signals: StopSignals) -> None:
-        """Return when `running` has ended."""
-        is_stop_sent = False
-        while True:
-            if self._question is None:
-                self._question = self._supervisor.status.remote(self._cursor)
-            finished, _ = ray.wait([running], timeout=POLL_S)
-            self._show_answer(limit_s=STATUS_DEADLINE_S if finished else 0.0)
-            if finished:
-                return
-            if signals.is_asked and not is_stop_sent:
-                if self.last is None:
-                    raise KeyboardInterrupt
-                self._supervisor.stop.remote()
-                is_stop_sent = True
-
-    def _show_answer(self, *, limit_s: float) -> None:
-        answered, _ = ray.wait([self._question], timeout=limit_s)
-        if not answered:
-            return
-        question, self._question = self._question, None
-        try:
-            status: RunStatus = ray.get(question)
-        except RayError:
-            # What `run` raises says what happened.
-            return
-        self.last = status
-        self.display.update(status)
-        self._cursor = status.cursor
-
-
-def _is_any_node_alive() -> bool:
-    return any(node["Alive"] for node in ray.nodes())
-
-
 def _show_until_done(
-    watcher: SupervisorWatcher, run_dir: RunDir, signals: StopSignals, *, stays: bool
+    watcher: SupervisorWatcher,
+    display: Display,
+    run_dir: RunDir,
+    signals: StopSignals,
+    *,
+    stays: bool,
 ) -> int:
     """stays: after the last step the API goes on answering, until a signal comes."""
     worker_logs = session_directory() / "logs"
-    display = watcher.display
     try:
-        ending = watcher.run(run_dir, signals)
+        ending = watcher.run(run_dir)
         if stays:
             _stay(ending, display, signals)
         # The run has ended: a signal from here on changes nothing.

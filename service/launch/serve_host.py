@@ -1,95 +1,181 @@
 """A run as a Ray Serve deployment, for clusters without a command line.
 
-One replica, which starts the run's supervisor and owns it. When either dies, Serve starts the
-replica anew, and the run goes on from its newest checkpoint: the path of `--resume`. A run that
-another process holds is waited for, and one that was taken over stays with who has it.
+One replica, which starts the run's supervisor, and another one when it dies. When the replica dies,
+Serve starts it anew, and the run goes on from its newest checkpoint: the path of `--resume`. It
+stays whatever becomes of the run, and so do the run's metrics: a start that is refused is tried
+again, for its cause may lie outside; a run that failed is begun again, a few times and ever later;
+one that ended, or that another process took over, is left alone.
 """
 
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
+from threading import Event
 from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 
+from actors.metrics import AtomicRegistry, RunMetrics
 from service.config.file import ConfigError
 from service.config.tree import Config
-from service.launch.cluster import check_places, prepare_environment
+from service.launch.cluster import check_places, on_this_node, prepare_environment
 from service.launch.other_nodes import check_other_nodes
 from service.launch.placement import HEAD_NODE, SHARE
 from service.launch.run_dir import RunDir, check_new, check_resumable, prepared_run, run_id_of
-from service.run.health import Ending
+from service.launch.watcher import SupervisorWatcher
+from service.run.health import FaultCount, Phase
 from service.run.supervisor import WhenHeld, start_endpoint, start_supervisor
 from service.store.place import StoreOptions
 from service.store.run_store import LeaseLost, StoreError
 from service.store.tables import RunKind
+from service.telemetry.endpoint import SUPERVISOR, Push
 
 log = logging.getLogger("ray.serve")
 
 ANSWER_LIMIT_S = 300.0
+# Before a start that was refused, or a run that failed, is tried again.
+PAUSES_S = (10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
+
+
+class _Attempts:
+    """When the next one comes."""
+
+    def __init__(self, *, max_failures: int) -> None:
+        self._faults = FaultCount(limit=max_failures)
+        self._furthest_step = self._num_pauses = 0
+
+    def refused(self) -> float:
+        """Returns: seconds to wait."""
+        self._num_pauses += 1
+        return PAUSES_S[min(self._num_pauses, len(PAUSES_S)) - 1]
+
+    def failed(self, watcher: SupervisorWatcher | None) -> float | None:
+        """watcher: of what failed. Returns: seconds to wait; None when it has failed too often."""
+        step = watcher.last.checkpoint_step if watcher and watcher.last else 0
+        if step > self._furthest_step:
+            self._furthest_step, self._num_pauses = step, 0
+            self._faults.progressed()
+        return None if self._faults.is_one_too_many() else self.refused()
 
 
 class RunHost:
-    """Its health is the run's: a run that failed is begun again, one that ended is not."""
+    """Keeps the run going. Its health is its own: what the run does is in /readyz and /metrics."""
 
     def __init__(self, config: Config, run_dir: RunDir, store: StoreOptions) -> None:
-        """Raises: ConfigError, which Serve shows as the reason of the failed deployment."""
+        self._config, self._run_dir, self._store = config, run_dir, store
+        self._run_id = run_id_of(config, run_dir)
+        self._why_down = "the run is starting"
+        self._told_to_go = Event()
         # The checks ask the environment for a first observation in an event loop of their own, and
         # Serve's runs in this thread.
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            self._supervisor = pool.submit(_start, config, run_dir, store).result()
-        self._running: Any = self._supervisor.run.remote()
-        self._ending: Ending | None = None
+        self._keeping = ThreadPoolExecutor(max_workers=1).submit(self._keep)
 
     def check_health(self) -> None:
-        """Raises: what the run raised."""
-        if self._ending is not None:
-            return
-        ended, _ = ray.wait([self._running], timeout=0)
-        if not ended:
-            return
+        """Raises: what a bug raised in the keeping of the run."""
+        if self._keeping.done():
+            self._keeping.result()
+
+    def __del__(self) -> None:
+        """Serve calls this when it ends the replica in order: the run ends its step, and commits
+        it."""
+        self._told_to_go.set()
+        wait([self._keeping])
+
+    def why_down(self) -> str:
+        """Why no supervisor answers, in a sentence."""
+        return self._why_down
+
+    def _keep(self) -> None:
+        """Return when the run has ended, or is given up."""
+        place = {"scheduling_strategy": on_this_node()}
+        self._endpoint = start_endpoint(self._config, run_id=self._run_id, place=place)
+        attempts = _Attempts(max_failures=self._config.run.max_recoveries)
+        while True:
+            watcher: SupervisorWatcher | None = None
+            try:
+                watcher = self._start()
+                self._tell(f"the run has ended: {watcher.run(self._run_dir).reason}")
+                return
+            except KeyboardInterrupt:
+                # Told to go before the supervisor has answered.
+                return
+            except ConfigError as refusal:
+                why, pause_s = f"the start is refused: {refusal}", attempts.refused()
+                self._show(Phase.REFUSED)
+            except (LeaseLost, RayError, StoreError, TimeoutError) as error:
+                cause = error.cause if isinstance(error, RayTaskError) else error
+                if isinstance(cause, LeaseLost):
+                    # Begun again, it would take the run back, and so on for ever.
+                    self._tell(str(cause))
+                    return
+                why, pause_s = f"the run failed: {cause}", attempts.failed(watcher)
+                if not isinstance(error, RayTaskError):
+                    # No supervisor has said so.
+                    self._show(Phase.FAILED)
+            if pause_s is None:
+                self._tell(f"{why}; too often in a row, so it is not begun again")
+                return
+            self._tell(f"{why}; the next attempt comes in {pause_s:g} s")
+            if self._told_to_go.wait(pause_s):
+                return
+            if watcher is not None:
+                watcher.kill()
+
+    def _tell(self, why: str) -> None:
+        self._why_down = why
+        log.warning("%s", why)
+
+    def _show(self, phase: Phase) -> None:
+        """Show it in the metrics, until a supervisor shows its own."""
+        registry = AtomicRegistry()
+        RunMetrics(registry).phase.show({each.value: float(each is phase) for each in Phase})
+        values = tuple(registry.collect())
+        push = Push(role=SUPERVISOR, epoch=time.time_ns(), number=1, values=values, is_last=True)
+        with suppress(RayError):
+            ray.get(self._endpoint.push.remote(push), timeout=ANSWER_LIMIT_S)
+
+    def _start(self) -> SupervisorWatcher:
+        """Raises: ConfigError."""
+        config, run_dir = self._config, self._run_dir
+        prepare_environment(config)
         try:
-            self._ending = ray.get(self._running)
-        except RayTaskError as error:
-            if not isinstance(error.cause, LeaseLost):
-                raise RuntimeError(f"the run failed: {error}") from error
-            # Restarted, it would take the run back, and so on for ever.
-            self._ending = Ending(reason=str(error.cause), has_report=False)
-        except RayError as error:
-            raise RuntimeError(f"the run failed: {error}") from error
-        log.info("the run has ended: %s", self._ending.reason)
-
-
-def _start(config: Config, run_dir: RunDir, store: StoreOptions) -> Any:
-    prepare_environment(config)
-    try:
-        has_run = run_dir.has_run()
-    except StoreError as error:
-        raise ConfigError(f"run directory {run_dir.path}: {error}") from error
-    if has_run:
-        check_resumable(run_dir, config, kind=RunKind.SERVE)
-    else:
-        check_new(run_dir)
-    with prepared_run(config, run_dir, is_local=False, store=store) as model:
-        # Serve may be quicker than the workers of its cluster.
-        check_places(config, limit_s=config.inference.start_deadline_s)
-        check_other_nodes(config, run_dir, model=model)
-        run_id = run_id_of(config, run_dir)
-        supervisor = start_supervisor(
-            config,
-            run_dir,
-            model=model,
-            run_id=run_id,
-            endpoint=start_endpoint(config, run_dir, run_id=run_id),
-            is_service=True,
-            when_held=WhenHeld.WAIT,
+            has_run = run_dir.has_run()
+        except StoreError as error:
+            raise ConfigError(f"run directory {run_dir.path}: {error}") from error
+        if has_run:
+            check_resumable(run_dir, config, kind=RunKind.SERVE)
+        else:
+            check_new(run_dir)
+        with prepared_run(config, run_dir, is_local=False, store=self._store) as model:
+            # Serve may be quicker than the workers of its cluster.
+            check_places(config, limit_s=config.inference.start_deadline_s)
+            check_other_nodes(config, run_dir, model=model)
+            start = partial(
+                start_supervisor,
+                config,
+                run_dir,
+                model=model,
+                run_id=self._run_id,
+                endpoint=self._endpoint,
+                is_service=True,
+                when_held=WhenHeld.WAIT,
+            )
+            supervisor = start()
+            # Once it answers, the database is there.
+            ray.get(supervisor.readiness.remote(), timeout=ANSWER_LIMIT_S)
+        return SupervisorWatcher(
+            supervisor,
+            restart=start,
+            max_restarts=config.run.max_recoveries,
+            show=lambda _status: None,
+            is_stop_asked=self._told_to_go.is_set,
         )
-        # Once it answers, the database is there.
-        ray.get(supervisor.readiness.remote(), timeout=ANSWER_LIMIT_S)
-        return supervisor
 
 
 def run_host(config: Config, run_dir: RunDir, store: StoreOptions) -> Any:
@@ -97,7 +183,7 @@ def run_host(config: Config, run_dir: RunDir, store: StoreOptions) -> Any:
     deployment = serve.deployment(
         name="run",
         num_replicas=1,
-        max_ongoing_requests=1,
+        max_ongoing_requests=8,
         # Beside the supervisor: both see the same local disk and the same processes.
         ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: SHARE}},
         health_check_period_s=2.0,

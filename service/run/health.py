@@ -49,6 +49,8 @@ OTHER_REMEDY = "look at the rules of rollouts.outcomes and at algorithm.min_grou
 class Phase(StrEnum):
     """What a run is doing; the values are shown to users."""
 
+    REFUSED = "refused"
+    """Its start; tried again."""
     STARTING = "starting"
     TRAINING = "training"
     EVALUATING = "evaluating"

@@ -80,8 +80,10 @@ class _RemoteHandle:
 class SupervisorClient:
     """`service.api.app.RunPort` in any process: the supervisor, found by the run's id."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, *, host: Any = None) -> None:
+        """host: a handle of `service.launch.serve_host.RunHost`, where there is one."""
         self._run_id = run_id
+        self._host = host
         self._actor: Any = None
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
@@ -114,7 +116,8 @@ class SupervisorClient:
         try:
             actor = ray.get_actor(self._run_id, namespace=NAMESPACE)
         except (ValueError, RayError) as error:
-            raise RunUnavailable(f"the run {self._run_id} is not there: {error}") from error
+            why = await self._why_down() or f"the run {self._run_id} is not there: {error}"
+            raise RunUnavailable(why) from error
         contact = actor.readiness.remote()
         try:
             await await_reply(contact, name="supervisor", deadline_s=CONTACT_DEADLINE_S)
@@ -122,3 +125,12 @@ class SupervisorClient:
             raise RunUnavailable(f"the run is starting, or has died: {error}") from error
         self._actor = actor
         return actor
+
+    async def _why_down(self) -> str:
+        """What the run's host says; empty where nothing is known."""
+        if self._host is None:
+            return ""
+        try:
+            return str(await within(CONTACT_DEADLINE_S, self._host.why_down.remote()))
+        except (RayError, TimeoutError):
+            return ""

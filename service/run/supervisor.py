@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -65,6 +65,7 @@ from service.store.thread import StoreThread
 from service.telemetry.endpoint import (
     PUSH_EVERY_S,
     PUSH_LIMIT_S,
+    SUPERVISOR,
     MetricsEndpoint,
     Pusher,
     Reading,
@@ -158,7 +159,7 @@ class Supervisor:
         self._metrics.run.build.labels(
             **{label: versions.get(label, "") for label in self._metrics.run.build._labelnames}
         ).set(1)
-        self._pusher = Pusher(metrics.push, role="supervisor", read=self._read_metrics)
+        self._pusher = Pusher(metrics.push, role=SUPERVISOR, read=self._read_metrics)
         self._metrics_address: str | None = None
         self._started_at = time.time()
         self._earlier_wall_s = 0.0
@@ -564,23 +565,45 @@ def engine_settings(config: Config, *, model: str) -> EngineSettings:
     )
 
 
-def start_endpoint(config: Config, run_dir: RunDir, *, run_id: str) -> Any:
-    """Start the actor that serves the run's metrics, beside the supervisors that it outlives.
+def start_endpoint(config: Config, *, run_id: str, place: dict[str, Any]) -> Any:
+    """Start the actor that serves the run's metrics; it outlives supervisors.
 
-    It ends with the calling process.
+    It ends with the calling process. place: Ray's options. Raises: TimeoutError.
     """
     actor_class = ray.remote(MetricsEndpoint).options(
         num_cpus=0,
         max_restarts=-1,
         name=endpoint_name(run_id),
         namespace=NAMESPACE,
-        **_place(run_dir),
+        **place,
     )
     metrics = config.metrics
-    return actor_class.remote(config.run.name, host=metrics.host, port=metrics.port)
+    return _start_named(
+        lambda: actor_class.remote(config.run.name, host=metrics.host, port=metrics.port),
+        name=endpoint_name(run_id),
+    )
 
 
-def _place(run_dir: RunDir) -> dict[str, Any]:
+def _start_named(start: Callable[[], Any], *, name: str, limit_s: float = NAME_LIMIT_S) -> Any:
+    """Call `start` until it returns an actor: Ray frees a name a moment after the death.
+
+    Raises: TimeoutError.
+    """
+
+    def attempt() -> Any:
+        with suppress(ValueError):
+            return start()
+        return None
+
+    if (started := poll(attempt, limit_s=limit_s)) is None:
+        raise TimeoutError(
+            f"the name {name} is still taken after {limit_s:g} s, expected it to be free once the "
+            "actor of that name has ended; look at the cluster's actors"
+        )
+    return started
+
+
+def supervisor_place(run_dir: RunDir) -> dict[str, Any]:
     """Here where the database is a file; else on a node that offers the supervisor's role, or on
     the cluster's head node, where a Kubernetes Service finds the metrics."""
     if sqlite_file(run_dir.database_url) is not None:
@@ -616,7 +639,7 @@ def start_supervisor(
         max_restarts=0,
         name=run_id,
         namespace=NAMESPACE,
-        **_place(run_dir),
+        **supervisor_place(run_dir),
     )
     notice = "" if lost is None else "the supervisor died; a new one goes on under a new lease"
 
@@ -629,25 +652,17 @@ def start_supervisor(
                 # It may have the lease. One whose own process has died ends within a moment.
                 return None
             ray.kill(named)
-        with suppress(ValueError):
-            return actor_class.remote(
-                config,
-                run_dir,
-                engines=engines,
-                run_id=run_id,
-                endpoint=endpoint,
-                is_service=is_service,
-                when_held=when_held if lost is None else WhenHeld.REFUSE,
-                replaces=lost_name,
-                notice=notice,
-            )
-        return None
-
-    # Ray frees the name a moment after the death.
-    limit_s = math.inf if when_held is WhenHeld.WAIT else NAME_LIMIT_S
-    if (started := poll(start, limit_s=limit_s)) is None:
-        raise TimeoutError(
-            f"the name {run_id} is still taken after {NAME_LIMIT_S:g} s, expected it to be free "
-            "once the supervisor of that name has ended; look at the cluster's actors"
+        return actor_class.remote(
+            config,
+            run_dir,
+            engines=engines,
+            run_id=run_id,
+            endpoint=endpoint,
+            is_service=is_service,
+            when_held=when_held if lost is None else WhenHeld.REFUSE,
+            replaces=lost_name,
+            notice=notice,
         )
-    return started
+
+    limit_s = math.inf if when_held is WhenHeld.WAIT else NAME_LIMIT_S
+    return _start_named(start, name=run_id, limit_s=limit_s)

@@ -16,19 +16,23 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from wsgiref.simple_server import WSGIServer
 
 import ray
 from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.registry import Collector
 from ray.exceptions import RayError
 
-from actors.deadline import within
+from actors.deadline import poll, within
 from service.launch.cluster import NAMESPACE
 
 # Several pushes fit into it, and a supervisor's successor comes about as soon.
 SILENT_S = 30.0
+# The role of whoever speaks for the run.
+SUPERVISOR = "supervisor"
 PUSH_EVERY_S = 1.0
 PUSH_LIMIT_S = 10.0
+PORT_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +128,23 @@ class MetricsEndpoint:
         self._pushed = PushedMetrics(run=run)
         registry = CollectorRegistry()
         registry.register(self._pushed)
-        self._server, _ = start_http_server(port, addr=host, registry=registry)
+
+        def serve() -> WSGIServer | None:
+            with suppress(OSError):
+                return start_http_server(port, addr=host, registry=registry)[0]
+            return None
+
+        # The endpoint before this one may still be ending.
+        found = poll(serve, limit_s=PORT_LIMIT_S)
+        self._server = found or start_http_server(port, addr=host, registry=registry)[0]
 
     async def push(self, push: Push) -> str:
         """Returns: the endpoint's URL."""
         self._pushed.push(push)
+        return await self.address()
+
+    async def address(self) -> str:
+        """The endpoint's URL."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}/metrics"
 

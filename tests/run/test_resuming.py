@@ -52,7 +52,7 @@ def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3)) -> RunDir:
 GO_ON = """
 import sys
 from pathlib import Path
-from service.cli.train import SupervisorWatcher
+from service.launch.watcher import SupervisorWatcher
 from service.config.file import load_config
 from service.launch.run_dir import RunDir, prepared_run
 from service.run.supervisor import Supervisor

@@ -1,38 +1,58 @@
-"""The host on Ray Serve: its health is the run's, but a run that was taken over is left alone."""
+"""The host on Ray Serve stays, whatever becomes of the run, and says why it is down."""
 
 from __future__ import annotations
 
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import ray
+from worlds.run_driver import small_config
 
+from service.config.file import load_config
+from service.launch import serve_host
+from service.launch.run_dir import RunDir
 from service.launch.serve_host import RunHost
-from service.run.health import RunFailed
-from service.store.run_store import LeaseLost
+from service.store.place import StoreOptions
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-
-@ray.remote(num_cpus=0)
-def run_that_raises(error: Exception) -> None:
-    raise error
+LIMIT_S = 60.0
 
 
-def host_of(error: Exception) -> RunHost:
-    """A host whose run has ended with an error."""
-    host = RunHost.__new__(RunHost)
-    host._ending, host._running = None, run_that_raises.remote(error)
-    ray.wait([host._running], timeout=60.0)
-    return host
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_host, "PAUSES_S", (0.2,))
 
 
-def test_a_run_that_another_process_took_over_is_not_begun_again() -> None:
-    host = host_of(LeaseLost("taken over by elsewhere:7 (term 2)"))
-    for _ in range(2):
-        host.check_health()
-    assert host._ending is not None and "elsewhere:7" in host._ending.reason
+@pytest.fixture
+def host(tmp_path: Path, quick: None) -> Iterator[RunHost]:
+    """Of a run whose directory is taken by something else."""
+    (tmp_path / "run").write_text("a file")
+    config = load_config(small_config(tmp_path))
+    host = RunHost(config, RunDir(path=tmp_path / "run"), StoreOptions())
+    yield host
+    host.__del__()
+    ray.kill(host._endpoint)
 
 
-def test_a_run_that_failed_is_begun_again() -> None:
-    host = host_of(RunFailed("no update was finite"))
-    with pytest.raises(RuntimeError, match="no update was finite"):
-        host.check_health()
+def wait_for(host: RunHost, words: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while words not in host.why_down():
+        assert time.monotonic() < deadline, host.why_down()
+        time.sleep(0.05)
+
+
+def test_a_start_that_is_refused_is_told_and_tried_again(host: RunHost, tmp_path: Path) -> None:
+    wait_for(host, "the start is refused: run directory ")
+    host.check_health()
+    address = ray.get(host._endpoint.address.remote(), timeout=LIMIT_S)
+    with urllib.request.urlopen(address, timeout=LIMIT_S) as reply:
+        assert 'rayloom_run_phase{phase="refused",run="small"} 1.0' in reply.read().decode()
+    # Another cause now, which shows that it has been tried again.
+    (tmp_path / "run").unlink()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "of a stranger").touch()
+    wait_for(host, "of a stranger")

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -36,14 +37,20 @@ def place(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def supervisor(place: RunDir, tiny_models: dict[bool, str], cluster: None) -> Iterator[Supervisor]:
+def endpoint(place: RunDir, cluster: None) -> Iterator[Any]:
+    config = load_config(small_config(place.path.parent))
+    endpoint = start_endpoint(config, run_id="rayloom-test", place={})
+    yield endpoint
+    ray.kill(endpoint)
+
+
+@pytest.fixture
+def supervisor(place: RunDir, tiny_models: dict[bool, str], endpoint: Any) -> Iterator[Supervisor]:
     """One that has started nothing yet."""
     log = logging.getLogger("rayloom")
     config = load_config(small_config(place.path.parent))
     engines = engine_settings(config, model=tiny_models[True])
-    endpoint = start_endpoint(config, place, run_id="rayloom-test")
     yield Supervisor(config, place, engines=engines, run_id="rayloom-test", endpoint=endpoint)
-    ray.kill(endpoint)
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
@@ -200,11 +207,11 @@ class Faulty(Supervisor):
     [([], 2), ([1, 2, 3, 4], 5), ([1, 0, 2], 2), ([2, 2, 2], 2)],
 )
 async def test_recoveries_count_from_the_last_later_checkpoint_on(
-    place: RunDir, tiny_models: dict[bool, str], commits: list[int], terms: int
+    place: RunDir, tiny_models: dict[bool, str], endpoint: Any, commits: list[int], terms: int
 ) -> None:
     config = load_config(small_config(place.path.parent), ["run.max_recoveries=1"])
     engines = engine_settings(config, model=tiny_models[True])
-    supervisor = Faulty(config, place, engines=engines, run_id="rayloom-test")
+    supervisor = Faulty(config, place, engines=engines, run_id="rayloom-test", endpoint=endpoint)
     supervisor.commits = list(commits)
     with pytest.raises(ActorLost, match=f"term {terms} lost a part"):
         await supervisor._run_terms()

@@ -11,28 +11,15 @@ from ray.exceptions import ActorDiedError
 from worlds.mortal_supervisor import Mortal
 from worlds.run_driver import small_config
 
-from service.cli.train import SupervisorWatcher
 from service.config.file import load_config
 from service.launch.cluster import NAMESPACE
 from service.launch.run_dir import RunDir
-from service.launch.signals import StopSignals
+from service.launch.watcher import SupervisorWatcher
 from service.run.health import RunStatus
 from service.run.supervisor import start_supervisor
 from service.store.run_store import LeaseLost, RunStore, own_name
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
-
-
-class Screen:
-    """A display that keeps what it is shown."""
-
-    def __init__(self) -> None:
-        self.shown: list[RunStatus] = []
-
-    def update(self, status: RunStatus) -> None:
-        self.shown.append(status)
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -57,25 +44,33 @@ def watcher(
         return Mortal.remote(dies=len(lost_ones) < num_deaths, checkpoint_step=step)
 
     first = Mortal.remote(dies=num_deaths > 0, name=name, checkpoint_step=int(commits))
-    return SupervisorWatcher(first, Screen(), restart=restart, max_restarts=max_restarts), lost_ones
+    shown: list[RunStatus] = []
+    watching = SupervisorWatcher(
+        first,
+        restart=restart,
+        max_restarts=max_restarts,
+        show=shown.append,
+        is_stop_asked=lambda: False,
+    )
+    return watching, lost_ones
 
 
 def test_a_run_whose_supervisor_dies_goes_on_to_its_end(place: RunDir) -> None:
     watching, lost = watcher(num_deaths=2, max_restarts=2)
-    assert watching.run(place, StopSignals()).reason == "all 4 steps are done"
+    assert watching.run(place).reason == "all 4 steps are done"
     assert len(lost) == 2
 
 
 def test_a_supervisor_that_keeps_dying_is_started_so_many_times_and_no_more(place: RunDir) -> None:
     watching, lost = watcher(num_deaths=9, max_restarts=2)
     with pytest.raises(ActorDiedError):
-        watching.run(place, StopSignals())
+        watching.run(place)
     assert len(lost) == 2
 
 
 def test_deaths_with_a_later_checkpoint_between_them_do_not_add_up(place: RunDir) -> None:
     watching, lost = watcher(num_deaths=3, max_restarts=1, commits=True)
-    assert watching.run(place, StopSignals()).reason == "all 4 steps are done"
+    assert watching.run(place).reason == "all 4 steps are done"
     assert len(lost) == 3
 
 
@@ -85,7 +80,7 @@ def test_a_run_that_another_process_has_taken_over_is_not_taken_back(place: RunD
     store.close()
     watching, lost = watcher(num_deaths=1, max_restarts=2)
     with pytest.raises(LeaseLost, match="has taken the run over"):
-        watching.run(place, StopSignals())
+        watching.run(place)
     assert lost == []
 
 
@@ -96,7 +91,7 @@ def test_a_supervisor_that_ray_calls_dead_before_it_is_has_taken_nothing_over(
     store.renew(store.acquire_lease(owner=own_name()).term)
     store.close()
     watching, lost = watcher(num_deaths=1, max_restarts=2, name=own_name())
-    assert watching.run(place, StopSignals()).reason == "all 4 steps are done"
+    assert watching.run(place).reason == "all 4 steps are done"
     assert len(lost) == 1
 
 

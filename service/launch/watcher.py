@@ -1,0 +1,110 @@
+"""Watches a run's supervisor, and starts another one when it dies.
+
+For whoever starts a run: the command, and the host on Ray Serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
+from service.launch.resume import check_not_taken_over
+from service.launch.run_dir import RunDir
+from service.run.health import Cursor, Ending, FaultCount, RunStatus
+
+POLL_S = 0.5
+STATUS_DEADLINE_S = 60.0
+
+
+class SupervisorWatcher:
+    """Asks the supervisor how the run stands, shows it, and passes a stop on.
+
+    A supervisor that dies is started again, `max_restarts` times at most in a row
+    (`service.run.health.FaultCount`): without a later checkpoint committed between them.
+    """
+
+    def __init__(
+        self,
+        supervisor: Any,
+        *,
+        restart: Callable[..., Any],
+        max_restarts: int,
+        show: Callable[[RunStatus], None],
+        is_stop_asked: Callable[[], bool],
+    ) -> None:
+        """show: called with each status, in order."""
+        self._supervisor = supervisor
+        self._restart = restart
+        self._max_restarts = max_restarts
+        self._show, self._is_stop_asked = show, is_stop_asked
+        self._cursor = Cursor()
+        # One question at a time: an answer says from where the next one goes on.
+        self._question: Any = None
+        self.last: RunStatus | None = None
+
+    def run(self, run_dir: RunDir) -> Ending:
+        """Return when the run has ended.
+
+        Raises: RayTaskError for what ended it; ActorDiedError, LeaseLost when no supervisor is
+        left; KeyboardInterrupt for a stop before the supervisor has answered.
+        """
+        faults, furthest_step = FaultCount(limit=self._max_restarts), 0
+        while True:
+            running = self._supervisor.run.remote()
+            self._follow(running)
+            try:
+                ending: Ending = ray.get(running)
+                return ending
+            except ActorDiedError as error:
+                if self.last is not None and self.last.checkpoint_step > furthest_step:
+                    faults.progressed()
+                    furthest_step = self.last.checkpoint_step
+                is_final = error.actor_init_failed or faults.is_one_too_many()
+                # Where the whole node was lost, Ray would wait for another one without end.
+                if is_final or self._is_stop_asked() or not _is_any_node_alive():
+                    raise
+            name = self.last.supervisor if self.last else ""
+            check_not_taken_over(run_dir, lost=name)
+            self._supervisor = self._restart(lost=self._supervisor, lost_name=name)
+            self._cursor, self._question = Cursor(), None
+
+    def kill(self) -> None:
+        """End the supervisor, and with it its actors."""
+        ray.kill(self._supervisor)
+
+    def _follow(self, running: Any) -> None:
+        """Return when `running` has ended."""
+        is_stop_sent = False
+        while True:
+            if self._question is None:
+                self._question = self._supervisor.status.remote(self._cursor)
+            finished, _ = ray.wait([running], timeout=POLL_S)
+            self._show_answer(limit_s=STATUS_DEADLINE_S if finished else 0.0)
+            if finished:
+                return
+            if self._is_stop_asked() and not is_stop_sent:
+                if self.last is None:
+                    raise KeyboardInterrupt
+                self._supervisor.stop.remote()
+                is_stop_sent = True
+
+    def _show_answer(self, *, limit_s: float) -> None:
+        answered, _ = ray.wait([self._question], timeout=limit_s)
+        if not answered:
+            return
+        question, self._question = self._question, None
+        try:
+            status: RunStatus = ray.get(question)
+        except RayError:
+            # What `run` raises says what happened.
+            return
+        self.last = status
+        self._show(status)
+        self._cursor = status.cursor
+
+
+def _is_any_node_alive() -> bool:
+    return any(node["Alive"] for node in ray.nodes())
