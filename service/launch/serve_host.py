@@ -98,6 +98,7 @@ class RunHost:
         attempts = _Attempts(max_failures=self._config.run.max_recoveries)
         while True:
             watcher: SupervisorWatcher | None = None
+            pause_s: float | None
             try:
                 watcher = self._start()
                 self._tell(f"the run has ended: {watcher.run(self._run_dir).reason}")
