@@ -28,7 +28,7 @@ from actors.merge.groups import PayloadsLost, ScoresLost
 from actors.merge.report import StepReport
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups
-from actors.trajectory_queue.messages import QueueCut, StepInput
+from actors.trajectory_queue.messages import QueueSnapshot, StepInput
 from actors.types import Task
 from service.config.tree import RunSettings
 from service.run.health import FailureLimits, FailureWatch, RunFailed, WeightsMoved
@@ -391,12 +391,14 @@ class Loop:
     async def _commit_when_written(self, step: int) -> None:
         """Take the queue's state of the step now; commit both while the next step is trained.
 
-        Events that come later have higher numbers than the cut names, and may be stored before it.
+        Events that come later have higher numbers than it names, and may be stored before it.
         """
-        version, cut = self._handles.trainer.version, await self._handles.queue.cut()
-        self._saving = asyncio.create_task(self._commit_written(step, version, cut), name="save")
+        version, snapshot = self._handles.trainer.version, await self._handles.queue.cut()
+        self._saving = asyncio.create_task(
+            self._commit_written(step, version, snapshot), name="save"
+        )
 
-    async def _commit_written(self, step: int, version: int, cut: QueueCut) -> None:
+    async def _commit_written(self, step: int, version: int, snapshot: QueueSnapshot) -> None:
         path = await self._handles.trainer.finish_save()
         if path is None:
             self._handles.recorder.notice(
@@ -404,14 +406,17 @@ class Loop:
                 "counts until the next"
             )
             return
-        await self._commit(Commit(step=step, version=version, directory=path.name), cut)
+        await self._commit(Commit(step=step, version=version, directory=path.name), snapshot)
         await self._handles.trainer.committed(step, path)
         await self._handles.prune_checkpoints()
 
-    async def _commit(self, commit: Commit, cut: QueueCut) -> None:
+    async def _commit(self, commit: Commit, snapshot: QueueSnapshot) -> None:
         """Store a written checkpoint with the queue's state: the next term goes on from it."""
         await self._handles.recorder.checkpoint(
-            step=commit.step, version=commit.version, directory=commit.directory, cut=cut
+            step=commit.step,
+            version=commit.version,
+            directory=commit.directory,
+            snapshot=snapshot,
         )
         self._committed = commit
 

@@ -11,7 +11,7 @@ from actors.merge.report import MergeReport
 from actors.metrics import Metrics, Part
 from actors.outcomes import DEFAULT_RULES, Disposition
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent
-from actors.trajectory_queue.messages import QueueCut, QueueStats
+from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
 from actors.types import Outcome, TrajectorySummary
 from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutResult
@@ -179,7 +179,9 @@ class RunRecorder:
         term = self.term
         await self._thread.finish(write())
 
-    async def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
+    async def checkpoint(
+        self, *, step: int, version: int, directory: str, snapshot: QueueSnapshot
+    ) -> None:
         events, results = self._take_pending()
 
         async def write() -> None:
@@ -189,10 +191,10 @@ class RunRecorder:
                 step=step,
                 policy_version=version,
                 directory=directory,
-                queue_snapshot=cut.snapshot,
+                queue_snapshot=snapshot,
                 new_events=events,
                 new_results=results,
-                last_event_seq=cut.last_event_seq,
+                last_event_seq=snapshot.last_event_seq,
             )
             self._stored.events(events)
             if step != self.checkpoint_step:

@@ -20,8 +20,7 @@ from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest
 from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome
-from actors.trajectory_queue.messages import OpenSlot, QueueCut, StepInput
-from actors.trajectory_queue.state import QueueState
+from actors.trajectory_queue.messages import OpenSlot, QueueSnapshot, StepInput
 from actors.types import Outcome, Task, TrajectorySummary
 from service.config.tree import RunSettings
 from service.inference.settings import InferenceSettings
@@ -29,8 +28,6 @@ from service.run.health import FailureLimits, WeightsMoved
 from service.run.loop import Handles, Loop, LoopSettings
 from service.run.task_feed import ConfiguredTasks
 from service.telemetry.records import EvaluationRecord, StepRecord
-from worlds.queue_builders import queue_cut
-from worlds.settings import queue_settings
 
 LIMITS = FailureLimits(
     rollouts=RolloutSettings(max_failed_groups=4, failed_groups_grace_s=0.0),
@@ -134,9 +131,9 @@ class World:
     def failed_groups(self) -> FailedGroups | None:
         return FAILED if self.fail_from == self.num_taken else None
 
-    async def cut(self) -> QueueCut:
+    async def cut(self) -> QueueSnapshot:
         self.calls.append("cut")
-        return queue_cut(QueueState(queue_settings(groups_per_step=1)))
+        return QueueSnapshot()
 
     async def cancel_all(self) -> None:
         self.calls.append("cancel_all")
@@ -250,7 +247,9 @@ class Notebook:
     async def evaluation(self, record: EvaluationRecord) -> None:
         self.evaluations.append(record)
 
-    async def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
+    async def checkpoint(
+        self, *, step: int, version: int, directory: str, snapshot: QueueSnapshot
+    ) -> None:
         self.world.calls.append(f"commit {step}")
         self.world.checkpoints.append((step, directory))
 
