@@ -223,12 +223,15 @@ class SubmissionQueue:
                 await self._let_go([self._table.view(submission_id)])
             return True
 
-    async def archive(self, *, last_event_seq: int) -> None:
-        """Let go of what is over. last_event_seq: as SubmissionTable.over. Raises: LeaseLost."""
+    async def archive(self, *, last_event_seq: int, newest_event_seq: int) -> None:
+        """Let go of what is over. Args: as SubmissionTable.over. Raises: LeaseLost."""
 
         async def archive() -> None:
             async with self._changing:
-                if views := self._table.over(last_event_seq=last_event_seq):
+                views = self._table.over(
+                    last_event_seq=last_event_seq, newest_event_seq=newest_event_seq
+                )
+                if views:
                     await self._let_go(views)
 
         await self._thread.finish(archive())

@@ -224,6 +224,19 @@ async def test_a_checkpoint_that_is_committed_again_at_the_end_is_told_once(
     ]
 
 
+async def test_what_is_evicted_counts_until_it_is_stored(tmp_path: Path) -> None:
+    recorder, _, _ = await make_recorder(tmp_path)
+    queue = QueueState(make_settings())
+    fill(queue)
+    recorder.events(queue.drain().events)
+    assert recorder.num_evicted == 0
+    queue.cancel_group("g000000.0")
+    recorder.events(queue.drain().events)
+    assert recorder.num_evicted == 2
+    await recorder.checkpoint(step=0, version=0, directory="step-0", snapshot=queue.snapshot())
+    assert recorder.num_evicted == 0
+
+
 async def test_the_gauges_go_back_with_the_run(tmp_path: Path) -> None:
     recorder, store, metrics = await make_recorder(tmp_path)
     await recorder.evaluation(evaluation_record(0, reward=0.2))

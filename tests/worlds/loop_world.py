@@ -96,6 +96,8 @@ class World:
     published_versions: list[int] = field(default_factory=list)
     value_shards: list[tuple[str, ...]] = field(default_factory=list)
     saving: int = 0
+    num_evicted: int = 0
+    on_starve: Callable[[], None] = lambda: None
 
     def calls_of(self, *kinds: str) -> list[str]:
         return [call for call in self.calls if call.startswith(kinds)]
@@ -112,6 +114,7 @@ class World:
     async def take_step(self, timeout_s: float) -> StepInput | None:
         await asyncio.sleep(0)
         if self.num_taken in (self.fail_from, self.starve_from):
+            self.on_starve()
             return None
         self.num_taken += 1
         return StepInput(step=self.num_taken, groups=(), blocks=())
@@ -237,6 +240,10 @@ class Notebook:
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
+    @property
+    def num_evicted(self) -> int:
+        return self.world.num_evicted
+
     def notice(self, text: str) -> None:
         self.notices.append(text)
 
@@ -252,6 +259,7 @@ class Notebook:
     ) -> None:
         self.world.calls.append(f"commit {step}")
         self.world.checkpoints.append((step, directory))
+        self.world.num_evicted = 0
 
 
 def make_loop(
@@ -265,6 +273,7 @@ def make_loop(
     scores_first: bool = False,
     parts: Mapping[str, Any] = {},
     has_clients: bool = False,
+    commit_after_s: float = 60.0,
 ) -> Loop:
     """parts: in the world's place, by the names of `Handles`."""
     tasks = GeneratedTasks("guessing", run_seed=0)
@@ -289,5 +298,6 @@ def make_loop(
         failures=LIMITS,
         has_clients=has_clients,
         checkpoint=checkpoint,
+        commit_after_s=commit_after_s,
     )
     return Loop(handles, settings)
