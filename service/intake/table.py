@@ -117,6 +117,10 @@ class SubmissionTable:
             elif entry.admitted_seq is None:
                 entry.admitted_seq = event.seq
 
+    def is_admitted(self, submission_id: str) -> bool:
+        """Whether the queue is known to have taken its group."""
+        return self._entries[submission_id].admitted_seq is not None
+
     def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
         """Those that no rollout can be played of any more, as they ended.
 

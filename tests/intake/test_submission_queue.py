@@ -293,6 +293,27 @@ async def test_what_was_cancelled_after_the_checkpoint_stays_cancelled(service: 
     assert later.submissions.groups_to_cancel == []
 
 
+async def test_a_task_can_be_cancelled_between_its_binding_and_its_admission(
+    service: Service,
+) -> None:
+    await submit(service, "a", "b")
+    requests = await service.submissions.fill(service.queue.admissible())
+    is_asked = asyncio.Event()
+
+    async def evict(group_id: str) -> bool:
+        is_asked.set()
+        return service.queue.cancel_group(group_id)
+
+    cancelling = asyncio.create_task(service.submissions.cancel("a", evict=evict))
+    await is_asked.wait()
+    service.queue.admit(requests)
+    service.drain()
+    view = await cancelling
+    assert view is not None and view.status is Status.CANCELLED
+    assert service.play() == 2
+    assert await (await service.restart()).status("a") == "cancelled"
+
+
 async def test_what_is_evicted_while_no_step_comes_leaves_memory_and_is_never_played_again(
     service: Service,
 ) -> None:
