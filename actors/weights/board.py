@@ -188,7 +188,9 @@ class Board:
         self._current: Publication | None = None
         self._replicas: dict[str, ReplicaReport] = {}
         self._lease_ends: dict[str, float] = {}
-        self._settle(now)
+        self._moved_at = now
+        self._furthest_start = self._furthest_load = -1.0
+        """Of any replica, since `_settle`."""
         self._retired: deque[str] = deque(maxlen=MAX_RETIRED)
         self._waiting: set[str] = set()
         """Who waits for a seat."""
