@@ -19,7 +19,7 @@ from worlds.broadcast_member import Member, build_model, group_former, packed, s
 
 from actors.weights.actor import start_board
 from actors.weights.board import BoardStatus
-from actors.weights.collective import Offer, Sender
+from actors.weights.collective import BLOCKING_WAIT, Offer, Sender, raising_timeouts
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
 LIMIT_S = 120.0
@@ -82,6 +82,19 @@ def check_scores(status: BoardStatus, expected: Any) -> None:
     assert scored
     for found in scored:
         np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_timeouts_raise_in_the_groups_of_broadcasts_alone(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    monkeypatch.delenv(BLOCKING_WAIT, raising=False)
+    if before is not None:
+        monkeypatch.setenv(BLOCKING_WAIT, before)
+    with pytest.raises(RuntimeError), raising_timeouts():
+        assert os.environ[BLOCKING_WAIT] == "1"
+        raise RuntimeError("no such device")
+    assert os.environ.get(BLOCKING_WAIT) == before
 
 
 async def test_a_version_reaches_those_that_are_there_and_one_that_joins_later(
