@@ -251,8 +251,8 @@ class TrainerGroup:
 
         Returns: what the board was given, once it holds copies of its own; without buffers when
             rank 0 broadcasts them.
-        Raises: ValueError for a version that the ranks do not hold; TrainerRankLost; the board's
-            own errors (`actors.weights.board`); TimeoutError when the board does not answer.
+        Raises: ValueError for a version that the ranks do not hold; TrainerRankLost; ActorLost for
+            a board that died or stands still; its own errors (`actors.weights.board`).
         """
         if version != self.version:
             raise ValueError(f"trainer: got version {version}, expected {self.version} to publish")
@@ -264,10 +264,10 @@ class TrainerGroup:
         groups = packed[0]
         try:
             await self._hand_over(board, term, version, groups)
-        except (RayError, TimeoutError):
+        except (RayError, TimeoutError) as error:
             # Ray frees what a dead rank put: then the rank is what was lost.
             await self.check_alive()
-            raise
+            raise ActorLost(f"the weight board is lost: {error}") from error
         return groups
 
     async def _hand_over(

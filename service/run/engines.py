@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
 from actors.batch import Float32s
 from actors.deadline import ActorLost, retry
@@ -237,10 +236,7 @@ class Publisher:
 
         Raises: WeightsMoved when the trainer's weights are another version now; ActorLost.
         """
-        try:
-            await self._trainer.publish(self._board, self._term, version)
-        except (TimeoutError, RayError) as error:
-            raise ActorLost(f"the weight board is lost: {error}") from error
+        await self._trainer.publish(self._board, self._term, version)
         self._own_logprobs = await self._trainer.check_logprobs()
 
     async def wait_until_loaded(self, version: int) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -18,8 +19,8 @@ pytestmark = [pytest.mark.usefixtures("cluster")]
 
 @ray.remote(num_cpus=0, max_concurrency=10)
 class Slow:
-    """An environment actor that ends a rollout every second, and after the last one stands still
-    until it is told to answer."""
+    """An environment actor that has ended another rollout at each look, num_rollouts of them, and
+    then stands still until it is told to answer."""
 
     def __init__(self, num_rollouts: int) -> None:
         self.story: list[str] = []
@@ -31,14 +32,14 @@ class Slow:
         self.story.append("begun")
         try:
             while self.num_ended < self.num_rollouts:
-                await asyncio.sleep(1.0)
-                self.num_ended += 1
+                await asyncio.sleep(0.1)
             await self.may_answer.wait()
             return ["summary"]
         finally:
             self.story.append("ended")
 
     async def num_evaluated(self) -> int:
+        self.num_ended = min(self.num_ended + 1, self.num_rollouts)
         return self.num_ended
 
     async def answer(self) -> None:
@@ -71,11 +72,13 @@ def make_pool(actor: Any, recorder: Notices, *, idle_s: float) -> EnvironmentPoo
 
 
 async def test_an_evaluation_takes_as_long_as_rollouts_end() -> None:
-    actor, recorder = Slow.remote(num_rollouts=12), Notices()
+    actor, recorder = Slow.remote(num_rollouts=5), Notices()
     await actor.answer.remote()
     pool = make_pool(actor, recorder, idle_s=6.0)
     tasks = GeneratedTasks("guessing", run_seed=0).held_out(1)
+    began = time.monotonic()
     assert await pool.evaluate(tasks) == ["summary"] and recorder.notices == []
+    assert time.monotonic() - began > 6.0
     pool.kill()
 
 

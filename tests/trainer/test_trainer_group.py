@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from ray.util import get_placement_group, placement_group, remove_placement_grou
 from worlds.settings import changed, rank_settings
 from worlds.trainer_world import list_checkpoints, random_samples, shards
 
+from actors.deadline import ActorLost
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import (
     Deadlines,
@@ -185,7 +187,7 @@ async def test_a_group_that_was_killed_answers_every_call_as_one_that_lost_a_ran
 
 @ray.remote(num_cpus=0, max_concurrency=10)
 class SlowBoard:
-    """Takes num_moves seconds for a publish, in which it gets on, and then does what it is told."""
+    """Has got on at each look, num_moves times in a publish, and then does what it is told."""
 
     def __init__(self, num_moves: int = 0, then: str = "") -> None:
         self.num_moves, self.then = num_moves, then
@@ -193,9 +195,8 @@ class SlowBoard:
         self.begun, self.lost = asyncio.Event(), asyncio.Event()
 
     async def publish(self, term: int, version: int, groups: object) -> None:
-        for _ in range(self.num_moves):
-            await asyncio.sleep(1.0)
-            self.moved += 1
+        while self.moved < self.num_moves:
+            await asyncio.sleep(0.1)
         self.begun.set()
         if self.then == "hangs":
             await asyncio.sleep(600.0)
@@ -204,6 +205,7 @@ class SlowBoard:
             raise RayError("the object's owner died")
 
     async def num_moved(self) -> int:
+        self.moved = min(self.moved + 1, self.num_moves)
         return self.moved
 
     async def wait_until_begun(self) -> None:
@@ -219,9 +221,12 @@ class SlowBoard:
 async def test_a_publish_takes_as_long_as_the_board_gets_on_and_a_lost_rank_in_it_is_blamed(
     settings: RankSettings,
 ) -> None:
-    group = await start_group(changed(settings, num_ranks=1), idle_s=5.0)
-    await group.publish(SlowBoard.remote(num_moves=8), 0, 0)
-    with pytest.raises(TimeoutError, match="fetched and copied nothing for 5 s"):
+    group = await start_group(changed(settings, num_ranks=1))
+    group.deadlines = Deadlines(idle_s=6.0)
+    began = time.monotonic()
+    await group.publish(SlowBoard.remote(num_moves=5), 0, 0)
+    assert time.monotonic() - began > group.deadlines.idle_s
+    with pytest.raises(ActorLost, match="board is lost: it has fetched and copied nothing for 6 s"):
         await group.publish(SlowBoard.remote(num_moves=1, then="hangs"), 0, 0)
     board = SlowBoard.remote(then="loses what it fetches")
     publishing = asyncio.ensure_future(group.publish(board, 0, 0))
