@@ -27,6 +27,9 @@ from actors.batch import Float32s, Int32s
 # because a replica counts its lease from the last poll that was answered.
 POLL_GRACE_S = 10.0
 NUM_CHECK_TOKENS = 17
+# In a row, after which an engine ends itself: enough that of 64 that share a broadcast the one at
+# fault is alone by then (`largest_group`).
+MAX_FAILED_BROADCASTS = 5
 # Names that are kept: whoever looks for losses looks every half second.
 MAX_RETIRED = 256
 

@@ -49,7 +49,12 @@ from actors.policy import (
     PolicyDeadlineExceeded,
     PolicyUnavailable,
 )
-from actors.weights.board import POLL_GRACE_S, BoardStatus, Publication
+from actors.weights.board import (
+    MAX_FAILED_BROADCASTS,
+    POLL_GRACE_S,
+    BoardStatus,
+    Publication,
+)
 from service.inference.client import Answer, AnswerChunk, as_answer
 from service.inference.settings import EngineSettings
 
@@ -62,8 +67,6 @@ RETRY_S = 0.5
 # A live board answers within milliseconds; a frozen one, or on a node that is coming back, later.
 BOARD_LIMIT_S = 60.0
 BEAT_S = 2.0
-# In a row, after which the engine is at fault and not the others.
-MAX_FAILED_BROADCASTS = 5
 DEPLOYMENT_NAME = "InferenceReplica"
 STATUS_POLL_S = 0.2
 # Its answer is work for two processes, on cores that the engine starts on.

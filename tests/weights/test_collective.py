@@ -130,6 +130,19 @@ async def test_one_that_dies_on_the_way_is_dropped_and_the_others_get_the_versio
 
 
 @pytest.mark.chaos
+async def test_one_that_never_comes_to_a_broadcast_ends_alone(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    members = [start(trainer, tmp_path, name) for name in ("a", "b")]
+    bad = start(trainer, tmp_path, "bad", fault="strays")
+    await wait_until_live(trainer, 3)
+    expected = await trainer.publish(1)
+    check_scores(await trainer.wait_until_loaded(1, num_members=2), expected)
+    await wait_until_dead(bad)
+    assert max([await member.failures.remote() for member in members]) <= 2
+
+
+@pytest.mark.chaos
 @pytest.mark.parametrize("at", ["seat", "broadcast", "load"])
 async def test_one_that_is_frozen_for_twenty_seconds_gets_the_version_when_it_is_back(
     trainer: Trainer, tmp_path: Path, at: str

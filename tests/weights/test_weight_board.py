@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError
 
 from actors.weights.actor import Keeping, start_board
 from actors.weights.board import (
+    MAX_FAILED_BROADCASTS,
     POLL_GRACE_S,
     Board,
     NotPublished,
@@ -22,7 +23,6 @@ from actors.weights.board import (
     WeightGroup,
     WeightManifest,
 )
-from service.inference.deployment import MAX_FAILED_BROADCASTS
 
 MANIFEST = WeightManifest(names=(), dtypes=(), shapes=(), offsets=(), num_bytes=0)
 GROUP = WeightGroup(manifest=MANIFEST, checksum="", buffer=None)
