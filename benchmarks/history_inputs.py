@@ -21,7 +21,7 @@ from actors.statistics import BY_NAME
 from actors.trainer import checkpoint
 from actors.trainer.checkpoint import Progress
 from actors.trajectory_queue.ledger import EvictionReason, Ledger
-from actors.trajectory_queue.messages import Drained, QueueCut, QueueSnapshot
+from actors.trajectory_queue.messages import QueueSnapshot
 from actors.types import Outcome, RolloutAssignment, Task, Trajectory
 from service.launch.resume import kept_commits, prune_directories
 from service.launch.run_dir import RunDir
@@ -127,12 +127,10 @@ class _Run:
         )
         checkpoint.begin(checkpoints, progress)
         checkpoint.finish(checkpoints, progress)
-        drained = Drained(events=tuple(self._ledger.drain()), summaries=())
+        self._recorder.events(self._ledger.drain())
         snapshot = QueueSnapshot(ledger=self._ledger.snapshot())
-        cut = QueueCut(opening=0, number=0, snapshot=snapshot, drained=drained)
-        self._recorder.events(drained.events)
         await self._recorder.checkpoint(
-            step=self.step, version=self.step, directory=progress.directory_name, cut=cut
+            step=self.step, version=self.step, directory=progress.directory_name, snapshot=snapshot
         )
         kept = kept_commits(
             checkpoints, self._store, term=self.term, keep=self._scale.keep_checkpoints

@@ -77,6 +77,7 @@ class EnvironmentActor:
         }
         self._episodes: set[asyncio.Task[None]] = set()
         self._evaluations: set[asyncio.Task[Trajectory]] = set()
+        self._num_evaluated = 0
         self._evaluation_slots = asyncio.Semaphore(settings.rollouts.slots_per_actor)
         self._finished: list[Trajectory] = []
         self._num_deaths_seen = 0
@@ -108,6 +109,10 @@ class EnvironmentActor:
 
     async def ping(self) -> None:
         """Answer; an actor whose event loop is blocked does not."""
+
+    async def num_evaluated(self) -> int:
+        """A number that grows while an evaluation gets on: the episodes of all that have ended."""
+        return self._num_evaluated
 
     async def stop(self, *, drain_s: float = 0.0, limit_s: float = 30.0) -> None:
         """Take nothing more; give episodes drain_s to end, cancel the rest, hand all of it over.
@@ -277,7 +282,9 @@ class EnvironmentActor:
         self, assignment: RolloutAssignment, *, temperature: float
     ) -> Trajectory:
         async with self._evaluation_slots:
-            return await self._episode(assignment, temperature=temperature)
+            trajectory = await self._episode(assignment, temperature=temperature)
+        self._num_evaluated += 1
+        return trajectory
 
     def _cancel_all(self) -> None:
         for task in (*self._episodes, *self._evaluations):

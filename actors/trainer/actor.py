@@ -85,6 +85,12 @@ class TrainerRankActor:
             process_id=os.getpid(),
         )
 
+    @ray.method(concurrency_group="watch")
+    def check(self) -> None:
+        """Raises: RuntimeError when the weights that this rank keeps are not broadcast any more."""
+        if self._sender is not None:
+            self._sender.check()
+
     def open_rendezvous(self, is_local: bool) -> Rendezvous:
         """Open the store that the ranks meet at; rank 0 alone.
 

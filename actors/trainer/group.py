@@ -97,9 +97,8 @@ class Deadlines:
     place_s: float = 300.0
     """Until a cluster has room for the ranks."""
     idle_s: float = 300.0
-    """Without progress of any rank, in a start, a load, a checkpoint or a publish."""
-    board_s: float = 300.0
-    """Until the weight board has copies of its own."""
+    """Without progress of any rank, in a start, a load, a checkpoint or a publish, nor of the
+    weight board, while it makes copies of its own."""
     check_s: float = 60.0
     stop_s: float = 10.0
 
@@ -147,6 +146,8 @@ class TrainerGroup:
         self.shape: ModelShape | None = None
         self.processes: tuple[RankProcess, ...] = ()
         self._ranks: list[ActorHandle] = []
+        self._lost: _RankFailure | None = None
+        """What every call raises once the group has been killed."""
         self._saves: list[ObjectRef] = []
         self._placement: PlacementGroup | None = None
 
@@ -178,7 +179,10 @@ class TrainerGroup:
             an architecture that cannot be trained; TrainerRankLost for a rank that died, or
             resources that do not come in time.
         """
+        self._check_not_killed()
         await self.reserve()
+        # Killed meanwhile: its ranks would be nobody's.
+        self._check_not_killed()
         options = {
             "num_cpus": 1,
             "num_gpus": self.settings.trainer.gpus_per_rank,
@@ -203,9 +207,13 @@ class TrainerGroup:
         return self.settings.weight_backend is WeightBackend.COLLECTIVE
 
     async def check_alive(self) -> None:
-        """Ask every rank, beside whatever it is doing. Raises: TrainerRankLost for a dead one."""
+        """Ask every rank, beside whatever it is doing; nothing before the start.
+
+        Raises: TrainerRankLost for one that is dead, or does not broadcast its weights any more.
+        """
+        self._check_not_killed()
         if self._ranks:
-            await self._on_all("process", timeout_s=self.settings.trainer.step_deadline_s)
+            await self._on_all("check", timeout_s=self.settings.trainer.step_deadline_s)
 
     async def score(self, shard_refs: Sequence[ObjectRef]) -> tuple[ObjectRef, ...]:
         """Score rows before they are trained; each rank fetches only its own shard.
@@ -243,8 +251,8 @@ class TrainerGroup:
 
         Returns: what the board was given, once it holds copies of its own; without buffers when
             rank 0 broadcasts them.
-        Raises: ValueError for a version that the ranks do not hold; TrainerRankLost; the board's
-            own errors (`actors.weights.board`); TimeoutError when the board does not answer.
+        Raises: ValueError for a version that the ranks do not hold; TrainerRankLost; ActorLost for
+            a board that died or stands still; its own errors (`actors.weights.board`).
         """
         if version != self.version:
             raise ValueError(f"trainer: got version {version}, expected {self.version} to publish")
@@ -255,12 +263,30 @@ class TrainerGroup:
             packed = await self._on_all("put_weights")
         groups = packed[0]
         try:
-            await _answer(board.publish.remote(term, version, groups), self.deadlines.board_s)
-        except RayError:
+            await self._hand_over(board, term, version, groups)
+        except (RayError, TimeoutError) as error:
             # Ray frees what a dead rank put: then the rank is what was lost.
             await self.check_alive()
-            raise
+            raise ActorLost(f"the weight board is lost: {error}") from error
         return groups
+
+    async def _hand_over(
+        self, board: ActorHandle, term: int, version: int, groups: tuple[WeightGroup, ...]
+    ) -> None:
+        """Wait until the board has made it the current publication, as long as it gets on."""
+
+        async def progress() -> dict[int, int]:
+            with suppress(RayError, TimeoutError):
+                return {0: await within(_LOOK_EVERY_S, board.num_moved.remote())}
+            return {}
+
+        idle_s = self.deadlines.idle_s
+        answer = asyncio.wrap_future(board.publish.remote(term, version, groups).future())
+        _abandon([answer])
+        await wait_while_moving([answer], progress, idle_s=idle_s, look_s=_LOOK_EVERY_S)
+        if not answer.done():
+            raise TimeoutError(f"it has fetched and copied nothing for {idle_s:g} s")
+        await _answer(answer, _GRACE_S)
 
     async def check_logprobs(self) -> Float32s:
         """Score `weights.board.check_tokens` with the weights as they are: [16] float32, nats.
@@ -326,9 +352,13 @@ class TrainerGroup:
 
     def kill(self) -> None:
         """End the ranks at once, whatever they do."""
+        self._lost = self._lost or TrainerRankLost(0, "kill", "the group was ended")
         for rank in self._ranks:
             ray.kill(rank, no_restart=True)
         self._ranks = []
+        self._release_places()
+
+    def _release_places(self) -> None:
         if self._placement is not None:
             remove_placement_group(self._placement)
             self._placement = None
@@ -347,7 +377,7 @@ class TrainerGroup:
         try:
             await _answer(self._placement.ready(), timeout_s)
         except TimeoutError:
-            self.kill()
+            self._release_places()
             return False
         return True
 
@@ -359,7 +389,13 @@ class TrainerGroup:
         )
         return {"scheduling_strategy": strategy}
 
+    def _check_not_killed(self) -> None:
+        """Raises: what it was killed for, which `RestartableTrainer` makes a new group on."""
+        if self._lost is not None:
+            raise self._lost
+
     def _dealt(self, shard_refs: Sequence[ObjectRef]) -> list[tuple[ActorHandle, ObjectRef]]:
+        self._check_not_killed()
         if len(shard_refs) != len(self._ranks):
             raise ValueError(f"trainer: got {len(shard_refs)} shards for {len(self._ranks)} ranks")
         return list(zip(self._ranks, shard_refs, strict=True))
@@ -379,6 +415,7 @@ class TrainerGroup:
         return await self._join(method, calls, timeout_s)
 
     async def _on_first(self, method: str, *arguments: Any) -> Any:
+        self._check_not_killed()
         call = getattr(self._ranks[0], method).remote(*arguments)
         return (await self._join(method, [call], None))[0]
 
@@ -387,6 +424,7 @@ class TrainerGroup:
     ) -> list[Any]:
         """Await every rank; the first that fails or is late decides for all."""
         if not calls:
+            self._check_not_killed()
             raise RuntimeError(f"trainer: {method} on a group that is not running; start it")
         answers = [asyncio.wrap_future(call.future()) for call in calls]
         try:
@@ -415,14 +453,17 @@ class TrainerGroup:
             method, answers, limit if timeout_s is None else f"answer within {timeout_s:g} s"
         )
         failure = _start_failure(method, answers) if method in _START_METHODS else None
+        # Not over the first loss, which is why the others follow.
+        self._lost = self._lost or failure or lost
         self.kill()
         _abandon(answers)
-        raise failure or lost
+        raise self._lost
 
     async def _progress(self) -> dict[int, int]:
         """What each rank has moved so far, of those that answer at once."""
         looks = [asyncio.wrap_future(rank.progress.remote().future()) for rank in self._ranks]
-        await asyncio.wait(looks, timeout=_LOOK_EVERY_S)
+        if looks:
+            await asyncio.wait(looks, timeout=_LOOK_EVERY_S)
         _abandon(looks)
         return {
             rank: look.result()

@@ -48,6 +48,8 @@ class TrajectoryQueue:
         self._opening: int | None = None
         self._opened = asyncio.Event()
         self._num_cuts = 0
+        self._cut_snapshot: QueueSnapshot | None = None
+        """What the newest cut that carried a snapshot told."""
         self._changed = asyncio.Event()
         self._num_changes_seen = 0
         # Blocks are stored one after the other, so that an actor's puts keep their order.
@@ -193,10 +195,13 @@ class TrajectoryQueue:
         self._notify()
         assert self._opening is not None
         drained = self._state.drain()
+        snapshot = self._state.snapshot().without_task_data()
+        is_new = snapshot != self._cut_snapshot
+        self._cut_snapshot = snapshot
         cut = QueueCut(
             opening=self._opening,
             number=self._num_cuts,
-            snapshot=self._state.snapshot(),
+            snapshot=snapshot if is_new else None,
             drained=drained,
         )
         self._num_cuts += 1

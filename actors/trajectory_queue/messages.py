@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.trajectory_queue.groups import FailedGroups, GroupSnapshot
 from actors.trajectory_queue.ledger import LedgerCounts, LedgerEvent, LedgerSnapshot
 from actors.trajectory_queue.window import WindowSnapshot
-from actors.types import TrajectorySummary
+from actors.types import Task, TrajectorySummary
 
 
 class ActorReleased(ValueError):
@@ -101,21 +101,36 @@ class QueueSnapshot:
     variance_refills: Mapping[int, int] = field(default_factory=dict)
     """How often of these because the group's returns were all equal."""
 
+    @property
+    def last_event_seq(self) -> int:
+        """Of the newest ledger event that is in it; -1: none."""
+        return self.ledger.next_seq - 1
+
+    def without_task_data(self) -> QueueSnapshot:
+        """As a cut carries it: with the tasks' ids, without their data."""
+        groups = (replace(group, task=replace(group.task, data={})) for group in self.groups)
+        return replace(self, groups=tuple(groups))
+
+    def with_tasks(self, tasks: Mapping[int, Task]) -> QueueSnapshot:
+        """The inverse. tasks: by group number, those that the groups were admitted with."""
+        groups = tuple(replace(group, task=tasks[group.number]) for group in self.groups)
+        assert [group.task.task_id for group in groups] == [g.task.task_id for g in self.groups]
+        return replace(self, groups=groups)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCut:
-    """A snapshot, and what was drained in the same call.
+    """How things stand, and what was drained in the same call.
 
-    So each ledger event is recorded once: with this cut up to last_event_seq, later ones after it.
+    So each ledger event is recorded once: with this cut up to the snapshot's last_event_seq, later
+    ones after it. Cuts are made at every poll, so that one is as small as what has happened since
+    the cut before.
     """
 
     opening: int
     """Of the queue that made it."""
     number: int
     """0, 1, 2, … over the cuts of one opening."""
-    snapshot: QueueSnapshot
+    snapshot: QueueSnapshot | None
+    """Without the tasks' data, which the caller of `admit` has; None: as in the cut before."""
     drained: Drained
-
-    @property
-    def last_event_seq(self) -> int:
-        return self.snapshot.ledger.next_seq - 1

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,14 +71,18 @@ class Keeping:
 class WeightBoard:
     """`board.Board` with waiting. Every method is a coroutine; all run on one event loop."""
 
-    def __init__(self, keeping: Keeping | None = None) -> None:
-        """keeping: None for a board that ends with whoever started it."""
-        self._board = Board(now=time.monotonic())
+    def __init__(
+        self, keeping: Keeping | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """keeping: None for a board that ends with whoever started it. clock: in seconds."""
+        self._clock = clock
+        self._board = Board(now=self._clock())
+        self._num_moved = 0
         self._changed = asyncio.Event()
         self._actors: dict[str, ActorHandle] = {}
         self._seats: dict[str, Seat] = {}
         self._keeping = keeping
-        self._seen_at = time.monotonic()
+        self._seen_at = self._clock()
         if keeping is not None:
             this_actor = ray.get_runtime_context().current_actor
             watch = threading.Thread(
@@ -95,7 +99,7 @@ class WeightBoard:
         Raises: StaleTerm.
         """
         self._board.check_term(term)
-        self._seen_at = time.monotonic()
+        self._seen_at = self._clock()
         return None if self._keeping is None else self._keeping.deployment
 
     async def publish(self, term: int, version: int, groups: Sequence[WeightGroup]) -> None:
@@ -107,8 +111,13 @@ class WeightBoard:
         """
         self._board.check_term(term)
         own = tuple([await self._adopt(group) for group in groups])
-        self._board.publish(Publication(term=term, version=version, groups=own))
+        publication = Publication(term=term, version=version, groups=own)
+        self._board.publish(publication, now=self._clock())
         self._wake()
+
+    async def num_moved(self) -> int:
+        """A number that grows while a publish gets on: a buffer was fetched, or copied."""
+        return self._num_moved
 
     async def wait_published(
         self, version: int, min_replicas: int, timeout_s: float
@@ -118,14 +127,14 @@ class WeightBoard:
         Returns: how it stands then, or at the end of timeout_s.
         Raises: NotPublished when `version` is not the current one.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         while True:
             status = await self.status()
             if status.version != version:
                 raise NotPublished(
                     f"board: waiting for version {version}, but the current one is {status.version}"
                 )
-            remaining_s = deadline - time.monotonic()
+            remaining_s = deadline - self._clock()
             is_held = status.is_loaded and len(status.replicas) >= min_replicas
             if is_held or remaining_s <= 0:
                 return status
@@ -135,7 +144,7 @@ class WeightBoard:
 
     async def status(self, term: int | None = None) -> BoardStatus:
         """How it stands. term: of the asking run, which so shows that it lives."""
-        now = time.monotonic()
+        now = self._clock()
         if term is not None:
             self._board.check_term(term)
             self._seen_at = now
@@ -145,17 +154,19 @@ class WeightBoard:
     async def form_group(
         self, term: int, version: int, store: str, timeout_s: float
     ) -> Seat | None:
-        """Seat the replicas that answer within `INVITATION_S` for a broadcast of the publication.
+        """Seat replicas that answer within `INVITATION_S` for a broadcast of the publication.
+
+        All of them, or some where broadcasts have failed (`Board.seat`); the others go on waiting.
 
         Args: store: where the caller, who is rank 0, meets them.
         Returns: the caller's own seat; None when nobody asked for one within timeout_s.
         Raises: StaleTerm.
         """
         self._board.check_term(term)
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         invited_at: float | None = None
         while True:
-            now = time.monotonic()
+            now = self._clock()
             self._board.forget_silent(now=now)
             if self._board.is_past(term, version):
                 return None
@@ -182,11 +193,11 @@ class WeightBoard:
     async def join(self, replica_id: str, actor: ActorHandle) -> None:
         """A replica begins its start; by its actor the board sees later that it has died."""
         self._actors[replica_id] = actor
-        self._board.starting(replica_id, work=0.0, now=time.monotonic())
+        self._board.starting(replica_id, work=0.0, now=self._clock())
 
     async def starting(self, replica_id: str, work: float) -> None:
         """A replica is still starting. work: grows while it gets on."""
-        self._board.starting(replica_id, work=work, now=time.monotonic())
+        self._board.starting(replica_id, work=work, now=self._clock())
 
     async def poll(
         self,
@@ -202,18 +213,18 @@ class WeightBoard:
         Returns: None when nothing came up within timeout_s.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         self._board.heartbeat(
             replica_id,
             term,
             version=version,
             num_workers=num_workers,
             lease_s=timeout_s,
-            now=time.monotonic(),
+            now=self._clock(),
         )
         self._wake()
         while (work := self._board.next_for(replica_id)) is None:
-            remaining_s = deadline - time.monotonic()
+            remaining_s = deadline - self._clock()
             if remaining_s <= 0:
                 return None
             await self._wait_for_change(remaining_s)
@@ -225,15 +236,15 @@ class WeightBoard:
         Returns: None when no group was formed within timeout_s; poll again.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
-        deadline = time.monotonic() + timeout_s
-        self._board.beat(replica_id, lease_s=timeout_s, now=time.monotonic())
+        deadline = self._clock() + timeout_s
+        self._board.beat(replica_id, lease_s=timeout_s, now=self._clock())
         # One that was given and never fetched: its group has met without this replica.
         self._seats.pop(replica_id, None)
         self._board.ask_for_seat(replica_id)
         self._wake()
         try:
             while (seat := self._seats.pop(replica_id, None)) is None:
-                remaining_s = deadline - time.monotonic()
+                remaining_s = deadline - self._clock()
                 if remaining_s <= 0:
                     return None
                 await self._wait_for_change(remaining_s)
@@ -241,9 +252,9 @@ class WeightBoard:
         finally:
             self._board.stop_asking(replica_id)
 
-    async def beat(self, replica_id: str) -> None:
-        """A replica gets on with loading."""
-        self._board.beat(replica_id, lease_s=BEAT_LEASE_S, now=time.monotonic())
+    async def beat(self, replica_id: str, num_loaded: int = 0) -> None:
+        """A replica loads. num_loaded: grows while it gets on."""
+        self._board.beat(replica_id, num_loaded=num_loaded, lease_s=BEAT_LEASE_S, now=self._clock())
 
     async def report(
         self,
@@ -258,7 +269,7 @@ class WeightBoard:
             term,
             version=version,
             check_logprobs=check_logprobs,
-            now=time.monotonic(),
+            now=self._clock(),
         )
         self._wake()
 
@@ -290,8 +301,10 @@ class WeightBoard:
         if group.buffer is None:
             return group
         buffer = await within(ADOPT_TIMEOUT_S, group.buffer)
+        self._num_moved += 1
         # In a thread: copying gigabytes would hold up every heartbeat.
         own = await asyncio.to_thread(ray.put, buffer)
+        self._num_moved += 1
         return replace(group, buffer=own)
 
     def _wake(self) -> None:
@@ -302,7 +315,7 @@ class WeightBoard:
         await is_set_within(timeout_s, self._changed)
 
     def _end_when_orphaned(self, keeping: Keeping, this_actor: ActorHandle) -> None:
-        while time.monotonic() - self._seen_at < keeping.orphan_timeout_s:
+        while self._clock() - self._seen_at < keeping.orphan_timeout_s:
             time.sleep(ORPHAN_CHECK_S)
         log.error(
             "board: no term of this run has shown life for %g s; ending %s",

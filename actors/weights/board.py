@@ -1,6 +1,6 @@
 """The weight board's state machine: what is published, who holds it, who joins a broadcast.
 
-    board.publish(Publication(term=1, version=7, groups=groups))    # by the trainer
+    board.publish(Publication(term=1, version=7, groups=groups), now=0.0)    # by the trainer
     board.heartbeat("a", None, version=None, num_workers=1, lease_s=5.0, now=0.0)
     board.next_for("a")                         # -> that publication; the replica loads it
     board.report("a", 1, version=7, check_logprobs=scores, now=2.0)
@@ -14,7 +14,7 @@ is held once the replica has reported that it loaded it, however its bytes trave
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,9 @@ from actors.batch import Float32s, Int32s
 # because a replica counts its lease from the last poll that was answered.
 POLL_GRACE_S = 10.0
 NUM_CHECK_TOKENS = 17
+# In a row, after which an engine ends itself: enough that of 64 that share a broadcast the one at
+# fault is alone by then (`largest_group`).
+MAX_FAILED_BROADCASTS = 5
 # Names that are kept: whoever looks for losses looks every half second.
 MAX_RETIRED = 256
 
@@ -129,7 +132,8 @@ class BoardStatus:
     """Replicas that ended in order, as when Serve was asked for fewer; of the newest."""
 
     quiet_s: float = 0.0
-    """Seconds since a replica was live, or one that starts showed progress."""
+    """Seconds since all live replicas held the current publication, or a start or a load got
+    further than any before it."""
 
     @property
     def holders(self) -> frozenset[str]:
@@ -170,6 +174,15 @@ def largest_difference(own: Float32s, engines: Sequence[Float32s]) -> float | No
     return max((float(np.abs(own - logprobs).max()) for logprobs in engines), default=None)
 
 
+def largest_group(num_waiting: int, num_failed: int) -> int:
+    """How many may share a broadcast with an engine that has failed num_failed in a row.
+
+    The first repetition is with all: a member that has died is not among them any more.
+    Example: of 20 that wait, after 0, 1, 2, 3 failures -> 20, 20, 5, 2
+    """
+    return -(-num_waiting // 4 ** max(0, num_failed - 1))
+
+
 class Board:
     """Publications, replicas and seats. Times: seconds of one monotonic clock."""
 
@@ -178,13 +191,14 @@ class Board:
         self._current: Publication | None = None
         self._replicas: dict[str, ReplicaReport] = {}
         self._lease_ends: dict[str, float] = {}
-        self._starting: dict[str, float] = {}
-        """By replica, the work that its start had taken when it was last heard of."""
-        self._heard_at = now
-        """When a replica was last live, or made progress in its start."""
+        self._moved_at = now
+        self._furthest_start = self._furthest_load = -1.0
+        """Of any replica, since `_settle`."""
         self._retired: deque[str] = deque(maxlen=MAX_RETIRED)
         self._waiting: set[str] = set()
         """Who waits for a seat."""
+        self._num_failed: Counter[str] = Counter()
+        """By replica, the seats that it was given since it last loaded a version."""
         self._num_groups = 0
 
     # Publications
@@ -198,7 +212,7 @@ class Board:
             )
         self._newest_term = term
 
-    def publish(self, publication: Publication) -> None:
+    def publish(self, publication: Publication, *, now: float) -> None:
         """Make it the current one.
 
         Raises: StaleTerm; StaleVersion when the same term already published a later version.
@@ -215,6 +229,7 @@ class Board:
                 f"{current.version}; going back takes a new term"
             )
         self._current = publication
+        self._settle(now)
 
     @property
     def current(self) -> Publication | None:
@@ -233,9 +248,8 @@ class Board:
 
     def starting(self, replica_id: str, *, work: float, now: float) -> None:
         """A replica that is not yet live starts. work: grows while it gets on."""
-        if work > self._starting.get(replica_id, -1.0):
-            self._starting[replica_id] = work
-            self._heard_at = now
+        if work > self._furthest_start:
+            self._furthest_start, self._moved_at = work, now
 
     def heartbeat(
         self,
@@ -252,13 +266,15 @@ class Board:
             replica_id=replica_id, num_workers=num_workers
         )
         self._replicas[replica_id] = replace(known, term=term, version=version)
-        self._starting.pop(replica_id, None)
         self._extend(replica_id, lease_s=lease_s, now=now)
+        if replica_id in self.laggards():
+            self._get_on(0, now=now)
 
-    def beat(self, replica_id: str, *, lease_s: float, now: float) -> None:
-        """A replica gets on with loading. Ignored for one that was forgotten."""
+    def beat(self, replica_id: str, *, num_loaded: int = 0, lease_s: float, now: float) -> None:
+        """A replica loads, and has come to num_loaded. Ignored for one that was forgotten."""
         if replica_id in self._replicas:
             self._extend(replica_id, lease_s=lease_s, now=now)
+            self._get_on(num_loaded, now=now)
 
     def next_for(self, replica_id: str) -> Publication | None:
         """The current publication, for a replica that lacks it."""
@@ -281,6 +297,8 @@ class Board:
             replica, term=term, version=version, check_logprobs=check_logprobs
         )
         self._extend(replica_id, lease_s=0.0, now=now)
+        self._num_failed.pop(replica_id, None)
+        self._settle(now)
 
     def leave(self, replica_id: str, *, is_in_order: bool = False) -> None:
         """A replica is gone: it is no longer waited for, and given no seat.
@@ -291,16 +309,16 @@ class Board:
             self._retired.append(replica_id)
         self._replicas.pop(replica_id, None)
         self._lease_ends.pop(replica_id, None)
-        self._starting.pop(replica_id, None)
         self._waiting.discard(replica_id)
+        self._num_failed.pop(replica_id, None)
 
     def forget_silent(self, *, now: float) -> tuple[str, ...]:
         """Drop the replicas whose lease has run out; return their names."""
         silent = tuple(name for name, lease_end in self._lease_ends.items() if lease_end < now)
         for replica_id in silent:
             self.leave(replica_id)
-        if self._replicas:
-            self._heard_at = now
+        if self._replicas and not self.laggards():
+            self._settle(now)
         return silent
 
     def laggards(self) -> tuple[str, ...]:
@@ -313,7 +331,7 @@ class Board:
             version=None if self._current is None else self._current.version,
             replicas=tuple(self._replicas.values()),
             retired=frozenset(self._retired),
-            quiet_s=now - self._heard_at,
+            quiet_s=now - self._moved_at,
         )
 
     def _holds(self, replica: ReplicaReport) -> bool:
@@ -325,7 +343,19 @@ class Board:
 
     def _extend(self, replica_id: str, *, lease_s: float, now: float) -> None:
         self._lease_ends[replica_id] = now + lease_s + POLL_GRACE_S
-        self._heard_at = now
+
+    def _settle(self, now: float) -> None:
+        """From here on, progress counts from the beginning.
+
+        Progress is what no replica has done since: one that crashes in each start, or each load,
+        comes back under another name, and would be waited for without end.
+        """
+        self._moved_at = now
+        self._furthest_start = self._furthest_load = -1.0
+
+    def _get_on(self, num_loaded: int, *, now: float) -> None:
+        if num_loaded > self._furthest_load:
+            self._furthest_load, self._moved_at = num_loaded, now
 
     # Broadcasts
 
@@ -342,10 +372,21 @@ class Board:
         return tuple(name for name in self.laggards() if name in self._waiting)
 
     def seat(self, members: Iterable[str], *, store: str) -> dict[str, Seat]:
-        """Give the members that still wait their places in a new group; by name, empty for none."""
-        replicas = [self._replicas[name] for name in members if name in self.waiting()]
+        """Give members that still wait their places in a new group; by name, empty for none.
+
+        Not all of them at once where broadcasts have failed: one engine that cannot take part fails
+        a group as a whole, so that groups shrink until it fails, and ends, alone.
+        """
+        waiting = self.waiting()
+        present = [name for name in members if name in waiting]
+        names = sorted(present, key=self._num_failed.__getitem__)
+        size = 0
+        while size < len(names) and size < largest_group(len(names), self._num_failed[names[size]]):
+            size += 1
+        replicas = [self._replicas[name] for name in names[:size]]
         if not replicas or self._current is None:
             return {}
+        self._num_failed.update(names[:size])
         self._num_groups += 1
         name = f"t{self._current.term}-v{self._current.version}-g{self._num_groups}"
         size = 1 + sum(replica.num_workers for replica in replicas)

@@ -12,9 +12,10 @@ that start later; `Reception` runs beside an engine's sampling. No Ray, no vLLM.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,7 @@ CHUNK_BYTES = 64 * 1024 * 1024
 # Written by a worker for each group of weights that it has received, and before what went wrong.
 RECEIVED, FAILED = b".", b"!"
 FORM_S = 5.0
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +49,33 @@ def meet(
     if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
-        return dist.ProcessGroupNCCL(own, rank, seat.size, nccl)
+        # NCCL itself waits for its members without a limit.
+        _wait_for_all(own, "here", rank=rank, size=seat.size)
+        with raising_timeouts():
+            return dist.ProcessGroupNCCL(own, rank, seat.size, nccl)
     gloo = dist.ProcessGroupGloo._Options()
     gloo._timeout = timeout
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return dist.ProcessGroupGloo(own, rank, seat.size, gloo)
+
+
+@contextmanager
+def raising_timeouts() -> Iterator[None]:
+    """NCCL groups that are made within it raise an error at a timeout.
+
+    ProcessGroupNCCL reads the variable when it is made. Without it `wait` returns before the work
+    is done, and a watchdog thread ends the process at a timeout; with it there is no such thread.
+    The trainer's own groups, and vLLM's, are made before and keep theirs.
+    """
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
 
 
 def broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, *, device: torch.device) -> None:
@@ -74,8 +98,13 @@ def linger(store: dist.Store, seat: Seat, *, rank: int) -> None:
     """Keep the group, and what its sockets still hold, until all members are through."""
     own = dist.PrefixStore(seat.name, store)
     with suppress(RuntimeError):
-        own.set(f"through/{rank}", "1")
-        own.wait([f"through/{each}" for each in range(seat.size)], timedelta(seconds=STALL_S))
+        _wait_for_all(own, "through", rank=rank, size=seat.size)
+
+
+def _wait_for_all(store: dist.Store, place: str, *, rank: int, size: int) -> None:
+    """Raises: RuntimeError (torch) when a member has not come to `place` within STALL_S."""
+    store.set(f"{place}/{rank}", "1")
+    store.wait([f"{place}/{each}" for each in range(size)], timedelta(seconds=STALL_S))
 
 
 class Reception:
@@ -162,15 +191,35 @@ class Sender:
         self._address, self._device = address, device
         self._offered = threading.Condition()
         self._offer: Offer | None = None
+        self._ended_by: Exception | None = None
         threading.Thread(target=self._run, daemon=True, name="weights-sender").start()
 
     def offer(self, offer: Offer | None) -> None:
-        """Serve this from now on, to those that come later too; None: nobody."""
+        """Serve this from now on, to those that come later too; None: nobody.
+
+        Raises: as `check`.
+        """
+        self.check()
         with self._offered:
             self._offer = offer
             self._offered.notify()
 
+    def check(self) -> None:
+        """Raises: RuntimeError when the thread has ended, so that engines would wait for ever."""
+        if (error := self._ended_by) is not None:
+            raise RuntimeError(
+                f"weights: nothing is broadcast any more, after {type(error).__name__}: {error}"
+            ) from error
+
     def _run(self) -> None:
+        try:
+            self._serve_forever()
+        except Exception as error:
+            # The thread's outermost frame: an error that is nobody's would be seen by nobody.
+            log.exception("weights: the broadcasting thread has ended")
+            self._ended_by = error
+
+    def _serve_forever(self) -> None:
         store: dist.TCPStore | None = None
         while True:
             with self._offered:

@@ -49,7 +49,12 @@ from actors.policy import (
     PolicyDeadlineExceeded,
     PolicyUnavailable,
 )
-from actors.weights.board import POLL_GRACE_S, BoardStatus, Publication
+from actors.weights.board import (
+    MAX_FAILED_BROADCASTS,
+    POLL_GRACE_S,
+    BoardStatus,
+    Publication,
+)
 from service.inference.client import Answer, AnswerChunk, as_answer
 from service.inference.settings import EngineSettings
 from service.inference.vllm_metrics import engine_metrics
@@ -64,8 +69,6 @@ RETRY_S = 0.5
 # A live board answers within milliseconds; a frozen one, or on a node that is coming back, later.
 BOARD_LIMIT_S = 60.0
 BEAT_S = 2.0
-# In a row, after which the engine is at fault and not the others.
-MAX_FAILED_BROADCASTS = 5
 DEPLOYMENT_NAME = "InferenceReplica"
 STATUS_POLL_S = 0.2
 # Its answer is work for two processes, on cores that the engine starts on.
@@ -151,7 +154,7 @@ class InferenceReplica:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._heard_at = self._progress_at = time.monotonic()
         self._is_loading = self._is_ending = False
-        self._num_failed_broadcasts = 0
+        self._num_failed_broadcasts = self._num_loaded = 0
         await self._meet_board()
         os.environ.update(settings.environment)
         with _StartReports(board, self._name):
@@ -313,6 +316,7 @@ class InferenceReplica:
             return
         # While it loads, the board waits for this replica.
         self._is_loading, self._progress_at = True, time.monotonic()
+        self._num_loaded = 0
         try:
             await self._load_with_beats(publication)
         finally:
@@ -339,13 +343,15 @@ class InferenceReplica:
                         f"inference: loading version {publication.version} has made no progress "
                         f"for {limit_s:g} s (inference.publish_deadline_s)"
                     )
-                self._board.beat.remote(self._name)
+                self._board.beat.remote(self._name, self._num_loaded)
             loading.result()
         finally:
             loading.cancel()
 
     def _mark_progress(self) -> None:
+        """A group of weights was received, or loaded."""
         self._progress_at = time.monotonic()
+        self._num_loaded += 1
 
     async def _load(self, publication: Publication) -> None:
         if publication.is_broadcast:
@@ -372,9 +378,11 @@ class InferenceReplica:
             seat = await within(POLL_S + RPC_TIMEOUT_S, waiting)
         except (TimeoutError, ActorUnavailableError):
             return False
-        self._mark_progress()
+        # A wait for the trainer, which is no progress and not this engine's fault: how long it may
+        # take, the loop decides (`BoardStatus.quiet_s`).
         if seat is None:
             return False
+        self._progress_at = time.monotonic()
         try:
             await self._engine.apply_broadcast(
                 publication,

@@ -45,7 +45,7 @@ class InferenceSettings:
     """Seconds without progress after which an engine that loads a version is replaced; and for so
     long /readyz allows an engine to lack the current one."""
     start_deadline_s: Seconds = 600
-    """Seconds without any engine, and without progress of one that starts, that end a term."""
+    """Seconds in which no engine gets further with its start or its load, that end a term."""
 
     @property
     def is_on_cpu(self) -> bool:

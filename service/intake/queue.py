@@ -34,6 +34,8 @@ from service.store.submissions import SubmissionStore
 from service.store.thread import StoreThread
 
 WAIT_S = 1.0
+# Between a group's binding and the loop's word that the queue has taken it.
+ADMISSION_LIMIT_S = 5.0
 MAX_RETRY_AFTER_S = 60
 
 
@@ -58,6 +60,7 @@ class SubmissionQueue:
         self._term = 0
         self._table = SubmissionTable(policy)
         self._has_news = asyncio.Event()
+        self._has_events = asyncio.Event()
         self._cancelling = asyncio.Lock()
         # Held from the look at the table over the write to the change of the table.
         self._changing = asyncio.Lock()
@@ -188,13 +191,15 @@ class SubmissionQueue:
     ) -> SubmissionView | None:
         """Cancel what no step has taken; returns how it stands then.
 
-        evict: asks the queue to give a group up; False: a step has it, and nothing changes here.
-        Nothing changes either for one that is unknown, has left already, or is cancelled.
+        evict: asks the queue to give a group up; False: a step has it, and nothing changes here, or
+        the loop is about to admit it, which is waited for. Nothing changes either for one that is
+        unknown, has left already, or is cancelled.
         Raises: LeaseLost, StoreError.
         """
         # One at a time: a second call would find the group evicted by the first, not yet stored.
         async with self._cancelling:
             evicted = None
+            deadline = asyncio.get_running_loop().time() + ADMISSION_LIMIT_S
             while True:
                 view = await self.view(submission_id)
                 if view is None or view.status in (Status.TRAINED, Status.CANCELLED):
@@ -203,8 +208,13 @@ class SubmissionQueue:
                 if evicted != (group, term):
                     if view.status is Status.EVICTED:
                         return view
+                    self._has_events.clear()
+                    is_admitted = group is None or self._table.is_admitted(submission_id)
                     if group is not None and not await evict(group):
-                        return await self.view(submission_id)
+                        left = deadline - asyncio.get_running_loop().time()
+                        if is_admitted or not await is_set_within(left, self._has_events):
+                            return await self.view(submission_id)
+                        continue
                     evicted = group, term
                 if await self._thread.finish(self._cancel(submission_id, group, term)):
                     return await self.view(submission_id)
@@ -223,12 +233,15 @@ class SubmissionQueue:
                 await self._let_go([self._table.view(submission_id)])
             return True
 
-    async def archive(self, *, last_event_seq: int) -> None:
-        """Let go of what is over. last_event_seq: as SubmissionTable.over. Raises: LeaseLost."""
+    async def archive(self, *, last_event_seq: int, newest_event_seq: int) -> None:
+        """Let go of what is over. Args: as SubmissionTable.over. Raises: LeaseLost."""
 
         async def archive() -> None:
             async with self._changing:
-                if views := self._table.over(last_event_seq=last_event_seq):
+                views = self._table.over(
+                    last_event_seq=last_event_seq, newest_event_seq=newest_event_seq
+                )
+                if views:
                     await self._let_go(views)
 
         await self._thread.finish(archive())
@@ -291,6 +304,8 @@ class SubmissionQueue:
 
     def note_events(self, events: Sequence[LedgerEvent]) -> None:
         self._table.note_events(events)
+        if events:
+            self._has_events.set()
 
     def note_step_seconds(self, seconds: float) -> None:
         """How long a step takes now; estimates when a refused request may be sent again."""

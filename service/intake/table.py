@@ -31,6 +31,8 @@ class _Entry:
     submission: Submission
     group_id: str | None = None
     is_cancelled: bool = False
+    # The ledger event that admitted the first of its rollouts.
+    admitted_seq: int | None = None
     results: dict[int, RolloutResult] = field(default_factory=dict)
     # How the rollouts left that have left the ledger.
     exits: dict[int, LedgerEvent] = field(default_factory=dict)
@@ -108,18 +110,30 @@ class SubmissionTable:
         """The ledger's events; rollouts that no client submitted are skipped."""
         for event in events:
             entry, index = self._find(event.rollout_id)
-            if entry is not None and event.kind is not _ADMITTED:
+            if entry is None:
+                continue
+            if event.kind is not _ADMITTED:
                 entry.exits[index] = event
+            elif entry.admitted_seq is None:
+                entry.admitted_seq = event.seq
 
-    def over(self, *, last_event_seq: int) -> list[SubmissionView]:
+    def is_admitted(self, submission_id: str) -> bool:
+        """Whether the queue is known to have taken its group."""
+        return self._entries[submission_id].admitted_seq is not None
+
+    def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
         """Those that no rollout can be played of any more, as they ended.
 
         last_event_seq: the newest ledger event that the run cannot go back before.
+        newest_event_seq: of the newest checkpoint. What was evicted up to it without a step is over
+        unless an older checkpoint's queue holds it: while no step comes, nothing else bounds how
+        many there are.
         """
         return [
             self.view(submission_id)
             for submission_id, entry in self._entries.items()
             if _is_over(entry, last_event_seq)
+            or _is_evicted(entry, last_event_seq, newest_event_seq)
         ]
 
     def forget(self, submission_id: str) -> None:
@@ -181,6 +195,15 @@ def _is_over(entry: _Entry, last_event_seq: int) -> bool:
         return entry.is_cancelled
     has_left = len(entry.exits) == entry.submission.num_samples
     return has_left and all(event.seq <= last_event_seq for event in entry.exits.values())
+
+
+def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bool:
+    """Whether it was admitted after the one event and evicted, without a step, up to the other."""
+    if entry.admitted_seq is None or entry.admitted_seq <= last_event_seq:
+        return False
+    has_left = len(entry.exits) == entry.submission.num_samples
+    exits = entry.exits.values()
+    return has_left and all(e.step is None and e.seq <= newest_event_seq for e in exits)
 
 
 def rebuild(

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
 from actors.batch import Float32s
 from actors.deadline import ActorLost, retry
@@ -226,7 +225,7 @@ class Publisher:
     def __init__(
         self, trainer: RestartableTrainer, board: ActorHandle, *, term: int, quiet_limit_s: float
     ) -> None:
-        """quiet_limit_s: for how long no engine may be live, and none that starts get on."""
+        """quiet_limit_s: for how long no engine may get further with its start or its load."""
         self._trainer = trainer
         self._board = board
         self._term = term
@@ -238,10 +237,7 @@ class Publisher:
 
         Raises: WeightsMoved when the trainer's weights are another version now; ActorLost.
         """
-        try:
-            await self._trainer.publish(self._board, self._term, version)
-        except (TimeoutError, RayError) as error:
-            raise ActorLost(f"the weight board is lost: {error}") from error
+        await self._trainer.publish(self._board, self._term, version)
         self._own_logprobs = await self._trainer.check_logprobs()
 
     async def wait_until_loaded(self, version: int) -> float | None:
@@ -251,7 +247,7 @@ class Publisher:
         version before it is ready. Without a live engine it waits for one that starts.
 
         Returns: the largest |trainer - engine| on the fixed text over the engines, nats.
-        Raises: ActorLost when there is no engine, and none that gets on with its start.
+        Raises: ActorLost when no engine gets on (`BoardStatus.quiet_s`).
         """
         board = board_handle(self._board, deadline_s=LOADED_CHECK_S + RPC_DEADLINE_S)
         while True:
@@ -261,10 +257,13 @@ class Publisher:
                 raise ActorLost(str(error)) from error
             if status.is_loaded:
                 break
-            if status.quiet_s > self._quiet_limit_s:
+            # While ranks are replaced, nobody may be there to broadcast.
+            if status.quiet_s > self._quiet_limit_s and not self._trainer.is_restarting:
                 raise ActorLost(
-                    f"no engine is there to load version {version}, for {status.quiet_s:.0f} s, "
-                    f"expected one within {self._quiet_limit_s:g} s (inference.start_deadline_s)"
+                    f"{len(status.holders)} of {len(status.replicas)} engines hold version "
+                    f"{version}, and for {status.quiet_s:.0f} s none has got further with its "
+                    f"start or its load, limit {self._quiet_limit_s:g} s "
+                    "(inference.start_deadline_s)"
                 )
         found = [
             replica.check_logprobs

@@ -11,13 +11,14 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from actors.deadline import ActorLost, within
+from actors.deadline import ActorLost, wait_while_moving, within
 from actors.metrics import Part
 from actors.types import Task, TrajectorySummary
 from service.run.remote_handles import await_reply, reason_of
@@ -26,7 +27,7 @@ from service.telemetry.recorder import RunRecorder
 
 log = logging.getLogger("rayloom.environments")
 
-EVALUATION_DEADLINE_S = 900.0
+EVALUATION_LOOK_S = 2.0
 STOP_DEADLINE_S = 40.0
 # A death within EARLY_DEATH_S of the start is early; so many in a row end the term.
 MAX_EARLY_DEATHS = 5
@@ -53,18 +54,19 @@ class EnvironmentPool:
         frozen_after_s: float,
         queue: RestartableQueue,
         recorder: RunRecorder,
-        evaluation_deadline_s: float = EVALUATION_DEADLINE_S,
+        evaluation_idle_s: float,
     ) -> None:
         """start_actor: starts an actor, given its id. term: part of the ids, which never repeat.
 
-        frozen_after_s: an actor that answers nothing for as long is replaced.
+        frozen_after_s: an actor that answers nothing for as long is replaced. evaluation_idle_s:
+        an evaluation in which no rollout has ended for as long is given up.
         """
         self._start_actor = start_actor
         self._term = term
         self._frozen_after_s = frozen_after_s
         self._queue = queue
         self._recorder = recorder
-        self._evaluation_deadline_s = evaluation_deadline_s
+        self._evaluation_idle_s = evaluation_idle_s
         self._numbers = itertools.count()
         self._members = [self._new_member() for _ in range(num_actors)]
 
@@ -84,7 +86,7 @@ class EnvironmentPool:
         """Play tasks at temperature 0, shared out over the actors.
 
         A share whose actor dies is left out: an evaluation is a measurement, not work to be kept.
-        One that is not done within its time is ended too.
+        One that makes no progress is ended too.
         """
         size = len(self._members)
         shares = [list(tasks[index::size]) for index in range(size)]
@@ -107,12 +109,24 @@ class EnvironmentPool:
         return found
 
     async def _evaluate(self, member: _Member, share: list[Task]) -> list[TrajectorySummary]:
-        """Raises: ActorLost when the actor dies or is not done in time."""
+        """Raises: ActorLost when the actor dies, or no rollout ends for too long."""
         playing = member.actor.evaluate.remote(share)
+        answer = asyncio.ensure_future(playing)
         name = f"environment actor {member.actor_id}"
+
+        async def progress() -> dict[int, int]:
+            with suppress(RayError, TimeoutError):
+                return {0: await within(EVALUATION_LOOK_S, member.actor.num_evaluated.remote())}
+            return {}
+
+        idle_s = self._evaluation_idle_s
         try:
-            return await await_reply(playing, name=name, deadline_s=self._evaluation_deadline_s)
+            await wait_while_moving([answer], progress, idle_s=idle_s, look_s=EVALUATION_LOOK_S)
+            if not answer.done():
+                raise ActorLost(f"the {name} has ended no rollout for {idle_s:g} s")
+            return await await_reply(answer, name=name, deadline_s=idle_s)
         finally:
+            answer.cancel()
             # Of an answer that came, nothing; else what is still played, beside the training.
             ray.cancel(playing)
 

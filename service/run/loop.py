@@ -5,7 +5,8 @@ how far rollouts run ahead. Two loops run side by side: `_admit` gives open grou
 tasks; `_train` takes closed groups through the merge actor and the trainer, and publishes the
 weights. With a lag, the engines load a version while the next step is collected and trained, and a
 checkpoint is written meanwhile in any case. Invariants: a version is published only once the
-engines hold the one before it; a checkpoint is committed with the queue's state of its own step.
+engines hold the one before it; a checkpoint is committed with the queue's state of its own step,
+and while a service waits for a step once more with a later one: what was evicted is durable then.
 Version = step, but for what a restarted trainer published once more (`RestartableTrainer`). Run
 once a term.
 Every call of a handle may raise `ActorLost`.
@@ -28,7 +29,7 @@ from actors.merge.groups import PayloadsLost, ScoresLost
 from actors.merge.report import StepReport
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups
-from actors.trajectory_queue.messages import QueueCut, StepInput
+from actors.trajectory_queue.messages import QueueSnapshot, StepInput
 from actors.types import Task
 from service.config.tree import RunSettings
 from service.run.health import FailureLimits, FailureWatch, RunFailed, WeightsMoved
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from service.telemetry.recorder import RunRecorder
 
 POLL_S = 1.0
+# Writing a checkpoint's files costs more than committing those that are there once more.
+FILES_FACTOR = 10
 MAX_SCORINGS = 3
 Answer = TypeVar("Answer")
 
@@ -65,6 +68,11 @@ class LoopSettings:
     """Clients bring the tasks: groups that cannot be trained do not end the run."""
     checkpoint: str = ""
     """The name of the checkpoint that this term goes on from; empty for a fresh start."""
+    max_uncommitted: int = 1000
+    """While a service waits for a step, what was evicted is committed once it is as many rollouts,
+    or …"""
+    commit_after_s: float = 60.0
+    """… has been waited so long; ten times as much of either where files have to be written."""
 
 
 class Merge(Protocol):
@@ -148,6 +156,7 @@ class Loop:
         self._failures = FailureWatch(settings.failures)
         self._loading: asyncio.Task[None] | None = None
         """Waits until the engines hold the last version, then records its step; None: done."""
+        self._committed_at = time.monotonic()
         self._saving: asyncio.Task[None] | None = None
         """Waits until the last checkpoint is written, then commits it; None: done."""
         self._is_stopping = asyncio.Event()
@@ -212,7 +221,7 @@ class Loop:
                 await handles.queue.admit(groups)
 
     async def _train(self) -> None:
-        if self._step == 1:
+        if self._step == 1 and not self._committed.directory:
             await self._evaluate(step=0)
         while self._has_more and not self._is_stopping.is_set():
             watch = Stopwatch()
@@ -236,6 +245,7 @@ class Loop:
 
     async def _collect(self) -> StepInput | None:
         """Wait for a step's closed groups; None when asked to stop, or solved, meanwhile."""
+        begun_at = time.monotonic()
         while self._has_more and not self._is_stopping.is_set():
             step_input = await self._handles.queue.take_step(POLL_S)
             if step_input is not None:
@@ -244,8 +254,43 @@ class Loop:
                 await self._join_loading()
             if self._saving is not None and self._saving.done():
                 await self._join_saving()
+            if self._is_commit_due(begun_at):
+                await self._commit_evicted()
             await self._check_failures(self._handles.queue.failed_groups)
         return None
+
+    def _is_commit_due(self, begun_at: float) -> bool:
+        """Whether enough was evicted, or for long enough, while a service waits for a step.
+
+        Clients can go on for ever to submit what is evicted. Other runs end with their failures.
+        begun_at: when the waiting began.
+        """
+        # The last step's record is stored before its checkpoint.
+        is_busy = self._loading is not None or self._saving is not None
+        if is_busy or not self._settings.has_clients:
+            return False
+        factor = 1 if self._is_committed(self._step - 1) else FILES_FACTOR
+        num_evicted = self._handles.recorder.num_evicted
+        waited_s = time.monotonic() - max(begun_at, self._committed_at)
+        if num_evicted and waited_s >= factor * self._settings.commit_after_s:
+            return True
+        return num_evicted >= factor * self._settings.max_uncommitted
+
+    async def _commit_evicted(self) -> None:
+        """Commit the last step done, or step 0, with the queue as it stands now.
+
+        Pruning then lets go of what was evicted.
+        """
+        done = self._step - 1
+        if self._is_committed(done):
+            await self._commit(self._committed, await self._handles.queue.cut())
+            await self._handles.prune_checkpoints()
+        else:
+            await self._begin_save(done)
+            await self._commit_when_written(done)
+
+    def _is_committed(self, step: int) -> bool:
+        return self._committed.step == step and bool(self._committed.directory)
 
     async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
         """Returns: the step, and the seconds that the trainer scored. Raises: PayloadsLost."""
@@ -391,12 +436,14 @@ class Loop:
     async def _commit_when_written(self, step: int) -> None:
         """Take the queue's state of the step now; commit both while the next step is trained.
 
-        Events that come later have higher numbers than the cut names, and may be stored before it.
+        Events that come later have higher numbers than it names, and may be stored before it.
         """
-        version, cut = self._handles.trainer.version, await self._handles.queue.cut()
-        self._saving = asyncio.create_task(self._commit_written(step, version, cut), name="save")
+        version, snapshot = self._handles.trainer.version, await self._handles.queue.cut()
+        self._saving = asyncio.create_task(
+            self._commit_written(step, version, snapshot), name="save"
+        )
 
-    async def _commit_written(self, step: int, version: int, cut: QueueCut) -> None:
+    async def _commit_written(self, step: int, version: int, snapshot: QueueSnapshot) -> None:
         path = await self._handles.trainer.finish_save()
         if path is None:
             self._handles.recorder.notice(
@@ -404,16 +451,19 @@ class Loop:
                 "counts until the next"
             )
             return
-        await self._commit(Commit(step=step, version=version, directory=path.name), cut)
+        await self._commit(Commit(step=step, version=version, directory=path.name), snapshot)
         await self._handles.trainer.committed(step, path)
         await self._handles.prune_checkpoints()
 
-    async def _commit(self, commit: Commit, cut: QueueCut) -> None:
+    async def _commit(self, commit: Commit, snapshot: QueueSnapshot) -> None:
         """Store a written checkpoint with the queue's state: the next term goes on from it."""
         await self._handles.recorder.checkpoint(
-            step=commit.step, version=commit.version, directory=commit.directory, cut=cut
+            step=commit.step,
+            version=commit.version,
+            directory=commit.directory,
+            snapshot=snapshot,
         )
-        self._committed = commit
+        self._committed, self._committed_at = commit, time.monotonic()
 
     async def _join_saving(self) -> None:
         """Wait until the checkpoint that was begun last is committed, or known to be lost."""
@@ -431,7 +481,7 @@ class Loop:
                 await self._evaluate(step=done)
             await self._handles.queue.cancel_all()
         await self._join_saving()
-        if is_complete and self._committed.step == done and self._committed.directory:
+        if is_complete and self._is_committed(done):
             await self._commit(self._committed, await self._handles.queue.cut())
         # Again where a rank is lost meanwhile; the trainer bounds how often.
         while self._committed.step < done:

@@ -5,7 +5,8 @@ cut that it has taken in, and makes the calls that were lost once more. Invarian
 in one after the other, each with its events and summaries, which go to the recorder; a call returns
 only when its own cut has been taken in. So the recorder and the next queue agree about everything
 that the loop knows; what happened in the queue after that cut, and the trajectories that it held,
-are played again. A step that the loop has in hand stays taken.
+are played again. A step that the loop has in hand stays taken. The tasks in flight are kept here,
+as they were admitted: cuts come without their data.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from actors.trajectory_queue.messages import (
     StepInput,
 )
 from actors.trajectory_queue.settings import QueueStateSettings
+from actors.types import Task
 from service.run.health import FaultCount
 from service.run.remote_handles import RPC_DEADLINE_S, await_reply
 from service.telemetry.recorder import RunRecorder
@@ -62,9 +64,13 @@ class RestartableQueue:
         """Of the newest cut: the groups that failed since the last usable one."""
         self._recorder = recorder
         self._snapshot = snapshot
+        groups = snapshot.groups if snapshot else ()
+        self._tasks: dict[int, Task] = {group.number: group.task for group in groups}
+        """Of the snapshot's groups, by group number."""
         self._opening = 0
         self._num_taken_in = 0
-        self._arrived: dict[int, QueueCut] = {}
+        self._arrived: dict[int, tuple[QueueCut, Sequence[GroupRequest]]] = {}
+        """By number, cuts that wait for one before them, with what was admitted in the call."""
         self._news = asyncio.Condition()
         self._reopening = asyncio.Lock()
         self._changing: set[asyncio.Task[Any]] = set()
@@ -73,7 +79,7 @@ class RestartableQueue:
 
     async def open(self) -> None:
         """Open the first queue of the term."""
-        await self._remote("open", self._opening, self._snapshot)
+        await self._remote("open", self._opening, self._whole_snapshot())
 
     async def admissible(self, timeout_s: float) -> list[OpenSlot]:
         """As the actor's, like all that follow; their cuts are taken in here."""
@@ -81,7 +87,7 @@ class RestartableQueue:
         return slots
 
     async def admit(self, groups: Sequence[GroupRequest]) -> None:
-        await self._change("admit", groups)
+        await self._change("admit", groups, admitted=groups)
 
     async def take_step(self, timeout_s: float) -> StepInput | None:
         taken: StepInput | None = await self._change("take_step", timeout_s)
@@ -104,10 +110,12 @@ class RestartableQueue:
     async def cancel_all(self) -> None:
         await self._change("cancel_all")
 
-    async def cut(self) -> QueueCut:
-        """Take in what has happened until now."""
-        cut: QueueCut = await self._change("cut")
-        return cut
+    async def cut(self) -> QueueSnapshot:
+        """Take in what has happened until now. Returns: how things stand, with the tasks."""
+        await self._change("cut")
+        snapshot = self._whole_snapshot()
+        assert snapshot is not None, "the first cut of a queue carries one"
+        return snapshot
 
     async def release_actor(self, actor_id: str) -> int:
         num_released: int = await self._ask("release_actor", actor_id)
@@ -123,12 +131,18 @@ class RestartableQueue:
             call.cancel()
         ray.kill(self.actor)
 
-    async def _change(self, method: str, *arguments: Any) -> Any:
+    def _whole_snapshot(self) -> QueueSnapshot | None:
+        return None if self._snapshot is None else self._snapshot.with_tasks(self._tasks)
+
+    async def _change(
+        self, method: str, *arguments: Any, admitted: Sequence[GroupRequest] = ()
+    ) -> Any:
         """Make a call that returns a cut, or a value with one, and take the cut in.
 
         Also where the caller is cancelled meanwhile: every later cut waits for this one.
+        admitted: groups that the queue has from this call on.
         """
-        call = asyncio.create_task(self._make_change(method, *arguments))
+        call = asyncio.create_task(self._make_change(method, *arguments, admitted=admitted))
         self._changing.add(call)
         call.add_done_callback(self._end_change)
         return await asyncio.shield(call)
@@ -139,11 +153,13 @@ class RestartableQueue:
             # Of a caller that is cancelled nobody else reads it, and asyncio logs unread ones.
             call.exception()
 
-    async def _make_change(self, method: str, *arguments: Any) -> Any:
+    async def _make_change(
+        self, method: str, *arguments: Any, admitted: Sequence[GroupRequest]
+    ) -> Any:
         while True:
             reply = await self._ask(method, *arguments)
-            value, cut = (reply, reply) if isinstance(reply, QueueCut) else reply
-            if await self._take_in(cut):
+            value, cut = (None, reply) if isinstance(reply, QueueCut) else reply
+            if await self._take_in(cut, admitted):
                 return value
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
@@ -159,25 +175,34 @@ class RestartableQueue:
         call = getattr(self.actor, method).remote(*arguments, **named)
         return await await_reply(call, name=NAME, deadline_s=RPC_DEADLINE_S)
 
-    async def _take_in(self, cut: QueueCut) -> bool:
+    async def _take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:
         """Wait until the cut and all before it are taken in.
 
         Returns: False for a cut of a queue that has died, and with it the call's effect.
         """
         async with self._news:
             if cut.opening == self._opening:
-                self._arrived[cut.number] = cut
+                self._arrived[cut.number] = cut, admitted
             while (following := self._arrived.pop(self._num_taken_in, None)) is not None:
-                self._snapshot = following.snapshot
-                self.failed_groups = following.drained.failed_groups
-                self._recorder.events(following.drained.events)
-                self._recorder.rollouts(following.drained.summaries)
+                drained = following[0].drained
+                self._keep(*following)
+                self.failed_groups = drained.failed_groups
+                self._recorder.events(drained.events)
+                self._recorder.rollouts(drained.summaries)
                 self._num_taken_in += 1
             self._news.notify_all()
             await self._news.wait_for(
                 lambda: cut.opening != self._opening or cut.number < self._num_taken_in
             )
             return cut.opening == self._opening
+
+    def _keep(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> None:
+        """Keep the newest snapshot, and the tasks of its groups."""
+        if cut.snapshot is None:
+            return
+        tasks = self._tasks | {request.group_number: request.task for request in admitted}
+        self._tasks = {group.number: tasks[group.number] for group in cut.snapshot.groups}
+        self._snapshot = cut.snapshot
 
     async def _reopen(self, loss: ActorLost, opening: int) -> None:
         """Open the queue that Ray starts in place of a dead one, unless another call has.
@@ -202,7 +227,9 @@ class RestartableQueue:
             )
 
     async def _open_next(self) -> None:
-        is_open = await self._remote("open", self._opening, self._snapshot, keeps_taken=True)
+        is_open = await self._remote(
+            "open", self._opening, self._whole_snapshot(), keeps_taken=True
+        )
         if not is_open:
             # It was only out of reach, and has gone on alone.
             ray.kill(self.actor, no_restart=False)

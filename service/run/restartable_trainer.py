@@ -52,6 +52,7 @@ class RestartableTrainer:
 
     version: of the weights. republished: this term's versions that are of the same step as the
     version before them. shape: of the model; None before the start.
+    is_restarting: a new group is on its way.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class RestartableTrainer:
         """Board and term of the last publish."""
         self.version = 0
         self.republished: tuple[int, ...] = ()
+        self.is_restarting = False
 
     @property
     def shape(self) -> ModelShape | None:
@@ -114,6 +116,8 @@ class RestartableTrainer:
             group = self._group
             try:
                 await group.check_alive()
+            except ShardLost:
+                raise
             except TrainerRankLost as loss:
                 async with self._lock:
                     if group is self._group:
@@ -220,6 +224,13 @@ class RestartableTrainer:
 
     async def _restart(self, loss: TrainerRankLost) -> None:
         """Bring a new group to where the lost one was."""
+        self.is_restarting = True
+        try:
+            await self._replace_group(loss)
+        finally:
+            self.is_restarting = False
+
+    async def _replace_group(self, loss: TrainerRankLost) -> None:
         started = time.monotonic()
         while True:
             self._check_can_restart(loss)

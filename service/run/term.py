@@ -222,6 +222,8 @@ class Term:
             frozen_after_s=config.rollouts.frozen_after_s,
             queue=self.queue,
             recorder=self._recorder,
+            # Within an episode's time one ends, unless the actor is frozen.
+            evaluation_idle_s=config.rollouts.episode_deadline_s + config.rollouts.frozen_after_s,
         )
         await asyncio.gather(self._start_trainer(), self.queue.open())
         version = self._trainer.version

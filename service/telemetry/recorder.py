@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from actors.merge.report import MergeReport
 from actors.metrics import Metrics, Part
 from actors.outcomes import DEFAULT_RULES, Disposition
-from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent
-from actors.trajectory_queue.messages import QueueCut, QueueStats
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
+from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
 from actors.types import Outcome, TrajectorySummary
 from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutResult
@@ -152,6 +152,11 @@ class RunRecorder:
                 "further ones are only counted"
             )
 
+    @property
+    def num_evicted(self) -> int:
+        """Rollouts whose eviction is not stored yet."""
+        return sum(event.kind is LedgerEventKind.EVICTED for event in self._pending)
+
     def events(self, events: Sequence[LedgerEvent]) -> None:
         self._pending += events
         if self._submissions is not None:
@@ -184,7 +189,9 @@ class RunRecorder:
         term = self.term
         await self._thread.finish(write())
 
-    async def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
+    async def checkpoint(
+        self, *, step: int, version: int, directory: str, snapshot: QueueSnapshot
+    ) -> None:
         events, results = self._take_pending()
 
         async def write() -> None:
@@ -194,14 +201,14 @@ class RunRecorder:
                 step=step,
                 policy_version=version,
                 directory=directory,
-                queue_snapshot=cut.snapshot,
+                queue_snapshot=snapshot,
                 new_events=events,
                 new_results=results,
-                last_event_seq=cut.last_event_seq,
+                last_event_seq=snapshot.last_event_seq,
             )
             self._stored.events(events)
             if step != self.checkpoint_step:
-                # At its end a run commits the newest once more, with what was left of the queue.
+                # At its end, and where no step comes, a run commits the newest once more.
                 log.info("checkpoint of step %d in %s", step, directory)
                 self._metrics.run.checkpoint_step.set(step)
                 self._metrics.run.checkpoint_time.set(time.time())
@@ -214,7 +221,9 @@ class RunRecorder:
         """Remove the rows that nothing needs. kept: as `retention.forget` takes it."""
         if self._submissions is not None:
             # While the events are there that say how their rollouts left.
-            await self._submissions.archive(last_event_seq=kept[-1].last_event_seq)
+            await self._submissions.archive(
+                last_event_seq=kept[-1].last_event_seq, newest_event_seq=kept[0].last_event_seq
+            )
         await self._thread.call(forget, self._store, term=self.term, kept=kept, retention=retention)
 
     def engines(self, num_ready: int | None) -> None:

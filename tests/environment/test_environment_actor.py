@@ -157,6 +157,7 @@ def test_evaluation_answers_in_order_and_sends_nothing_to_the_queue(tokenizer_pa
     failed = ray.get(actor.evaluate.remote(tasks[:1], temperature=0.25), timeout=120)
     assert failed[0].outcome is Outcome.INFRASTRUCTURE_ERROR
     assert ray.get(actor.evaluate.remote([]), timeout=120) == []
+    assert ray.get(actor.num_evaluated.remote(), timeout=120) == len(tasks) + 1
     unknown = [Task(task_id="u", environment="chess", seed=0)]
     (refused,) = ray.get(actor.evaluate.remote(unknown), timeout=120)
     assert refused.outcome is Outcome.ENVIRONMENT_ERROR and "guessing" in refused.detail

@@ -294,6 +294,80 @@ async def test_what_was_cancelled_after_the_checkpoint_stays_cancelled(service: 
     assert later.submissions.groups_to_cancel == []
 
 
+async def test_a_task_can_be_cancelled_between_its_binding_and_its_admission(
+    service: Service,
+) -> None:
+    await submit(service, "a", "b")
+    requests = await service.submissions.fill(service.queue.admissible())
+    is_asked = asyncio.Event()
+
+    async def evict(group_id: str) -> bool:
+        is_asked.set()
+        return service.queue.cancel_group(group_id)
+
+    cancelling = asyncio.create_task(service.submissions.cancel("a", evict=evict))
+    await is_asked.wait()
+    service.queue.admit(requests)
+    service.drain()
+    view = await cancelling
+    assert view is not None and view.status is Status.CANCELLED
+    assert service.play() == 2
+    assert await (await service.restart()).status("a") == "cancelled"
+
+
+async def test_what_is_evicted_while_no_step_comes_leaves_memory_and_is_never_played_again(
+    service: Service,
+) -> None:
+    await submit(service, "a", "b", "c", "d")
+    await service.admit()
+    service.play()
+    for _ in range(2):
+        await service.train()
+        await service.commit()
+    names = []
+    for number in range(60):
+        names.append(f"t{number}")
+        await submit(service, names[-1])
+        assert await service.admit() == [names[-1]]
+        service.play(outcome=Outcome.WALL_TIMEOUT)
+        if number % 5 == 4:
+            assert service.recorder.num_evicted == 10
+            await service.commit()
+            # The run can go back to the checkpoint of step 1, too.
+            await service.prune(keep=2)
+            assert service.recorder.num_evicted == 0
+            assert service.submissions._table._entries.keys() == {"c", "d"}
+            assert num_rows(service, "submissions WHERE request IS NOT NULL") == 2
+            assert num_rows(service, "results") == 4
+    for passed_over in ({"step-2"}, set[str]()):
+        later = await service.restart(passed_over=passed_over)
+        assert {await later.status(name) for name in names} == {"evicted"}
+        assert later.submissions.backlog.waiting == 0
+        assert later.play() == (4 if passed_over else 0)
+
+
+async def test_what_an_older_checkpoint_still_holds_is_not_over_when_it_is_evicted(
+    service: Service,
+) -> None:
+    await submit(service, "a", "b", "c")
+    await service.admit()
+    await service.commit()
+    service.play()
+    await service.train()
+    await submit(service, "d")
+    await service.admit()
+    assert await service.cancel("c") == "cancelled"
+    service.play(outcome=Outcome.WALL_TIMEOUT)
+    await service.commit()
+    await service.prune(keep=2)
+    assert service.submissions._table._entries.keys() == {"a", "b", "c"}
+    later = await service.restart(passed_over={"step-1"})
+    assert [await later.status(name) for name in "abcd"] == [
+        "running", "running", "cancelled", "evicted",
+    ]  # fmt: skip
+    assert later.play() == 4
+
+
 ACTIONS = st.lists(
     st.sampled_from(
         ["submit", "admit", "play", "fail", "take", "train", "commit", "cancel", "kill", "prune"]

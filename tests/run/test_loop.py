@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from worlds.loop_world import World, make_loop
@@ -12,6 +13,7 @@ from actors.trainer.checkpoint import CheckpointError
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.messages import OpenSlot
 from service.run.health import RunFailed
+from service.run.loop import Loop
 from service.run.task_feed import task_index
 
 
@@ -245,6 +247,98 @@ async def test_a_stop_leaves_a_checkpoint_and_what_is_in_flight_in_flight() -> N
     assert world.published_versions == [1, 2, 3]
     assert world.checkpoints[-1] == (3, "dir-3")
     assert "cancel_all" not in world.calls
+
+
+def evict_and_stop(
+    world: World, loop: Loop, *, num_evicted: int, num_commits: int
+) -> Callable[[], None]:
+    """Behind each commit so many are evicted, until there are enough commits or 200 polls."""
+    polls = iter(range(200))
+
+    def poll() -> None:
+        if len(world.checkpoints) == num_commits or next(polls, None) is None:
+            loop.stop()
+        elif world.calls[-1:] == ["prune"]:
+            world.num_evicted = num_evicted
+
+    return poll
+
+
+@pytest.mark.parametrize(("num_evicted", "commit_after_s"), [(1000, 60.0), (1, 0.0)])
+async def test_while_no_step_comes_what_was_evicted_is_committed_with_the_newest_checkpoint(
+    num_evicted: int, commit_after_s: float
+) -> None:
+    world = World(starve_from=2, num_evicted=num_evicted)
+    loop = make_loop(world, steps=100, has_clients=True, commit_after_s=commit_after_s)
+    world.on_starve = evict_and_stop(world, loop, num_evicted=num_evicted, num_commits=3)
+    await loop.run()
+    # Step 2 has its checkpoint anyway; the files are written once.
+    assert world.calls_of("train", "save", "cut", "commit ", "prune") == [
+        "train 1", "train 2", "save 2", "cut", "commit 2", "prune",
+        "cut", "commit 2", "prune", "cut", "commit 2", "prune",
+    ]  # fmt: skip
+
+
+async def test_without_a_checkpoint_of_the_last_step_it_is_written_first_also_of_step_0() -> None:
+    for done in (0, 1):
+        world = World(starve_from=done, num_evicted=10_000)
+        loop = make_loop(world, steps=100, has_clients=True)
+        world.on_starve = evict_and_stop(world, loop, num_evicted=1_000, num_commits=2)
+        await loop.run()
+        assert world.calls_of("save", "cut", "commit", "prune") == [
+            f"save {done}", "cut", f"commit {done}", f"committed {done}", "prune",
+            "cut", f"commit {done}", "prune",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("done", "num_evicted", "commit_after_s", "has_clients"),
+    [(2, 999, 60.0, True), (2, 0, 0.0, True), (0, 9_999, 60.0, True), (2, 10_000, 0.0, False)],
+    ids=["few", "none", "few for new files", "no clients"],
+)
+async def test_nothing_is_committed_while_no_step_comes_unless_it_is_due(
+    done: int, num_evicted: int, commit_after_s: float, has_clients: bool
+) -> None:
+    world = World(starve_from=done, num_evicted=num_evicted)
+    loop = make_loop(world, steps=100, has_clients=has_clients, commit_after_s=commit_after_s)
+    polls = iter(range(200))
+
+    def poll() -> None:
+        world.num_evicted = num_evicted
+        if next(polls, None) is None:
+            loop.stop()
+
+    world.on_starve = poll
+    await loop.run()
+    assert next(polls, None) is None and world.checkpoints == [(2, "dir-2")] * (done // 2)
+
+
+async def test_a_step_is_recorded_before_the_commit_that_evictions_ask_for() -> None:
+    world = World(starve_from=1, num_evicted=10_000)
+    polls = 0
+
+    async def load(version: int) -> None:
+        while polls < 20 and not world.checkpoints:
+            await asyncio.sleep(0)
+
+    world.engines_load = load
+    loop = make_loop(world, steps=100, max_lag=1, has_clients=True)
+
+    def poll() -> None:
+        nonlocal polls
+        polls += 1
+        if world.checkpoints or polls == 200:
+            loop.stop()
+
+    world.on_starve = poll
+    await loop.run()
+    assert world.calls_of("loaded", "record", "save") == ["loaded 1", "record 1", "save 1"]
+
+
+async def test_a_term_that_goes_on_before_the_first_step_does_not_evaluate_again() -> None:
+    world = World()
+    await make_loop(world, steps=1, checkpoint="dir-0").run()
+    assert world.calls_of("evaluate", "train") == ["train 1", "evaluate 2"]
 
 
 async def test_a_resumed_loop_goes_on_behind_its_checkpoint() -> None:

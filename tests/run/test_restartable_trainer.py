@@ -160,6 +160,21 @@ async def test_the_steps_since_the_checkpoint_are_trained_again_in_order_and_not
     assert "at version 4" in disk.told[0] and "2 steps trained again" in disk.told[0]
 
 
+async def test_whoever_waits_for_the_ranks_weights_sees_that_they_are_being_replaced() -> None:
+    disk, seen = Disk(lose_at=["step a"]), []
+    trainer = RestartableTrainer(
+        disk.make_group,
+        parent=None,
+        first_step=1,
+        max_kept_bytes=1000,
+        on_restart=lambda told: seen.append(trainer.is_restarting),
+    )
+    await trainer.start()
+    assert not trainer.is_restarting
+    await trainer.step(["a"])
+    assert seen == [True] and not trainer.is_restarting
+
+
 async def test_new_ranks_offer_the_version_again_where_engines_get_it_from_the_ranks() -> None:
     disk = Disk(serves_engines=True)
     trainer = await started(disk)

@@ -18,7 +18,7 @@ from worlds.run_driver import small_config, write_checkpoint
 from worlds.store_builders import commit
 
 from actors.deadline import ActorLost, within
-from actors.trajectory_queue.messages import Drained, QueueCut, QueueSnapshot
+from actors.trajectory_queue.messages import QueueSnapshot
 from actors.trajectory_queue.state import QueueState
 from service.cli.train import EXIT_FAILED, _report_loss
 from service.config.file import load_config
@@ -189,14 +189,8 @@ class Faulty(Supervisor):
         if self.commits and (step := self.commits.pop(0)):
             directory = write_checkpoint(self._run_dir, step, lease.term)
             snapshot = lease.queue_snapshot or QueueSnapshot()
-            cut = QueueCut(
-                opening=0,
-                number=0,
-                snapshot=snapshot,
-                drained=Drained(events=(), summaries=(), failed_groups=None),
-            )
             await self._recorder.checkpoint(
-                step=step, version=step, directory=directory.name, cut=cut
+                step=step, version=step, directory=directory.name, snapshot=snapshot
             )
         raise ActorLost(f"term {lease.term} lost a part")
 

@@ -14,7 +14,7 @@ from sqlalchemy import select
 from worlds.metric_expectations import differences, of_events, of_newest, of_steps
 from worlds.metric_names import declared
 from worlds.prometheus_server import Series, series
-from worlds.queue_builders import fill, make_settings, queue_cut, queue_stats
+from worlds.queue_builders import cut, fill, make_settings, queue_stats
 from worlds.record_builders import evaluation_record, step_record, unmeasured_step
 from worlds.trajectory_builders import make_summary
 
@@ -173,9 +173,9 @@ async def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_pa
     ]
     fill(queue)
     await recorder.step(records[0])
-    cut = queue_cut(queue)
-    recorder.events(cut.drained.events)
-    await recorder.checkpoint(step=1, version=1, directory="step-1", cut=cut)
+    snapshot, drained = cut(queue)
+    recorder.events(drained.events)
+    await recorder.checkpoint(step=1, version=1, directory="step-1", snapshot=snapshot)
     fill(queue)
     queue.cancel_all()
     recorder.events(queue.drain().events)
@@ -195,10 +195,10 @@ async def test_the_version_of_the_newest_step_is_told_and_goes_back_with_the_run
     tmp_path: Path,
 ) -> None:
     recorder, store, _ = await make_recorder(tmp_path)
-    cut = queue_cut(QueueState(make_settings()))
+    snapshot = QueueState(make_settings()).snapshot()
     # Its weights were published once more under another number.
     await recorder.step(step_record(1, policy_version=2))
-    await recorder.checkpoint(step=1, version=2, directory="step-1", cut=cut)
+    await recorder.checkpoint(step=1, version=2, directory="step-1", snapshot=snapshot)
     await recorder.step(step_record(2, policy_version=3))
     assert (recorder.last_step, recorder.policy_version) == (2, 3)
     await recorder.begin_term(store.acquire_lease(owner="next"))
@@ -209,15 +209,30 @@ async def test_a_checkpoint_that_is_committed_again_at_the_end_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder, _, _ = await make_recorder(tmp_path)
-    cut = queue_cut(QueueState(make_settings()))
+    snapshot = QueueState(make_settings()).snapshot()
     with caplog.at_level(logging.INFO, "rayloom"):
         for step in (1, 2, 2):
-            await recorder.checkpoint(step=step, version=step, directory=f"step-{step}", cut=cut)
+            await recorder.checkpoint(
+                step=step, version=step, directory=f"step-{step}", snapshot=snapshot
+            )
     told = [record.getMessage() for record in caplog.records]
     assert [text for text in told if text.startswith("checkpoint")] == [
         "checkpoint of step 1 in step-1",
         "checkpoint of step 2 in step-2",
     ]
+
+
+async def test_what_is_evicted_counts_until_it_is_stored(tmp_path: Path) -> None:
+    recorder, _, _ = await make_recorder(tmp_path)
+    queue = QueueState(make_settings())
+    fill(queue)
+    recorder.events(queue.drain().events)
+    assert recorder.num_evicted == 0
+    queue.cancel_group("g000000.0")
+    recorder.events(queue.drain().events)
+    assert recorder.num_evicted == 2
+    await recorder.checkpoint(step=0, version=0, directory="step-0", snapshot=queue.snapshot())
+    assert recorder.num_evicted == 0
 
 
 async def test_the_gauges_go_back_with_the_run(tmp_path: Path) -> None:

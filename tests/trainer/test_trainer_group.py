@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,12 @@ import pytest
 import ray
 import torch
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from worlds.settings import changed, rank_settings
 from worlds.trainer_world import list_checkpoints, random_samples, shards
 
+from actors.deadline import ActorLost
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import (
     Deadlines,
@@ -25,7 +28,7 @@ from actors.trainer.group import (
     remove_reservations,
     reservation_name,
 )
-from actors.trainer.settings import RankSettings
+from actors.trainer.settings import RankSettings, WeightBackend
 from actors.trainer.shard_check import ShardRefused
 from actors.weights.actor import start_board
 from actors.weights.board import NUM_CHECK_TOKENS, Publication
@@ -157,6 +160,98 @@ async def test_refusals_leave_the_group_at_work_and_a_rank_that_hangs_is_lost_at
         if is_alive(process_ids[0]):
             os.kill(process_ids[0], signal.SIGCONT)
     await wait_until_dead(process_ids)
+
+
+async def test_a_group_that_was_killed_answers_every_call_as_one_that_lost_a_rank(
+    settings: RankSettings,
+) -> None:
+    group = TrainerGroup(settings)
+    group.kill()
+    for call in (
+        group.start(),
+        group.check_alive(),
+        group.score([]),
+        group.step([]),
+        group.publish(None, 0, 0),
+        group.check_logprobs(),
+        group.begin_save(0, term=0),
+        group.finish_save(),
+        group.fingerprint(),
+        group.renumber(1, ()),
+        group.load(Path("nowhere")),
+    ):
+        with pytest.raises(TrainerRankLost, match="the group was ended"):
+            await call
+    await group.stop()
+
+
+@ray.remote(num_cpus=0, max_concurrency=10)
+class SlowBoard:
+    """Has got on at each look, num_moves times in a publish, and then does what it is told."""
+
+    def __init__(self, num_moves: int = 0, then: str = "") -> None:
+        self.num_moves, self.then = num_moves, then
+        self.moved = 0
+        self.begun, self.lost = asyncio.Event(), asyncio.Event()
+
+    async def publish(self, term: int, version: int, groups: object) -> None:
+        while self.moved < self.num_moves:
+            await asyncio.sleep(0.1)
+        self.begun.set()
+        if self.then == "hangs":
+            await asyncio.sleep(600.0)
+        if self.then == "loses what it fetches":
+            await self.lost.wait()
+            raise RayError("the object's owner died")
+
+    async def num_moved(self) -> int:
+        self.moved = min(self.moved + 1, self.num_moves)
+        return self.moved
+
+    async def wait_until_begun(self) -> None:
+        await self.begun.wait()
+
+    async def lose(self) -> None:
+        self.lost.set()
+
+    async def form_group(self, term: int, version: int, store: str, timeout_s: float) -> None:
+        raise LookupError("no seats")
+
+
+async def test_a_publish_takes_as_long_as_the_board_gets_on_and_a_lost_rank_in_it_is_blamed(
+    settings: RankSettings,
+) -> None:
+    group = await start_group(changed(settings, num_ranks=1))
+    group.deadlines = Deadlines(idle_s=6.0)
+    began = time.monotonic()
+    await group.publish(SlowBoard.remote(num_moves=5), 0, 0)
+    assert time.monotonic() - began > group.deadlines.idle_s
+    with pytest.raises(ActorLost, match="board is lost: it has fetched and copied nothing for 6 s"):
+        await group.publish(SlowBoard.remote(num_moves=1, then="hangs"), 0, 0)
+    board = SlowBoard.remote(then="loses what it fetches")
+    publishing = asyncio.ensure_future(group.publish(board, 0, 0))
+    await board.wait_until_begun.remote()
+    os.kill(group.processes[0].process_id, signal.SIGKILL)
+    # As `RestartableTrainer.watch` may find it first, which kills the group.
+    with pytest.raises(TrainerRankLost, match="rank 0 was lost in check"):
+        while True:
+            await group.check_alive()
+    await board.lose.remote()
+    with pytest.raises(TrainerRankLost, match="rank 0 was lost in check"):
+        await publishing
+
+
+async def test_a_rank_whose_weights_are_not_broadcast_any_more_is_lost(
+    settings: RankSettings,
+) -> None:
+    collective = changed(settings, num_ranks=1, weight_backend=WeightBackend.COLLECTIVE)
+    group = await start_group(collective)
+    await group.publish(SlowBoard.remote(), 0, 0)
+    reason = "RuntimeError: weights: nothing is broadcast any more, after LookupError: no seats"
+    with pytest.raises(TrainerRankLost, match=f"rank 0 was lost in check .{reason}"):
+        async with asyncio.timeout(60.0):
+            while True:
+                await group.check_alive()
 
 
 async def test_a_model_that_is_not_there_is_reported_with_its_reason(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from dataclasses import replace
@@ -213,8 +214,9 @@ def test_a_run_starts_again_from_a_stored_cut() -> None:
     get(player.take.remote(4, LIMIT_S))
     get(player.hand_in.remote(3, 2))
     cut = get(queue.cut.remote())
-    assert cut.last_event_seq == 3
-    stored = through_json(cut.snapshot)
+    assert cut.snapshot.last_event_seq == 3
+    tasks = {number: make_task(number) for number in range(2)}
+    stored = through_json(cut.snapshot.with_tasks(tasks))
     ray.kill(queue)
     later = start_queue(step=1, lag=1, snapshot=stored)
     assert get(later.admissible.remote(0.0))[0] == []
@@ -222,6 +224,29 @@ def test_a_run_starts_again_from_a_stored_cut() -> None:
     assert [x.attempt for x in again] == [1, 1, 1, 1] and again[0].task == make_task(0)
     stats = get(later.stats.remote())
     assert stats.ledger.admitted == stats.ledger.in_flight == 4
+
+
+def test_what_a_poll_brings_does_not_grow_with_the_data_of_the_tasks() -> None:
+    sizes = []
+    for num_bytes in (1, 1_000_000):
+        queue = start_queue(step=4)
+        requests = [
+            GroupRequest(
+                group_number=number,
+                task=replace(make_task(number), data={"text": "x" * num_bytes}),
+                num_samples=2,
+            )
+            for number in range(4)
+        ]
+        admitted = get(queue.admit.remote(requests))
+        idle = get(queue.admissible.remote(0.0))
+        player = Player.remote(queue, "player")
+        get(player.take.remote(1, LIMIT_S))
+        get(player.hand_in.remote(1, 2))
+        played = get(queue.take_step.remote(0.0))
+        sizes.append([len(pickle.dumps(reply)) for reply in (admitted, idle, played)])
+    assert sizes[1] == pytest.approx(sizes[0], abs=64)
+    assert idle[1].snapshot is None and played[1].snapshot is not None
 
 
 def test_a_block_that_does_not_fit_its_summaries_is_refused() -> None:

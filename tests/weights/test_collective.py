@@ -19,7 +19,7 @@ from worlds.broadcast_member import Member, build_model, group_former, packed, s
 
 from actors.weights.actor import start_board
 from actors.weights.board import BoardStatus
-from actors.weights.collective import Offer, Sender
+from actors.weights.collective import BLOCKING_WAIT, Offer, Sender, raising_timeouts
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
 LIMIT_S = 120.0
@@ -84,6 +84,19 @@ def check_scores(status: BoardStatus, expected: Any) -> None:
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("before", [None, "0"])
+def test_timeouts_raise_in_the_groups_of_broadcasts_alone(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    monkeypatch.delenv(BLOCKING_WAIT, raising=False)
+    if before is not None:
+        monkeypatch.setenv(BLOCKING_WAIT, before)
+    with pytest.raises(RuntimeError), raising_timeouts():
+        assert os.environ[BLOCKING_WAIT] == "1"
+        raise RuntimeError("no such device")
+    assert os.environ.get(BLOCKING_WAIT) == before
+
+
 async def test_a_version_reaches_those_that_are_there_and_one_that_joins_later(
     trainer: Trainer, tmp_path: Path
 ) -> None:
@@ -113,6 +126,19 @@ async def test_one_that_dies_on_the_way_is_dropped_and_the_others_get_the_versio
     status = await trainer.wait_until_loaded(1, num_members=2)
     assert {each.replica_id for each in status.replicas} == {"a", "b"}
     check_scores(status, expected)
+    assert max([await member.failures.remote() for member in members]) <= 2
+
+
+@pytest.mark.chaos
+async def test_one_that_never_comes_to_a_broadcast_ends_alone(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    members = [start(trainer, tmp_path, name) for name in ("a", "b")]
+    bad = start(trainer, tmp_path, "bad", fault="strays")
+    await wait_until_live(trainer, 3)
+    expected = await trainer.publish(1)
+    check_scores(await trainer.wait_until_loaded(1, num_members=2), expected)
+    await wait_until_dead(bad)
     assert max([await member.failures.remote() for member in members]) <= 2
 
 

@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError
 
 from actors.weights.actor import Keeping, start_board
 from actors.weights.board import (
+    MAX_FAILED_BROADCASTS,
     POLL_GRACE_S,
     Board,
     NotPublished,
@@ -25,6 +26,10 @@ from actors.weights.board import (
 
 MANIFEST = WeightManifest(names=(), dtypes=(), shapes=(), offsets=(), num_bytes=0)
 GROUP = WeightGroup(manifest=MANIFEST, checksum="", buffer=None)
+
+
+def bad_ones(num_replicas: int) -> st.SearchStrategy[set[int]]:
+    return st.sets(st.integers(0, num_replicas - 1), max_size=3)
 
 
 def publication(term: int, version: int) -> Publication:
@@ -51,7 +56,7 @@ def report(board: Board, replica: str, term: int, version: int, *, now: float = 
 def test_replica_is_given_the_current_publication_until_it_holds_it() -> None:
     board = Board(now=0.0)
     assert poll(board, "a") is None
-    board.publish(publication(1, 0))
+    board.publish(publication(1, 0), now=0.0)
     assert poll(board, "a") == publication(1, 0)
     assert board.laggards() == ("a",)
     report(board, "a", 1, 0)
@@ -62,26 +67,26 @@ def test_replica_is_given_the_current_publication_until_it_holds_it() -> None:
 def test_replica_that_joins_late_is_given_the_newest_version_alone() -> None:
     board = Board(now=0.0)
     for version in range(3):
-        board.publish(publication(1, version))
+        board.publish(publication(1, version), now=0.0)
     assert poll(board, "late") == publication(1, 2)
 
 
 def test_same_version_of_a_newer_term_is_loaded_again() -> None:
     board = Board(now=0.0)
-    board.publish(publication(1, 7))
+    board.publish(publication(1, 7), now=0.0)
     assert poll(board, "a", (1, 7)) is None
-    board.publish(publication(2, 7))
+    board.publish(publication(2, 7), now=0.0)
     assert poll(board, "a", (1, 7)) == publication(2, 7)
 
 
 def test_newer_term_may_go_back_in_versions_and_fences_the_older_one() -> None:
     board = Board(now=0.0)
-    board.publish(publication(1, 9))
-    board.publish(publication(2, 4))
+    board.publish(publication(1, 9), now=0.0)
+    board.publish(publication(2, 4), now=0.0)
     with pytest.raises(StaleTerm, match="got term 1, expected at least 2"):
-        board.publish(publication(1, 10))
+        board.publish(publication(1, 10), now=0.0)
     with pytest.raises(StaleVersion, match="got policy version 3, expected at least 4"):
-        board.publish(publication(2, 3))
+        board.publish(publication(2, 3), now=0.0)
     assert board.current == publication(2, 4)
 
 
@@ -91,7 +96,7 @@ def test_current_publication_never_goes_back(attempts: list[tuple[int, int]]) ->
     newest = (-1, -1)
     for attempt in attempts:
         try:
-            board.publish(publication(*attempt))
+            board.publish(publication(*attempt), now=0.0)
         except (StaleTerm, StaleVersion):
             assert attempt < newest
         else:
@@ -102,7 +107,7 @@ def test_current_publication_never_goes_back(attempts: list[tuple[int, int]]) ->
 
 def test_silent_replica_is_forgotten_and_no_longer_waited_for() -> None:
     board = Board(now=0.0)
-    board.publish(publication(1, 0))
+    board.publish(publication(1, 0), now=0.0)
     poll(board, "dead", (1, 0), now=0.0)
     poll(board, "slow", now=0.0)
     assert board.forget_silent(now=5.0 + POLL_GRACE_S) == ()
@@ -128,9 +133,54 @@ def test_the_board_is_quiet_from_the_last_live_replica_and_the_last_progress_of_
     assert board.status(now=100.0).quiet_s == 50.0
 
 
+def test_a_replica_that_holds_the_version_or_only_lives_is_no_progress_of_the_others() -> None:
+    board = Board(now=0.0)
+    board.publish(publication(1, 0), now=0.0)
+    poll(board, "holds", (1, 0), now=5.0)
+    poll(board, "waits", now=10.0)
+    for now in (20.0, 30.0, 40.0):
+        poll(board, "holds", (1, 0), now=now)
+        board.beat("waits", num_loaded=0, lease_s=5.0, now=now)
+        board.forget_silent(now=now)
+    assert board.status(now=40.0).quiet_s == 30.0
+    board.beat("waits", num_loaded=1, lease_s=5.0, now=41.0)
+    assert board.status(now=45.0).quiet_s == 4.0
+    report(board, "waits", 1, 0, now=47.0)
+    board.forget_silent(now=48.0)
+    assert board.status(now=48.0).quiet_s == 0.0
+
+
+def test_starts_and_loads_that_crash_at_the_same_place_again_and_again_are_no_progress() -> None:
+    board = Board(now=0.0)
+    board.publish(publication(1, 0), now=0.0)
+    now = 0.0
+    for attempt in range(10):
+        for work in (0.0, 10.0, 20.0):
+            now += 10.0
+            board.starting(f"crashes-{attempt}", work=work, now=now)
+        board.leave(f"crashes-{attempt}")
+    assert board.status(now=now).quiet_s == 270.0
+    board.starting("further", work=21.0, now=now)
+    assert board.status(now=now).quiet_s == 0.0
+    since = now
+    for attempt in range(10):
+        poll(board, f"loads-{attempt}", now=now)
+        for num_loaded in (1, 2):
+            now += 10.0
+            board.beat(f"loads-{attempt}", num_loaded=num_loaded, lease_s=5.0, now=now)
+        board.leave(f"loads-{attempt}")
+    assert board.status(now=now).quiet_s == now - since - 20.0
+    # Once a version was loaded, the next start counts from its beginning.
+    poll(board, "loads", now=now)
+    report(board, "loads", 1, 0, now=now)
+    board.leave("loads")
+    board.starting("again", work=5.0, now=now + 50.0)
+    assert board.status(now=now + 50.0).quiet_s == 0.0
+
+
 def test_report_of_a_forgotten_replica_is_ignored_until_it_polls_again() -> None:
     board = Board(now=0.0)
-    board.publish(publication(1, 0))
+    board.publish(publication(1, 0), now=0.0)
     poll(board, "a")
     board.leave("a")
     report(board, "a", 1, 0)
@@ -153,7 +203,7 @@ def test_seats_are_dealt_out_by_the_workers_of_those_that_ask_and_lack_the_versi
     board = Board(now=0.0)
     for name, num_workers in (("a", 2), ("b", 4), ("holds", 1), ("quiet", 1)):
         poll(board, name, num_workers=num_workers)
-    board.publish(publication(1, 3))
+    board.publish(publication(1, 3), now=0.0)
     report(board, "holds", 1, 3)
     for name in ("a", "b", "holds"):
         board.ask_for_seat(name)
@@ -168,7 +218,7 @@ def test_seats_are_dealt_out_by_the_workers_of_those_that_ask_and_lack_the_versi
 
 def test_one_that_missed_a_broadcast_sits_in_the_next_and_one_that_left_does_not() -> None:
     board = Board(now=0.0)
-    board.publish(publication(1, 3))
+    board.publish(publication(1, 3), now=0.0)
     for name in ("a", "b"):
         poll(board, name)
         board.ask_for_seat(name)
@@ -179,6 +229,53 @@ def test_one_that_missed_a_broadcast_sits_in_the_next_and_one_that_left_does_not
     [seat] = board.seat(["a", "b"], store="").values()
     assert (seat.size, seat.name) == (2, "t1-v3-g2")
     assert board.laggards() == ("a",), "the root's broadcast proves nothing; a report does"
+
+
+@given(st.integers(1, 64).flatmap(lambda num: st.tuples(st.just(num), bad_ones(num))))
+def test_those_that_cannot_take_part_in_a_broadcast_fail_and_end_alone(
+    case: tuple[int, set[int]],
+) -> None:
+    num_replicas, bad = case
+    board = Board(now=0.0)
+    board.publish(publication(1, 0), now=0.0)
+    num_failed = dict.fromkeys(map(str, range(num_replicas)), 0)
+    for name in num_failed:
+        poll(board, name)
+    num_groups = 0
+    while left := board.laggards():
+        for name in left:
+            board.ask_for_seat(name)
+        members = board.seat(left, store="")
+        num_groups += 1
+        assert members and all(seat.size == len(members) + 1 for seat in members.values())
+        if bad & {int(name) for name in members}:
+            for name in members:
+                num_failed[name] += 1
+                if num_failed[name] == MAX_FAILED_BROADCASTS:
+                    board.leave(name)
+        else:
+            for name in members:
+                report(board, name, 1, 0)
+        if num_groups <= 2 and bad:
+            assert len(members) == num_replicas, "it may have died, and is dropped by then"
+    ended = {name for name, count in num_failed.items() if count == MAX_FAILED_BROADCASTS}
+    assert ended == set(map(str, bad))
+
+
+def test_after_a_load_an_engine_sits_with_all_others_again() -> None:
+    board = Board(now=0.0)
+    for version in range(2):
+        board.publish(publication(1, version), now=0.0)
+        for name in "abcde":
+            poll(board, name)
+        for expected in ("abcde", "abcde", "ab", "c", "d", "e"):
+            for name in board.laggards():
+                board.ask_for_seat(name)
+            seats = board.seat(board.waiting(), store="")
+            assert "".join(seats) == expected
+            if len(seats) < 5:
+                for name in seats:
+                    report(board, name, 1, version)
 
 
 async def test_the_board_waits_for_live_replicas_alone_and_says_who_holds_the_version(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ import ray
 import torch
 from torch import nn
 
-from actors.weights.board import Publication, Seat, StaleTerm, WeightGroup
+from actors.weights.board import (
+    MAX_FAILED_BROADCASTS,
+    Publication,
+    Seat,
+    StaleTerm,
+    WeightGroup,
+)
 from actors.weights.buffers import pack_group, unpack_group
 from actors.weights.collective import Offer, Reception, read_progress
 
@@ -51,7 +58,10 @@ def group_former(board: Any) -> Callable[[Offer, str, float], Seat | None]:
 
 @ray.remote(num_cpus=0)
 class Member:
-    """Pulls for ever. fault: "dies" or "freezes"; at: "seat", "broadcast" or "load"; once."""
+    """Pulls for ever. fault: "dies" or "freezes"; at: "seat", "broadcast" or "load"; once.
+
+    fault: "strays": it never reaches rank 0's store; it ends as an engine does.
+    """
 
     def __init__(
         self, board: Any, directory: str, name: str, fault: str = "", at: str = ""
@@ -82,7 +92,7 @@ class Member:
 
     async def _take_part(self, publication: Publication, seat: Seat) -> None:
         reception = Reception(
-            seat,
+            replace(seat, store="127.0.0.1:1") if self._fault == "strays" else seat,
             [group.manifest for group in publication.groups],
             [group.checksum for group in publication.groups],
             rank=seat.rank,
@@ -94,6 +104,8 @@ class Member:
             received, failure = read_progress(self._directory / f"{self._name}-{seat.name}")
             if failure is not None:
                 self.num_failed += 1
+                if self.num_failed == MAX_FAILED_BROADCASTS:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 return
             if received:
                 self._meet_fault("broadcast")

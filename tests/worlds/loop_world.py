@@ -20,8 +20,7 @@ from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest
 from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome
-from actors.trajectory_queue.messages import OpenSlot, QueueCut, StepInput
-from actors.trajectory_queue.state import QueueState
+from actors.trajectory_queue.messages import OpenSlot, QueueSnapshot, StepInput
 from actors.types import Outcome, Task, TrajectorySummary
 from service.config.tree import RunSettings
 from service.inference.settings import InferenceSettings
@@ -29,8 +28,6 @@ from service.run.health import FailureLimits, WeightsMoved
 from service.run.loop import Handles, Loop, LoopSettings
 from service.run.task_feed import ConfiguredTasks
 from service.telemetry.records import EvaluationRecord, StepRecord
-from worlds.queue_builders import queue_cut
-from worlds.settings import queue_settings
 
 LIMITS = FailureLimits(
     rollouts=RolloutSettings(max_failed_groups=4, failed_groups_grace_s=0.0),
@@ -99,6 +96,8 @@ class World:
     published_versions: list[int] = field(default_factory=list)
     value_shards: list[tuple[str, ...]] = field(default_factory=list)
     saving: int = 0
+    num_evicted: int = 0
+    on_starve: Callable[[], None] = lambda: None
 
     def calls_of(self, *kinds: str) -> list[str]:
         return [call for call in self.calls if call.startswith(kinds)]
@@ -115,6 +114,7 @@ class World:
     async def take_step(self, timeout_s: float) -> StepInput | None:
         await asyncio.sleep(0)
         if self.num_taken in (self.fail_from, self.starve_from):
+            self.on_starve()
             return None
         self.num_taken += 1
         return StepInput(step=self.num_taken, groups=(), blocks=())
@@ -134,9 +134,9 @@ class World:
     def failed_groups(self) -> FailedGroups | None:
         return FAILED if self.fail_from == self.num_taken else None
 
-    async def cut(self) -> QueueCut:
+    async def cut(self) -> QueueSnapshot:
         self.calls.append("cut")
-        return queue_cut(QueueState(queue_settings(groups_per_step=1)))
+        return QueueSnapshot()
 
     async def cancel_all(self) -> None:
         self.calls.append("cancel_all")
@@ -240,6 +240,10 @@ class Notebook:
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
+    @property
+    def num_evicted(self) -> int:
+        return self.world.num_evicted
+
     def notice(self, text: str) -> None:
         self.notices.append(text)
 
@@ -250,9 +254,12 @@ class Notebook:
     async def evaluation(self, record: EvaluationRecord) -> None:
         self.evaluations.append(record)
 
-    async def checkpoint(self, *, step: int, version: int, directory: str, cut: QueueCut) -> None:
+    async def checkpoint(
+        self, *, step: int, version: int, directory: str, snapshot: QueueSnapshot
+    ) -> None:
         self.world.calls.append(f"commit {step}")
         self.world.checkpoints.append((step, directory))
+        self.world.num_evicted = 0
 
 
 def make_loop(
@@ -266,6 +273,7 @@ def make_loop(
     scores_first: bool = False,
     parts: Mapping[str, Any] = {},
     has_clients: bool = False,
+    commit_after_s: float = 60.0,
 ) -> Loop:
     """parts: in the world's place, by the names of `Handles`."""
     tasks = GeneratedTasks("guessing", run_seed=0)
@@ -290,5 +298,6 @@ def make_loop(
         failures=LIMITS,
         has_clients=has_clients,
         checkpoint=checkpoint,
+        commit_after_s=commit_after_s,
     )
     return Loop(handles, settings)

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
 from actors.trajectory_queue.ledger import LedgerCounts, RolloutOutcome
-from actors.trajectory_queue.messages import QueueCut, QueueStats
+from actors.trajectory_queue.messages import Drained, QueueSnapshot, QueueStats
 from actors.trajectory_queue.settings import QueueStateSettings
 from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, RolloutAssignment
@@ -88,10 +88,10 @@ def restart(queue: QueueState) -> QueueState:
     return QueueState(queue.settings, snapshot=through_json(queue.snapshot()))
 
 
-def queue_cut(queue: QueueState, *, opening: int = 0, number: int = 0) -> QueueCut:
-    """As the queue actor makes it."""
+def cut(queue: QueueState) -> tuple[QueueSnapshot, Drained]:
+    """How things stand, once what has happened is drained."""
     drained = queue.drain()
-    return QueueCut(opening=opening, number=number, snapshot=queue.snapshot(), drained=drained)
+    return queue.snapshot(), drained
 
 
 def through_json(value: Value) -> Value:

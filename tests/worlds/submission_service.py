@@ -18,7 +18,7 @@ from service.store.retention import Retention
 from service.store.run_store import RunStore
 from service.store.thread import StoreThread
 from service.telemetry.recorder import RunRecorder
-from worlds.queue_builders import end, finalise_all, make_settings, queue_cut, take_all
+from worlds.queue_builders import cut, end, finalise_all, make_settings, take_all
 from worlds.record_builders import step_record
 
 GROUPS_PER_STEP = 2
@@ -116,11 +116,11 @@ class Service:
         return None if view is None else view.status.value
 
     async def commit(self) -> None:
-        cut = queue_cut(self.queue)
-        self.recorder.events(cut.drained.events)
-        self.recorder.rollouts(cut.drained.summaries)
+        snapshot, drained = cut(self.queue)
+        self.recorder.events(drained.events)
+        self.recorder.rollouts(drained.summaries)
         await self.recorder.checkpoint(
-            step=self.step, version=self.step, directory=f"step-{self.step}", cut=cut
+            step=self.step, version=self.step, directory=f"step-{self.step}", snapshot=snapshot
         )
 
     def drain(self) -> None:
