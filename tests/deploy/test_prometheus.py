@@ -81,7 +81,7 @@ async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
     done = series("rayloom_train_steps_total")
     started = time.time()
     endpoint = MetricsEndpoint("test", host="127.0.0.1", port=port)
-    with scraping(f"127.0.0.1:{port}", tmp_path / "prometheus") as prometheus:
+    with scraping(f"127.0.0.1:{port}", tmp_path / "prometheus", run="test") as prometheus:
         first = Metrics()
         recorder, pusher = service_recorder(store, first), pusher_of(first, endpoint)
         await recorder.begin_term(store.acquire_lease(owner="first"))

@@ -149,7 +149,7 @@ def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
     )
     with running(config, tmp_path / "run") as run:
         address = run.metrics_address(limit_s=START_S)
-        with scraping(address, tmp_path / "prometheus") as prometheus:
+        with scraping(address, tmp_path / "prometheus", run="small") as prometheus:
             done = series("rayloom_train_steps_total")
             prometheus.wait_for(done, at_least=2, limit_s=START_S)
             run.kill_part("ray::EnvironmentActor")

@@ -99,8 +99,8 @@ class Prometheus:
 
     address: str
     instance: str
-    run: str = "test"
-    """What the dashboard shows."""
+    run: str
+    """Which the dashboard shows."""
 
     def newest(self) -> dict[Series, float]:
         """What the newest scrape held."""
@@ -159,8 +159,8 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def scraping(target: str, directory: Path) -> Iterator[Prometheus]:
-    """Scrape host:port with the committed configuration, at a test's pace."""
+def scraping(target: str, directory: Path, *, run: str) -> Iterator[Prometheus]:
+    """Scrape host:port with the committed configuration, at a test's pace. run: its name."""
     tools = find_tools()
     text = CONFIG.read_text()
     assert text.count("127.0.0.1:9400") == 1 and text.count("scrape_interval: 5s") == 1
@@ -179,7 +179,7 @@ def scraping(target: str, directory: Path) -> Iterator[Prometheus]:
             ],
             stdout=file, stderr=subprocess.STDOUT, cwd=directory,
         )  # fmt: skip
-    server = Prometheus(address=f"http://{address}", instance=target)
+    server = Prometheus(address=f"http://{address}", instance=target, run=run)
     try:
         deadline = time.monotonic() + 60
         while not server.is_ready():
