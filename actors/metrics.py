@@ -305,6 +305,16 @@ class StepMetrics:
             field: registry.counter(name, documentation)
             for field, (name, documentation) in STEP_COUNTERS.items()
         }
+        self.newest_seconds = registry.gauges(
+            "rayloom_train_newest_step_seconds",
+            "Wall time of each stage of the newest step; together they are the step's.",
+            label="stage",
+        )
+        self.newest_tokens = registry.gauges(
+            "rayloom_train_newest_step_tokens",
+            "Tokens of the newest step: sampled by the engines, and in the loss.",
+            label="kind",
+        )
         self.stage_seconds = registry.stored_histograms(
             "rayloom_stage_seconds",
             "Wall time of each stage of a stored step.",

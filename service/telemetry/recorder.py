@@ -322,6 +322,8 @@ class StoredMetrics:
         steps = self._metrics.steps
         steps.newest.set(None if record is None else record.step)
         steps.newest_time.set(None if record is None else record.wall_time)
+        steps.newest_seconds.show({} if record is None else record.stages.by_name())
+        steps.newest_tokens.show({} if record is None else tokens_of(record))
         steps.policy_version.set(None if record is None else record.policy_version)
         self._metrics.statistics.show({} if record is None else record.statistics)
 
@@ -330,6 +332,11 @@ class StoredMetrics:
         # As the store has it: what is not finite is not known.
         is_known = value is not None and math.isfinite(value)
         self._metrics.statistics.evaluation_reward.set(value if is_known else None)
+
+
+def tokens_of(record: StepRecord) -> dict[str, float]:
+    """By kind."""
+    return {"sampled": record.num_sampled_tokens, "trained": record.num_trained_tokens}
 
 
 def configure_logging(path: str) -> None:

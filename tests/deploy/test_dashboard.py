@@ -14,6 +14,7 @@ from worlds.metric_names import NAME, declared
 from actors.statistics import STATISTICS
 from deploy.dashboards.__main__ import FILE
 from deploy.dashboards.grafana import COLUMNS, Panel, load_dashboard, to_json
+from service.inference.vllm_metrics import SHOWN
 
 OVERVIEW = load_dashboard()
 TREE: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
@@ -23,12 +24,27 @@ MAX_BYTES = 200 * 1024
 
 # Metrics that no panel shows, and why.
 NOT_SHOWN = {
+    "rayloom_build_info": "it says nothing over time",
+    "rayloom_checkpoint_step": "its age is shown",
     "rayloom_ledger_admitted_rollouts": "it is the sum of the three states that are shown",
+    "rayloom_policy_age_versions": "the newest step's is shown, right at any pace",
+    "rayloom_sampled_tokens": "the newest step's are shown, right at any pace",
+    "rayloom_stage_seconds": "the newest step's are shown, right at any pace",
+    "rayloom_train_steps": "the number and the pace of the newest are shown",
+    "rayloom_trained_tokens": "the newest step's are shown, right at any pace",
 }
 
 
 def names_in(query: str) -> set[str]:
     return set(NAME.findall(query))
+
+
+def is_shown_by_replicas(query: str) -> bool:
+    """Whether it asks for vLLM's own metrics, all of which replicas push."""
+    names = set(re.findall(r"\bvllm:[a-z_]+", query))
+    return (
+        bool(names) and {re.sub("_(total|bucket|count|sum)$", "", name) for name in names} <= SHOWN
+    )
 
 
 def test_the_committed_file_is_what_the_code_makes() -> None:
@@ -46,8 +62,8 @@ def test_a_panel_with_an_unknown_key_or_of_two_units_is_refused() -> None:
 def test_there_are_the_sections_that_a_reader_looks_for() -> None:
     rows = [panel["title"] for panel in TREE["panels"] if panel["type"] == "row"]
     assert rows == [
-        "Overview", "Pipeline", "Rollouts", "Learning health", "Statistics of the loss", "Parts",
-        "Service",
+        "Overview", "Pipeline", "Rollouts", "Learning health", "Statistics of the loss",
+        "Inference", "Parts", "Service",
     ]  # fmt: skip
     assert all(section.panels for section in OVERVIEW.sections)
 
@@ -96,11 +112,11 @@ def test_a_panel_says_what_it_shows_and_where_from() -> None:
 
 def test_a_query_asks_for_one_run_at_an_interval_that_fits_the_scrapes() -> None:
     def fits(query: str) -> bool:
-        selectors = re.findall(r"rayloom_[a-z0-9_]+(\S*)", query)
+        selectors = re.findall(r"(?:rayloom_|vllm:)[a-z0-9_]+(\S*)", query)
         ranges = re.findall(r"\[([^\]]*)\]", query)
         return (
             "job" not in query
-            and bool(names_in(query))
+            and (bool(names_in(query)) or is_shown_by_replicas(query))
             and all(selector.startswith('{run="$run"') for selector in selectors)
             and set(ranges) <= {"$__rate_interval"}
             and len(ranges) == len(re.findall(r"\brate\(", query))

@@ -30,9 +30,9 @@ LABEL_VALUES = {
     "outcome": {outcome.value for outcome in Outcome},
     "reason": {reason.value for reason in (*EvictionReason, *BranchReason)},
     "part": {part.value for part in Part},
-    "kind": {kind.value for kind in LedgerEventKind},
     "side": {"before", "after"},
     "stage": set(StageSeconds().by_name()),
+    "kind": {kind.value for kind in LedgerEventKind} | {"sampled", "trained"},
     "phase": {phase.value for phase in Phase},
 }
 # Its labels are versions.

@@ -9,7 +9,7 @@ from functools import reduce
 from actors.metrics import AGE_BUCKETS, SECONDS_BUCKETS
 from actors.statistics import STATISTICS
 from actors.trajectory_queue.ledger import LedgerEvent
-from service.telemetry.records import StepRecord
+from service.telemetry.records import StageSeconds, StepRecord
 from worlds.prometheus_server import Series, series
 
 # By gauge, the statistic of the newest step that it shows.
@@ -72,8 +72,17 @@ def of_newest(record: StepRecord | None) -> dict[Series, float | None]:
     found: dict[Series, float | None] = {
         series("rayloom_train_newest_step"): None if record is None else record.step,
         series("rayloom_policy_version"): None if record is None else record.policy_version,
+        series("rayloom_train_newest_step_timestamp_seconds"): (
+            None if record is None else record.wall_time
+        ),
         **{series(metric): statistics.get(name) for metric, name in SHOWN.items()},
     }
+    for stage in StageSeconds().by_name():
+        seconds = None if record is None else record.stages.by_name()[stage]
+        found[series("rayloom_train_newest_step_seconds", stage=stage)] = seconds
+    for kind in ("sampled", "trained"):
+        count = None if record is None else getattr(record, f"num_{kind}_tokens")
+        found[series("rayloom_train_newest_step_tokens", kind=kind)] = count
     for each in STATISTICS:
         if each.name not in SHOWN.values():
             found[series(each.metric)] = statistics.get(each.name)
