@@ -128,6 +128,8 @@ class Supervisor:
         self._thread = StoreThread()
         self._kind = RunKind.SERVE if is_service else RunKind.TRAIN
         self._when_held, self._replaces = when_held, replaces
+        self._leasing = asyncio.Lock()
+        """Held while a lease is taken or renewed."""
         self._lost: LeaseLost | None = None
         """Who has taken the run over; nothing that is asked of this run is answered from then."""
         self._submissions: SubmissionQueue | None = None
@@ -392,7 +394,10 @@ class Supervisor:
         """
         while True:
             try:
-                return await self._take_lease()
+                async with self._leasing:
+                    lease = await self._take_lease()
+                    self._recorder.term = lease.term
+                return lease
             except LeaseHeld as held:
                 if self._when_held is not WhenHeld.WAIT or self._recorder.term:
                     raise
@@ -456,8 +461,10 @@ class Supervisor:
         """Renew the lease. Raises: LeaseLost; StoreError for a store that stays away."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
-            if term := self._recorder.term:
-                await asyncio.to_thread(self._store.renew, term)
+            # The next lease of this very process would look like another's.
+            async with self._leasing:
+                if term := self._recorder.term:
+                    await asyncio.to_thread(self._store.renew, term)
 
     async def _push_forever(self) -> None:
         while True:

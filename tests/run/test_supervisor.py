@@ -26,7 +26,7 @@ from service.launch.run_dir import RunDir
 from service.run.health import Cursor, Phase
 from service.run.supervisor import Supervisor, WhenHeld, engine_settings, start_endpoint
 from service.run.term import rank_settings
-from service.store.run_store import RENEW_EVERY_S, LeaseLost, RunStore, StoreError, own_name
+from service.store.run_store import RENEW_EVERY_S, Lease, LeaseLost, RunStore, StoreError, own_name
 
 
 @pytest.fixture
@@ -193,6 +193,34 @@ class Faulty(Supervisor):
                 step=step, version=step, directory=directory.name, snapshot=snapshot
             )
         raise ActorLost(f"term {lease.term} lost a part")
+
+
+class Leisurely(Supervisor):
+    """One that looks up from the database a while after it has a lease."""
+
+    async def _take_lease(self) -> Lease:
+        lease = await super()._take_lease()
+        await asyncio.sleep(0.2)
+        return lease
+
+
+async def test_a_supervisors_own_next_lease_is_no_loss(
+    place: RunDir,
+    tiny_models: dict[bool, str],
+    endpoint: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.run.supervisor.RENEW_EVERY_S", 0.01)
+    config = load_config(small_config(place.path.parent))
+    engines = engine_settings(config, model=tiny_models[True])
+    supervisor = Leisurely(config, place, engines=engines, run_id="rayloom-test", endpoint=endpoint)
+    renewing = asyncio.create_task(supervisor._renew_forever())
+    for term in (1, 2):
+        lease = await supervisor._wait_for_lease()
+        assert lease is not None and lease.term == term
+        await asyncio.sleep(0.1)
+        assert not renewing.done(), renewing.exception()
+    renewing.cancel()
 
 
 @pytest.mark.parametrize(
