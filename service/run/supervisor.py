@@ -163,6 +163,7 @@ class Supervisor:
         ).set(1)
         self._pusher = Pusher(metrics.push, role=SUPERVISOR, read=self._read_metrics)
         self._metrics_address: str | None = None
+        self._is_push_lost = False
         self._started_at = time.time()
         self._earlier_wall_s = 0.0
         """Seconds of the surviving parts of terms that other processes ran."""
@@ -473,11 +474,19 @@ class Supervisor:
 
     async def _push(self, *, is_last: bool = False) -> None:
         """What does not arrive is pushed with the next."""
-        with suppress(ActorLost):
+        try:
             address = await self._pusher.push(is_last=is_last)
-            if self._metrics_address != address:
-                self._metrics_address = address
-                log.info("metrics at %s", address)
+        except ActorLost as loss:
+            if not self._is_push_lost:
+                self._recorder.notice(
+                    f"the metrics are not shown: {loss}; tried again every second"
+                )
+            self._is_push_lost = True
+            return
+        self._is_push_lost = False
+        if self._metrics_address != address:
+            self._metrics_address = address
+            log.info("metrics at %s", address)
 
     def _read_metrics(self) -> Reading:
         gained, values = self._metrics.read()
