@@ -1,4 +1,4 @@
-{{/* The name of the RayService, and the beginning of every other name. _validate.tpl bounds it. */}}
+{{/* The name of the Ray resource, and the beginning of every other name. _validate.tpl bounds it. */}}
 {{- define "rayloom.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- if .Values.fullnameOverride -}}
@@ -17,11 +17,26 @@ app.kubernetes.io/part-of: rayloom
 {{- end -}}
 
 {{- define "rayloom.labels" -}}
-app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/name: {{ .Chart.Name | quote }}
 {{ include "rayloom.selectorLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
+{{- end -}}
+
+{{/* The metadata of an object. Takes: context; suffix of the name, or the whole name; component and
+     annotations, where it has any. */}}
+{{- define "rayloom.metadata" -}}
+name: {{ default (printf "%s%s" (include "rayloom.fullname" .context) (default "" .suffix)) .name | quote }}
+namespace: {{ .context.Release.Namespace | quote }}
+labels:
+  {{- include "rayloom.labels" .context | nindent 2 }}
+  {{- with .component }}
+  app.kubernetes.io/component: {{ . | quote }}
+  {{- end }}
+{{- with .annotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{- define "rayloom.image" -}}
@@ -55,11 +70,35 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
 {{/* A secret's value, base64: the one that is there, else a new one.
-     Takes: context, secret, key. `helm template` sees no cluster and makes a new one each time. */}}
+     Takes: context, name, key. `helm template` sees no cluster and makes a new one each time. */}}
 {{- define "rayloom.keptSecret" -}}
-{{- $found := lookup "v1" "Secret" .context.Release.Namespace .secret -}}
+{{- $found := lookup "v1" "Secret" .context.Release.Namespace .name -}}
 {{- $value := dig "data" .key "" $found -}}
 {{- default (randAlphaNum 48 | b64enc) $value -}}
+{{- end -}}
+
+{{/* A Kubernetes quantity as a number. Takes: the quantity, a text or a number. */}}
+{{- define "rayloom.quantity" -}}
+{{- if kindIs "string" . -}}
+{{- $number := regexFind "^[0-9.]+" . -}}
+{{- $factors := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18
+      "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624
+      "Ei" 1152921504606846976 -}}
+{{- mulf $number (get $factors (trimPrefix $number .)) -}}
+{{- else -}}
+{{- float64 . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Those of a list of texts that stand in it more than once, as JSON. */}}
+{{- define "rayloom.repeated" -}}
+{{- $seen := dict -}}
+{{- $repeated := list -}}
+{{- range . -}}
+{{- if hasKey $seen . -}}{{- $repeated = append $repeated . -}}{{- end -}}
+{{- $_ := set $seen . true -}}
+{{- end -}}
+{{- uniq $repeated | toJson -}}
 {{- end -}}
 
 {{/* What a group offers to the parts of its role (service/launch/placement.py), as the operator hands

@@ -11,7 +11,7 @@ metadata:
     {{- include "rayloom.selectorLabels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .name }}
 spec:
-  serviceAccountName: {{ include "rayloom.serviceAccountName" $root }}
+  serviceAccountName: {{ include "rayloom.serviceAccountName" $root | quote }}
   automountServiceAccountToken: false
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ add $values.drain.timeoutSeconds 30 }}
@@ -72,10 +72,10 @@ spec:
   volumes:
     - name: config
       configMap:
-        name: {{ include "rayloom.fullname" $root }}-config
+        name: {{ printf "%s-config" (include "rayloom.fullname" $root) | quote }}
     - name: checkpoints
       persistentVolumeClaim:
-        claimName: {{ include "rayloom.claimName" $root }}
+        claimName: {{ include "rayloom.claimName" $root | quote }}
     - name: shm
       emptyDir:
         medium: Memory
@@ -83,7 +83,7 @@ spec:
     {{- if and $isHead (not $values.database.existingSecret) }}
     - name: database
       persistentVolumeClaim:
-        claimName: {{ include "rayloom.fullname" $root }}-database
+        claimName: {{ printf "%s-database" (include "rayloom.fullname" $root) | quote }}
     {{- end }}
 {{- end -}}
 
@@ -92,14 +92,14 @@ spec:
 - name: RAYLOOM_API_KEY
   valueFrom:
     secretKeyRef:
-      name: {{ include "rayloom.apiSecretName" .context }}
+      name: {{ include "rayloom.apiSecretName" .context | quote }}
       key: {{ .context.Values.auth.api.key | quote }}
 {{- $database := .context.Values.database }}
 {{- if and (eq .name "head") $database.existingSecret }}
 - name: RAYLOOM_DATABASE_URL
   valueFrom:
     secretKeyRef:
-      name: {{ $database.existingSecret }}
+      name: {{ $database.existingSecret | quote }}
       key: {{ $database.key | quote }}
 {{- end }}
 - name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
@@ -118,25 +118,30 @@ spec:
 {{- if eq .name "head" -}}
 - name: gcs-server
   containerPort: 6379
+  protocol: TCP
 - name: dashboard
   containerPort: 8265
+  protocol: TCP
 - name: client
   containerPort: 10001
+  protocol: TCP
 - name: serve
   containerPort: {{ .context.Values.config.service.port }}
+  protocol: TCP
 - name: rayloom-metrics
   containerPort: {{ .context.Values.config.metrics.port }}
+  protocol: TCP
 {{ end -}}
 - name: metrics
   containerPort: 8080
+  protocol: TCP
 {{- end -}}
 
 {{- define "rayloom.resources" -}}
 {{- $resources := deepCopy .resources -}}
-{{- if gt (int (default 0 .gpus)) 0 -}}
-{{- $gpu := dict "nvidia.com/gpu" (int .gpus) -}}
-{{- $_ := set $resources "limits" (merge (default dict $resources.limits) $gpu) -}}
-{{- $_ := set $resources "requests" (merge (default dict $resources.requests) $gpu) -}}
+{{- if .gpus -}}
+{{- $_ := set $resources.requests .gpuResource (int .gpus) -}}
+{{- $_ := set $resources.limits .gpuResource (int .gpus) -}}
 {{- end -}}
 {{- toYaml $resources -}}
 {{- end -}}

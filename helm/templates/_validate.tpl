@@ -4,8 +4,8 @@
 {{- define "rayloom.validate" -}}
 {{- $problems := concat
       (include "rayloom.nameProblems" . | fromYamlArray)
-      (include "rayloom.groupProblems" . | fromYamlArray)
-      (include "rayloom.capacityProblems" . | fromYamlArray)
+      (include "rayloom.podProblems" . | fromYamlArray)
+      (include "rayloom.placeProblems" . | fromYamlArray)
       (include "rayloom.configProblems" . | fromYamlArray)
       (include "rayloom.accessProblems" . | fromYamlArray) -}}
 {{- if $problems -}}
@@ -23,52 +23,74 @@
 {{- end }}
 {{- end -}}
 
-{{- define "rayloom.groupProblems" -}}
-{{- $reserved := list "RAYLOOM_API_KEY" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_enable_autoscaler_v2" -}}
+{{/* Looks at the pods as they are rendered, so that what the chart sets itself counts as well. */}}
+{{- define "rayloom.podProblems" -}}
+{{- $operators := list "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_enable_autoscaler_v2" -}}
 {{- range $name := list "head" "inference" "trainer" "environment" }}
 {{- $group := index $.Values $name }}
-{{- range $group.env }}
-{{- if has .name $reserved }}
-- {{ printf "%s.env: %s is set by the chart or the operator; take it out (auth, drain.timeoutSeconds)" $name .name | quote }}
+{{- $pod := (include "rayloom.podTemplate" (dict "context" $ "name" $name "group" $group) | fromYaml).spec }}
+{{- $container := first $pod.containers }}
+{{- $variables := list }}
+{{- range $container.env }}
+{{- $variables = append $variables .name }}
+{{- if has .name $operators }}
+- {{ printf "%s.env: %s is set by the operator; take it out (auth)" $name .name | quote }}
 {{- end }}
 {{- end }}
-{{- if ne $name "head" }}
-{{- if gt (int $group.minReplicas) (int $group.maxReplicas) }}
-- {{ printf "%s.minReplicas: got %d, expected at most maxReplicas (%d); lower the first or raise the second" $name (int $group.minReplicas) (int $group.maxReplicas) | quote }}
-{{- else if or (lt (int $group.replicas) (int $group.minReplicas)) (gt (int $group.replicas) (int $group.maxReplicas)) }}
-- {{ printf "%s.replicas: got %d, expected %d to %d (minReplicas to maxReplicas); change one of the three" $name (int $group.replicas) (int $group.minReplicas) (int $group.maxReplicas) | quote }}
+{{- range include "rayloom.repeated" $variables | fromJsonArray }}
+- {{ printf "%s.env: %s stands twice, or is set by the chart; expected each variable once: take one out" $name . | quote }}
 {{- end }}
+{{- range $resource, $request := $container.resources.requests }}
+{{- if hasKey $container.resources.limits $resource }}
+{{- $limit := index $container.resources.limits $resource }}
+{{- if gt (include "rayloom.quantity" $request | float64) (include "rayloom.quantity" $limit | float64) }}
+- {{ printf "%s.resources.requests.%s: got %v, expected at most the limit, %v; lower the first or raise the second" $name $resource $request $limit | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $resource, $_ := merge (deepCopy $container.resources.requests) $container.resources.limits }}
+{{- $request := index $container.resources.requests $resource }}
+{{- $limit := index $container.resources.limits $resource }}
+{{- if and (contains "/" $resource) (ne (toString $request) (toString $limit)) }}
+- {{ printf "%s.resources: got a request of %v and a limit of %v for %s, expected the same twice: Kubernetes does not overcommit it" $name (default "none" $request) (default "none" $limit) $resource | quote }}
+{{- end }}
+{{- end }}
+{{- if or (hasKey $group.resources.requests (default "" $group.gpuResource)) (hasKey $group.resources.limits (default "" $group.gpuResource)) }}
+- {{ printf "%s.resources: has %s, which gpus asks for; set %s.gpus and take it out" $name $group.gpuResource $name | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}
 
-{{/* The pods together offer what the configuration asks of Ray, which places by CPUs and GPUs alone. */}}
-{{- define "rayloom.capacityProblems" -}}
+{{/* Whether the pods of each group have room for the parts of its role. A part lies whole on one pod, so
+     that sums would not do: on two pods of 3 GPUs there is room for two engines of 2. */}}
+{{- define "rayloom.placeProblems" -}}
 {{- $config := .Values.config -}}
-{{- $cpus := 0 -}}
-{{- $gpus := 0 -}}
-{{- $mostGpus := 0 -}}
-{{- range list "inference" "trainer" "environment" -}}
-{{- $group := index $.Values . -}}
-{{- $cpus = addf $cpus (mulf $group.replicas $group.rayCpus) -}}
-{{- $gpus = addf $gpus (mulf $group.replicas $group.gpus) -}}
-{{- if gt (int $group.replicas) 0 -}}
-{{- $mostGpus = max $mostGpus $group.gpus -}}
-{{- end -}}
-{{- end -}}
-{{- $engines := mulf $config.inference.num_replicas $config.inference.cpus_per_replica -}}
-{{- $wantedCpus := addf $engines $config.trainer.num_ranks $config.rollouts.num_actors -}}
-{{- if gt $wantedCpus $cpus }}
-- {{ printf "rayCpus: the groups offer %v CPUs, config asks for %v (inference.num_replicas x cpus_per_replica + trainer.num_ranks + rollouts.num_actors); raise rayCpus or replicas of a group, or lower what config asks for" $cpus $wantedCpus | quote }}
+{{- $parts := list
+      (dict "group" "inference" "part" "engines" "count" $config.inference.num_replicas
+            "cpus" $config.inference.cpus_per_replica "gpus" $config.inference.gpus_per_replica
+            "keys" "inference.num_replicas, cpus_per_replica, gpus_per_replica")
+      (dict "group" "trainer" "part" "ranks" "count" $config.trainer.num_ranks
+            "cpus" 1 "gpus" $config.trainer.gpus_per_rank
+            "keys" "trainer.num_ranks, gpus_per_rank")
+      (dict "group" "environment" "part" "environment actors" "count" $config.rollouts.num_actors
+            "cpus" 1 "gpus" 0
+            "keys" "rollouts.num_actors") -}}
+{{- range $part := $parts }}
+{{- $group := index $.Values $part.group }}
+{{- $room := 10000 }}
+{{- range list (list $part.cpus $group.rayCpus) (list $part.gpus $group.gpus) }}
+{{- $asked := float64 (index . 0) }}
+{{- if gt $asked 0.0 }}
+{{- /* Ray counts in units of 1e-4. */}}
+{{- $room = min $room (int (floor (addf (divf (index . 1) $asked) 1e-6))) }}
 {{- end }}
-{{- $engineGpus := mulf $config.inference.num_replicas $config.inference.gpus_per_replica -}}
-{{- $wantedGpus := addf $engineGpus (mulf $config.trainer.num_ranks $config.trainer.gpus_per_rank) -}}
-{{- if gt $wantedGpus $gpus }}
-- {{ printf "gpus: the groups offer %v GPUs, config asks for %v (inference.num_replicas x gpus_per_replica + trainer.num_ranks x gpus_per_rank); raise gpus or replicas of a group, or lower what config asks for" $gpus $wantedGpus | quote }}
-{{- else if and (eq $wantedGpus 0.0) (gt $gpus 0.0) }}
-- {{ printf "gpus: the groups reserve %v GPUs, and config uses none; set config.inference.gpus_per_replica or config.trainer.device and gpus_per_rank, or gpus to 0" $gpus | quote }}
-{{- else if gt (float64 $config.inference.gpus_per_replica) (float64 $mostGpus) }}
-- {{ printf "config.inference.gpus_per_replica: got %v, expected at most the %v GPUs of one pod; an engine does not span pods: raise gpus of a group" $config.inference.gpus_per_replica $mostGpus | quote }}
+{{- end }}
+{{- $places := mul $room $group.replicas }}
+{{- if gt (int $part.count) (int $places) }}
+- {{ printf "%s: %d pods of %v CPUs and %v GPUs have room for %d %s of %v CPUs and %v GPUs, config asks for %d; raise replicas, rayCpus or gpus of the group, or lower config.%s" $part.group (int $group.replicas) $group.rayCpus $group.gpus (int $places) $part.part $part.cpus $part.gpus (int $part.count) $part.keys | quote }}
+{{- else if and $group.gpus (eq (float64 $part.gpus) 0.0) }}
+- {{ printf "%s.gpus: reserves %v GPUs a pod, and config gives %s none; set gpus to 0, or ask for some by config.%s" $part.group $group.gpus $part.part $part.keys | quote }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -91,19 +113,14 @@
 {{- end -}}
 
 {{- define "rayloom.accessProblems" -}}
-{{- if and (not .Values.auth.api.create) (not .Values.auth.api.existingSecret) }}
-- "auth.api.existingSecret: got none with auth.api.create false; the API listens beyond loopback and does not start without a key: name a Secret, or let one be created"
-{{- end }}
-{{- if eq .Values.auth.ray.mode "token" }}
-{{- if and (not .Values.auth.ray.create) (not .Values.auth.ray.existingSecret) }}
-- "auth.ray.existingSecret: got none with auth.ray.create false and mode token; name a Secret with the key auth_token, let one be created, or set mode to disabled"
-{{- end }}
-{{- if semverCompare "<2.52.0-0" .Values.rayVersion }}
+{{- if and (eq .Values.auth.ray.mode "token") (semverCompare "<2.52.0-0" .Values.rayVersion) }}
 - {{ printf "rayVersion: got %s, expected 2.52.0 or newer with auth.ray.mode token; set mode to disabled or use a newer image" .Values.rayVersion | quote }}
 {{- end }}
-{{- end }}
-{{- if and (not .Values.checkpoints.create) (not .Values.checkpoints.existingClaim) }}
-- "checkpoints.existingClaim: got none with checkpoints.create false; name a claim, or let one be created"
+{{- $checkpoints := .Values.checkpoints }}
+{{- $database := .Values.database }}
+{{- /* A class that gives ReadWriteMany is a network file system, where SQLite breaks (docs/storage.md). */}}
+{{- if and (has "ReadWriteMany" $checkpoints.accessModes) (not $checkpoints.existingClaim) (not $database.existingSecret) (eq $database.storageClass $checkpoints.storageClass) }}
+- {{ printf "database.storageClass: got %s, the class of checkpoints, which is to give ReadWriteMany; expected block storage: SQLite breaks on a network file system; name another class, or give a PostgreSQL by database.existingSecret" (default "the cluster's default" $database.storageClass) | quote }}
 {{- end }}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.operatorNamespace) }}
 - "networkPolicy.operatorNamespace: got none with networkPolicy.enabled; without it the operator could not reach the head: name the namespace that it runs in"

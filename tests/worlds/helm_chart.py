@@ -28,12 +28,12 @@ class HelmError(Exception):
     """Helm refused; the text is what it printed."""
 
 
-def helm(*arguments: str | Path) -> str:
+def helm(*arguments: str | Path, binary: Path | None = None) -> str:
     """Run helm with nothing of the user's own; returns what it printed. Raises: HelmError."""
     with tempfile.TemporaryDirectory() as home:
         homes = {f"HELM_{name}_HOME": home for name in ("CACHE", "CONFIG", "DATA")}
         done = subprocess.run(
-            [helm_binary(), *arguments],
+            [binary or helm_binary(), *arguments],
             env={**homes, "HOME": home, "KUBECONFIG": f"{home}/none"},
             capture_output=True,
             text=True,
@@ -45,8 +45,8 @@ def helm(*arguments: str | Path) -> str:
     return done.stdout
 
 
-def lint(*files: Path) -> str:
-    return helm("lint", "--strict", CHART, *_named(files))
+def lint(*files: Path, binary: Path | None = None) -> str:
+    return helm("lint", "--strict", CHART, *_named(files), binary=binary)
 
 
 def rendered(
@@ -55,20 +55,26 @@ def rendered(
     chart: Path = CHART,
     release: str = RELEASE,
     options: Sequence[str] = (),
+    binary: Path | None = None,
 ) -> list[Manifest]:
     """The objects that `helm install` would send, with `values` laid over `files`."""
-    text = _template(json.dumps(values or {}), files, chart, release, tuple(options))
+    text = _template(json.dumps(values or {}), files, chart, release, tuple(options), binary)
     return [manifest for manifest in yaml.safe_load_all(text) if manifest is not None]
 
 
 @cache
 def _template(
-    values: str, files: tuple[Path, ...], chart: Path, release: str, options: tuple[str, ...]
+    values: str,
+    files: tuple[Path, ...],
+    chart: Path,
+    release: str,
+    options: tuple[str, ...],
+    binary: Path | None,
 ) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         last = Path(scratch) / "values.json"
         last.write_text(values)
-        return helm("template", release, chart, *_named([*files, last]), *options)
+        return helm("template", release, chart, *_named([*files, last]), *options, binary=binary)
 
 
 def one(manifests: Sequence[Manifest], kind: str, suffix: str = "") -> Manifest:
