@@ -1,9 +1,10 @@
-"""Keep the chart's schema in step with its sources: `python -m deploy.chart_schema`.
+"""Keep what the chart has from elsewhere in step: `python -m deploy.chart_schema`.
 
 helm/values.schema.json is written by hand but for two parts: `properties.config`, which is the
 configuration tree's own schema, so that helm refuses a key that Rayloom does not know; and the
 definitions `io.k8s.…`, which are Kubernetes' own and strict, so that helm refuses a typo inside an
-affinity or a volume. A test holds the file to both. Needs the development tools.
+affinity or a volume. helm/files/config-defaults.yaml has the tree's defaults that the templates
+read. A test holds both files to their sources. Needs the development tools.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from service.config.file import config_schema
+import yaml
 
-SCHEMA = Path(__file__).parents[1] / "helm" / "values.schema.json"
+from service.config.file import config_schema, dump_config, parse_config
+
+CHART = Path(__file__).parents[1] / "helm"
+SCHEMA = CHART / "values.schema.json"
+DEFAULTS = CHART / "files" / "config-defaults.yaml"
 KUBERNETES = "1.36"
+# How many parts a run has, and what each asks for.
+_READ_BY_TEMPLATES = ("run", "rollouts", "inference", "trainer")
 _REFERENCE = "#/properties/config/$defs/{model}"
 # Of no use to helm; the defaults are the application's own.
 _LEFT_OUT = {"title", "default"}
@@ -30,9 +37,19 @@ def with_sources(schema: dict[str, Any]) -> dict[str, Any]:
     """The chart's schema with the generated parts as they have to be now."""
     config = _stripped(config_schema(_REFERENCE), _LEFT_OUT)
     own = {name: node for name, node in schema["$defs"].items() if not name.startswith("io.k8s.")}
+    # It begins empty; where it does, the templates say what is missing.
+    del config["required"]
     properties = {**schema["properties"], "config": config}
     written = {**schema, "properties": properties, "$defs": own}
     return {**written, "$defs": own | _kubernetes_definitions(written)}
+
+
+def defaults_text() -> str:
+    """The tree's defaults, as far as the templates read them."""
+    tree: dict[str, Any] = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
+    whole = yaml.safe_load(dump_config(parse_config(tree, source="of the defaults")))
+    read = {section: whole[section] for section in _READ_BY_TEMPLATES}
+    return "# Written by `python -m deploy.chart_schema`.\n" + yaml.safe_dump(read, sort_keys=False)
 
 
 def dumped(schema: dict[str, Any]) -> str:
@@ -81,4 +98,6 @@ def _without_null(node: Any) -> Any:
 
 
 if __name__ == "__main__":
+    DEFAULTS.parent.mkdir(exist_ok=True)
+    DEFAULTS.write_text(defaults_text(), "utf-8")
     SCHEMA.write_text(dumped(with_sources(json.loads(SCHEMA.read_text("utf-8")))), "utf-8")

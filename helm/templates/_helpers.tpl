@@ -77,6 +77,17 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- default (randAlphaNum 48 | b64enc) $value -}}
 {{- end -}}
 
+{{/* The configuration as it is sent: your own, and where a pod listens. */}}
+{{- define "rayloom.sentConfig" -}}
+{{- $listens := dict "service" (dict "host" "0.0.0.0" "port" 8000) "metrics" (dict "host" "0.0.0.0" "port" 9400) -}}
+{{- mergeOverwrite $listens (deepCopy .Values.config) | toYaml -}}
+{{- end -}}
+
+{{/* The same with the tree's defaults, for the templates to read. */}}
+{{- define "rayloom.config" -}}
+{{- mergeOverwrite (.Files.Get "files/config-defaults.yaml" | fromYaml) (include "rayloom.sentConfig" . | fromYaml) | toYaml -}}
+{{- end -}}
+
 {{/* A Kubernetes quantity as a number. Takes: the quantity, a text or a number. */}}
 {{- define "rayloom.quantity" -}}
 {{- if kindIs "string" . -}}

@@ -116,6 +116,7 @@ spec:
 {{/* The operator makes its Serve Service only where the head has a port of the name `serve`. */}}
 {{- define "rayloom.ports" -}}
 {{- if eq .name "head" -}}
+{{- $config := include "rayloom.config" .context | fromYaml -}}
 - name: gcs-server
   containerPort: 6379
   protocol: TCP
@@ -126,10 +127,10 @@ spec:
   containerPort: 10001
   protocol: TCP
 - name: serve
-  containerPort: {{ .context.Values.config.service.port }}
+  containerPort: {{ $config.service.port }}
   protocol: TCP
 - name: rayloom-metrics
-  containerPort: {{ .context.Values.config.metrics.port }}
+  containerPort: {{ $config.metrics.port }}
   protocol: TCP
 {{ end -}}
 - name: metrics

@@ -64,7 +64,7 @@
 {{/* Whether the pods of each group have room for the parts of its role. A part lies whole on one pod, so
      that sums would not do: on two pods of 3 GPUs there is room for two engines of 2. */}}
 {{- define "rayloom.placeProblems" -}}
-{{- $config := .Values.config -}}
+{{- $config := include "rayloom.config" . | fromYaml -}}
 {{- $parts := list
       (dict "group" "inference" "part" "engines" "count" $config.inference.num_replicas
             "cpus" $config.inference.cpus_per_replica "gpus" $config.inference.gpus_per_replica
@@ -95,9 +95,11 @@
 {{- end -}}
 
 {{- define "rayloom.configProblems" -}}
-{{- $config := .Values.config -}}
-{{- if and (kindIs "map" $config.model.tiny) $config.model.path }}
-- "config.model: both tiny and path are set, expected one; the chart's own values have tiny: take it back with tiny: null"
+{{- $config := include "rayloom.config" . | fromYaml -}}
+{{- if not .Values.config }}
+- "config: got none, expected Rayloom's configuration; begin with one of the chart's own, by --values helm/values-cpu-dev.yaml, values-gpu-small.yaml or values-production.yaml"
+{{- else if not (and .Values.config.model .Values.config.tasks) }}
+- "config: has no model or no tasks, expected both; take a whole configuration, such as of the chart's values-cpu-dev.yaml"
 {{- end }}
 {{- $taken := list 6379 8080 8265 10001 44217 44227 52365 -}}
 {{- range $section := list "service" "metrics" }}

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ import yaml
 from worlds.helm_binary import HELM_3, helm_binary
 from worlds.helm_chart import (
     CHART,
+    CPU_DEV,
+    GPU_SMALL,
+    PRODUCTION,
     VARIANTS,
     HelmError,
     Manifest,
@@ -39,17 +43,14 @@ from worlds.manifest_checks import (
     operator_schema,
 )
 
-from deploy.chart_schema import SCHEMA, dumped, with_sources
+from deploy.chart_schema import DEFAULTS, SCHEMA, defaults_text, dumped, with_sources
 from service.config.file import load_config
-from service.config.tree import Config
+from service.config.tree import Config, MetricsSettings, ServiceSettings
 from service.launch.placement import Node, Role, misfit
 
 ROOT = CHART.parent
-# No file (the defaults), and each variant.
-FILES: list[tuple[Path, ...]] = [(), *((file,) for file in VARIANTS)]
-every_variant = pytest.mark.parametrize(
-    "files", FILES, ids=["defaults", *(file.stem for file in VARIANTS)]
-)
+EXISTING = VARIANTS["existing-secrets"]
+every_variant = pytest.mark.parametrize("files", VARIANTS.values(), ids=list(VARIANTS))
 
 
 def loaded(manifests: list[Manifest], directory: Path) -> Config:
@@ -137,11 +138,33 @@ def test_rayloom_reads_the_rendered_configuration(files: tuple[Path, ...], tmp_p
     assert (config.service.host, config.metrics.host) == ("0.0.0.0", "0.0.0.0")
 
 
-def test_the_default_run_learns_with_the_vetted_settings(tmp_path: Path) -> None:
-    config = loaded(rendered(), tmp_path)
-    vetted = load_config(ROOT / "deploy" / "configs" / "guessing-cpu.yaml")
-    for section in ("model", "rollouts", "algorithm", "inference", "trainer", "queue"):
-        assert getattr(config, section) == getattr(vetted, section), section
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        (CPU_DEV, "guessing-cpu.yaml"),
+        (GPU_SMALL, "one-node-gpu.yaml"),
+        (PRODUCTION, "several-nodes-gpu.yaml"),
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else None,
+)
+def test_a_value_set_has_the_whole_configuration_of_its_file(
+    file: Path, source: str, tmp_path: Path
+) -> None:
+    vetted = ROOT / "deploy" / "configs" / source
+    assert yaml.safe_load(file.read_text("utf-8"))["config"] == yaml.safe_load(vetted.read_text())
+    # Nothing of the chart's own is mixed into it, but where a pod listens.
+    sent = loaded(rendered({}, file), tmp_path)
+    own = replace(sent, service=ServiceSettings(), metrics=MetricsSettings())
+    assert own == load_config(vetted)
+
+
+def test_the_defaults_hold_no_recipe() -> None:
+    assert yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))["config"] == {}
+    assert "0 chart(s) failed" in lint()
+    with pytest.raises(HelmError, match=r"config: got none.*values-cpu-dev\.yaml"):
+        helm("template", "demo", CHART)
+    with pytest.raises(HelmError, match="config: has no model or no tasks"):
+        helm("template", "demo", CHART, "--set", "config.model.path=x")
 
 
 @every_variant
@@ -213,7 +236,7 @@ def test_workers_are_not_probed_for_a_proxy_that_they_do_not_have(files: tuple[P
 
 
 def test_the_head_offers_no_cpu_and_gpu_pods_reserve_what_ray_is_told() -> None:
-    cluster = one(rendered({}, CHART / "ci" / "gpu.yaml"), "RayService")["spec"]["rayClusterConfig"]
+    cluster = one(rendered({}, GPU_SMALL), "RayService")["spec"]["rayClusterConfig"]
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     for group in cluster["workerGroupSpecs"]:
         limits = container_of(group["template"])["resources"]["limits"]
@@ -281,7 +304,7 @@ def test_secrets_stand_in_secrets_alone() -> None:
 
 
 def test_existing_secrets_are_named_and_none_is_made() -> None:
-    manifests = rendered({}, CHART / "ci" / "existing-secrets.yaml")
+    manifests = rendered({}, *EXISTING)
     kinds = {manifest["kind"] for manifest in manifests}
     assert not kinds & {"Secret", "PersistentVolumeClaim", "ServiceAccount"}
     for template in pod_templates(manifests).values():
@@ -301,7 +324,7 @@ def test_the_network_policy_holds_for_every_pod_and_no_rule_is_open() -> None:
 
 
 def test_the_database_lies_with_the_head_alone_or_behind_a_secret() -> None:
-    for files in ((), (CHART / "ci" / "existing-secrets.yaml",)):
+    for files in ((), EXISTING):
         manifests = rendered({}, *files)
         templates = pod_templates(manifests)
         head = templates.pop("head")
@@ -337,6 +360,7 @@ def test_the_ray_version_is_the_locked_one() -> None:
 def test_the_schema_is_in_step_with_the_tree_and_with_kubernetes() -> None:
     text = SCHEMA.read_text("utf-8")
     assert text == dumped(with_sources(json.loads(text))), "run python -m deploy.chart_schema"
+    assert DEFAULTS.read_text("utf-8") == defaults_text(), "run python -m deploy.chart_schema"
 
 
 def test_every_value_has_a_default_and_every_default_a_place_in_the_schema() -> None:
@@ -352,7 +376,7 @@ def test_a_cluster_that_is_too_old_is_refused() -> None:
 
 
 def test_the_notes_tell_how_to_reach_the_api() -> None:
-    notes = helm("install", "demo", CHART, "--dry-run=client")
+    notes = helm("install", "demo", CHART, "--dry-run=client", "--values", CPU_DEV)
     assert "port-forward service/demo-rayloom-api 8000:8000" in notes
 
 

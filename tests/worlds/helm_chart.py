@@ -15,8 +15,13 @@ import yaml
 from worlds.helm_binary import helm_binary
 
 CHART = Path(__file__).parents[2] / "helm"
-# Values files of variants, each linted and rendered.
-VARIANTS = sorted((CHART / "ci").glob("*.yaml"))
+CPU_DEV, GPU_SMALL, PRODUCTION = (
+    CHART / f"values-{name}.yaml" for name in ("cpu-dev", "gpu-small", "production")
+)
+# Each value set, and the smallest one under each file of helm/ci/; all are linted and rendered.
+VARIANTS: dict[str, tuple[Path, ...]] = {
+    file.stem: (file,) for file in (CPU_DEV, GPU_SMALL, PRODUCTION)
+} | {file.stem: (CPU_DEV, file) for file in sorted((CHART / "ci").glob("*.yaml"))}
 RELEASE = "demo"
 LIMIT_S = 60
 
@@ -57,8 +62,10 @@ def rendered(
     options: Sequence[str] = (),
     binary: Path | None = None,
 ) -> list[Manifest]:
-    """The objects that `helm install` would send, with `values` laid over `files`."""
-    text = _template(json.dumps(values or {}), files, chart, release, tuple(options), binary)
+    """The objects that `helm install` would send: `values` over `files`, values-cpu-dev if none."""
+    text = _template(
+        json.dumps(values or {}), files or (CPU_DEV,), chart, release, tuple(options), binary
+    )
     return [manifest for manifest in yaml.safe_load_all(text) if manifest is not None]
 
 
