@@ -10,6 +10,18 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The groups of workers, as JSON. */}}
+{{- define "rayloom.workers" -}}
+["inference", "trainer", "environment"]
+{{- end -}}
+
+{{/* Left out where it is false: Kueue sets it too. */}}
+{{- define "rayloom.suspend" -}}
+{{- if .Values.suspend -}}
+suspend: true
+{{- end -}}
+{{- end -}}
+
 {{/* What a pod is found by. Stable: any other label in a pod template would ask for a new cluster. */}}
 {{- define "rayloom.selectorLabels" -}}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}

@@ -58,9 +58,6 @@ spec:
         failureThreshold: 6
       {{- end }}
       volumeMounts:
-        - name: config
-          mountPath: /etc/rayloom
-          readOnly: true
         - name: checkpoints
           mountPath: {{ $values.checkpoints.mountPath | quote }}
         - name: shm
@@ -70,9 +67,6 @@ spec:
           mountPath: /database
         {{- end }}
   volumes:
-    - name: config
-      configMap:
-        name: {{ printf "%s-config" (include "rayloom.fullname" $root) | quote }}
     - name: checkpoints
       persistentVolumeClaim:
         claimName: {{ include "rayloom.claimName" $root | quote }}
@@ -89,11 +83,13 @@ spec:
 
 {{/* Serve may build the application, and start its ingress, on any node: each has the key. */}}
 {{- define "rayloom.environment" -}}
+{{- if ne .context.Values.mode "job" }}
 - name: RAYLOOM_API_KEY
   valueFrom:
     secretKeyRef:
       name: {{ include "rayloom.apiSecretName" .context | quote }}
       key: {{ .context.Values.auth.api.key | quote }}
+{{- end }}
 {{- $database := .context.Values.database }}
 {{- if and (eq .name "head") $database.existingSecret }}
 - name: RAYLOOM_DATABASE_URL
@@ -104,6 +100,11 @@ spec:
 {{- end }}
 - name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
   value: {{ .context.Values.drain.timeoutSeconds | quote }}
+{{- if ne .context.Values.gcs.backend "memory" }}
+# How long a node waits for a head that comes back, before it ends itself.
+- name: RAY_gcs_rpc_server_reconnect_timeout_s
+  value: "600"
+{{- end }}
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
 - name: VLLM_NO_USAGE_STATS

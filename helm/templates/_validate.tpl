@@ -26,7 +26,7 @@
 {{/* Looks at the pods as they are rendered, so that what the chart sets itself counts as well. */}}
 {{- define "rayloom.podProblems" -}}
 {{- $operators := list "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_enable_autoscaler_v2" -}}
-{{- range $name := list "head" "inference" "trainer" "environment" }}
+{{- range $name := prepend (include "rayloom.workers" . | fromJsonArray) "head" }}
 {{- $group := index $.Values $name }}
 {{- $pod := (include "rayloom.podTemplate" (dict "context" $ "name" $name "group" $group) | fromYaml).spec }}
 {{- $container := first $pod.containers }}
@@ -75,7 +75,8 @@
       (dict "group" "environment" "part" "environment actors" "count" $config.rollouts.num_actors
             "cpus" 1 "gpus" 0
             "keys" "rollouts.num_actors") -}}
-{{- range $part := $parts }}
+{{- /* A development cluster may be larger or smaller than any run. */}}
+{{- range $part := ternary $parts (list) (and (ne .Values.mode "cluster") (not (empty .Values.config))) }}
 {{- $group := index $.Values $part.group }}
 {{- $room := 10000 }}
 {{- range list (list $part.cpus $group.rayCpus) (list $part.gpus $group.gpus) }}
@@ -96,7 +97,9 @@
 
 {{- define "rayloom.configProblems" -}}
 {{- $config := include "rayloom.config" . | fromYaml -}}
-{{- if not .Values.config }}
+{{- if and (eq .Values.mode "cluster") (not .Values.config) }}
+{{- /* Nothing is started by the chart. */}}
+{{- else if not .Values.config }}
 - "config: got none, expected Rayloom's configuration; begin with one of the chart's own, by --values helm/values-cpu-dev.yaml, values-gpu-small.yaml or values-production.yaml"
 {{- else if not (and .Values.config.model .Values.config.tasks) }}
 - "config: has no model or no tasks, expected both; take a whole configuration, such as of the chart's values-cpu-dev.yaml"
@@ -115,6 +118,9 @@
 {{- end -}}
 
 {{- define "rayloom.accessProblems" -}}
+{{- if and (eq .Values.gcs.backend "redis") (not .Values.gcs.redis.address) }}
+- "gcs.redis.address: got none with gcs.backend redis; expected one such as redis:6379"
+{{- end }}
 {{- if and (eq .Values.auth.ray.mode "token") (semverCompare "<2.52.0-0" .Values.rayVersion) }}
 - {{ printf "rayVersion: got %s, expected 2.52.0 or newer with auth.ray.mode token; set mode to disabled or use a newer image" .Values.rayVersion | quote }}
 {{- end }}

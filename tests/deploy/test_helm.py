@@ -26,13 +26,13 @@ from worlds.helm_chart import (
     VARIANTS,
     HelmError,
     Manifest,
+    arguments_of,
+    cluster_of,
     helm,
     lint,
     one,
     pod_templates,
     rendered,
-    run_config_text,
-    serve_config,
     serve_config_of,
 )
 from worlds.manifest_checks import (
@@ -40,10 +40,10 @@ from worlds.manifest_checks import (
     check_operator_rules,
     check_operator_schema,
     check_subset,
-    operator_schema,
 )
 
 from deploy.chart_schema import DEFAULTS, SCHEMA, defaults_text, dumped, with_sources
+from deploy.run_arguments import RunArguments
 from service.config.file import load_config
 from service.config.tree import Config, MetricsSettings, ServiceSettings
 from service.launch.placement import Node, Role, misfit
@@ -51,12 +51,11 @@ from service.launch.placement import Node, Role, misfit
 ROOT = CHART.parent
 EXISTING = VARIANTS["existing-secrets"]
 every_variant = pytest.mark.parametrize("files", VARIANTS.values(), ids=list(VARIANTS))
+every_mode = pytest.mark.parametrize("mode", ["service", "job", "cluster"])
 
 
-def loaded(manifests: list[Manifest], directory: Path) -> Config:
-    file = directory / "config.yaml"
-    file.write_text(run_config_text(manifests))
-    return load_config(file)
+def loaded(manifests: list[Manifest]) -> Config:
+    return RunArguments.model_validate(arguments_of(manifests)).read_config()
 
 
 def without_secrets(manifests: list[Manifest]) -> list[Manifest]:
@@ -75,48 +74,52 @@ def environment_of(template: Manifest) -> dict[str, Any]:
 
 
 @every_variant
-def test_both_helms_find_nothing_to_warn_of_and_render_the_same(files: tuple[Path, ...]) -> None:
+@every_mode
+def test_both_helms_find_nothing_to_warn_of_and_render_the_same(
+    files: tuple[Path, ...], mode: str, tmp_path: Path
+) -> None:
     helm_3 = helm_binary(HELM_3)
-    assert "0 chart(s) failed" in lint(*files)
-    assert "0 chart(s) failed" in lint(*files, binary=helm_3)
-    assert without_secrets(rendered({}, *files)) == without_secrets(
-        rendered({}, *files, binary=helm_3)
-    )
+    values = tmp_path / "mode.yaml"
+    values.write_text(f"mode: {mode}\n")
+    assert "0 chart(s) failed" in lint(*files, values)
+    assert "0 chart(s) failed" in lint(*files, values, binary=helm_3)
+    by_4, by_3 = (rendered({"mode": mode}, *files, binary=binary) for binary in (None, helm_3))
+    assert without_secrets(by_4) == without_secrets(by_3)
 
 
 @every_variant
-def test_every_object_is_valid_to_kubernetes_strictly(files: tuple[Path, ...]) -> None:
-    # At least the configuration, two services and four pod templates.
-    assert check_core(rendered({}, *files)) >= 7
-
-
-@every_variant
-def test_the_ray_service_is_valid_to_kuberay(files: tuple[Path, ...]) -> None:
-    manifests = rendered({}, *files)
-    check_subset(one(manifests, "RayService"))
+@every_mode
+def test_every_object_is_valid_to_kubernetes_and_to_the_operator(
+    files: tuple[Path, ...], mode: str
+) -> None:
+    manifests = rendered({"mode": mode}, *files)
+    # At least a service, three budgets and four pod templates.
+    assert check_core(manifests) >= 7
+    check_subset(manifests)
     check_operator_rules(manifests)
 
 
 @pytest.fixture(scope="module")
-def crd() -> dict[str, Any]:
+def crds() -> Path:
     folder = os.environ.get("KUBERAY_CRDS")
     if not folder:
         pytest.skip("KUBERAY_CRDS names no folder with the operator's own schemas")
-    return operator_schema(Path(folder))
+    return Path(folder)
 
 
 @every_variant
-def test_the_ray_service_is_valid_to_the_operators_own_schema(
-    files: tuple[Path, ...], crd: dict[str, Any]
+@every_mode
+def test_the_ray_object_is_valid_to_the_operators_own_schema(
+    files: tuple[Path, ...], mode: str, crds: Path
 ) -> None:
-    check_operator_schema(one(rendered({}, *files), "RayService"), crd)
+    check_operator_schema(rendered({"mode": mode}, *files), crds)
 
 
-def test_the_operators_own_schema_refuses_what_it_does_not_know(crd: dict[str, Any]) -> None:
-    service = one(rendered(), "RayService")
-    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["contaners"] = []
+def test_the_operators_own_schema_refuses_what_it_does_not_know(crds: Path) -> None:
+    wrong = copy.deepcopy(rendered())
+    cluster_of(wrong)["workerGroupSpecs"][0]["template"]["spec"]["contaners"] = []
     with pytest.raises(jsonschema.ValidationError, match="contaners"):
-        check_operator_schema(service, crd)
+        check_operator_schema(wrong, crds)
 
 
 def test_the_checks_refuse_what_an_api_server_would() -> None:
@@ -126,16 +129,16 @@ def test_the_checks_refuse_what_an_api_server_would() -> None:
     with pytest.raises(kubernetes_validate.ValidationError, match="imagePullPolizy"):
         check_core(wrong)
     wrong = copy.deepcopy(manifests)
-    service = one(wrong, "RayService")
-    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["groupNme"] = "x"
+    cluster_of(wrong)["workerGroupSpecs"][0]["groupNme"] = "x"
     with pytest.raises(jsonschema.ValidationError, match="groupNme"):
-        check_subset(service)
+        check_subset(wrong)
 
 
 @every_variant
-def test_rayloom_reads_the_rendered_configuration(files: tuple[Path, ...], tmp_path: Path) -> None:
-    config = loaded(rendered({}, *files), tmp_path)
+def test_rayloom_reads_the_rendered_configuration(files: tuple[Path, ...]) -> None:
+    config = loaded(rendered({}, *files))
     assert (config.service.host, config.metrics.host) == ("0.0.0.0", "0.0.0.0")
+    assert config == loaded(rendered({"mode": "job"}, *files))
 
 
 @pytest.mark.parametrize(
@@ -147,13 +150,11 @@ def test_rayloom_reads_the_rendered_configuration(files: tuple[Path, ...], tmp_p
     ],
     ids=lambda value: value.stem if isinstance(value, Path) else None,
 )
-def test_a_value_set_has_the_whole_configuration_of_its_file(
-    file: Path, source: str, tmp_path: Path
-) -> None:
+def test_a_value_set_has_the_whole_configuration_of_its_file(file: Path, source: str) -> None:
     vetted = ROOT / "deploy" / "configs" / source
     assert yaml.safe_load(file.read_text("utf-8"))["config"] == yaml.safe_load(vetted.read_text())
     # Nothing of the chart's own is mixed into it, but where a pod listens.
-    sent = loaded(rendered({}, file), tmp_path)
+    sent = loaded(rendered({}, file))
     own = replace(sent, service=ServiceSettings(), metrics=MetricsSettings())
     assert own == load_config(vetted)
 
@@ -175,28 +176,38 @@ def test_serve_is_told_to_start_one_application_on_the_head(files: tuple[Path, .
     [application] = config["applications"]
     assert application["import_path"] == "deploy.serve_app:build"
     assert application["route_prefix"] == "/"
-    mounts = {m["name"]: m["mountPath"] for m in container_of(templates["head"])["volumeMounts"]}
-    has_secret = "RAYLOOM_DATABASE_URL" in environment_of(templates["head"])
-    assert set(application["args"]) == {
-        "config",
-        "run_dir",
-        *(() if has_secret else ("state_dir",)),
-    }
-    assert application["args"]["config"] == f"{mounts['config']}/config.yaml"
-    assert application["args"]["run_dir"].startswith(f"{mounts['checkpoints']}/runs/")
     ports = {p["name"]: p["containerPort"] for p in container_of(templates["head"])["ports"]}
     assert config["http_options"] == {"host": "0.0.0.0", "port": ports["serve"]}
 
 
+@every_variant
+@pytest.mark.parametrize("mode", ["service", "job"])
+def test_a_run_is_told_its_configuration_and_where_it_lies(
+    files: tuple[Path, ...], mode: str
+) -> None:
+    manifests = rendered({"mode": mode}, *files)
+    head = pod_templates(manifests)["head"]
+    mounts = {m["name"]: m["mountPath"] for m in container_of(head)["volumeMounts"]}
+    arguments = arguments_of(manifests)
+    has_secret = "RAYLOOM_DATABASE_URL" in environment_of(head)
+    assert set(arguments) == {"config", "run_dir", *(() if has_secret else ("state_dir",))}
+    name = arguments["config"]["run"]["name"]
+    assert arguments["run_dir"] == f"{mounts['checkpoints']}/runs/{name}"
+    if not has_secret:
+        assert arguments["state_dir"] == f"{mounts['database']}/{name}"
+
+
 def test_the_api_port_is_the_configurations() -> None:
-    assert serve_config({"config": {"service": {"port": 8123}}})["http_options"]["port"] == 8123
+    manifests = rendered({"config": {"service": {"port": 8123}}})
+    assert serve_config_of(manifests)["http_options"]["port"] == 8123
+    assert one(manifests, "Service", "-api")["spec"]["ports"][0]["port"] == 8123
 
 
 @every_variant
 def test_the_services_reach_the_head_and_nothing_else(files: tuple[Path, ...]) -> None:
     manifests = rendered({}, *files)
     templates = pod_templates(manifests)
-    for suffix in ("-api", "-metrics"):
+    for suffix, count in (("-api", 1), ("-control", 2)):
         service = one(manifests, "Service", suffix)["spec"]
         reached = {
             group
@@ -204,9 +215,9 @@ def test_the_services_reach_the_head_and_nothing_else(files: tuple[Path, ...]) -
             if service["selector"].items() <= template["metadata"]["labels"].items()
         }
         assert reached == {"head"}
-        [port] = service["ports"]
+        assert len(service["ports"]) == count
         named = {p["name"]: p["containerPort"] for p in container_of(templates["head"])["ports"]}
-        assert named[port["targetPort"]] == port["port"]
+        assert all(named[port["targetPort"]] == port["port"] for port in service["ports"])
 
 
 @every_variant
@@ -236,7 +247,7 @@ def test_workers_are_not_probed_for_a_proxy_that_they_do_not_have(files: tuple[P
 
 
 def test_the_head_offers_no_cpu_and_gpu_pods_reserve_what_ray_is_told() -> None:
-    cluster = one(rendered({}, GPU_SMALL), "RayService")["spec"]["rayClusterConfig"]
+    cluster = cluster_of(rendered({}, GPU_SMALL))
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     for group in cluster["workerGroupSpecs"]:
         limits = container_of(group["template"])["resources"]["limits"]
@@ -245,7 +256,7 @@ def test_the_head_offers_no_cpu_and_gpu_pods_reserve_what_ray_is_told() -> None:
 
 @every_variant
 def test_each_group_offers_the_role_that_its_parts_ask_for(files: tuple[Path, ...]) -> None:
-    cluster = one(rendered({}, *files), "RayService")["spec"]["rayClusterConfig"]
+    cluster = cluster_of(rendered({}, *files))
     groups = {"control": cluster["headGroupSpec"]}
     groups |= {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
     offered = {}
@@ -262,9 +273,9 @@ def test_each_group_offers_the_role_that_its_parts_ask_for(files: tuple[Path, ..
 
 
 @every_variant
-def test_the_run_fits_on_the_pods(files: tuple[Path, ...], tmp_path: Path) -> None:
+def test_the_run_fits_on_the_pods(files: tuple[Path, ...]) -> None:
     manifests = rendered({}, *files)
-    cluster = one(manifests, "RayService")["spec"]["rayClusterConfig"]
+    cluster = cluster_of(manifests)
     nodes = []
     for group in cluster["workerGroupSpecs"]:
         start = group["rayStartParams"]
@@ -273,7 +284,7 @@ def test_the_run_fits_on_the_pods(files: tuple[Path, ...], tmp_path: Path) -> No
         for number in range(group["replicas"]):
             name = f"{group['groupName']}-{number}"
             nodes.append(Node(node_id=name, address=name, resources=offered))
-    assert misfit(loaded(manifests, tmp_path), nodes) is None
+    assert misfit(loaded(manifests), nodes) is None
 
 
 def test_a_new_release_of_the_chart_asks_for_no_new_cluster(tmp_path: Path) -> None:
@@ -310,7 +321,7 @@ def test_existing_secrets_are_named_and_none_is_made() -> None:
     for template in pod_templates(manifests).values():
         key = environment_of(template)["RAYLOOM_API_KEY"]
         assert key["valueFrom"]["secretKeyRef"] == {"name": "rayloom-api", "key": "token"}
-    cluster = one(manifests, "RayService")["spec"]["rayClusterConfig"]
+    cluster = cluster_of(manifests)
     assert cluster["authOptions"] == {"mode": "token", "secretName": "ray-token"}
 
 
@@ -329,7 +340,7 @@ def test_the_database_lies_with_the_head_alone_or_behind_a_secret() -> None:
         templates = pod_templates(manifests)
         head = templates.pop("head")
         volumes = {volume["name"]: volume for volume in head["spec"]["volumes"]}
-        arguments = serve_config_of(manifests)["applications"][0]["args"]
+        arguments = arguments_of(manifests)
         if files:
             source = environment_of(head)["RAYLOOM_DATABASE_URL"]["valueFrom"]["secretKeyRef"]
             assert source == {"name": "postgres", "key": "address"}
@@ -353,7 +364,7 @@ def test_the_claim_outlives_the_release_unless_it_is_told_otherwise() -> None:
 
 
 def test_the_ray_version_is_the_locked_one() -> None:
-    cluster = one(rendered(), "RayService")["spec"]["rayClusterConfig"]
+    cluster = cluster_of(rendered())
     assert f"\nray=={cluster['rayVersion']} " in (ROOT / "locks" / "cpu.txt").read_text("utf-8")
 
 
@@ -406,11 +417,11 @@ def test_a_text_that_looks_like_a_number_stays_a_text(text: str) -> None:
     }
     manifests = rendered(values, options=["--namespace", label])
     check_core(manifests)
-    check_subset(one(manifests, "RayService"))
+    check_subset(manifests)
     assert {manifest["metadata"]["namespace"] for manifest in manifests} == {label}
-    arguments = serve_config_of(manifests)["applications"][0]["args"]
+    arguments = arguments_of(manifests)
     assert arguments["run_dir"] == f"/checkpoints/runs/{text}"
-    assert yaml.safe_load(run_config_text(manifests))["run"]["name"] == text
+    assert arguments["config"]["run"]["name"] == text
     # The claims and secrets that the chart makes itself.
     del values["checkpoints"], values["database"], values["auth"]
     classes = {"checkpoints": {"storageClass": label}, "database": {"storageClass": label}}

@@ -43,7 +43,8 @@ from worlds.helm_chart import HelmError, rendered
         ({"config": {"trainer": {"num_rankz": 2}}}, ["config.trainer", "num_rankz", "not allowed"]),
         ({"config": {"run": {"steps": 0}}}, ["config.run.steps"]),
         ({"config": {"trainer": None}}, ["config.trainer", "object"]),
-        ({"upgrade": {"strategy": "InPlace"}}, ["upgrade.strategy", "None"]),
+        ({"mode": "Service"}, ["mode", "cluster"]),
+        ({"gcs": {"backend": "etcd"}}, ["gcs.backend", "rocksdb"]),
         ({"auth": {"api": {"token": "abc"}}}, ["auth.api", "token", "not allowed"]),
         ({"rayVersion": 2.6}, ["rayVersion", "string"]),
         ({"image": {"digest": "sha256:12"}}, ["image.digest"]),
@@ -135,6 +136,7 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
         ({"config": {"metrics": {"host": "localhost"}}}, ["config.metrics.host: got localhost"]),
         ({"config": {"service": {"port": 8265}}}, ["config.service.port: got 8265", "Ray's own"]),
         ({"config": {"metrics": {"port": 0}}}, ["config.metrics.port: got 0", "1024 or more"]),
+        ({"gcs": {"backend": "redis"}}, ["gcs.redis.address: got none", "redis:6379"]),
         ({"rayVersion": "2.51.0"}, ["rayVersion: got 2.51.0", "2.52.0 or newer"]),
         ({"networkPolicy": {"enabled": True}}, ["networkPolicy.operatorNamespace", "namespace"]),
         (

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 import yaml
-from worlds.helm_chart import rendered, run_config_text, serve_config_of
+from worlds.helm_chart import rendered, serve_config_of
 from worlds.run_driver import ROOT, START_S, running
 
 from service.launch.cluster import NAMESPACE, start_ray
@@ -50,14 +50,10 @@ def free_port() -> int:
 
 def charts_serve_config(directory: Path, *, port: int) -> dict[str, Any]:
     """What the chart renders, with this machine's paths and port, and smaller steps."""
-    manifests = rendered()
-    file = directory / "config.yaml"
-    file.write_text(run_config_text(manifests))
-    config = serve_config_of(manifests)
+    config = serve_config_of(rendered())
     config["http_options"] |= {"host": "127.0.0.1", "port": port}
     [application] = config["applications"]
     application["args"] |= {
-        "config": str(file),
         "run_dir": str(directory / "run"),
         "state_dir": str(directory / "state"),
         "overrides": SMALL,
@@ -159,7 +155,10 @@ def test_a_host_whose_run_was_taken_over_stays_down_and_waits_for_its_turn(
 ) -> None:
     port = free_port()
     file = tmp_path / "serve.yaml"
-    file.write_text(yaml.safe_dump(charts_serve_config(tmp_path, port=port)))
+    serve_config = charts_serve_config(tmp_path, port=port)
+    file.write_text(yaml.safe_dump(serve_config))
+    tree = tmp_path / "config.yaml"
+    tree.write_text(yaml.safe_dump(serve_config["applications"][0]["args"]["config"]))
     run_dir = RunDir(path=tmp_path / "run")
     overrides = [*SMALL, "service.host=127.0.0.1", "service.port=0"]
     take = ["--resume", "--take-over", *(part for each in overrides for part in ("--set", each))]
@@ -172,7 +171,7 @@ def test_a_host_whose_run_was_taken_over_stays_down_and_waits_for_its_turn(
         wait_for_ready(client, file, status=200, limit_s=START_S)
         submit(client, *(f"first-{number}" for number in range(4)))
         # Another cluster, which this one knows nothing of.
-        with running(tmp_path / "config.yaml", run_dir.path, take, command="serve") as other:
+        with running(tree, run_dir.path, take, command="serve") as other:
             other.wait_for_output("the API listens on ", limit_s=START_S)
             wait_for_words(client, "taken over by ", limit_s=START_S)
             with run_dir.looked_into() as store:

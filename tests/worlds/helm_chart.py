@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,11 +24,22 @@ CPU_DEV, GPU_SMALL, PRODUCTION = (
 VARIANTS: dict[str, tuple[Path, ...]] = {
     file.stem: (file,) for file in (CPU_DEV, GPU_SMALL, PRODUCTION)
 } | {file.stem: (CPU_DEV, file) for file in sorted((CHART / "ci").glob("*.yaml"))}
+# Where the cluster stands in each of the operator's kinds; None: it is the whole.
+CLUSTER_FIELDS = {"RayService": "rayClusterConfig", "RayJob": "rayClusterSpec", "RayCluster": None}
 RELEASE = "demo"
 LIMIT_S = 60
 
 Manifest = dict[str, Any]
 Values = Mapping[str, Any]
+
+
+class GoLoader(yaml.SafeLoader):
+    """Reads 1e-06 as a number, as YAML 1.2 and the operator do."""
+
+
+GoLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 class HelmError(Exception):
@@ -94,25 +107,42 @@ def one(manifests: Sequence[Manifest], kind: str, suffix: str = "") -> Manifest:
     return found
 
 
-def serve_config(values: Values | None = None, *files: Path) -> dict[str, Any]:
-    """The Serve configuration that the operator would submit, as Ray Serve reads it."""
-    return serve_config_of(rendered(values, *files))
+def ray_object(manifests: Sequence[Manifest]) -> Manifest:
+    """The one object of the operator's kinds."""
+    [found] = [each for each in manifests if each["apiVersion"].startswith("ray.io/")]
+    return found
+
+
+def cluster_of(manifests: Sequence[Manifest]) -> Manifest:
+    """The Ray cluster, of whichever object it is a part."""
+    found = ray_object(manifests)
+    spec: Manifest = found["spec"]
+    field = CLUSTER_FIELDS[found["kind"]]
+    return spec if field is None else spec[field]
 
 
 def serve_config_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load(one(manifests, "RayService")["spec"]["serveConfigV2"])
+    """The Serve configuration that the operator would submit, as it reads it."""
+    text = one(manifests, "RayService")["spec"]["serveConfigV2"]
+    config: dict[str, Any] = yaml.load(text, Loader=GoLoader)
     return config
 
 
-def run_config_text(manifests: Sequence[Manifest]) -> str:
-    """Rayloom's configuration, as the pods find it in /etc/rayloom/config.yaml."""
-    text: str = one(manifests, "ConfigMap")["data"]["config.yaml"]
-    return text
+def arguments_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
+    """What the run is told: by the Serve configuration, or by the job's command line."""
+    arguments: dict[str, Any]
+    if ray_object(manifests)["kind"] == "RayService":
+        arguments = serve_config_of(manifests)["applications"][0]["args"]
+    else:
+        *command, text = shlex.split(one(manifests, "RayJob")["spec"]["entrypoint"])
+        assert command == ["python", "-m", "deploy.train_job"]
+        arguments = json.loads(text)
+    return arguments
 
 
 def pod_templates(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
     """By group."""
-    cluster = one(manifests, "RayService")["spec"]["rayClusterConfig"]
+    cluster = cluster_of(manifests)
     workers = {group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
     return {"head": cluster["headGroupSpec"]["template"], **workers}
 

@@ -1,0 +1,64 @@
+{{/* The Ray cluster, the same under a RayService, a RayJob and a RayCluster. */}}
+{{- define "rayloom.clusterSpec" -}}
+rayVersion: {{ .Values.rayVersion | quote }}
+authOptions:
+  mode: {{ .Values.auth.ray.mode }}
+  {{- if eq .Values.auth.ray.mode "token" }}
+  secretName: {{ include "rayloom.raySecretName" . | quote }}
+  {{- end }}
+{{- with .Values.gcs }}
+{{- if ne .backend "memory" }}
+gcsFaultToleranceOptions:
+  {{- if eq .backend "redis" }}
+  redisAddress: {{ .redis.address | quote }}
+  {{- with .redis.existingSecret }}
+  redisPassword:
+    valueFrom:
+      secretKeyRef:
+        name: {{ . | quote }}
+        key: {{ $.Values.gcs.redis.key | quote }}
+  {{- end }}
+  {{- else }}
+  backend: rocksdb
+  storage:
+    accessModes: [ReadWriteOnce]
+    size: {{ .storage.size | quote }}
+    {{- with .storage.storageClass }}
+    storageClassName: {{ . | quote }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+{{- end }}
+headGroupSpec:
+  rayStartParams:
+    # No CPU, so that no engine, rank or environment actor lands beside the control store.
+    num-cpus: "0"
+    dashboard-host: 0.0.0.0
+    resources: {{ include "rayloom.role" "control" }}
+  template: {{- include "rayloom.podTemplate" (dict "context" . "name" "head" "group" .Values.head) | nindent 4 }}
+workerGroupSpecs:
+  {{- range $name := include "rayloom.workers" . | fromJsonArray }}
+  {{- $group := index $.Values $name }}
+  - groupName: {{ $name }}
+    # Of a fixed size: a run does not grow with its pods.
+    replicas: {{ $group.replicas }}
+    minReplicas: {{ $group.replicas }}
+    maxReplicas: {{ $group.replicas }}
+    rayStartParams:
+      num-cpus: {{ $group.rayCpus | quote }}
+      num-gpus: {{ $group.gpus | quote }}
+      resources: {{ include "rayloom.role" (eq $name "environment" | ternary "environments" $name) }}
+    template: {{- include "rayloom.podTemplate" (dict "context" $ "name" $name "group" $group) | nindent 6 }}
+  {{- end }}
+{{- end -}}
+
+{{/* What deploy/serve_app.py and deploy/train_job.py are told. The configuration itself is in it, so that
+     it cannot be older or younger than the command. */}}
+{{- define "rayloom.arguments" -}}
+{{- $config := include "rayloom.config" . | fromYaml -}}
+config: {{- include "rayloom.sentConfig" . | nindent 2 }}
+run_dir: {{ printf "%s/runs/%s" .Values.checkpoints.mountPath $config.run.name | quote }}
+{{- if not .Values.database.existingSecret }}
+state_dir: {{ printf "/database/%s" $config.run.name | quote }}
+{{- end }}
+{{- end -}}
