@@ -22,7 +22,7 @@ gcsFaultToleranceOptions:
   backend: rocksdb
   storage:
     accessModes: [ReadWriteOnce]
-    size: {{ .storage.size | quote }}
+    size: {{ include "rayloom.size" .storage.size }}
     {{- with .storage.storageClass }}
     storageClassName: {{ . | quote }}
     {{- end }}
@@ -34,8 +34,9 @@ headGroupSpec:
     # No CPU, so that no engine, rank or environment actor lands beside the control store.
     num-cpus: "0"
     dashboard-host: 0.0.0.0
+    object-store-memory: {{ include "rayloom.objectStore" .Values.head.shmSize | quote }}
     resources: {{ include "rayloom.role" "control" }}
-  template: {{- include "rayloom.podTemplate" (dict "context" . "name" "head" "group" .Values.head) | nindent 4 }}
+  template: {{- include "rayloom.podTemplate" (dict "context" . "name" "head") | nindent 4 }}
 workerGroupSpecs:
   {{- range $name := include "rayloom.workers" . | fromJsonArray }}
   {{- $group := index $.Values $name }}
@@ -47,8 +48,9 @@ workerGroupSpecs:
     rayStartParams:
       num-cpus: {{ $group.rayCpus | quote }}
       num-gpus: {{ $group.gpus | quote }}
+      object-store-memory: {{ include "rayloom.objectStore" $group.shmSize | quote }}
       resources: {{ include "rayloom.role" (eq $name "environment" | ternary "environments" $name) }}
-    template: {{- include "rayloom.podTemplate" (dict "context" $ "name" $name "group" $group) | nindent 6 }}
+    template: {{- include "rayloom.podTemplate" (dict "context" $ "name" $name) | nindent 6 }}
   {{- end }}
 {{- end -}}
 
@@ -61,4 +63,10 @@ run_dir: {{ printf "%s/runs/%s" .Values.checkpoints.mountPath $config.run.name |
 {{- if not .Values.database.existingSecret }}
 state_dir: {{ printf "/database/%s" $config.run.name | quote }}
 {{- end }}
+{{- end -}}
+
+{{/* Bytes of Ray's objects in /dev/shm, of which NCCL and vLLM want some too. Ray's own choice does not look
+     at its size, and lies on the disk where it does not fit. Takes: shmSize. */}}
+{{- define "rayloom.objectStore" -}}
+{{- mulf 0.8 (include "rayloom.quantity" .) | int64 -}}
 {{- end -}}

@@ -22,6 +22,13 @@ suspend: true
 {{- end -}}
 {{- end -}}
 
+{{/* The metadata of the operator's object. */}}
+{{- define "rayloom.rayMetadata" -}}
+{{- $queue := .Values.kueue.queueName -}}
+{{- $labels := ternary (dict "kueue.x-k8s.io/queue-name" $queue) (dict) (ne $queue "") -}}
+{{- include "rayloom.metadata" (dict "context" . "labels" $labels) -}}
+{{- end -}}
+
 {{/* What a pod is found by. Stable: any other label in a pod template would ask for a new cluster. */}}
 {{- define "rayloom.selectorLabels" -}}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
@@ -36,15 +43,15 @@ app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
 {{- end -}}
 
-{{/* The metadata of an object. Takes: context; suffix of the name, or the whole name; component and
-     annotations, where it has any. */}}
+{{/* The metadata of an object. Takes: context; suffix of the name, or the whole name;
+     annotations and further labels, where it has any. */}}
 {{- define "rayloom.metadata" -}}
 name: {{ default (printf "%s%s" (include "rayloom.fullname" .context) (default "" .suffix)) .name | quote }}
 namespace: {{ .context.Release.Namespace | quote }}
 labels:
   {{- include "rayloom.labels" .context | nindent 2 }}
-  {{- with .component }}
-  app.kubernetes.io/component: {{ . | quote }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- with .annotations }}
 annotations: {{- toYaml . | nindent 2 }}
@@ -61,11 +68,15 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 
+{{/* Environments may run code that nobody vouches for: they get nothing of what the account may do, nor
+     what a cloud hands to its pods. Takes: context, name (of the group). */}}
 {{- define "rayloom.serviceAccountName" -}}
-{{- if .Values.serviceAccount.create -}}
-{{- default (include "rayloom.fullname" .) .Values.serviceAccount.name -}}
+{{- $account := .context.Values.serviceAccount -}}
+{{- $name := include "rayloom.fullname" .context -}}
+{{- if eq .name "environment" -}}
+{{- ternary (printf "%s-environment" $name) "default" $account.create -}}
 {{- else -}}
-{{- default "default" .Values.serviceAccount.name -}}
+{{- default (ternary $name "default" $account.create) $account.name -}}
 {{- end -}}
 {{- end -}}
 
@@ -77,16 +88,14 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- default (printf "%s-ray-token" (include "rayloom.fullname" .)) .Values.auth.ray.existingSecret -}}
 {{- end -}}
 
-{{- define "rayloom.claimName" -}}
-{{- default (printf "%s-checkpoints" (include "rayloom.fullname" .)) .Values.checkpoints.existingClaim -}}
-{{- end -}}
-
-{{/* A secret's value, base64: the one that is there, else a new one.
-     Takes: context, name, key. `helm template` sees no cluster and makes a new one each time. */}}
+{{/* A secret's value, base64: the one that is there, else a new one; a new one also where the text of
+     auth.rotation is another than when it was drawn. Takes: context, name, key. `helm template` sees no
+     cluster, and makes a new one each time. */}}
 {{- define "rayloom.keptSecret" -}}
 {{- $found := lookup "v1" "Secret" .context.Release.Namespace .name -}}
-{{- $value := dig "data" .key "" $found -}}
-{{- default (randAlphaNum 48 | b64enc) $value -}}
+{{- $rotation := dig "metadata" "annotations" "rayloom/rotation" "" $found -}}
+{{- $kept := eq $rotation .context.Values.auth.rotation | ternary (dig "data" .key "" $found) "" -}}
+{{- default (randAlphaNum 48 | b64enc) $kept -}}
 {{- end -}}
 
 {{/* The configuration as it is sent: your own, and where a pod listens. */}}
@@ -111,6 +120,11 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- else -}}
 {{- float64 . -}}
 {{- end -}}
+{{- end -}}
+
+{{/* A quantity as it stands in a manifest: a large number would become 3e+09. */}}
+{{- define "rayloom.size" -}}
+{{- toJson . | trimAll "\"" | quote -}}
 {{- end -}}
 
 {{/* Those of a list of texts that stand in it more than once, as JSON. */}}

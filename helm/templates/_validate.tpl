@@ -27,18 +27,32 @@
 {{- define "rayloom.podProblems" -}}
 {{- $operators := list "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_enable_autoscaler_v2" -}}
 {{- range $name := prepend (include "rayloom.workers" . | fromJsonArray) "head" }}
-{{- $group := index $.Values $name }}
-{{- $pod := (include "rayloom.podTemplate" (dict "context" $ "name" $name "group" $group) | fromYaml).spec }}
+{{- $group := include "rayloom.group" (dict "context" $ "name" $name) | fromYaml }}
+{{- $pod := (include "rayloom.podTemplate" (dict "context" $ "name" $name) | fromYaml).spec }}
 {{- $container := first $pod.containers }}
 {{- $variables := list }}
 {{- range $container.env }}
 {{- $variables = append $variables .name }}
 {{- if has .name $operators }}
-- {{ printf "%s.env: %s is set by the operator; take it out (auth)" $name .name | quote }}
+- {{ printf "%s.env: %s is set by the operator; take it out (auth, gcs)" $name .name | quote }}
 {{- end }}
 {{- end }}
-{{- range include "rayloom.repeated" $variables | fromJsonArray }}
-- {{ printf "%s.env: %s stands twice, or is set by the chart; expected each variable once: take one out" $name . | quote }}
+{{- /* The operator's own containers have these names. */}}
+{{- $containers := list "wait-gcs-ready" "autoscaler" }}
+{{- range concat $pod.containers (default list $pod.initContainers) }}{{- $containers = append $containers .name }}{{- end }}
+{{- $volumes := list }}
+{{- range $pod.volumes }}{{- $volumes = append $volumes .name }}{{- end }}
+{{- $paths := list }}
+{{- range $container.volumeMounts }}
+{{- $paths = append $paths .mountPath }}
+{{- if not (has .name $volumes) }}
+- {{ printf "%s.volumeMounts: %s is mounted at %s, and there is no such volume; add it to %s.volumes or to pods.volumes" $name .name .mountPath $name | quote }}
+{{- end }}
+{{- end }}
+{{- range $key, $names := dict "env" $variables "initContainers or sidecars" $containers "volumes" $volumes "volumeMounts" $paths }}
+{{- range include "rayloom.repeated" $names | fromJsonArray }}
+- {{ printf "%s.%s: %s stands twice, or is set by the chart; expected it once: take one out, here or in pods" $name $key . | quote }}
+{{- end }}
 {{- end }}
 {{- range $resource, $request := $container.resources.requests }}
 {{- if hasKey $container.resources.limits $resource }}
@@ -55,8 +69,12 @@
 - {{ printf "%s.resources: got a request of %v and a limit of %v for %s, expected the same twice: Kubernetes does not overcommit it" $name (default "none" $request) (default "none" $limit) $resource | quote }}
 {{- end }}
 {{- end }}
-{{- if or (hasKey $group.resources.requests (default "" $group.gpuResource)) (hasKey $group.resources.limits (default "" $group.gpuResource)) }}
+{{- if or (hasKey $group.resources.requests $group.gpuResource) (hasKey $group.resources.limits $group.gpuResource) }}
 - {{ printf "%s.resources: has %s, which gpus asks for; set %s.gpus and take it out" $name $group.gpuResource $name | quote }}
+{{- end }}
+{{- $memory := get $container.resources.limits "memory" }}
+{{- if and $memory (ge (include "rayloom.quantity" $group.shmSize | float64) (include "rayloom.quantity" $memory | float64)) }}
+- {{ printf "%s.shmSize: got %v, expected less than the memory limit, %v, of which it is a part; lower it or raise the limit" $name $group.shmSize $memory | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -118,6 +136,22 @@
 {{- end -}}
 
 {{- define "rayloom.accessProblems" -}}
+{{- range $key := list "ingress" "httpRoute" }}
+{{- if and (eq $.Values.mode "job") (index $.Values $key).enabled }}
+- {{ printf "%s.enabled: got true with mode job, which has no API; set it to false" $key | quote }}
+{{- end }}
+{{- end }}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) }}
+- "httpRoute.parentRefs: got none with httpRoute.enabled; expected the Gateway, such as [{name: public, namespace: gateways}]"
+{{- end }}
+{{- with .Values.workspace }}
+{{- if gt (len (compact (list (empty .files | ternary "" "x") .existingConfigMap .existingClaim))) 1 }}
+- "workspace: got several of files, existingConfigMap and existingClaim, expected one; take the others out"
+{{- end }}
+{{- if gt (len (toJson .files)) 1000000 }}
+- "workspace.files: got more than a ConfigMap holds, 1 MiB; put them on a volume and name it as existingClaim"
+{{- end }}
+{{- end }}
 {{- if and (eq .Values.gcs.backend "redis") (not .Values.gcs.redis.address) }}
 - "gcs.redis.address: got none with gcs.backend redis; expected one such as redis:6379"
 {{- end }}

@@ -29,6 +29,7 @@ from worlds.helm_chart import (
     arguments_of,
     cluster_of,
     helm,
+    in_mode,
     lint,
     one,
     pod_templates,
@@ -79,11 +80,11 @@ def test_both_helms_find_nothing_to_warn_of_and_render_the_same(
     files: tuple[Path, ...], mode: str, tmp_path: Path
 ) -> None:
     helm_3 = helm_binary(HELM_3)
-    values = tmp_path / "mode.yaml"
-    values.write_text(f"mode: {mode}\n")
+    values = tmp_path / "mode.json"
+    values.write_text(json.dumps(in_mode(mode)))
     assert "0 chart(s) failed" in lint(*files, values)
     assert "0 chart(s) failed" in lint(*files, values, binary=helm_3)
-    by_4, by_3 = (rendered({"mode": mode}, *files, binary=binary) for binary in (None, helm_3))
+    by_4, by_3 = (rendered(in_mode(mode), *files, binary=binary) for binary in (None, helm_3))
     assert without_secrets(by_4) == without_secrets(by_3)
 
 
@@ -92,7 +93,7 @@ def test_both_helms_find_nothing_to_warn_of_and_render_the_same(
 def test_every_object_is_valid_to_kubernetes_and_to_the_operator(
     files: tuple[Path, ...], mode: str
 ) -> None:
-    manifests = rendered({"mode": mode}, *files)
+    manifests = rendered(in_mode(mode), *files)
     # At least a service, three budgets and four pod templates.
     assert check_core(manifests) >= 7
     check_subset(manifests)
@@ -112,7 +113,7 @@ def crds() -> Path:
 def test_the_ray_object_is_valid_to_the_operators_own_schema(
     files: tuple[Path, ...], mode: str, crds: Path
 ) -> None:
-    check_operator_schema(rendered({"mode": mode}, *files), crds)
+    check_operator_schema(rendered(in_mode(mode), *files), crds)
 
 
 def test_the_operators_own_schema_refuses_what_it_does_not_know(crds: Path) -> None:
@@ -138,7 +139,7 @@ def test_the_checks_refuse_what_an_api_server_would() -> None:
 def test_rayloom_reads_the_rendered_configuration(files: tuple[Path, ...]) -> None:
     config = loaded(rendered({}, *files))
     assert (config.service.host, config.metrics.host) == ("0.0.0.0", "0.0.0.0")
-    assert config == loaded(rendered({"mode": "job"}, *files))
+    assert config == loaded(rendered(in_mode("job"), *files))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_serve_is_told_to_start_one_application_on_the_head(files: tuple[Path, .
 def test_a_run_is_told_its_configuration_and_where_it_lies(
     files: tuple[Path, ...], mode: str
 ) -> None:
-    manifests = rendered({"mode": mode}, *files)
+    manifests = rendered(in_mode(mode), *files)
     head = pod_templates(manifests)["head"]
     mounts = {m["name"]: m["mountPath"] for m in container_of(head)["volumeMounts"]}
     arguments = arguments_of(manifests)
@@ -228,6 +229,7 @@ def test_no_pod_runs_as_root_and_every_pod_has_time_to_drain(files: tuple[Path, 
         assert spec["securityContext"]["runAsUser"] == 1000
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert spec["automountServiceAccountToken"] is False
         drain_s = int(environment_of(template)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]["value"])
         assert spec["terminationGracePeriodSeconds"] >= drain_s + 30
         # `ray stop` before the signal would undo the drain.
@@ -379,6 +381,10 @@ def test_every_value_has_a_default_and_every_default_a_place_in_the_schema() -> 
     schema = json.loads(SCHEMA.read_text("utf-8"))
     assert set(values) == set(schema["properties"]) - {"global"}
     assert schema["additionalProperties"] is False
+    # What every pod may have, each group may have.
+    pods = schema["properties"]["pods"]["properties"]
+    for group in ("headGroup", "workerGroup"):
+        assert pods.items() <= schema["$defs"][group]["properties"].items()
 
 
 def test_a_cluster_that_is_too_old_is_refused() -> None:
@@ -461,10 +467,10 @@ def test_a_pod_may_ask_for_any_resource_and_for_gpus_of_any_kind() -> None:
             "inference": {"gpus_per_replica": 1},
             "trainer": {"device": "cuda", "gpus_per_rank": 1},
         },
+        "pods": {"gpuResource": "amd.com/gpu"},
         "inference": {"gpus": 1, "gpuResource": "nvidia.com/mig-3g.40gb"},
         "trainer": {
             "gpus": 2,
-            "gpuResource": "amd.com/gpu",
             "resources": {"requests": amounts, "limits": amounts},
         },
     }

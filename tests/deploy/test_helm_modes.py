@@ -65,7 +65,7 @@ def test_a_job_has_no_api() -> None:
 
 
 def test_a_job_ends_its_attempts_and_its_pods_as_it_is_told() -> None:
-    job = {"backoffLimit": 5, "activeDeadlineSeconds": 7200, "ttlSecondsAfterFinished": 60}
+    job = {"backoffLimit": 5, "activeDeadlineSeconds": 31536000, "ttlSecondsAfterFinished": 60}
     spec = one(rendered({"mode": "job", "job": job}), "RayJob")["spec"]
     assert {key: spec[key] for key in job} == job
     # Nought seconds would end it at once.

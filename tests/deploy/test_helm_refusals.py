@@ -46,6 +46,12 @@ from worlds.helm_chart import HelmError, rendered
         ({"mode": "Service"}, ["mode", "cluster"]),
         ({"gcs": {"backend": "etcd"}}, ["gcs.backend", "rocksdb"]),
         ({"auth": {"api": {"token": "abc"}}}, ["auth.api", "token", "not allowed"]),
+        (
+            {"pods": {"volumes": [{"name": "a", "emptydir": {}}]}},
+            ["pods.volumes.0", "emptydir", "not allowed"],
+        ),
+        ({"pods": {"labels": {"ray.io/cluster": "x"}}}, ["ray.io.cluster"]),
+        ({"head": {"sidecars": [{"image": "x"}]}}, ["head.sidecars.0", "name"]),
         ({"rayVersion": 2.6}, ["rayVersion", "string"]),
         ({"image": {"digest": "sha256:12"}}, ["image.digest"]),
         ({"checkpoints": {"mountPath": "data"}}, ["checkpoints.mountPath"]),
@@ -118,6 +124,37 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             {"environment": {"env": [{"name": "RAYLOOM_API_KEY", "value": "x"}]}},
             ["environment.env: RAYLOOM_API_KEY stands twice, or is set by the chart"],
         ),
+        (
+            {
+                "pods": {"env": [{"name": "A", "value": "1"}]},
+                "head": {"env": [{"name": "A", "value": "1"}]},
+            },
+            ["head.env: A stands twice"],
+        ),
+        (
+            {"pods": {"volumeMounts": [{"name": "data", "mountPath": "/data"}]}},
+            ["trainer.volumeMounts: data is mounted at /data, and there is no such volume"],
+        ),
+        (
+            {"trainer": {"volumeMounts": [{"name": "tmp", "mountPath": "/checkpoints"}]}},
+            ["trainer.volumeMounts: /checkpoints stands twice"],
+        ),
+        (
+            {"trainer": {"volumes": [{"name": "shm", "emptyDir": {}}]}},
+            ["trainer.volumes: shm stands twice"],
+        ),
+        (
+            {"trainer": {"sidecars": [{"name": "ray-worker", "image": "x"}]}},
+            ["trainer.initContainers or sidecars: ray-worker stands twice"],
+        ),
+        ({"trainer": {"shmSize": "5Gi"}}, ["trainer.shmSize: got 5Gi", "memory limit, 5Gi"]),
+        ({"mode": "job", "ingress": {"enabled": True}}, ["ingress.enabled: got true", "no API"]),
+        ({"httpRoute": {"enabled": True}}, ["httpRoute.parentRefs: got none"]),
+        (
+            {"workspace": {"files": {"a": "b"}, "existingClaim": "c"}},
+            ["workspace: got several of files, existingConfigMap and existingClaim"],
+        ),
+        ({"workspace": {"files": {"a": "b" * 1100000}}}, ["workspace.files: got more"]),
         (
             {"checkpoints": {"accessModes": ["ReadWriteMany"]}},
             ["database.storageClass: got the cluster's default", "database.existingSecret"],

@@ -97,6 +97,12 @@ def _template(
         return helm("template", release, chart, *_named([*files, last]), *options, binary=binary)
 
 
+def in_mode(mode: str) -> Values:
+    """The values for it; a job has no API that one could reach from outside."""
+    closed = {"ingress": {"enabled": False}, "httpRoute": {"enabled": False}}
+    return {"mode": mode, **(closed if mode == "job" else {})}
+
+
 def one(manifests: Sequence[Manifest], kind: str, suffix: str = "") -> Manifest:
     """The only object of a kind whose name ends so."""
     [found] = [

@@ -20,6 +20,7 @@ from worlds.helm_chart import CLUSTER_FIELDS, Manifest, cluster_of, pod_template
 KUBERNETES = "1.36"
 MAX_NAME = 47
 _SUBSET = Path(__file__).parent / "kuberay_subset.yaml"
+_CUSTOM = Path(__file__).parent / "custom_kinds.yaml"
 # Set by the operator itself, or refused by it.
 _OPERATORS_VARIABLES = {
     "RAY_AUTH_MODE",
@@ -31,8 +32,14 @@ _OPERATORS_VARIABLES = {
 
 
 def check_core(manifests: Sequence[Manifest]) -> int:
-    """Validate Kubernetes' own kinds, and the pod templates as such; returns how many."""
-    own = [manifest for manifest in manifests if manifest["kind"] not in CLUSTER_FIELDS]
+    """Validate all but KubeRay's kinds; returns how many are Kubernetes' own, or pod templates."""
+    custom = yaml.safe_load(_CUSTOM.read_text("utf-8"))
+    elsewhere = {*CLUSTER_FIELDS, *custom["$defs"]}
+    own = [manifest for manifest in manifests if manifest["kind"] not in elsewhere]
+    for manifest in manifests:
+        if manifest["kind"] in custom["$defs"]:
+            kind = {**custom, "$ref": f"#/$defs/{manifest['kind']}"}
+            Draft202012Validator(kind).validate(manifest)
     templates = [
         {
             "apiVersion": "v1",
