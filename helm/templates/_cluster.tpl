@@ -36,6 +36,8 @@ headGroupSpec:
     dashboard-host: 0.0.0.0
     object-store-memory: {{ include "rayloom.objectStore" .Values.head.shmSize | quote }}
     resources: {{ include "rayloom.role" "control" }}
+  labels:
+    rayloom/template: {{ include "rayloom.templateHash" (dict "context" . "name" "head") | quote }}
   template: {{- include "rayloom.podTemplate" (dict "context" . "name" "head") | nindent 4 }}
 workerGroupSpecs:
   {{- range $name := include "rayloom.workers" . | fromJsonArray }}
@@ -50,6 +52,8 @@ workerGroupSpecs:
       num-gpus: {{ $group.gpus | quote }}
       object-store-memory: {{ include "rayloom.objectStore" $group.shmSize | quote }}
       resources: {{ include "rayloom.role" (eq $name "environment" | ternary "environments" $name) }}
+    labels:
+      rayloom/template: {{ include "rayloom.templateHash" (dict "context" $ "name" $name) | quote }}
     template: {{- include "rayloom.podTemplate" (dict "context" $ "name" $name) | nindent 6 }}
   {{- end }}
 {{- end -}}

@@ -15,6 +15,11 @@
 ["inference", "trainer", "environment"]
 {{- end -}}
 
+{{/* The names of the ports that Prometheus reads, as JSON; all but the first are the head's alone. */}}
+{{- define "rayloom.metricsPorts" -}}
+["metrics", "as-metrics", "dash-metrics", "rayloom-metrics"]
+{{- end -}}
+
 {{/* Left out where it is false: Kueue sets it too. */}}
 {{- define "rayloom.suspend" -}}
 {{- if .Values.suspend -}}

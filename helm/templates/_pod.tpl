@@ -81,6 +81,12 @@ spec:
   volumes: {{- include "rayloom.volumes" $pod | nindent 4 }}
 {{- end -}}
 
+{{/* Of a group's pod template as it is stored. A node of Ray bears it, and tells so what it was made of.
+     Takes: context, name. */}}
+{{- define "rayloom.templateHash" -}}
+{{- include "rayloom.podTemplate" . | fromYaml | toJson | sha256sum | trunc 16 -}}
+{{- end -}}
+
 {{- define "rayloom.groupLabels" -}}
 {{ include "rayloom.selectorLabels" .context }}
 app.kubernetes.io/component: {{ .name }}

@@ -164,6 +164,13 @@
 {{- if and (has "ReadWriteMany" $checkpoints.accessModes) (not $checkpoints.existingClaim) (not $database.existingSecret) (eq $database.storageClass $checkpoints.storageClass) }}
 - {{ printf "database.storageClass: got %s, the class of checkpoints, which is to give ReadWriteMany; expected block storage: SQLite breaks on a network file system; name another class, or give a PostgreSQL by database.existingSecret" (default "the cluster's default" $database.storageClass) | quote }}
 {{- end }}
+{{- $outside := list }}
+{{- if .Values.database.existingSecret }}{{- $outside = append $outside "the database" }}{{- end }}
+{{- if eq .Values.gcs.backend "redis" }}{{- $outside = append $outside "Redis" }}{{- end }}
+{{- if include "rayloom.hubModels" . | fromJsonArray }}{{- $outside = append $outside "the model hub" }}{{- end }}
+{{- if and .Values.networkPolicy.enabled $outside (not .Values.networkPolicy.egress) }}
+- {{ printf "networkPolicy.egress: got none with networkPolicy.enabled; the pods could not reach %s: expected rules that allow it" (join ", " $outside) | quote }}
+{{- end }}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.operatorNamespace) }}
 - "networkPolicy.operatorNamespace: got none with networkPolicy.enabled; without it the operator could not reach the head: name the namespace that it runs in"
 {{- end }}

@@ -175,6 +175,14 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
         ({"config": {"metrics": {"port": 0}}}, ["config.metrics.port: got 0", "1024 or more"]),
         ({"gcs": {"backend": "redis"}}, ["gcs.redis.address: got none", "redis:6379"]),
         ({"rayVersion": "2.51.0"}, ["rayVersion: got 2.51.0", "2.52.0 or newer"]),
+        (
+            {
+                "networkPolicy": {"enabled": True, "operatorNamespace": "ray"},
+                "database": {"existingSecret": "postgres"},
+                "gcs": {"backend": "redis", "redis": {"address": "redis:6379"}},
+            },
+            ["networkPolicy.egress: got none", "could not reach the database, Redis:"],
+        ),
         ({"networkPolicy": {"enabled": True}}, ["networkPolicy.operatorNamespace", "namespace"]),
         (
             {"head": {"env": [{"name": "RAY_AUTH_TOKEN", "value": "x"}]}},
