@@ -58,6 +58,19 @@ workerGroupSpecs:
   {{- end }}
 {{- end -}}
 
+{{- define "rayloom.serveConfig" -}}
+{{- $config := include "rayloom.config" . | fromYaml -}}
+proxy_location: HeadOnly
+http_options:
+  host: {{ $config.service.host | quote }}
+  port: {{ $config.service.port }}
+applications:
+  - name: rayloom
+    import_path: deploy.serve_app:build
+    route_prefix: /
+    args: {{- include "rayloom.arguments" . | nindent 6 }}
+{{- end -}}
+
 {{/* What deploy/serve_app.py and deploy/train_job.py are told. The configuration itself is in it, so that
      it cannot be older or younger than the command. */}}
 {{- define "rayloom.arguments" -}}

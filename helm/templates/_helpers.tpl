@@ -31,7 +31,13 @@ suspend: true
 {{- define "rayloom.rayMetadata" -}}
 {{- $queue := .Values.kueue.queueName -}}
 {{- $labels := ternary (dict "kueue.x-k8s.io/queue-name" $queue) (dict) (ne $queue "") -}}
-{{- include "rayloom.metadata" (dict "context" . "labels" $labels) -}}
+{{- include "rayloom.metadata" (dict "context" . "labels" $labels "annotations" (include "rayloom.digests" . | fromYaml)) -}}
+{{- end -}}
+
+{{/* Of the two halves of the operator's object, by which the next upgrade sees what it changes. */}}
+{{- define "rayloom.digests" -}}
+rayloom/cluster: {{ include "rayloom.clusterSpec" . | fromYaml | toJson | sha256sum | trunc 16 | quote }}
+rayloom/serve: {{ include "rayloom.serveConfig" . | fromYaml | toJson | sha256sum | trunc 16 | quote }}
 {{- end -}}
 
 {{/* What a pod is found by. Stable: any other label in a pod template would ask for a new cluster. */}}

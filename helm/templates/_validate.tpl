@@ -7,7 +7,8 @@
       (include "rayloom.podProblems" . | fromYamlArray)
       (include "rayloom.placeProblems" . | fromYamlArray)
       (include "rayloom.configProblems" . | fromYamlArray)
-      (include "rayloom.accessProblems" . | fromYamlArray) -}}
+      (include "rayloom.accessProblems" . | fromYamlArray)
+      (include "rayloom.runningProblems" . | fromYamlArray) -}}
 {{- if $problems -}}
 {{- fail (printf "these values are refused:\n  - %s" (join "\n  - " $problems)) -}}
 {{- end -}}
@@ -173,5 +174,28 @@
 {{- end }}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.operatorNamespace) }}
 - "networkPolicy.operatorNamespace: got none with networkPolicy.enabled; without it the operator could not reach the head: name the namespace that it runs in"
+{{- end }}
+{{- end -}}
+
+{{/* What may not be changed while the cluster runs. `helm template` sees no cluster, and refuses nothing here. */}}
+{{- define "rayloom.runningProblems" -}}
+{{- $kinds := dict "service" "RayService" "job" "RayJob" "cluster" "RayCluster" -}}
+{{- $name := include "rayloom.fullname" . -}}
+{{- $own := get $kinds .Values.mode -}}
+{{- $digests := include "rayloom.digests" . | fromYaml -}}
+{{- range $kind := values $kinds | sortAlpha }}
+{{- range (lookup "ray.io/v1" $kind $.Release.Namespace "").items }}
+{{- $labels := default dict .metadata.labels }}
+{{- $isOurs := and (eq (get $labels "app.kubernetes.io/instance") $.Release.Name) (eq (get $labels "app.kubernetes.io/part-of") "rayloom") }}
+{{- /* What has an owner is the operator's: the cluster of a RayService. */}}
+{{- if and $isOurs (not .metadata.ownerReferences) (not .spec.suspend) }}
+{{- $before := default dict .metadata.annotations }}
+{{- if or (ne $kind $own) (ne .metadata.name $name) }}
+- {{ printf "mode, nameOverride, fullnameOverride: %s %s of this release runs, and would make room for %s %s while its pods still end; two clusters would hold the run: suspend it first" $kind .metadata.name $own $name | quote }}
+{{- else if and (eq $own "RayService") (not $.Values.suspend) (ne (get $before "rayloom/cluster") (index $digests "rayloom/cluster")) (ne (get $before "rayloom/serve") (index $digests "rayloom/serve")) }}
+- {{ printf "RayService %s runs, and both its configuration and its pods change: the first would hold at once, on pods of before; suspend it first, or change one after the other" $name | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end -}}

@@ -79,7 +79,13 @@ def rendered(
     text = _template(
         json.dumps(values or {}), files or (CPU_DEV,), chart, release, tuple(options), binary
     )
-    return [manifest for manifest in yaml.safe_load_all(text) if manifest is not None]
+    return parsed(text)
+
+
+def parsed(text: str) -> list[Manifest]:
+    """The objects of a stream of YAML documents."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return [manifest for manifest in yaml.load_all(text, Loader=loader) if manifest is not None]
 
 
 @cache
