@@ -24,58 +24,73 @@
 {{- end }}
 {{- end -}}
 
-{{/* Looks at the pods as they are rendered, so that what the chart sets itself counts as well. */}}
+{{/* Looks at the pods as they are rendered, so that what the chart sets itself counts as well. The server
+     does not: to it, they are a part of the operator's object. */}}
 {{- define "rayloom.podProblems" -}}
-{{- $operators := list "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_enable_autoscaler_v2" -}}
 {{- range $name := prepend (include "rayloom.workers" . | fromJsonArray) "head" }}
 {{- $group := include "rayloom.group" (dict "context" $ "name" $name) | fromYaml }}
 {{- $pod := (include "rayloom.podTemplate" (dict "context" $ "name" $name) | fromYaml).spec }}
-{{- $container := first $pod.containers }}
-{{- $variables := list }}
-{{- range $container.env }}
-{{- $variables = append $variables .name }}
-{{- if has .name $operators }}
-- {{ printf "%s.env: %s is set by the operator; take it out (auth, gcs)" $name .name | quote }}
-{{- end }}
-{{- end }}
-{{- /* The operator's own containers have these names. */}}
-{{- $containers := list "wait-gcs-ready" "autoscaler" }}
-{{- range concat $pod.containers (default list $pod.initContainers) }}{{- $containers = append $containers .name }}{{- end }}
 {{- $volumes := list }}
 {{- range $pod.volumes }}{{- $volumes = append $volumes .name }}{{- end }}
-{{- $paths := list }}
-{{- range $container.volumeMounts }}
-{{- $paths = append $paths .mountPath }}
-{{- if not (has .name $volumes) }}
-- {{ printf "%s.volumeMounts: %s is mounted at %s, and there is no such volume; add it to %s.volumes or to pods.volumes" $name .name .mountPath $name | quote }}
+{{- include "rayloom.repetitions" (dict "key" (printf "%s.volumes" $name) "names" $volumes) }}
+{{- /* The operator's own containers have these names. */}}
+{{- $containers := list "wait-gcs-ready" "autoscaler" }}
+{{- range $key, $kind := dict "initContainers" $pod.initContainers "containers" $pod.containers }}
+{{- range $kind }}
+{{- $containers = append $containers .name }}
+{{- $isRays := eq .name (first $pod.containers).name }}
+{{- $where := ternary $name (printf "%s.%s.%s" $name (ternary "sidecars" $key (eq $key "containers")) .name) $isRays }}
+{{- include "rayloom.containerProblems" (dict "where" $where "container" . "volumes" $volumes) }}
 {{- end }}
 {{- end }}
-{{- range $key, $names := dict "env" $variables "initContainers or sidecars" $containers "volumes" $volumes "volumeMounts" $paths }}
-{{- range include "rayloom.repeated" $names | fromJsonArray }}
-- {{ printf "%s.%s: %s stands twice, or is set by the chart; expected it once: take one out, here or in pods" $name $key . | quote }}
-{{- end }}
-{{- end }}
-{{- range $resource, $request := $container.resources.requests }}
-{{- if hasKey $container.resources.limits $resource }}
-{{- $limit := index $container.resources.limits $resource }}
-{{- if gt (include "rayloom.quantity" $request | float64) (include "rayloom.quantity" $limit | float64) }}
-- {{ printf "%s.resources.requests.%s: got %v, expected at most the limit, %v; lower the first or raise the second" $name $resource $request $limit | quote }}
-{{- end }}
-{{- end }}
-{{- end }}
-{{- range $resource, $_ := merge (deepCopy $container.resources.requests) $container.resources.limits }}
-{{- $request := index $container.resources.requests $resource }}
-{{- $limit := index $container.resources.limits $resource }}
-{{- if and (contains "/" $resource) (ne (toString $request) (toString $limit)) }}
-- {{ printf "%s.resources: got a request of %v and a limit of %v for %s, expected the same twice: Kubernetes does not overcommit it" $name (default "none" $request) (default "none" $limit) $resource | quote }}
-{{- end }}
-{{- end }}
+{{- include "rayloom.repetitions" (dict "key" (printf "%s.initContainers or sidecars" $name) "names" $containers) }}
 {{- if or (hasKey $group.resources.requests $group.gpuResource) (hasKey $group.resources.limits $group.gpuResource) }}
 - {{ printf "%s.resources: has %s, which gpus asks for; set %s.gpus and take it out" $name $group.gpuResource $name | quote }}
 {{- end }}
-{{- $memory := get $container.resources.limits "memory" }}
+{{- $memory := get $group.resources.limits "memory" }}
 {{- if and $memory (ge (include "rayloom.quantity" $group.shmSize | float64) (include "rayloom.quantity" $memory | float64)) }}
 - {{ printf "%s.shmSize: got %v, expected less than the memory limit, %v, of which it is a part; lower it or raise the limit" $name $group.shmSize $memory | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Takes: key (where they stand), names. */}}
+{{- define "rayloom.repetitions" -}}
+{{- range include "rayloom.repeated" .names | fromJsonArray }}
+- {{ printf "%s: %s stands twice, or is set by the chart; expected it once: take one out, here or in pods" $.key . | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Takes: where (it stands), container, volumes (names of the pod's). */}}
+{{- define "rayloom.containerProblems" -}}
+{{- $operators := list "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_enable_autoscaler_v2" -}}
+{{- $where := .where -}}
+{{- $variables := list }}
+{{- range .container.env }}
+{{- $variables = append $variables .name }}
+{{- if has .name $operators }}
+- {{ printf "%s.env: %s is set by the operator; take it out (auth, gcs)" $where .name | quote }}
+{{- end }}
+{{- end }}
+{{- $paths := list }}
+{{- range .container.volumeMounts }}
+{{- $paths = append $paths .mountPath }}
+{{- if not (has .name $.volumes) }}
+- {{ printf "%s.volumeMounts: %s is mounted at %s, and there is no such volume; add it to the group's volumes or to pods.volumes" $where .name .mountPath | quote }}
+{{- end }}
+{{- end }}
+{{- include "rayloom.repetitions" (dict "key" (printf "%s.env" $where) "names" $variables) }}
+{{- include "rayloom.repetitions" (dict "key" (printf "%s.volumeMounts" $where) "names" $paths) }}
+{{- $resources := default dict .container.resources }}
+{{- $requests := default dict $resources.requests }}
+{{- $limits := default dict $resources.limits }}
+{{- range $name, $_ := merge (deepCopy $requests) $limits }}
+{{- $request := get $requests $name }}
+{{- $limit := get $limits $name }}
+{{- if and (contains "/" $name) (ne (toString $request) (toString $limit)) }}
+- {{ printf "%s.resources: got a request of %v and a limit of %v for %s, expected the same twice: Kubernetes does not overcommit it" $where (default "none" $request) (default "none" $limit) $name | quote }}
+{{- else if and (hasKey $requests $name) (hasKey $limits $name) (gt (include "rayloom.quantity" $request | float64) (include "rayloom.quantity" $limit | float64)) }}
+- {{ printf "%s.resources.requests.%s: got %v, expected at most the limit, %v; lower the first or raise the second" $where $name $request $limit | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}

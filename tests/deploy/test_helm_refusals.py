@@ -147,6 +147,20 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             {"trainer": {"sidecars": [{"name": "ray-worker", "image": "x"}]}},
             ["trainer.initContainers or sidecars: ray-worker stands twice"],
         ),
+        (
+            {
+                "trainer": {
+                    "sidecars": [
+                        {
+                            "name": "logs",
+                            "image": "x",
+                            "resources": {"requests": {"cpu": 2}, "limits": {"cpu": "500m"}},
+                        }
+                    ]
+                }
+            },
+            ["trainer.sidecars.logs.resources.requests.cpu: got 2", "the limit, 500m"],
+        ),
         ({"trainer": {"shmSize": "5Gi"}}, ["trainer.shmSize: got 5Gi", "memory limit, 5Gi"]),
         ({"mode": "job", "ingress": {"enabled": True}}, ["ingress.enabled: got true", "no API"]),
         ({"httpRoute": {"enabled": True}}, ["httpRoute.parentRefs: got none"]),
