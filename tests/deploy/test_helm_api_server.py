@@ -5,6 +5,7 @@ Optional: see `worlds.kube_api_server`. There is no kubelet, so that no pod runs
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from worlds.helm_binary import HELM_3, HELM_4, Pinned, helm_binary
 from worlds.helm_chart import CHART, CPU_DEV, HelmError, Values, helm
 from worlds.kube_api_server import ApiServer, api_server
 
+NUMBERS = itertools.count()
 PLURALS = {"service": "rayservices", "job": "rayjobs", "cluster": "rayclusters"}
 
 
@@ -31,7 +33,7 @@ class Release:
     def __init__(self, server: ApiServer, pinned: Pinned, mode: str) -> None:
         self.server, self.mode, self.binary = server, mode, helm_binary(pinned)
         # All digits, which YAML would read as a number.
-        self.namespace = "2026" + str(int(pinned is HELM_4)) + str(list(PLURALS).index(mode))
+        self.namespace = f"2026{next(NUMBERS)}"
         body = {"metadata": {"name": self.namespace}}
         server.client.post("/api/v1/namespaces", json=body).raise_for_status()
 
@@ -126,9 +128,6 @@ def test_the_server_refuses_what_it_does_not_know(server: ApiServer, tmp_path: P
 @pytest.mark.parametrize("pinned", [HELM_3, HELM_4], ids=["helm-3", "helm-4"])
 def test_what_runs_is_not_changed_by_halves_nor_replaced(server: ApiServer, pinned: Pinned) -> None:
     release = Release(server, pinned, "service")
-    release.namespace += "9"
-    body = {"metadata": {"name": release.namespace}}
-    server.client.post("/api/v1/namespaces", json=body).raise_for_status()
     release.apply("install", {})
     both: Values = {"image": {"tag": "0.2.0-cpu"}, "config": {"run": {"steps": 7}}}
     with pytest.raises(HelmError, match="both its configuration and its pods change"):
