@@ -131,6 +131,8 @@ capabilities:
 {{- if $values.modelCache.enabled }}
 - name: HF_HOME
   value: {{ $values.modelCache.mountPath | quote }}
+{{- end }}
+{{- if and $values.modelCache.enabled (include "rayloom.hubModels" .context | fromJsonArray) }}
 # Only the head's init container asks the hub, and has its token.
 - name: HF_HUB_OFFLINE
   value: "1"

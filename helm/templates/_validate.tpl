@@ -157,6 +157,9 @@
 - {{ printf "%s.enabled: got true with mode job, which has no API; set it to false" $key | quote }}
 {{- end }}
 {{- end }}
+{{- if and .Values.ingress.tlsSecret (not .Values.ingress.host) }}
+- "ingress.host: got none with ingress.tlsSecret; expected the name that the certificate is for"
+{{- end }}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) }}
 - "httpRoute.parentRefs: got none with httpRoute.enabled; expected the Gateway, such as [{name: public, namespace: gateways}]"
 {{- end }}

@@ -19,6 +19,23 @@ ROW = re.compile(r"^\| (`[^|]+)" + 3 * r" \| ?(yes|)" + EFFECT)
 # Keys of the user's own choice: the map as a whole is the value.
 OPEN_MAPS = ("labels", "annotations", "operatorLabels")
 
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return dict(value)
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """As helm lays values over others."""
+    result = dict(below)
+    for key, value in above.items():
+        old = result.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        result[key] = merged(old, value) if both else value
+    return result
+
+
 REDIS = {"gcs": {"backend": "redis", "redis": {"address": "redis:6379", "existingSecret": "a"}}}
 ROCKSDB = {"gcs": {"backend": "rocksdb"}}
 HUB_MODEL = {"config": {"model": {"tiny": None, "path": "a/b"}}}
@@ -142,7 +159,7 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "ingress.className": ("a", INGRESS),
     "ingress.annotations": ({"a": "b"}, INGRESS),
     "ingress.host": ("a.example.org", INGRESS),
-    "ingress.tlsSecret": ("a", INGRESS),
+    "ingress.tlsSecret": ("a", merged(INGRESS, nested("ingress.host", "a.example.org"))),
     "httpRoute.enabled": (True, {"httpRoute": {"parentRefs": [{"name": "a"}]}}),
     "httpRoute.annotations": ({"a": "b"}, ROUTE),
     "httpRoute.parentRefs": ([{"name": "b"}], ROUTE),
@@ -200,22 +217,6 @@ def leaves(node: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield from leaves(value, inner)
         else:
             yield inner
-
-
-def nested(path: str, value: Any) -> dict[str, Any]:
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    return dict(value)
-
-
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """As helm lays values over others."""
-    result = dict(below)
-    for key, value in above.items():
-        old = result.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        result[key] = merged(old, value) if both else value
-    return result
 
 
 def parts(manifests: list[Manifest]) -> tuple[Any, Any, Any]:

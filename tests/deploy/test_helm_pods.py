@@ -164,6 +164,10 @@ def test_a_models_directory_is_not_fetched(path: str) -> None:
     manifests = rendered(values)
     for template in pod_templates(manifests).values():
         assert "initContainers" not in template["spec"]
+        variables = by_name(ray_container(template)["env"])
+        assert variables["HF_HOME"]["value"] == "/models"
+        # Nothing was fetched, so that what is asked for has still to come.
+        assert "HF_HUB_OFFLINE" not in variables
         volume = by_name(template["spec"]["volumes"])["models"]
         assert volume["persistentVolumeClaim"]["claimName"] == "cache"
     assert not [each for each in manifests if each["metadata"]["name"].endswith("-models")]

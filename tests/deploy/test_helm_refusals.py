@@ -163,6 +163,7 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
         ),
         ({"trainer": {"shmSize": "5Gi"}}, ["trainer.shmSize: got 5Gi", "memory limit, 5Gi"]),
         ({"mode": "job", "ingress": {"enabled": True}}, ["ingress.enabled: got true", "no API"]),
+        ({"ingress": {"tlsSecret": "a"}}, ["ingress.host: got none with ingress.tlsSecret"]),
         ({"httpRoute": {"enabled": True}}, ["httpRoute.parentRefs: got none"]),
         (
             {"workspace": {"files": {"a": "b"}, "existingClaim": "c"}},
