@@ -1,46 +1,112 @@
-"""Keep the chart's schema in step with the configuration tree: `python -m deploy.chart_schema`.
+"""Keep what the chart has from elsewhere in step: `python -m deploy.chart_schema`.
 
-helm/values.schema.json is written by hand but for `properties.config`, which is the tree's own
-schema: a key of `config` that Rayloom does not know is refused by helm already. A test holds the
-file to it.
+helm/values.schema.json is written by hand but for two parts: `properties.config`, which is the
+configuration tree's own schema, so that helm refuses a key that Rayloom does not know; and the
+definitions `io.k8s.…`, which are Kubernetes' own and strict, so that helm refuses a typo inside an
+affinity or a volume. helm/files/config-defaults.yaml has the tree's defaults that the templates
+read. helm/dashboards/ has copies of deploy/dashboards/. Tests hold each file to its source. Needs
+the development tools.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from service.config.file import config_schema
+import yaml
 
-SCHEMA = Path(__file__).parents[1] / "helm" / "values.schema.json"
+from service.config.file import config_schema, dump_config, parse_config
+
+CHART = Path(__file__).parents[1] / "helm"
+SCHEMA = CHART / "values.schema.json"
+DEFAULTS = CHART / "files" / "config-defaults.yaml"
+KUBERNETES = "1.36"
+# How many parts a run has, and what each asks for.
+_READ_BY_TEMPLATES = ("run", "rollouts", "inference", "trainer")
+DASHBOARDS = CHART / "dashboards"
 _REFERENCE = "#/properties/config/$defs/{model}"
 # Of no use to helm; the defaults are the application's own.
 _LEFT_OUT = {"title", "default"}
+_LEFT_OUT_OF_KUBERNETES = {"description", "format"}
+_DEFINITION = re.compile(r"#/\$defs/(io\.k8s\.[\w.-]+)")
 
 
-def with_config(schema: dict[str, Any]) -> dict[str, Any]:
-    """The chart's schema with `properties.config` as the tree has it now."""
-    config = _stripped(config_schema(_REFERENCE))
-    return {**schema, "properties": {**schema["properties"], "config": config}}
+def with_sources(schema: dict[str, Any]) -> dict[str, Any]:
+    """The chart's schema with the generated parts as they have to be now."""
+    config = _stripped(config_schema(_REFERENCE), _LEFT_OUT)
+    own = {name: node for name, node in schema["$defs"].items() if not name.startswith("io.k8s.")}
+    # It begins empty; where it does, the templates say what is missing.
+    del config["required"]
+    properties = {**schema["properties"], "config": config}
+    written = {**schema, "properties": properties, "$defs": own}
+    return {**written, "$defs": own | _kubernetes_definitions(written)}
+
+
+def defaults_text() -> str:
+    """The tree's defaults, as far as the templates read them."""
+    tree: dict[str, Any] = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
+    whole = yaml.safe_load(dump_config(parse_config(tree, source="of the defaults")))
+    read = {section: whole[section] for section in _READ_BY_TEMPLATES}
+    return "# Written by `python -m deploy.chart_schema`.\n" + yaml.safe_dump(read, sort_keys=False)
+
+
+def dashboards() -> dict[str, str]:
+    """What the chart's dashboards are to be, by the name of the file."""
+    source = Path(__file__).parent / "dashboards"
+    return {file.name: file.read_text("utf-8") for file in sorted(source.glob("*.json"))}
 
 
 def dumped(schema: dict[str, Any]) -> str:
     return json.dumps(schema, indent=2) + "\n"
 
 
-def _stripped(node: Any, *, is_properties: bool = False) -> Any:
+def _kubernetes_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that the schema refers to, and those that these refer to, by name."""
+    folder = f"kubernetes-json-schema/v{KUBERNETES}.0-local-strict"
+    text = files("kubernetes_validate").joinpath(folder, "_definitions.json").read_text("utf-8")
+    known = json.loads(text)["$defs"]
+    found: dict[str, Any] = {}
+    wanted = set(_DEFINITION.findall(json.dumps(schema)))
+    while wanted:
+        name = wanted.pop()
+        found[name] = _without_null(_stripped(known[name], _LEFT_OUT_OF_KUBERNETES))
+        wanted |= set(_DEFINITION.findall(json.dumps(found[name]))) - set(found)
+    return dict(sorted(found.items()))
+
+
+def _stripped(node: Any, left_out: set[str], *, is_properties: bool = False) -> Any:
     """Without annotations; the names of properties are no keywords, and stay."""
     if isinstance(node, list):
-        return [_stripped(item) for item in node]
+        return [_stripped(item, left_out) for item in node]
     if not isinstance(node, dict):
         return node
     return {
-        key: _stripped(value, is_properties=key in ("properties", "$defs") and not is_properties)
+        key: _stripped(
+            value, left_out, is_properties=key in ("properties", "$defs") and not is_properties
+        )
         for key, value in node.items()
-        if is_properties or key not in _LEFT_OUT
+        if is_properties or not (key in left_out or key.startswith("x-kubernetes-"))
     }
 
 
+def _without_null(node: Any) -> Any:
+    """A key without a value is a slip in a values file, though Kubernetes takes it for absent."""
+    if isinstance(node, list):
+        return [_without_null(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    plain = {key: _without_null(value) for key, value in node.items()}
+    if isinstance(plain.get("type"), list):
+        [plain["type"]] = [kind for kind in plain["type"] if kind != "null"]
+    return plain
+
+
 if __name__ == "__main__":
-    SCHEMA.write_text(dumped(with_config(json.loads(SCHEMA.read_text("utf-8")))), "utf-8")
+    for name, text in dashboards().items():
+        (DASHBOARDS / name).write_text(text, "utf-8")
+    DEFAULTS.write_text(defaults_text(), "utf-8")
+    SCHEMA.write_text(dumped(with_sources(json.loads(SCHEMA.read_text("utf-8")))), "utf-8")

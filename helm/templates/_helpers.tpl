@@ -1,4 +1,4 @@
-{{/* The name of the RayService, and the beginning of every other name. _validate.tpl bounds it. */}}
+{{/* The name of the Ray resource, and the beginning of every other name. _validate.tpl bounds it. */}}
 {{- define "rayloom.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- if .Values.fullnameOverride -}}
@@ -10,6 +10,36 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The groups of workers, as JSON. */}}
+{{- define "rayloom.workers" -}}
+["inference", "trainer", "environment"]
+{{- end -}}
+
+{{/* The names of the ports that Prometheus reads, as JSON; all but the first are the head's alone. */}}
+{{- define "rayloom.metricsPorts" -}}
+["metrics", "as-metrics", "dash-metrics", "rayloom-metrics"]
+{{- end -}}
+
+{{/* Left out where it is false: Kueue sets it too. */}}
+{{- define "rayloom.suspend" -}}
+{{- if .Values.suspend -}}
+suspend: true
+{{- end -}}
+{{- end -}}
+
+{{/* The metadata of the operator's object. */}}
+{{- define "rayloom.rayMetadata" -}}
+{{- $queue := .Values.kueue.queueName -}}
+{{- $labels := ternary (dict "kueue.x-k8s.io/queue-name" $queue) (dict) (ne $queue "") -}}
+{{- include "rayloom.metadata" (dict "context" . "labels" $labels "annotations" (include "rayloom.digests" . | fromYaml)) -}}
+{{- end -}}
+
+{{/* Of the two halves of the operator's object, by which the next upgrade sees what it changes. */}}
+{{- define "rayloom.digests" -}}
+rayloom/cluster: {{ include "rayloom.clusterSpec" . | fromYaml | toJson | sha256sum | trunc 16 | quote }}
+rayloom/serve: {{ include "rayloom.serveConfig" . | fromYaml | toJson | sha256sum | trunc 16 | quote }}
+{{- end -}}
+
 {{/* What a pod is found by. Stable: any other label in a pod template would ask for a new cluster. */}}
 {{- define "rayloom.selectorLabels" -}}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
@@ -17,11 +47,26 @@ app.kubernetes.io/part-of: rayloom
 {{- end -}}
 
 {{- define "rayloom.labels" -}}
-app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/name: {{ .Chart.Name | quote }}
 {{ include "rayloom.selectorLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
+{{- end -}}
+
+{{/* The metadata of an object. Takes: context; suffix of the name, or the whole name;
+     annotations and further labels, where it has any. */}}
+{{- define "rayloom.metadata" -}}
+name: {{ default (printf "%s%s" (include "rayloom.fullname" .context) (default "" .suffix)) .name | quote }}
+namespace: {{ .context.Release.Namespace | quote }}
+labels:
+  {{- include "rayloom.labels" .context | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .annotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{- define "rayloom.image" -}}
@@ -34,11 +79,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
+{{/* Environments may run code that nobody vouches for: they get nothing of what the account may do, nor
+     what a cloud hands to its pods. Takes: context, name (of the group). */}}
 {{- define "rayloom.serviceAccountName" -}}
-{{- if .Values.serviceAccount.create -}}
-{{- default (include "rayloom.fullname" .) .Values.serviceAccount.name -}}
+{{- $account := .context.Values.serviceAccount -}}
+{{- $name := include "rayloom.fullname" .context -}}
+{{- if eq .name "environment" -}}
+{{- ternary (printf "%s-environment" $name) "default" $account.create -}}
 {{- else -}}
-{{- default "default" .Values.serviceAccount.name -}}
+{{- default (ternary $name "default" $account.create) $account.name -}}
 {{- end -}}
 {{- end -}}
 
@@ -50,16 +99,54 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (printf "%s-ray-token" (include "rayloom.fullname" .)) .Values.auth.ray.existingSecret -}}
 {{- end -}}
 
-{{- define "rayloom.claimName" -}}
-{{- default (printf "%s-checkpoints" (include "rayloom.fullname" .)) .Values.checkpoints.existingClaim -}}
+{{/* A secret's value, base64: the one that is there, else a new one; a new one also where the text of
+     auth.rotation is another than when it was drawn. Takes: context, name, key. `helm template` sees no
+     cluster, and makes a new one each time. */}}
+{{- define "rayloom.keptSecret" -}}
+{{- $found := lookup "v1" "Secret" .context.Release.Namespace .name -}}
+{{- $rotation := dig "metadata" "annotations" "rayloom/rotation" "" $found -}}
+{{- $kept := eq $rotation .context.Values.auth.rotation | ternary (dig "data" .key "" $found) "" -}}
+{{- default (randAlphaNum 48 | b64enc) $kept -}}
 {{- end -}}
 
-{{/* A secret's value, base64: the one that is there, else a new one.
-     Takes: context, secret, key. `helm template` sees no cluster and makes a new one each time. */}}
-{{- define "rayloom.keptSecret" -}}
-{{- $found := lookup "v1" "Secret" .context.Release.Namespace .secret -}}
-{{- $value := dig "data" .key "" $found -}}
-{{- default (randAlphaNum 48 | b64enc) $value -}}
+{{/* The configuration as it is sent: your own, and where a pod listens. */}}
+{{- define "rayloom.sentConfig" -}}
+{{- $listens := dict "service" (dict "host" "0.0.0.0" "port" 8000) "metrics" (dict "host" "0.0.0.0" "port" 9400) -}}
+{{- mergeOverwrite $listens (deepCopy .Values.config) | toYaml -}}
+{{- end -}}
+
+{{/* The same with the tree's defaults, for the templates to read. */}}
+{{- define "rayloom.config" -}}
+{{- mergeOverwrite (.Files.Get "files/config-defaults.yaml" | fromYaml) (include "rayloom.sentConfig" . | fromYaml) | toYaml -}}
+{{- end -}}
+
+{{/* A Kubernetes quantity as a number. Takes: the quantity, a text or a number. */}}
+{{- define "rayloom.quantity" -}}
+{{- if kindIs "string" . -}}
+{{- $number := regexFind "^[0-9.]+" . -}}
+{{- $factors := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18
+      "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624
+      "Ei" 1152921504606846976 -}}
+{{- mulf $number (get $factors (trimPrefix $number .)) -}}
+{{- else -}}
+{{- float64 . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A quantity as it stands in a manifest: a large number would become 3e+09. */}}
+{{- define "rayloom.size" -}}
+{{- toJson . | trimAll "\"" | quote -}}
+{{- end -}}
+
+{{/* Those of a list of texts that stand in it more than once, as JSON. */}}
+{{- define "rayloom.repeated" -}}
+{{- $seen := dict -}}
+{{- $repeated := list -}}
+{{- range . -}}
+{{- if hasKey $seen . -}}{{- $repeated = append $repeated . -}}{{- end -}}
+{{- $_ := set $seen . true -}}
+{{- end -}}
+{{- uniq $repeated | toJson -}}
 {{- end -}}
 
 {{/* What a group offers to the parts of its role (service/launch/placement.py), as the operator hands

@@ -1,4 +1,18 @@
-{{/* The pod template of one group. Takes: context, name (of the group), group (its values).
+{{/* A group's values: what every pod has, and under it the group's own. Takes: context, name. */}}
+{{- define "rayloom.group" -}}
+{{- $group := deepCopy .context.Values.pods -}}
+{{- range $key, $own := deepCopy (index .context.Values .name) -}}
+{{- if kindIs "slice" $own -}}
+{{- $own = concat (get $group $key | default list) $own -}}
+{{- else if kindIs "map" $own -}}
+{{- $own = mergeOverwrite (get $group $key | default dict) $own -}}
+{{- end -}}
+{{- $_ := set $group $key $own -}}
+{{- end -}}
+{{- toYaml $group -}}
+{{- end -}}
+
+{{/* The pod template of one group. Takes: context, name.
 
      Neither the chart's version nor a checksum may stand in here: the operator compares pod templates,
      and would want a new cluster for every release. */}}
@@ -6,46 +20,49 @@
 {{- $root := .context -}}
 {{- $values := $root.Values -}}
 {{- $isHead := eq .name "head" -}}
+{{- $group := include "rayloom.group" . | fromYaml -}}
+{{- $pod := dict "context" $root "name" .name "group" $group -}}
+{{- $own := include "rayloom.groupLabels" $pod | fromYaml -}}
 metadata:
-  labels:
-    {{- include "rayloom.selectorLabels" $root | nindent 4 }}
-    app.kubernetes.io/component: {{ .name }}
+  labels: {{- mergeOverwrite $group.labels $own | toYaml | nindent 4 }}
+  {{- with $group.annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
-  serviceAccountName: {{ include "rayloom.serviceAccountName" $root }}
+  serviceAccountName: {{ include "rayloom.serviceAccountName" $pod | quote }}
   automountServiceAccountToken: false
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ add $values.drain.timeoutSeconds 30 }}
-  securityContext:
-    runAsNonRoot: true
-    runAsUser: 1000
-    runAsGroup: 1000
-    fsGroup: 1000
-    fsGroupChangePolicy: OnRootMismatch
-    seccompProfile:
-      type: RuntimeDefault
+  securityContext: {{- include "rayloom.podSecurity" . | nindent 4 }}
+  {{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" }}
+  {{- with index $group $key }}
+  {{ $key }}: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- end }}
   {{- with $values.imagePullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with .group.nodeSelector }}
-  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- with $group.topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- range . }}
+    - {{- mergeOverwrite (dict "labelSelector" (dict "matchLabels" $own)) . | toYaml | nindent 6 }}
+    {{- end }}
   {{- end }}
-  {{- with .group.tolerations }}
-  tolerations: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with .group.affinity }}
-  affinity: {{- toYaml . | nindent 4 }}
+  {{- $init := concat (include "rayloom.modelDownload" $pod | fromYamlArray) $group.initContainers }}
+  {{- with $init }}
+  initContainers: {{- toYaml . | nindent 4 }}
   {{- end }}
   containers:
     - name: {{ ternary "ray-head" "ray-worker" $isHead }}
       image: {{ include "rayloom.image" $root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
-      securityContext:
-        allowPrivilegeEscalation: false
-        capabilities:
-          drop: [ALL]
-      env: {{- include "rayloom.environment" . | nindent 8 }}
-      ports: {{- include "rayloom.ports" . | nindent 8 }}
-      resources: {{- include "rayloom.resources" .group | nindent 8 }}
+      securityContext: {{- include "rayloom.containerSecurity" $group | nindent 8 }}
+      env: {{- include "rayloom.variables" $pod | nindent 8 }}
+      {{- with $group.envFrom }}
+      envFrom: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      ports: {{- include "rayloom.ports" $pod | nindent 8 }}
+      resources: {{- include "rayloom.resources" $group | nindent 8 }}
       {{- if not $isHead }}
       {{- /* Serve's proxy runs on the head alone, and the probe that the operator would put here asks for
              it. The head keeps the operator's probe: it must be ready before Serve is configured. */}}
@@ -57,53 +74,82 @@ spec:
         timeoutSeconds: 5
         failureThreshold: 6
       {{- end }}
-      volumeMounts:
-        - name: config
-          mountPath: /etc/rayloom
-          readOnly: true
-        - name: checkpoints
-          mountPath: {{ $values.checkpoints.mountPath | quote }}
-        - name: shm
-          mountPath: /dev/shm
-        {{- if and $isHead (not $values.database.existingSecret) }}
-        - name: database
-          mountPath: /database
-        {{- end }}
-  volumes:
-    - name: config
-      configMap:
-        name: {{ include "rayloom.fullname" $root }}-config
-    - name: checkpoints
-      persistentVolumeClaim:
-        claimName: {{ include "rayloom.claimName" $root }}
-    - name: shm
-      emptyDir:
-        medium: Memory
-        sizeLimit: {{ .group.shmSize | quote }}
-    {{- if and $isHead (not $values.database.existingSecret) }}
-    - name: database
-      persistentVolumeClaim:
-        claimName: {{ include "rayloom.fullname" $root }}-database
+      volumeMounts: {{- include "rayloom.mounts" $pod | nindent 8 }}
+    {{- with $group.sidecars }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
+  volumes: {{- include "rayloom.volumes" $pod | nindent 4 }}
 {{- end -}}
 
-{{/* Serve may build the application, and start its ingress, on any node: each has the key. */}}
-{{- define "rayloom.environment" -}}
-- name: RAYLOOM_API_KEY
+{{/* Of a group's pod template as it is stored. A node of Ray bears it, and tells so what it was made of.
+     Takes: context, name. */}}
+{{- define "rayloom.templateHash" -}}
+{{- include "rayloom.podTemplate" . | fromYaml | toJson | sha256sum | trunc 16 -}}
+{{- end -}}
+
+{{- define "rayloom.groupLabels" -}}
+{{ include "rayloom.selectorLabels" .context }}
+app.kubernetes.io/component: {{ .name }}
+{{- end -}}
+
+{{- define "rayloom.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 1000
+runAsGroup: 1000
+fsGroup: 1000
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "rayloom.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: {{ .readOnlyRootFilesystem }}
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* A variable from a Secret. Takes: name, secret, key. */}}
+{{- define "rayloom.secretVariable" -}}
+- name: {{ .name }}
   valueFrom:
     secretKeyRef:
-      name: {{ include "rayloom.apiSecretName" .context }}
-      key: {{ .context.Values.auth.api.key | quote }}
-{{- $database := .context.Values.database }}
-{{- if and (eq .name "head") $database.existingSecret }}
-- name: RAYLOOM_DATABASE_URL
-  valueFrom:
-    secretKeyRef:
-      name: {{ $database.existingSecret }}
-      key: {{ $database.key | quote }}
+      name: {{ .secret | quote }}
+      key: {{ .key | quote }}
+{{- end -}}
+
+{{/* The database is the head's alone. Serve may build the application, and start its ingress, on any
+     node: each has the key of the API. Actors of every group load the tokenizer. */}}
+{{- define "rayloom.variables" -}}
+{{- $values := .context.Values -}}
+{{- if ne $values.mode "job" }}
+{{ include "rayloom.secretVariable" (dict "name" "RAYLOOM_API_KEY" "secret" (include "rayloom.apiSecretName" .context) "key" $values.auth.api.key) }}
+{{- end }}
+{{- if and (eq .name "head") $values.database.existingSecret }}
+{{ include "rayloom.secretVariable" (dict "name" "RAYLOOM_DATABASE_URL" "secret" $values.database.existingSecret "key" $values.database.key) }}
+{{- end }}
+{{- if $values.modelCache.enabled }}
+- name: HF_HOME
+  value: {{ $values.modelCache.mountPath | quote }}
+{{- end }}
+{{- if and $values.modelCache.enabled (include "rayloom.hubModels" .context | fromJsonArray) }}
+# Only the head's init container asks the hub, and has its token.
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- else }}
+{{- include "rayloom.hubToken" .context | nindent 0 }}
+{{- end }}
+{{- if include "rayloom.hasWorkspace" .context }}
+- name: PYTHONPATH
+  value: {{ $values.workspace.mountPath | quote }}
 {{- end }}
 - name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
-  value: {{ .context.Values.drain.timeoutSeconds | quote }}
+  value: {{ $values.drain.timeoutSeconds | quote }}
+{{- if ne $values.gcs.backend "memory" }}
+# How long a node waits for a head that comes back, before it ends itself.
+- name: RAY_gcs_rpc_server_reconnect_timeout_s
+  value: "600"
+{{- end }}
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
 - name: VLLM_NO_USAGE_STATS
@@ -113,30 +159,157 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* The operator makes its Serve Service only where the head has a port of the name `serve`. */}}
+{{- define "rayloom.hubToken" -}}
+{{- with .Values.hub -}}
+{{- if .existingSecret -}}
+{{- include "rayloom.secretVariable" (dict "name" "HF_TOKEN" "secret" .existingSecret "key" .key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The operator makes its Serve Service only where the head has a port of the name `serve`; its own
+     PodMonitors ask for as-metrics and dash-metrics. */}}
 {{- define "rayloom.ports" -}}
+{{- $ports := dict "metrics" 8080 -}}
 {{- if eq .name "head" -}}
-- name: gcs-server
-  containerPort: 6379
-- name: dashboard
-  containerPort: 8265
-- name: client
-  containerPort: 10001
-- name: serve
-  containerPort: {{ .context.Values.config.service.port }}
-- name: rayloom-metrics
-  containerPort: {{ .context.Values.config.metrics.port }}
-{{ end -}}
-- name: metrics
-  containerPort: 8080
+{{- $config := include "rayloom.config" .context | fromYaml -}}
+{{- $ports = dict "gcs-server" 6379 "dashboard" 8265 "client" 10001 "metrics" 8080 "as-metrics" 44217
+      "dash-metrics" 44227 "serve" $config.service.port "rayloom-metrics" $config.metrics.port -}}
+{{- end -}}
+{{- range $name, $port := $ports }}
+- name: {{ $name }}
+  containerPort: {{ $port }}
+  protocol: TCP
+{{- end }}
 {{- end -}}
 
 {{- define "rayloom.resources" -}}
 {{- $resources := deepCopy .resources -}}
-{{- if gt (int (default 0 .gpus)) 0 -}}
-{{- $gpu := dict "nvidia.com/gpu" (int .gpus) -}}
-{{- $_ := set $resources "limits" (merge (default dict $resources.limits) $gpu) -}}
-{{- $_ := set $resources "requests" (merge (default dict $resources.requests) $gpu) -}}
+{{- if .gpus -}}
+{{- $_ := set $resources.requests .gpuResource (int .gpus) -}}
+{{- $_ := set $resources.limits .gpuResource (int .gpus) -}}
 {{- end -}}
 {{- toYaml $resources -}}
+{{- end -}}
+
+{{/* With a root file system that is read-only, /tmp and the home directory are what is written to beside
+     the volumes: Ray's session and what it spills; the caches of vLLM, torch and Triton. */}}
+{{- define "rayloom.mounts" -}}
+{{- $values := .context.Values -}}
+- name: checkpoints
+  mountPath: {{ $values.checkpoints.mountPath | quote }}
+- name: shm
+  mountPath: /dev/shm
+- name: tmp
+  mountPath: /tmp
+- name: home
+  mountPath: /home/rayloom
+{{- if and (eq .name "head") (not $values.database.existingSecret) }}
+- name: database
+  mountPath: /database
+{{- end }}
+{{- if $values.modelCache.enabled }}
+- name: models
+  mountPath: {{ $values.modelCache.mountPath | quote }}
+{{- end }}
+{{- if include "rayloom.hasWorkspace" .context }}
+- name: workspace
+  mountPath: {{ $values.workspace.mountPath | quote }}
+  readOnly: true
+{{- end }}
+{{- with .group.volumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "rayloom.volumes" -}}
+{{- $values := .context.Values -}}
+{{- $name := include "rayloom.fullname" .context -}}
+- name: checkpoints
+  persistentVolumeClaim:
+    claimName: {{ default (printf "%s-checkpoints" $name) $values.checkpoints.existingClaim | quote }}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ include "rayloom.size" .group.shmSize }}
+- name: tmp
+  emptyDir:
+    sizeLimit: {{ include "rayloom.size" .group.tmpSize }}
+- name: home
+  emptyDir:
+    sizeLimit: {{ include "rayloom.size" .group.homeSize }}
+{{- if and (eq .name "head") (not $values.database.existingSecret) }}
+- name: database
+  persistentVolumeClaim:
+    claimName: {{ printf "%s-database" $name | quote }}
+{{- end }}
+{{- if $values.modelCache.enabled }}
+- name: models
+  persistentVolumeClaim:
+    claimName: {{ default (printf "%s-models" $name) $values.modelCache.existingClaim | quote }}
+{{- end }}
+{{- with $values.workspace }}
+{{- if .existingClaim }}
+- name: workspace
+  persistentVolumeClaim:
+    claimName: {{ .existingClaim | quote }}
+    readOnly: true
+{{- else if or .existingConfigMap .files }}
+- name: workspace
+  configMap:
+    name: {{ default (printf "%s-workspace" $name) .existingConfigMap | quote }}
+{{- end }}
+{{- end }}
+{{- with .group.volumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "rayloom.hasWorkspace" -}}
+{{- with .Values.workspace -}}
+{{- if or .files .existingConfigMap .existingClaim -}}true{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The models that the configuration names by a hub's name, as JSON. */}}
+{{- define "rayloom.hubModels" -}}
+{{- $config := .Values.config -}}
+{{- $models := list -}}
+{{- range list (dig "model" "path" "" $config) (dig "algorithm" "reference" "" $config) (dig "algorithm" "critic" "model" "" $config) -}}
+{{- if and . (not (regexMatch "^[/.~]" .)) -}}{{- $models = append $models . -}}{{- end -}}
+{{- end -}}
+{{- uniq $models | toJson -}}
+{{- end -}}
+
+{{/* The head's init container, as a list: workers start once the head is there. It ends within its
+     deadline, and is then started again by Kubernetes, each time later. */}}
+{{- define "rayloom.modelDownload" -}}
+{{- $models := include "rayloom.hubModels" .context | fromJsonArray -}}
+{{- $cache := .context.Values.modelCache -}}
+{{- if and (eq .name "head") $cache.enabled $models }}
+- name: fetch-models
+  image: {{ include "rayloom.image" .context | quote }}
+  imagePullPolicy: {{ .context.Values.image.pullPolicy }}
+  securityContext: {{- include "rayloom.containerSecurity" .group | nindent 4 }}
+  command: [timeout, --kill-after=30, {{ $cache.downloadTimeoutSeconds | quote }}, python, -c]
+  args:
+    - |-
+      import sys
+      from huggingface_hub import snapshot_download
+      for name in sys.argv[1:]:
+          print(snapshot_download(name), flush=True)
+    {{- toYaml $models | nindent 4 }}
+  env:
+    - name: HF_HOME
+      value: {{ $cache.mountPath | quote }}
+    {{- include "rayloom.hubToken" .context | nindent 4 }}
+  resources: {{- include "rayloom.resources" .group | nindent 4 }}
+  volumeMounts:
+    - name: models
+      mountPath: {{ $cache.mountPath | quote }}
+    - name: tmp
+      mountPath: /tmp
+    - name: home
+      mountPath: /home/rayloom
+{{- end }}
 {{- end -}}

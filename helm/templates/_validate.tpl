@@ -4,10 +4,11 @@
 {{- define "rayloom.validate" -}}
 {{- $problems := concat
       (include "rayloom.nameProblems" . | fromYamlArray)
-      (include "rayloom.groupProblems" . | fromYamlArray)
-      (include "rayloom.capacityProblems" . | fromYamlArray)
+      (include "rayloom.podProblems" . | fromYamlArray)
+      (include "rayloom.placeProblems" . | fromYamlArray)
       (include "rayloom.configProblems" . | fromYamlArray)
-      (include "rayloom.accessProblems" . | fromYamlArray) -}}
+      (include "rayloom.accessProblems" . | fromYamlArray)
+      (include "rayloom.runningProblems" . | fromYamlArray) -}}
 {{- if $problems -}}
 {{- fail (printf "these values are refused:\n  - %s" (join "\n  - " $problems)) -}}
 {{- end -}}
@@ -23,59 +24,119 @@
 {{- end }}
 {{- end -}}
 
-{{- define "rayloom.groupProblems" -}}
-{{- $reserved := list "RAYLOOM_API_KEY" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_enable_autoscaler_v2" -}}
-{{- range $name := list "head" "inference" "trainer" "environment" }}
-{{- $group := index $.Values $name }}
-{{- range $group.env }}
-{{- if has .name $reserved }}
-- {{ printf "%s.env: %s is set by the chart or the operator; take it out (auth, drain.timeoutSeconds)" $name .name | quote }}
+{{/* Looks at the pods as they are rendered, so that what the chart sets itself counts as well. The server
+     does not: to it, they are a part of the operator's object. */}}
+{{- define "rayloom.podProblems" -}}
+{{- range $name := prepend (include "rayloom.workers" . | fromJsonArray) "head" }}
+{{- $group := include "rayloom.group" (dict "context" $ "name" $name) | fromYaml }}
+{{- $pod := (include "rayloom.podTemplate" (dict "context" $ "name" $name) | fromYaml).spec }}
+{{- $volumes := list }}
+{{- range $pod.volumes }}{{- $volumes = append $volumes .name }}{{- end }}
+{{- include "rayloom.repetitions" (dict "key" (printf "%s.volumes" $name) "names" $volumes) }}
+{{- /* The operator's own containers have these names. */}}
+{{- $containers := list "wait-gcs-ready" "autoscaler" }}
+{{- range $key, $kind := dict "initContainers" $pod.initContainers "containers" $pod.containers }}
+{{- range $kind }}
+{{- $containers = append $containers .name }}
+{{- $isRays := eq .name (first $pod.containers).name }}
+{{- $where := ternary $name (printf "%s.%s.%s" $name (ternary "sidecars" $key (eq $key "containers")) .name) $isRays }}
+{{- include "rayloom.containerProblems" (dict "where" $where "container" . "volumes" $volumes) }}
 {{- end }}
 {{- end }}
-{{- if ne $name "head" }}
-{{- if gt (int $group.minReplicas) (int $group.maxReplicas) }}
-- {{ printf "%s.minReplicas: got %d, expected at most maxReplicas (%d); lower the first or raise the second" $name (int $group.minReplicas) (int $group.maxReplicas) | quote }}
-{{- else if or (lt (int $group.replicas) (int $group.minReplicas)) (gt (int $group.replicas) (int $group.maxReplicas)) }}
-- {{ printf "%s.replicas: got %d, expected %d to %d (minReplicas to maxReplicas); change one of the three" $name (int $group.replicas) (int $group.minReplicas) (int $group.maxReplicas) | quote }}
+{{- include "rayloom.repetitions" (dict "key" (printf "%s.initContainers or sidecars" $name) "names" $containers) }}
+{{- if or (hasKey $group.resources.requests $group.gpuResource) (hasKey $group.resources.limits $group.gpuResource) }}
+- {{ printf "%s.resources: has %s, which gpus asks for; set %s.gpus and take it out" $name $group.gpuResource $name | quote }}
 {{- end }}
+{{- $memory := get $group.resources.limits "memory" }}
+{{- if and $memory (ge (include "rayloom.quantity" $group.shmSize | float64) (include "rayloom.quantity" $memory | float64)) }}
+- {{ printf "%s.shmSize: got %v, expected less than the memory limit, %v, of which it is a part; lower it or raise the limit" $name $group.shmSize $memory | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}
 
-{{/* The pods together offer what the configuration asks of Ray, which places by CPUs and GPUs alone. */}}
-{{- define "rayloom.capacityProblems" -}}
-{{- $config := .Values.config -}}
-{{- $cpus := 0 -}}
-{{- $gpus := 0 -}}
-{{- $mostGpus := 0 -}}
-{{- range list "inference" "trainer" "environment" -}}
-{{- $group := index $.Values . -}}
-{{- $cpus = addf $cpus (mulf $group.replicas $group.rayCpus) -}}
-{{- $gpus = addf $gpus (mulf $group.replicas $group.gpus) -}}
-{{- if gt (int $group.replicas) 0 -}}
-{{- $mostGpus = max $mostGpus $group.gpus -}}
-{{- end -}}
-{{- end -}}
-{{- $engines := mulf $config.inference.num_replicas $config.inference.cpus_per_replica -}}
-{{- $wantedCpus := addf $engines $config.trainer.num_ranks $config.rollouts.num_actors -}}
-{{- if gt $wantedCpus $cpus }}
-- {{ printf "rayCpus: the groups offer %v CPUs, config asks for %v (inference.num_replicas x cpus_per_replica + trainer.num_ranks + rollouts.num_actors); raise rayCpus or replicas of a group, or lower what config asks for" $cpus $wantedCpus | quote }}
+{{/* Takes: key (where they stand), names. */}}
+{{- define "rayloom.repetitions" -}}
+{{- range include "rayloom.repeated" .names | fromJsonArray }}
+- {{ printf "%s: %s stands twice, or is set by the chart; expected it once: take one out, here or in pods" $.key . | quote }}
 {{- end }}
-{{- $engineGpus := mulf $config.inference.num_replicas $config.inference.gpus_per_replica -}}
-{{- $wantedGpus := addf $engineGpus (mulf $config.trainer.num_ranks $config.trainer.gpus_per_rank) -}}
-{{- if gt $wantedGpus $gpus }}
-- {{ printf "gpus: the groups offer %v GPUs, config asks for %v (inference.num_replicas x gpus_per_replica + trainer.num_ranks x gpus_per_rank); raise gpus or replicas of a group, or lower what config asks for" $gpus $wantedGpus | quote }}
-{{- else if and (eq $wantedGpus 0.0) (gt $gpus 0.0) }}
-- {{ printf "gpus: the groups reserve %v GPUs, and config uses none; set config.inference.gpus_per_replica or config.trainer.device and gpus_per_rank, or gpus to 0" $gpus | quote }}
-{{- else if gt (float64 $config.inference.gpus_per_replica) (float64 $mostGpus) }}
-- {{ printf "config.inference.gpus_per_replica: got %v, expected at most the %v GPUs of one pod; an engine does not span pods: raise gpus of a group" $config.inference.gpus_per_replica $mostGpus | quote }}
+{{- end -}}
+
+{{/* Takes: where (it stands), container, volumes (names of the pod's). */}}
+{{- define "rayloom.containerProblems" -}}
+{{- $operators := list "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_enable_autoscaler_v2" -}}
+{{- $where := .where -}}
+{{- $variables := list }}
+{{- range .container.env }}
+{{- $variables = append $variables .name }}
+{{- if has .name $operators }}
+- {{ printf "%s.env: %s is set by the operator; take it out (auth, gcs)" $where .name | quote }}
+{{- end }}
+{{- end }}
+{{- $paths := list }}
+{{- range .container.volumeMounts }}
+{{- $paths = append $paths .mountPath }}
+{{- if not (has .name $.volumes) }}
+- {{ printf "%s.volumeMounts: %s is mounted at %s, and there is no such volume; add it to the group's volumes or to pods.volumes" $where .name .mountPath | quote }}
+{{- end }}
+{{- end }}
+{{- include "rayloom.repetitions" (dict "key" (printf "%s.env" $where) "names" $variables) }}
+{{- include "rayloom.repetitions" (dict "key" (printf "%s.volumeMounts" $where) "names" $paths) }}
+{{- $resources := default dict .container.resources }}
+{{- $requests := default dict $resources.requests }}
+{{- $limits := default dict $resources.limits }}
+{{- range $name, $_ := merge (deepCopy $requests) $limits }}
+{{- $request := get $requests $name }}
+{{- $limit := get $limits $name }}
+{{- if and (contains "/" $name) (ne (toString $request) (toString $limit)) }}
+- {{ printf "%s.resources: got a request of %v and a limit of %v for %s, expected the same twice: Kubernetes does not overcommit it" $where (default "none" $request) (default "none" $limit) $name | quote }}
+{{- else if and (hasKey $requests $name) (hasKey $limits $name) (gt (include "rayloom.quantity" $request | float64) (include "rayloom.quantity" $limit | float64)) }}
+- {{ printf "%s.resources.requests.%s: got %v, expected at most the limit, %v; lower the first or raise the second" $where $name $request $limit | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Whether the pods of each group have room for the parts of its role. A part lies whole on one pod, so
+     that sums would not do: on two pods of 3 GPUs there is room for two engines of 2. */}}
+{{- define "rayloom.placeProblems" -}}
+{{- $config := include "rayloom.config" . | fromYaml -}}
+{{- $parts := list
+      (dict "group" "inference" "part" "engines" "count" $config.inference.num_replicas
+            "cpus" $config.inference.cpus_per_replica "gpus" $config.inference.gpus_per_replica
+            "keys" "inference.num_replicas, cpus_per_replica, gpus_per_replica")
+      (dict "group" "trainer" "part" "ranks" "count" $config.trainer.num_ranks
+            "cpus" 1 "gpus" $config.trainer.gpus_per_rank
+            "keys" "trainer.num_ranks, gpus_per_rank")
+      (dict "group" "environment" "part" "environment actors" "count" $config.rollouts.num_actors
+            "cpus" 1 "gpus" 0
+            "keys" "rollouts.num_actors") -}}
+{{- /* A development cluster may be larger or smaller than any run. */}}
+{{- range $part := ternary $parts (list) (and (ne .Values.mode "cluster") (not (empty .Values.config))) }}
+{{- $group := index $.Values $part.group }}
+{{- $room := 10000 }}
+{{- range list (list $part.cpus $group.rayCpus) (list $part.gpus $group.gpus) }}
+{{- $asked := float64 (index . 0) }}
+{{- if gt $asked 0.0 }}
+{{- /* Ray counts in units of 1e-4. */}}
+{{- $room = min $room (int (floor (addf (divf (index . 1) $asked) 1e-6))) }}
+{{- end }}
+{{- end }}
+{{- $places := mul $room $group.replicas }}
+{{- if gt (int $part.count) (int $places) }}
+- {{ printf "%s: %d pods of %v CPUs and %v GPUs have room for %d %s of %v CPUs and %v GPUs, config asks for %d; raise replicas, rayCpus or gpus of the group, or lower config.%s" $part.group (int $group.replicas) $group.rayCpus $group.gpus (int $places) $part.part $part.cpus $part.gpus (int $part.count) $part.keys | quote }}
+{{- else if and $group.gpus (eq (float64 $part.gpus) 0.0) }}
+- {{ printf "%s.gpus: reserves %v GPUs a pod, and config gives %s none; set gpus to 0, or ask for some by config.%s" $part.group $group.gpus $part.part $part.keys | quote }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
 {{- define "rayloom.configProblems" -}}
-{{- $config := .Values.config -}}
-{{- if and (kindIs "map" $config.model.tiny) $config.model.path }}
-- "config.model: both tiny and path are set, expected one; the chart's own values have tiny: take it back with tiny: null"
+{{- $config := include "rayloom.config" . | fromYaml -}}
+{{- if and (eq .Values.mode "cluster") (not .Values.config) }}
+{{- /* Nothing is started by the chart. */}}
+{{- else if not .Values.config }}
+- "config: got none, expected Rayloom's configuration; begin with one of the chart's own, by --values helm/values-cpu-dev.yaml, values-gpu-small.yaml or values-production.yaml"
+{{- else if not (and .Values.config.model .Values.config.tasks) }}
+- "config: has no model or no tasks, expected both; take a whole configuration, such as of the chart's values-cpu-dev.yaml"
 {{- end }}
 {{- $taken := list 6379 8080 8265 10001 44217 44227 52365 -}}
 {{- range $section := list "service" "metrics" }}
@@ -91,21 +152,68 @@
 {{- end -}}
 
 {{- define "rayloom.accessProblems" -}}
-{{- if and (not .Values.auth.api.create) (not .Values.auth.api.existingSecret) }}
-- "auth.api.existingSecret: got none with auth.api.create false; the API listens beyond loopback and does not start without a key: name a Secret, or let one be created"
+{{- range $key := list "ingress" "httpRoute" }}
+{{- if and (eq $.Values.mode "job") (index $.Values $key).enabled }}
+- {{ printf "%s.enabled: got true with mode job, which has no API; set it to false" $key | quote }}
 {{- end }}
-{{- if eq .Values.auth.ray.mode "token" }}
-{{- if and (not .Values.auth.ray.create) (not .Values.auth.ray.existingSecret) }}
-- "auth.ray.existingSecret: got none with auth.ray.create false and mode token; name a Secret with the key auth_token, let one be created, or set mode to disabled"
 {{- end }}
-{{- if semverCompare "<2.52.0-0" .Values.rayVersion }}
+{{- if and .Values.ingress.tlsSecret (not .Values.ingress.host) }}
+- "ingress.host: got none with ingress.tlsSecret; expected the name that the certificate is for"
+{{- end }}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) }}
+- "httpRoute.parentRefs: got none with httpRoute.enabled; expected the Gateway, such as [{name: public, namespace: gateways}]"
+{{- end }}
+{{- with .Values.workspace }}
+{{- if gt (len (compact (list (empty .files | ternary "" "x") .existingConfigMap .existingClaim))) 1 }}
+- "workspace: got several of files, existingConfigMap and existingClaim, expected one; take the others out"
+{{- end }}
+{{- if gt (len (toJson .files)) 1000000 }}
+- "workspace.files: got more than a ConfigMap holds, 1 MiB; put them on a volume and name it as existingClaim"
+{{- end }}
+{{- end }}
+{{- if and (eq .Values.gcs.backend "redis") (not .Values.gcs.redis.address) }}
+- "gcs.redis.address: got none with gcs.backend redis; expected one such as redis:6379"
+{{- end }}
+{{- if and (eq .Values.auth.ray.mode "token") (semverCompare "<2.52.0-0" .Values.rayVersion) }}
 - {{ printf "rayVersion: got %s, expected 2.52.0 or newer with auth.ray.mode token; set mode to disabled or use a newer image" .Values.rayVersion | quote }}
 {{- end }}
+{{- $checkpoints := .Values.checkpoints }}
+{{- $database := .Values.database }}
+{{- /* A class that gives ReadWriteMany is a network file system, where SQLite breaks (docs/storage.md). */}}
+{{- if and (has "ReadWriteMany" $checkpoints.accessModes) (not $checkpoints.existingClaim) (not $database.existingSecret) (eq $database.storageClass $checkpoints.storageClass) }}
+- {{ printf "database.storageClass: got %s, the class of checkpoints, which is to give ReadWriteMany; expected block storage: SQLite breaks on a network file system; name another class, or give a PostgreSQL by database.existingSecret" (default "the cluster's default" $database.storageClass) | quote }}
 {{- end }}
-{{- if and (not .Values.checkpoints.create) (not .Values.checkpoints.existingClaim) }}
-- "checkpoints.existingClaim: got none with checkpoints.create false; name a claim, or let one be created"
+{{- $outside := list }}
+{{- if .Values.database.existingSecret }}{{- $outside = append $outside "the database" }}{{- end }}
+{{- if eq .Values.gcs.backend "redis" }}{{- $outside = append $outside "Redis" }}{{- end }}
+{{- if include "rayloom.hubModels" . | fromJsonArray }}{{- $outside = append $outside "the model hub" }}{{- end }}
+{{- if and .Values.networkPolicy.enabled $outside (not .Values.networkPolicy.egress) }}
+- {{ printf "networkPolicy.egress: got none with networkPolicy.enabled; the pods could not reach %s: expected rules that allow it" (join ", " $outside) | quote }}
 {{- end }}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.operatorNamespace) }}
 - "networkPolicy.operatorNamespace: got none with networkPolicy.enabled; without it the operator could not reach the head: name the namespace that it runs in"
+{{- end }}
+{{- end -}}
+
+{{/* What may not be changed while the cluster runs. `helm template` sees no cluster, and refuses nothing here. */}}
+{{- define "rayloom.runningProblems" -}}
+{{- $kinds := dict "service" "RayService" "job" "RayJob" "cluster" "RayCluster" -}}
+{{- $name := include "rayloom.fullname" . -}}
+{{- $own := get $kinds .Values.mode -}}
+{{- $digests := include "rayloom.digests" . | fromYaml -}}
+{{- range $kind := values $kinds | sortAlpha }}
+{{- range (lookup "ray.io/v1" $kind $.Release.Namespace "").items }}
+{{- $labels := default dict .metadata.labels }}
+{{- $isOurs := and (eq (get $labels "app.kubernetes.io/instance") $.Release.Name) (eq (get $labels "app.kubernetes.io/part-of") "rayloom") }}
+{{- /* What has an owner is the operator's: the cluster of a RayService. */}}
+{{- if and $isOurs (not .metadata.ownerReferences) (not .spec.suspend) }}
+{{- $before := default dict .metadata.annotations }}
+{{- if or (ne $kind $own) (ne .metadata.name $name) }}
+- {{ printf "mode, nameOverride, fullnameOverride: %s %s of this release runs, and would make room for %s %s while its pods still end; two clusters would hold the run: suspend it first" $kind .metadata.name $own $name | quote }}
+{{- else if and (eq $own "RayService") (not $.Values.suspend) (ne (get $before "rayloom/cluster") (index $digests "rayloom/cluster")) (ne (get $before "rayloom/serve") (index $digests "rayloom/serve")) }}
+- {{ printf "RayService %s runs, and both its configuration and its pods change: the first would hold at once, on pods of before; suspend it first, or change one after the other" $name | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end -}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -31,14 +32,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises: ConfigError naming every problem.
     """
-    return parse_config(_apply_overrides(_read_yaml(path), overrides), source=str(path))
+    return parse_config(_read_yaml(path), source=str(path), overrides=overrides)
 
 
-def parse_config(tree: dict[str, Any], *, source: str) -> Config:
+def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Config:
     """Validate a plain tree: each leaf's bounds, then what they must agree on.
 
     Raises: ConfigError.
     """
+    tree = _apply_overrides(deepcopy(tree), overrides)
     try:
         config = _TREE.validate_python(tree)
     except ValidationError as error:

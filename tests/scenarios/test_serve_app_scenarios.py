@@ -1,8 +1,9 @@
-"""The application as a cluster starts it: by Ray's own `serve run` from a Serve configuration."""
+"""A run as the chart starts it: by Ray's own `serve run`, or by the command line of a RayJob."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import psutil
 import pytest
 import ray
 import yaml
-from worlds.helm_chart import rendered, run_config_text, serve_config_of
+from worlds.helm_chart import arguments_of, in_mode, rendered, serve_config_of
 from worlds.run_driver import ROOT, START_S, running
 
 from service.launch.cluster import NAMESPACE, start_ray
@@ -50,14 +51,10 @@ def free_port() -> int:
 
 def charts_serve_config(directory: Path, *, port: int) -> dict[str, Any]:
     """What the chart renders, with this machine's paths and port, and smaller steps."""
-    manifests = rendered()
-    file = directory / "config.yaml"
-    file.write_text(run_config_text(manifests))
-    config = serve_config_of(manifests)
+    config = serve_config_of(rendered())
     config["http_options"] |= {"host": "127.0.0.1", "port": port}
     [application] = config["applications"]
     application["args"] |= {
-        "config": str(file),
         "run_dir": str(directory / "run"),
         "state_dir": str(directory / "state"),
         "overrides": SMALL,
@@ -159,7 +156,10 @@ def test_a_host_whose_run_was_taken_over_stays_down_and_waits_for_its_turn(
 ) -> None:
     port = free_port()
     file = tmp_path / "serve.yaml"
-    file.write_text(yaml.safe_dump(charts_serve_config(tmp_path, port=port)))
+    serve_config = charts_serve_config(tmp_path, port=port)
+    file.write_text(yaml.safe_dump(serve_config))
+    tree = tmp_path / "config.yaml"
+    tree.write_text(yaml.safe_dump(serve_config["applications"][0]["args"]["config"]))
     run_dir = RunDir(path=tmp_path / "run")
     overrides = [*SMALL, "service.host=127.0.0.1", "service.port=0"]
     take = ["--resume", "--take-over", *(part for each in overrides for part in ("--set", each))]
@@ -172,7 +172,7 @@ def test_a_host_whose_run_was_taken_over_stays_down_and_waits_for_its_turn(
         wait_for_ready(client, file, status=200, limit_s=START_S)
         submit(client, *(f"first-{number}" for number in range(4)))
         # Another cluster, which this one knows nothing of.
-        with running(tmp_path / "config.yaml", run_dir.path, take, command="serve") as other:
+        with running(tree, run_dir.path, take, command="serve") as other:
             other.wait_for_output("the API listens on ", limit_s=START_S)
             wait_for_words(client, "taken over by ", limit_s=START_S)
             with run_dir.looked_into() as store:
@@ -191,6 +191,34 @@ def test_a_host_whose_run_was_taken_over_stays_down_and_waits_for_its_turn(
                 wait_for_ready(client, file, status=200, limit_s=START_S)
                 assert store.newest_term() == taken + 1
         wait_until_over(client, *(f"first-{number}" for number in range(4)), limit_s=START_S)
+
+
+def trained_by_job(arguments: dict[str, Any], *, steps: int, address: str) -> str:
+    """Run the command of the RayJob, as Ray runs a job's, to its end; returns what it said."""
+    text = json.dumps({**arguments, "overrides": [*arguments["overrides"], f"run.steps={steps}"]})
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.train_job", text],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": address},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=START_S + 200,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_the_charts_job_trains_to_its_end_and_goes_on_where_it_is_started_again(
+    tmp_path: Path, gcs_address: str
+) -> None:
+    arguments = arguments_of(rendered(in_mode("job"))) | {
+        "run_dir": str(tmp_path / "run"),
+        "state_dir": str(tmp_path / "state"),
+        "overrides": [*SMALL, "service.host=127.0.0.1", f"service.port={free_port()}"],
+    }
+    trained_by_job(arguments, steps=2, address=gcs_address)
+    trained_by_job(arguments, steps=3, address=gcs_address)
+    assert "all 3 steps are done already" in trained_by_job(arguments, steps=3, address=gcs_address)
+    assert (tmp_path / "state" / "rayloom.db").is_file()
 
 
 def wait_for_words(client: httpx.Client, words: str, *, limit_s: float) -> None:

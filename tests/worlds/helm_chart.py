@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,8 +17,15 @@ import yaml
 from worlds.helm_binary import helm_binary
 
 CHART = Path(__file__).parents[2] / "helm"
-# Values files of variants, each linted and rendered.
-VARIANTS = sorted((CHART / "ci").glob("*.yaml"))
+CPU_DEV, GPU_SMALL, PRODUCTION = (
+    CHART / f"values-{name}.yaml" for name in ("cpu-dev", "gpu-small", "production")
+)
+# Each value set, and the smallest one under each file of helm/ci/; all are linted and rendered.
+VARIANTS: dict[str, tuple[Path, ...]] = {
+    file.stem: (file,) for file in (CPU_DEV, GPU_SMALL, PRODUCTION)
+} | {file.stem: (CPU_DEV, file) for file in sorted((CHART / "ci").glob("*.yaml"))}
+# Where the cluster stands in each of the operator's kinds; None: it is the whole.
+CLUSTER_FIELDS = {"RayService": "rayClusterConfig", "RayJob": "rayClusterSpec", "RayCluster": None}
 RELEASE = "demo"
 LIMIT_S = 60
 
@@ -24,16 +33,25 @@ Manifest = dict[str, Any]
 Values = Mapping[str, Any]
 
 
+class GoLoader(yaml.SafeLoader):
+    """Reads 1e-06 as a number, as YAML 1.2 and the operator do."""
+
+
+GoLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
 class HelmError(Exception):
     """Helm refused; the text is what it printed."""
 
 
-def helm(*arguments: str | Path) -> str:
+def helm(*arguments: str | Path, binary: Path | None = None) -> str:
     """Run helm with nothing of the user's own; returns what it printed. Raises: HelmError."""
     with tempfile.TemporaryDirectory() as home:
         homes = {f"HELM_{name}_HOME": home for name in ("CACHE", "CONFIG", "DATA")}
         done = subprocess.run(
-            [helm_binary(), *arguments],
+            [binary or helm_binary(), *arguments],
             env={**homes, "HOME": home, "KUBECONFIG": f"{home}/none"},
             capture_output=True,
             text=True,
@@ -45,8 +63,8 @@ def helm(*arguments: str | Path) -> str:
     return done.stdout
 
 
-def lint(*files: Path) -> str:
-    return helm("lint", "--strict", CHART, *_named(files))
+def lint(*files: Path, binary: Path | None = None) -> str:
+    return helm("lint", "--strict", CHART, *_named(files), binary=binary)
 
 
 def rendered(
@@ -55,20 +73,40 @@ def rendered(
     chart: Path = CHART,
     release: str = RELEASE,
     options: Sequence[str] = (),
+    binary: Path | None = None,
 ) -> list[Manifest]:
-    """The objects that `helm install` would send, with `values` laid over `files`."""
-    text = _template(json.dumps(values or {}), files, chart, release, tuple(options))
-    return [manifest for manifest in yaml.safe_load_all(text) if manifest is not None]
+    """The objects that `helm install` would send: `values` over `files`, values-cpu-dev if none."""
+    text = _template(
+        json.dumps(values or {}), files or (CPU_DEV,), chart, release, tuple(options), binary
+    )
+    return parsed(text)
+
+
+def parsed(text: str) -> list[Manifest]:
+    """The objects of a stream of YAML documents."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return [manifest for manifest in yaml.load_all(text, Loader=loader) if manifest is not None]
 
 
 @cache
 def _template(
-    values: str, files: tuple[Path, ...], chart: Path, release: str, options: tuple[str, ...]
+    values: str,
+    files: tuple[Path, ...],
+    chart: Path,
+    release: str,
+    options: tuple[str, ...],
+    binary: Path | None,
 ) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         last = Path(scratch) / "values.json"
         last.write_text(values)
-        return helm("template", release, chart, *_named([*files, last]), *options)
+        return helm("template", release, chart, *_named([*files, last]), *options, binary=binary)
+
+
+def in_mode(mode: str) -> Values:
+    """The values for it; a job has no API that one could reach from outside."""
+    closed = {"ingress": {"enabled": False}, "httpRoute": {"enabled": False}}
+    return {"mode": mode, **(closed if mode == "job" else {})}
 
 
 def one(manifests: Sequence[Manifest], kind: str, suffix: str = "") -> Manifest:
@@ -81,25 +119,42 @@ def one(manifests: Sequence[Manifest], kind: str, suffix: str = "") -> Manifest:
     return found
 
 
-def serve_config(values: Values | None = None, *files: Path) -> dict[str, Any]:
-    """The Serve configuration that the operator would submit, as Ray Serve reads it."""
-    return serve_config_of(rendered(values, *files))
+def ray_object(manifests: Sequence[Manifest]) -> Manifest:
+    """The one object of the operator's kinds."""
+    [found] = [each for each in manifests if each["apiVersion"].startswith("ray.io/")]
+    return found
+
+
+def cluster_of(manifests: Sequence[Manifest]) -> Manifest:
+    """The Ray cluster, of whichever object it is a part."""
+    found = ray_object(manifests)
+    spec: Manifest = found["spec"]
+    field = CLUSTER_FIELDS[found["kind"]]
+    return spec if field is None else spec[field]
 
 
 def serve_config_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load(one(manifests, "RayService")["spec"]["serveConfigV2"])
+    """The Serve configuration that the operator would submit, as it reads it."""
+    text = one(manifests, "RayService")["spec"]["serveConfigV2"]
+    config: dict[str, Any] = yaml.load(text, Loader=GoLoader)
     return config
 
 
-def run_config_text(manifests: Sequence[Manifest]) -> str:
-    """Rayloom's configuration, as the pods find it in /etc/rayloom/config.yaml."""
-    text: str = one(manifests, "ConfigMap")["data"]["config.yaml"]
-    return text
+def arguments_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
+    """What the run is told: by the Serve configuration, or by the job's command line."""
+    arguments: dict[str, Any]
+    if ray_object(manifests)["kind"] == "RayService":
+        arguments = serve_config_of(manifests)["applications"][0]["args"]
+    else:
+        *command, text = shlex.split(one(manifests, "RayJob")["spec"]["entrypoint"])
+        assert command == ["python", "-m", "deploy.train_job"]
+        arguments = json.loads(text)
+    return arguments
 
 
 def pod_templates(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
     """By group."""
-    cluster = one(manifests, "RayService")["spec"]["rayClusterConfig"]
+    cluster = cluster_of(manifests)
     workers = {group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
     return {"head": cluster["headGroupSpec"]["template"], **workers}
 

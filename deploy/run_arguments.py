@@ -1,0 +1,32 @@
+"""What the chart tells a run: the arguments of `serve_app` and of `train_job`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from service.config.file import load_config, parse_config
+from service.config.tree import Config
+
+
+class RunArguments(BaseModel):
+    """A configuration, and where its run lies."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    config: dict[str, Any] | Path = Field(
+        description="the tree itself, or a YAML file on every node that may import this"
+    )
+    run_dir: Path = Field(description="on storage that every node sees; a run in it is resumed")
+    state_dir: Path | None = Field(
+        None, description="where rayloom.db is to lie, on a local disk of the head node"
+    )
+    overrides: tuple[str, ...] = Field((), description="such as run.steps=1000")
+
+    def read_config(self) -> Config:
+        """Raises: ConfigError."""
+        if isinstance(self.config, Path):
+            return load_config(self.config, self.overrides)
+        return parse_config(self.config, source="of the arguments", overrides=self.overrides)

@@ -1,0 +1,54 @@
+"""The command of the chart's RayJob: `python -m deploy.train_job ARGUMENTS`.
+
+ARGUMENTS are of `RunArguments`, as JSON. It becomes `rayloom train` on the cluster that it is
+started on: a new run, or, where the job is tried again or resumed, the one that is there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from deploy.run_arguments import RunArguments
+from service.config.file import ConfigError, dump_config
+from service.launch.run_dir import RunDir
+from service.store.errors import StoreError
+
+EXIT_REFUSED = 2
+
+
+def train_command(text: str, *, directory: Path) -> list[str]:
+    """The command line. directory: of the configuration's file, which is written there.
+
+    Raises: ValidationError, ConfigError, StoreError for what cannot run.
+    """
+    arguments = RunArguments.model_validate_json(text)
+    file = directory / "config.yaml"
+    file.write_text(dump_config(arguments.read_config()), encoding="utf-8")
+    run_dir = RunDir(path=arguments.run_dir)
+    command = [sys.executable, "-m", "service.cli.main", "train", str(file), "--address", "auto"]
+    if run_dir.has_run():
+        return [*command, "--resume", str(run_dir.path)]
+    state_dir = arguments.state_dir
+    place = [] if state_dir is None else ["--state-dir", str(state_dir)]
+    return [*command, "--run-dir", str(run_dir.path), *place]
+
+
+def main() -> None:
+    """Never returns: the command takes this process over, so that a signal reaches it."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m deploy.train_job ARGUMENTS")
+    try:
+        command = train_command(sys.argv[1], directory=Path(tempfile.mkdtemp()))
+    except (ConfigError, StoreError, ValidationError) as error:
+        print(f"rayloom: {error}", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

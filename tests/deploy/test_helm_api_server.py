@@ -1,0 +1,144 @@
+"""The chart at a real API server: installed, upgraded, rolled back, uninstalled, by both helms.
+
+Optional: see `worlds.kube_api_server`. There is no kubelet, so that no pod runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds.helm_binary import HELM_3, HELM_4, Pinned, helm_binary
+from worlds.helm_chart import CHART, CPU_DEV, HelmError, Values, helm
+from worlds.kube_api_server import ApiServer, api_server
+
+NUMBERS = itertools.count()
+PLURALS = {"service": "rayservices", "job": "rayjobs", "cluster": "rayclusters"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    with api_server(tmp_path_factory.mktemp("kubernetes")) as started:
+        yield started
+
+
+class Release:
+    """One release in a namespace of its own."""
+
+    def __init__(self, server: ApiServer, pinned: Pinned, mode: str) -> None:
+        self.server, self.mode, self.binary = server, mode, helm_binary(pinned)
+        # All digits, which YAML would read as a number.
+        self.namespace = f"2026{next(NUMBERS)}"
+        body = {"metadata": {"name": self.namespace}}
+        server.client.post("/api/v1/namespaces", json=body).raise_for_status()
+
+    def run(self, command: str, *arguments: str) -> str:
+        options = [*self.server.options, "--namespace", self.namespace]
+        return helm(command, "demo", *arguments, *options, binary=self.binary)
+
+    def apply(self, command: str, values: Values) -> None:
+        # An API server of before 1.21 does not know the budgets' version.
+        known = self.server.find("/apis/policy/v1") is not None
+        whole = {"mode": self.mode, "podDisruptionBudgets": {"enabled": known}, **values}
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            file.write(json.dumps(whole))
+            file.flush()
+            self.run(command, str(CHART), "--values", str(CPU_DEV), "--values", file.name)
+
+    def ray(self) -> dict[str, Any]:
+        path = f"/apis/ray.io/v1/namespaces/{self.namespace}/{PLURALS[self.mode]}/demo-rayloom"
+        found = self.server.find(path)
+        assert found is not None
+        return found
+
+    def secrets(self) -> dict[str, Any]:
+        listed = self.server.find(f"/api/v1/namespaces/{self.namespace}/secrets")
+        assert listed is not None
+        return {
+            item["metadata"]["name"]: item["data"]
+            for item in listed["items"]
+            if item["metadata"]["name"].startswith("demo-rayloom-")
+        }
+
+    def names(self, kind: str) -> set[str]:
+        return self.server.names(f"/api/v1/namespaces/{self.namespace}/{kind}")
+
+
+@pytest.mark.parametrize("pinned", [HELM_3, HELM_4], ids=["helm-3", "helm-4"])
+@pytest.mark.parametrize("mode", PLURALS)
+def test_a_release_is_installed_upgraded_rolled_back_and_uninstalled(
+    server: ApiServer, pinned: Pinned, mode: str
+) -> None:
+    release = Release(server, pinned, mode)
+    release.apply("install", {})
+    first, keys = release.ray(), release.secrets()
+    assert len(keys) == (1 if mode == "job" else 2)
+
+    # The same again changes nothing, and no key.
+    release.apply("upgrade", {})
+    assert release.ray()["spec"] == first["spec"] and release.secrets() == keys
+
+    pods = {"image": {"tag": "0.2.0-cpu"}}
+    release.apply("upgrade", pods)
+    assert "0.2.0-cpu" in json.dumps(release.ray()["spec"])
+    assert release.secrets() == keys
+    release.run("rollback", "1")
+    assert release.ray()["spec"] == first["spec"] and release.secrets() == keys
+
+    release.apply("upgrade", {"suspend": True})
+    assert release.ray()["spec"]["suspend"] is True
+    release.apply("upgrade", {**pods, "auth": {"rotation": "again"}})
+    assert not release.ray()["spec"].get("suspend")
+    rotated = release.secrets()
+    assert set(rotated) == set(keys) and all(rotated[name] != keys[name] for name in keys)
+
+    release.run("uninstall")
+    assert not release.secrets()
+    assert not release.names("services")
+    # Runs and their database outlive the release, and are found by the next.
+    claims = {"demo-rayloom-checkpoints", "demo-rayloom-database"}
+    assert release.names("persistentvolumeclaims") == claims
+    release.apply("install", {})
+    assert release.names("persistentvolumeclaims") == claims
+    release.run("uninstall")
+
+
+def test_the_server_refuses_what_it_does_not_know(server: ApiServer, tmp_path: Path) -> None:
+    broken = tmp_path / "rayloom"
+    broken.mkdir()
+    for file in CHART.rglob("*"):
+        if file.is_file():
+            place = broken / file.relative_to(CHART)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            text = file.read_text("utf-8")
+            place.write_text(text.replace("minAvailable:", "minAvailabel:").replace(
+                "targetPort:", "targetPrt:"))  # fmt: skip
+    with pytest.raises(HelmError, match="targetPrt"):
+        helm(
+            "install", "broken", broken, "--values", CPU_DEV, *server.options,
+            "--set=podDisruptionBudgets.enabled=false",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("pinned", [HELM_3, HELM_4], ids=["helm-3", "helm-4"])
+def test_what_runs_is_not_changed_by_halves_nor_replaced(server: ApiServer, pinned: Pinned) -> None:
+    release = Release(server, pinned, "service")
+    release.apply("install", {})
+    both: Values = {"image": {"tag": "0.2.0-cpu"}, "config": {"run": {"steps": 7}}}
+    with pytest.raises(HelmError, match="both its configuration and its pods change"):
+        release.apply("upgrade", both)
+    release.mode = "cluster"
+    with pytest.raises(HelmError, match="RayService demo-rayloom of this release runs"):
+        release.apply("upgrade", {})
+    release.mode = "service"
+    release.apply("upgrade", {"suspend": True})
+    release.mode = "cluster"
+    release.apply("upgrade", {})
+    path = f"/apis/ray.io/v1/namespaces/{release.namespace}/rayservices"
+    assert not server.names(path)
+    release.run("uninstall")

@@ -1,0 +1,221 @@
+"""What the chart refuses: a typo by the schema, values that do not agree by a sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from worlds.helm_chart import HelmError, rendered
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"trainr": {}}, ["trainr", "not allowed"]),
+        ({"trainer": {"gpu": 1}}, ["trainer", "gpu", "not allowed"]),
+        ({"trainer": {"replicas": -1}}, ["trainer.replicas"]),
+        ({"trainer": {"env": [{"name": "A"}]}}, ["trainer.env.0", "value"]),
+        ({"head": {"replicas": 2}}, ["head", "replicas", "not allowed"]),
+        (
+            {"head": {"resources": {"limits": {"memory": "4 GB"}}}},
+            ["head.resources.limits.memory"],
+        ),
+        # The pattern that it has to match.
+        ({"inference": {"resources": {"limits": {"memroy": "1Gi"}}}}, ["memroy"]),
+        ({"inference": {"gpuResource": "gpu"}}, ["inference.gpuResource"]),
+        (
+            {"trainer": {"affinity": {"nodeAffinty": {}}}},
+            ["trainer.affinity", "nodeAffinty", "not allowed"],
+        ),
+        (
+            {"trainer": {"env": [{"name": "A", "valueFrom": {"secretKeyref": {}}}]}},
+            ["trainer.env.0.valueFrom", "secretKeyref", "not allowed"],
+        ),
+        (
+            {"trainer": {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "a"}}}]}},
+            ["trainer.env.0.valueFrom.secretKeyRef", "key"],
+        ),
+        (
+            {"networkPolicy": {"apiFrom": [{"podSelector": {"matchLabls": {}}}]}},
+            ["networkPolicy.apiFrom.0.podSelector", "matchLabls", "not allowed"],
+        ),
+        ({"config": {"trainer": {"num_rankz": 2}}}, ["config.trainer", "num_rankz", "not allowed"]),
+        ({"config": {"run": {"steps": 0}}}, ["config.run.steps"]),
+        ({"config": {"trainer": None}}, ["config.trainer", "object"]),
+        ({"mode": "Service"}, ["mode", "cluster"]),
+        ({"gcs": {"backend": "etcd"}}, ["gcs.backend", "rocksdb"]),
+        ({"auth": {"api": {"token": "abc"}}}, ["auth.api", "token", "not allowed"]),
+        (
+            {"pods": {"volumes": [{"name": "a", "emptydir": {}}]}},
+            ["pods.volumes.0", "emptydir", "not allowed"],
+        ),
+        ({"pods": {"labels": {"ray.io/cluster": "x"}}}, ["ray.io.cluster"]),
+        ({"head": {"sidecars": [{"image": "x"}]}}, ["head.sidecars.0", "name"]),
+        ({"rayVersion": 2.6}, ["rayVersion", "string"]),
+        ({"image": {"digest": "sha256:12"}}, ["image.digest"]),
+        ({"checkpoints": {"mountPath": "data"}}, ["checkpoints.mountPath"]),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
+)
+def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(HelmError) as refusal:
+        rendered(values)
+    # Helm 4 writes /trainer/gpus, helm 3 trainer.gpus.
+    text = str(refusal.value).replace("/", ".").replace("is not", "not")
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"fullnameOverride": "a" * 48}, ["fullnameOverride", "48 characters", "at most 47"]),
+        ({"fullnameOverride": "9lives"}, ["fullnameOverride", "9lives", "with a letter"]),
+        (
+            {"config": {"trainer": {"num_ranks": 9}}},
+            ["trainer: 1 pods of 2 CPUs", "room for 2 ranks", "config asks for 9"],
+        ),
+        # The groups together have CPUs enough.
+        (
+            {"config": {"rollouts": {"num_actors": 2}}, "trainer": {"rayCpus": 8}},
+            ["environment: 1 pods of 1 CPUs", "room for 1 environment actors", "asks for 2"],
+        ),
+        ({"trainer": {"gpus": 1}}, ["trainer.gpus: reserves 1 GPUs a pod", "ranks none"]),
+        (
+            {"config": {"trainer": {"device": "cuda", "gpus_per_rank": 1}}},
+            ["trainer: 1 pods of 2 CPUs and 0 GPUs have room for 0 ranks", "asks for 2"],
+        ),
+        # Six GPUs would do for three engines of two, were they not on pods of three.
+        (
+            {
+                "config": {
+                    "inference": {
+                        "num_replicas": 3,
+                        "gpus_per_replica": 2,
+                        "tensor_parallel_size": 2,
+                    }
+                },
+                "inference": {"gpus": 3, "replicas": 2, "rayCpus": 4},
+            },
+            ["inference: 2 pods of 4 CPUs and 3 GPUs have room for 2 engines of 1 CPUs and 2 GPUs"],
+        ),
+        (
+            {"trainer": {"resources": {"requests": {"memory": "6Gi"}}}},
+            ["trainer.resources.requests.memory: got 6Gi", "the limit, 5Gi"],
+        ),
+        (
+            {"head": {"resources": {"requests": {"cpu": "1500m"}, "limits": {"cpu": 1}}}},
+            ["head.resources.requests.cpu: got 1500m", "the limit, 1;"],
+        ),
+        (
+            {"trainer": {"resources": {"limits": {"rdma/hca": 1}}}},
+            ["trainer.resources: got a request of none and a limit of 1 for rdma/hca"],
+        ),
+        (
+            {"trainer": {"resources": {"limits": {"nvidia.com/gpu": 1}}}},
+            ["trainer.resources: has nvidia.com/gpu", "set trainer.gpus"],
+        ),
+        (
+            {"trainer": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}},
+            ["trainer.env: A stands twice"],
+        ),
+        (
+            {"environment": {"env": [{"name": "RAYLOOM_API_KEY", "value": "x"}]}},
+            ["environment.env: RAYLOOM_API_KEY stands twice, or is set by the chart"],
+        ),
+        (
+            {
+                "pods": {"env": [{"name": "A", "value": "1"}]},
+                "head": {"env": [{"name": "A", "value": "1"}]},
+            },
+            ["head.env: A stands twice"],
+        ),
+        (
+            {"pods": {"volumeMounts": [{"name": "data", "mountPath": "/data"}]}},
+            ["trainer.volumeMounts: data is mounted at /data, and there is no such volume"],
+        ),
+        (
+            {"trainer": {"volumeMounts": [{"name": "tmp", "mountPath": "/checkpoints"}]}},
+            ["trainer.volumeMounts: /checkpoints stands twice"],
+        ),
+        (
+            {"trainer": {"volumes": [{"name": "shm", "emptyDir": {}}]}},
+            ["trainer.volumes: shm stands twice"],
+        ),
+        (
+            {"trainer": {"sidecars": [{"name": "ray-worker", "image": "x"}]}},
+            ["trainer.initContainers or sidecars: ray-worker stands twice"],
+        ),
+        (
+            {
+                "trainer": {
+                    "sidecars": [
+                        {
+                            "name": "logs",
+                            "image": "x",
+                            "resources": {"requests": {"cpu": 2}, "limits": {"cpu": "500m"}},
+                        }
+                    ]
+                }
+            },
+            ["trainer.sidecars.logs.resources.requests.cpu: got 2", "the limit, 500m"],
+        ),
+        ({"trainer": {"shmSize": "5Gi"}}, ["trainer.shmSize: got 5Gi", "memory limit, 5Gi"]),
+        ({"mode": "job", "ingress": {"enabled": True}}, ["ingress.enabled: got true", "no API"]),
+        ({"ingress": {"tlsSecret": "a"}}, ["ingress.host: got none with ingress.tlsSecret"]),
+        ({"httpRoute": {"enabled": True}}, ["httpRoute.parentRefs: got none"]),
+        (
+            {"workspace": {"files": {"a": "b"}, "existingClaim": "c"}},
+            ["workspace: got several of files, existingConfigMap and existingClaim"],
+        ),
+        ({"workspace": {"files": {"a": "b" * 1100000}}}, ["workspace.files: got more"]),
+        (
+            {"checkpoints": {"accessModes": ["ReadWriteMany"]}},
+            ["database.storageClass: got the cluster's default", "database.existingSecret"],
+        ),
+        (
+            {
+                "checkpoints": {"accessModes": ["ReadWriteMany"], "storageClass": "nfs"},
+                "database": {"storageClass": "nfs"},
+            },
+            ["database.storageClass: got nfs, the class of checkpoints"],
+        ),
+        (
+            {"config": {"service": {"host": "127.0.0.1"}}},
+            ["config.service.host: got 127.0.0.1", "expected 0.0.0.0"],
+        ),
+        ({"config": {"metrics": {"host": "localhost"}}}, ["config.metrics.host: got localhost"]),
+        ({"config": {"service": {"port": 8265}}}, ["config.service.port: got 8265", "Ray's own"]),
+        ({"config": {"metrics": {"port": 0}}}, ["config.metrics.port: got 0", "1024 or more"]),
+        ({"gcs": {"backend": "redis"}}, ["gcs.redis.address: got none", "redis:6379"]),
+        ({"rayVersion": "2.51.0"}, ["rayVersion: got 2.51.0", "2.52.0 or newer"]),
+        (
+            {
+                "networkPolicy": {"enabled": True, "operatorNamespace": "ray"},
+                "database": {"existingSecret": "postgres"},
+                "gcs": {"backend": "redis", "redis": {"address": "redis:6379"}},
+            },
+            ["networkPolicy.egress: got none", "could not reach the database, Redis:"],
+        ),
+        ({"networkPolicy": {"enabled": True}}, ["networkPolicy.operatorNamespace", "namespace"]),
+        (
+            {"head": {"env": [{"name": "RAY_AUTH_TOKEN", "value": "x"}]}},
+            ["head.env: RAY_AUTH_TOKEN", "take it out"],
+        ),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
+)
+def test_values_that_do_not_agree_are_refused_with_what_got_and_remedy(
+    values: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(HelmError) as refusal:
+        rendered(values)
+    for word in ("these values are refused", *words):
+        assert word in str(refusal.value)
+
+
+def test_all_that_does_not_agree_is_told_at_once() -> None:
+    with pytest.raises(HelmError) as refusal:
+        rendered({"trainer": {"rayCpus": 1}, "rayVersion": "2.40.0"})
+    assert "trainer: 1 pods" in str(refusal.value) and "rayVersion" in str(refusal.value)

@@ -1,0 +1,192 @@
+"""Who may connect to the pods, and what Prometheus and Grafana are given."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from worlds.helm_chart import (
+    CHART,
+    VARIANTS,
+    Manifest,
+    one,
+    pod_templates,
+    rendered,
+)
+from worlds.manifest_checks import check_core
+
+from deploy.chart_schema import DASHBOARDS, dashboards
+
+EVERYTHING = VARIANTS["everything"]
+METRICS = {
+    "metrics": 8080,
+    "as-metrics": 44217,
+    "dash-metrics": 44227,
+    "rayloom-metrics": 9400,
+}
+
+
+def policies(manifests: list[Manifest]) -> dict[str, dict[str, Any]]:
+    return {
+        each["metadata"]["name"].removeprefix("demo-rayloom").removeprefix("-"): each["spec"]
+        for each in manifests
+        if each["kind"] == "NetworkPolicy"
+    }
+
+
+def labels_of(manifests: list[Manifest]) -> dict[str, dict[str, str]]:
+    """The labels of the pods, by group; with that of `helm test`."""
+    templates = pod_templates(manifests)
+    labels = {group: template["metadata"]["labels"] for group, template in templates.items()}
+    return {**labels, "test": one(manifests, "Pod")["metadata"]["labels"]}
+
+
+def chosen(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """As Kubernetes chooses by labels, with the two operators that the chart uses."""
+    for rule in selector.get("matchExpressions", []):
+        is_in = labels.get(rule["key"]) in rule["values"]
+        if is_in != {"In": True, "NotIn": False}[rule["operator"]]:
+            return False
+    return selector.get("matchLabels", {}).items() <= labels.items()
+
+
+def named_ports(manifests: list[Manifest]) -> dict[str, int]:
+    container = pod_templates(manifests)["head"]["spec"]["containers"][0]
+    return {port["name"]: port["containerPort"] for port in container["ports"]}
+
+
+def test_the_policy_holds_for_every_pod_in_both_directions_and_no_rule_is_open() -> None:
+    values = {"networkPolicy": {"enabled": True, "operatorNamespace": "ray-system"}}
+    manifests = rendered(values)
+    [policy] = policies(manifests).values()
+    assert all(chosen(policy["podSelector"], labels) for labels in labels_of(manifests).values())
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    own, operator = policy["ingress"]
+    assert own["from"] == [{"podSelector": policy["podSelector"]}] and "ports" not in own
+    [peer] = operator["from"]
+    assert peer["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "kuberay-operator"}
+    assert [port["port"] for port in operator["ports"]] == ["dashboard", "serve"]
+    inside, names = policy["egress"]
+    assert inside["to"] == [{"podSelector": policy["podSelector"]}]
+    assert {(port["port"], port["protocol"]) for port in names["ports"]} == {
+        (53, "UDP"),
+        (53, "TCP"),
+    }
+
+
+def test_peers_are_let_in_by_the_names_of_ports_that_the_head_has() -> None:
+    manifests = rendered({}, *EVERYTHING)
+    policy = policies(manifests)[""]
+    known = named_ports(manifests)
+    by_peer = {}
+    for rule in policy["ingress"][1:]:
+        namespace = rule["from"][0]["namespaceSelector"]["matchLabels"]
+        ports = [port["port"] for port in rule["ports"]]
+        assert set(ports) <= set(known)
+        by_peer[namespace["kubernetes.io/metadata.name"]] = ports
+    assert by_peer == {
+        "kuberay": ["dashboard", "serve"],
+        "ingress": ["serve"],
+        "monitoring": list(METRICS),
+    }
+
+
+def test_what_environments_may_reach_is_said_for_them_alone() -> None:
+    manifests = rendered({}, *EVERYTHING)
+    labels = labels_of(manifests)
+    tools = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "tools"}}}
+    rules: dict[str, Any] = {"egress": [{}], "environment-egress": [{"to": [tools]}]}
+    held = {
+        "egress": {"head", "inference", "trainer", "test"},
+        "environment-egress": {"environment"},
+    }
+    for name, expected in rules.items():
+        policy = policies(manifests)[name]
+        assert policy["policyTypes"] == ["Egress"] and policy["egress"] == expected
+        groups = {group for group in labels if chosen(policy["podSelector"], labels[group])}
+        assert groups == held[name]
+
+
+@pytest.mark.parametrize("mode", ["service", "job", "cluster"])
+def test_the_monitor_reads_every_port_of_metrics_and_names_the_cluster(mode: str) -> None:
+    manifests = rendered({"mode": mode, "monitoring": {"podMonitor": {"enabled": True}}})
+    monitor = one(manifests, "PodMonitor")
+    assert monitor["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+    endpoints = {each["port"]: each for each in monitor["spec"]["podMetricsEndpoints"]}
+    assert {name: named_ports(manifests)[name] for name in endpoints} == METRICS
+    for endpoint in endpoints.values():
+        assert endpoint["relabelings"] == [
+            {
+                "sourceLabels": ["__meta_kubernetes_pod_label_ray_io_cluster"],
+                "targetLabel": "ray_io_cluster",
+            }
+        ]
+    for group, labels in labels_of(manifests).items():
+        assert chosen(monitor["spec"]["selector"], labels), group
+    # Workers have Ray's own port alone.
+    for group, template in pod_templates(manifests).items():
+        names = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+        assert names & set(METRICS) == (set(METRICS) if group == "head" else {"metrics"})
+
+
+def test_series_that_nobody_reads_are_dropped_unless_they_are_wanted() -> None:
+    def dropped(monitor: dict[str, Any]) -> list[str]:
+        values = {"monitoring": {"podMonitor": {"enabled": True, **monitor}}}
+        [endpoint, *_] = one(rendered(values), "PodMonitor")["spec"]["podMetricsEndpoints"]
+        return [rule["regex"] for rule in endpoint["metricRelabelings"] if rule["action"] == "drop"]
+
+    assert dropped({}) == ["ray_grpc_server_.*|ray_operation_.*|ray_io_context_.*"]
+    assert dropped({"dropSeries": ""}) == []
+
+
+def test_the_dashboards_of_the_chart_are_those_of_the_project() -> None:
+    copies = {file.name: file.read_text("utf-8") for file in DASHBOARDS.glob("*")}
+    assert copies == dashboards(), "run python -m deploy.chart_schema"
+
+
+def test_each_dashboard_is_a_config_map_that_grafanas_sidecar_finds() -> None:
+    manifests = rendered({"monitoring": {"dashboards": {"enabled": True}}})
+    check_core(manifests)
+    found = {}
+    for each in manifests:
+        if each["kind"] == "ConfigMap":
+            assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
+            assert each["metadata"]["annotations"] == {"grafana_folder": "Rayloom"}
+            # Helm keeps it in etcd beside the rest, where an object has at most 1.5 MiB.
+            assert len(json.dumps(each)) < 900_000
+            found |= each["data"]
+    assert found == dashboards()
+
+
+def test_each_file_of_rules_is_a_prometheus_rule_with_its_templates_untouched(
+    tmp_path: Path,
+) -> None:
+    chart = tmp_path / "rayloom"
+    shutil.copytree(CHART, chart)
+    folder = chart / "files" / "rules"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    annotations = {"summary": "{{ $labels.run }} stands since {{ humanizeDuration $value }}"}
+    rule = {"alert": "Stalled", "expr": "up == 0", "for": "5m", "annotations": annotations}
+    spec = {"groups": [{"name": "run", "rules": [rule]}]}
+    for name in ("alerts", "recording"):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(spec))
+    manifests = rendered({"monitoring": {"rules": {"enabled": True}}}, chart=chart)
+    check_core(manifests)
+    rules = [each for each in manifests if each["kind"] == "PrometheusRule"]
+    assert {each["metadata"]["name"] for each in rules} == {
+        "demo-rayloom-alerts",
+        "demo-rayloom-recording",
+    }
+    for each in rules:
+        assert each["spec"] == spec
+        assert each["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+
+
+def test_nothing_is_watched_unless_it_is_asked_for() -> None:
+    kinds = {manifest["kind"] for manifest in rendered()}
+    assert not kinds & {"NetworkPolicy", "PodMonitor", "PrometheusRule", "ConfigMap"}

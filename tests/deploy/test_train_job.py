@@ -1,0 +1,59 @@
+"""The command line that a RayJob becomes."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from worlds.helm_chart import arguments_of, rendered
+
+from deploy.run_arguments import RunArguments
+from deploy.train_job import train_command
+from service.config.file import ConfigError, load_config
+
+
+def told(directory: Path, **changes: Any) -> str:
+    """What the chart renders, with paths of this machine."""
+    arguments = arguments_of(rendered({"mode": "job"}))
+    places = {"run_dir": str(directory / "run"), "state_dir": str(directory / "state")}
+    return json.dumps({**arguments, **places, **changes})
+
+
+def test_a_new_run_is_trained_on_the_cluster_by_the_configuration_in_the_arguments(
+    tmp_path: Path,
+) -> None:
+    text = told(tmp_path, overrides=["run.steps=3"])
+    _, *command = train_command(text, directory=tmp_path)
+    file = tmp_path / "config.yaml"
+    assert command == [
+        "-m", "service.cli.main", "train", str(file), "--address", "auto",
+        "--run-dir", str(tmp_path / "run"), "--state-dir", str(tmp_path / "state"),
+    ]  # fmt: skip
+    config = load_config(file)
+    assert config == RunArguments.model_validate_json(text).read_config()
+    assert config.run.steps == 3
+
+
+def test_a_job_that_is_started_again_goes_on_with_its_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    sqlite3.connect(tmp_path / "run" / "rayloom.db").close()
+    _, *command = train_command(told(tmp_path), directory=tmp_path)
+    assert command[-2:] == ["--resume", str(tmp_path / "run")]
+
+
+def test_what_cannot_run_is_refused_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="run_dri"):
+        train_command(told(tmp_path, run_dri="x"), directory=tmp_path)
+    with pytest.raises(ConfigError, match=r"of the arguments is refused:\n  - run\.steps: got 0"):
+        train_command(told(tmp_path, overrides=["run.steps=0"]), directory=tmp_path)
+
+
+def test_overrides_leave_the_given_tree_as_it_was() -> None:
+    tree = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
+    arguments = RunArguments(config=tree, run_dir=Path("/x"), overrides=("model.tiny.seed=7",))
+    assert arguments.read_config().model.tiny.seed == 7  # type: ignore[union-attr]
+    assert tree == {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
