@@ -47,10 +47,10 @@ test: setup ## all the tests but those of `chaos` and `proof`
 chaos: setup ## whole runs whose parts die, freeze or are interrupted; SEED=n MINUTES=m: faults by chance
 	$(if $(SEED),$(BIN)/python tests/chaos.py --seed $(SEED) --minutes $(or $(MINUTES),30),$(BIN)/python -m pytest -m 'chaos and not proof')
 
-proof: setup ## the long proofs, or with PART=nodes those of one marker: nodes that die or are cut off
+proof: setup ## the long proofs, or with PART=nodes or PART=images those of one marker
 	$(BIN)/python -m pytest -m 'proof$(if $(PART), and $(PART))' --timeout 3600
 
-image: ## build the CPU image and train in it: `make proof PART=images` (needs root, buildah, mmdebstrap)
+image: ## build the CPU image and train in it (needs root, buildah, mmdebstrap)
 	$(MAKE) proof PART=images
 
 mutants: setup ## plant the sixty faults of tests/mutants.toml one by one: each must fail its tests
