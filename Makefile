@@ -34,7 +34,7 @@ ifeq ($(LOCK),cpu)
 	$(LOCKED) -r locks/torch-cpu.txt || $(LOCKED) --index-url $(TORCH_INDEX) -r locks/torch-cpu.txt
 endif
 	$(LOCKED) --only-binary :all: -r locks/$(LOCK).txt
-	$(LOCKED) --no-build-isolation -r locks/source.txt
+	$(LOCKED) --use-pep517 --no-build-isolation -r locks/source.txt
 	@touch $@
 
 demo: setup ## train the guessing game on two CPU cores and write a report

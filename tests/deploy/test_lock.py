@@ -122,7 +122,7 @@ def test_compiler_and_headers_of_cuda_are_of_one_version() -> None:
 def test_packages_without_wheels_are_named_and_hold_no_c_source() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert "$(LOCKED) --only-binary :all: -r locks/$(LOCK).txt" in makefile
-    assert "$(LOCKED) --no-build-isolation -r locks/source.txt" in makefile
+    assert "$(LOCKED) --use-pep517 --no-build-isolation -r locks/source.txt" in makefile
     for name in pins("source"):
         assert "Root-Is-Purelib: true" in (distribution(name).read_text("WHEEL") or "")
 
