@@ -5,32 +5,36 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEPENDENCIES := $(VENV)/.dependencies
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-# Python source alone, without wheels. Everything else comes as a wheel, so that no compiler is needed.
-SOURCE_ONLY := cellpylib,zss
+LOCK := cpu
+LOCKED := $(PIP) install --quiet --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo test chaos proof mutants bench-merge bench-train bench-recovery lint lock clean
+.PHONY: help setup deps demo test chaos proof image mutants bench-merge bench-train bench-recovery lint lock clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(STAMP) ## make .venv from the lock file
 
-$(STAMP): $(DEPENDENCIES) pyproject.toml
+$(STAMP): $(DEPENDENCIES) locks/dev.txt pyproject.toml
+	$(LOCKED) --only-binary :all: -r locks/dev.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-deps: $(DEPENDENCIES) ## the environment without Rayloom itself, as images want it
+deps: $(DEPENDENCIES) ## what Rayloom needs to run, as images want it; LOCK=cuda: on NVIDIA GPUs
 
 # pip is asked for torch's CPU build as it is configured; only where it has none, PyTorch's own
-# index is named, for torch alone.
-$(DEPENDENCIES): locks/cpu.txt
+# index is named, for torch alone. All but the two of source.txt come as wheels, and those are
+# Python alone, so that no compiler is needed.
+$(DEPENDENCIES): locks/$(LOCK).txt locks/source.txt locks/torch-cpu.txt
 	@command -v $(PYTHON) >/dev/null || { echo "rayloom needs Python 3.11 ('$(PYTHON)' was not found); pass another with PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --no-deps '$(TORCH)' || $(PIP) install --quiet --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
-	$(PIP) install --quiet --no-deps --require-hashes --only-binary :all: --no-binary $(SOURCE_ONLY) -r locks/cpu.txt
+ifeq ($(LOCK),cpu)
+	$(LOCKED) -r locks/torch-cpu.txt || $(LOCKED) --index-url $(TORCH_INDEX) -r locks/torch-cpu.txt
+endif
+	$(LOCKED) --only-binary :all: -r locks/$(LOCK).txt
+	$(LOCKED) --use-pep517 --no-build-isolation -r locks/source.txt
 	@touch $@
 
 demo: setup ## train the guessing game on two CPU cores and write a report
@@ -43,8 +47,11 @@ test: setup ## all the tests but those of `chaos` and `proof`
 chaos: setup ## whole runs whose parts die, freeze or are interrupted; SEED=n MINUTES=m: faults by chance
 	$(if $(SEED),$(BIN)/python tests/chaos.py --seed $(SEED) --minutes $(or $(MINUTES),30),$(BIN)/python -m pytest -m 'chaos and not proof')
 
-proof: setup ## the long proofs and `chaos`, or one part: PART=nodes (nodes die, are cut off), PART=chaos
+proof: setup ## the long proofs and `chaos`, or one part: PART=nodes, PART=images, PART=chaos
 	$(BIN)/python -m pytest -m '(proof or chaos)$(if $(PART), and $(PART))' --timeout 3600
+
+image: ## build the CPU image and train in it (needs root, buildah, mmdebstrap)
+	$(MAKE) proof PART=images
 
 mutants: setup ## plant the sixty faults of tests/mutants.toml one by one: each must fail its tests
 	$(BIN)/python tests/mutants.py
@@ -65,7 +72,7 @@ bench-recovery: setup ## kill -9 of every part of a run, to the next finished st
 
 build/peers/%/.installed: benchmarks/peers/%.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --no-deps '$(TORCH)' || $(@D)/bin/python -m pip install --quiet --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
+	$(@D)/bin/python -m pip install --quiet --no-deps -r locks/torch-cpu.txt || $(@D)/bin/python -m pip install --quiet --no-deps --index-url $(TORCH_INDEX) -r locks/torch-cpu.txt
 	$(@D)/bin/python -m pip install --quiet --no-deps -r $<
 	@touch $@
 
@@ -74,9 +81,23 @@ lint: setup ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-lock: setup ## resolve locks/cpu.in again (needs uv)
-	uv pip compile locks/cpu.in --overrides locks/overrides.txt --generate-hashes --upgrade \
-		--no-emit-index-url --no-header --no-annotate --python-version 3.11 -o locks/cpu.txt
+RESOLVE := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-header --no-annotate \
+	--python-version 3.11 --python-platform x86_64-manylinux_2_36 --excludes locks/excluded.txt
+# What another file has already.
+WITHOUT = $$(sed -n 's/^\([a-z0-9.-]*\)==.*/--no-emit-package \1/p' $(1))
+
+# A version that is locked stays where it still serves. Upgraded, the GPU's begin as the CPU's are, and
+# so the tests on CPU speak for most of them.
+lock: ## resolve the lock files again, as pyproject.toml asks (needs uv); UPGRADE=1: the newest versions
+	$(RESOLVE) $(if $(UPGRADE),--upgrade) --no-deps locks/source.in -o locks/source.txt
+	$(RESOLVE) $(if $(UPGRADE),--upgrade) pyproject.toml locks/cpu.in --extra cpu --extra reasoning-gym \
+		--excludes locks/excluded-cpu.txt $(call WITHOUT,locks/source.in) -o locks/cpu.txt
+	$(if $(UPGRADE),cp locks/cpu.txt locks/cuda.txt)
+	$(RESOLVE) pyproject.toml locks/cuda.in --extra cuda --extra reasoning-gym \
+		$(call WITHOUT,locks/source.in) -o locks/cuda.txt
+	$(RESOLVE) $(if $(UPGRADE),--upgrade) pyproject.toml --extra cpu --extra reasoning-gym --extra dev \
+		--excludes locks/excluded-cpu.txt --constraints locks/cpu.txt \
+		$(call WITHOUT,locks/source.in locks/cpu.txt) -o locks/dev.txt
 
 clean: ## remove the environment and the caches
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,13 +1,19 @@
-"""The Dockerfiles, read: a base image to choose, no root at the end, the project's versions."""
+"""The Dockerfiles, read: a base image to choose, no root at the end, nothing beside the locks."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from worlds.helm_chart import CHART
+from worlds.missing_tools import skip_or_fail
 
 ROOT = CHART.parent
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("Dockerfile.*"))
@@ -52,8 +58,51 @@ def test_what_is_copied_is_there_and_let_in(file: Path) -> None:
         assert (ROOT / name).exists() and f"!{name}" in let_in, name
 
 
-def test_the_gpu_image_asks_for_the_projects_versions() -> None:
+@every_dockerfile
+def test_what_is_installed_stands_in_a_lock_file(file: Path) -> None:
+    lines = [line for line in instructions(file) if line.startswith("RUN ")]
+    lock = {".cpu": "", ".gpu": " LOCK=cuda"}[file.suffix]
+    assert f"RUN make deps VENV=/opt/rayloom{lock}" in lines
+    # Else Rayloom itself alone.
+    assert [line for line in lines if "pip install" in line] == [
+        "RUN /opt/rayloom/bin/python -m pip install --no-deps --no-build-isolation ."
+    ]
+
+
+@every_dockerfile
+def test_the_image_says_what_it_is(file: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {*project["dependencies"], *project["optional-dependencies"]["cuda"]}
-    asked = re.findall(r"'(\S+==\S+)'", (ROOT / "deploy/docker/Dockerfile.gpu").read_text())
-    assert len(asked) == 2 and set(asked) <= declared
+    [line] = [line for line in instructions(file) if line.startswith("LABEL ")]
+    labels = dict(part.split("=", 1) for part in shlex.split(line.removeprefix("LABEL ")))
+    said = {name.removeprefix("org.opencontainers.image."): told for name, told in labels.items()}
+    assert said.pop("title").startswith("Rayloom on ")
+    assert said == {
+        "description": project["description"],
+        "version": project["version"],
+        "licenses": project["license"],
+        "revision": "${REVISION}",
+        "base.name": "${BASE_IMAGE}",
+    }
+
+
+def test_the_images_differ_by_what_gpus_need_alone() -> None:
+    """A compiler at run time, RDMA, and where CUDA lies."""
+    cpu, gpu = (installed(file) for file in DOCKERFILES)
+    assert cpu == {"libnuma1", "wget"}
+    assert gpu == {"g++", "ibverbs-providers", "libc6-dev", "libibverbs1", "wget"}
+
+
+def installed(file: Path) -> set[str]:
+    """Debian's packages in the image that remains."""
+    [_, line] = [line for line in instructions(file) if "apt-get install" in line]
+    [names] = re.findall(r"--yes +(.*?) +&&", line)
+    return set(names.split())
+
+
+@every_dockerfile
+def test_hadolint_finds_nothing(file: Path) -> None:
+    program = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        skip_or_fail("there is no hadolint: `make setup` installs it")
+    done = subprocess.run([program, file], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("", 0)

@@ -220,6 +220,7 @@ class Network:
     name: str
     subnet: str
     nodes: list[Node] = field(default_factory=list)
+    _host_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(2))
 
     @property
     def gateway(self) -> str:
@@ -250,16 +251,8 @@ class Network:
 
         sees_private: None: the head alone.
         """
-        number = len(self.nodes) + 2
         is_head = not self.nodes
-        name, host_link = f"{self.name}n{number}", f"{self.name}h{number}"
-        address = f"{self.subnet}.{number}"
-        run("ip", "netns", "add", name)
-        run("ip", "link", "add", host_link, "type", "veth", "peer", "eth0", "netns", name)
-        run("ip", "link", "set", host_link, "master", self.name, "up")
-        run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-        run("ip", "-n", name, "link", "set", "eth0", "up")
-        run("ip", "-n", name, "route", "add", "default", "via", self.gateway)
+        name, host_link, address = self.plug_in()
         where = ["--head", "--port=6379", "--include-dashboard=false"]
         if not is_head:
             where = [f"--address={self.nodes[0].address}:6379"]
@@ -289,6 +282,19 @@ class Network:
         )
         self.nodes.append(node)
         return node
+
+    def plug_in(self) -> tuple[str, str, str]:
+        """A namespace on the bridge: its name, the bridge's end of its cable, its address."""
+        number = next(self._host_numbers)
+        name, host_link = f"{self.name}n{number}", f"{self.name}h{number}"
+        address = f"{self.subnet}.{number}"
+        run("ip", "netns", "add", name)
+        run("ip", "link", "add", host_link, "type", "veth", "peer", "eth0", "netns", name)
+        run("ip", "link", "set", host_link, "master", self.name, "up")
+        run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        run("ip", "-n", name, "link", "set", "eth0", "up")
+        run("ip", "-n", name, "route", "add", "default", "via", self.gateway)
+        return name, host_link, address
 
     def start(self) -> None:
         """Power all nodes on, the head first."""
