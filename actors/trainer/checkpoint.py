@@ -138,7 +138,13 @@ def _claim(root: Path, term: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     path = root / _CLAIM
     # A file without a number was left by a power cut, before its content was on the disk.
-    newest = int(path.read_text() or term) if path.exists() else term
+    try:
+        newest = int(path.read_text() or term) if path.exists() else term
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint {root}: its file {_CLAIM} holds no number, expected the newest term's; "
+            "remove that file where no other process trains this run"
+        ) from error
     if newest > term:
         raise CheckpointError(
             f"checkpoint {root}: got term {term}, expected at least {newest}; this run was "

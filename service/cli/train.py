@@ -163,17 +163,13 @@ def _show_until_done(
             _stay(ending, display, signals)
         # The run has ended: a signal from here on changes nothing.
         signals.ignore()
-    except LeaseLost as loss:
+    except (LeaseLost, StoreError, RayTaskError) as error:
         display.close()
-        return _report_loss(loss, run_dir)
-    except StoreError as error:
-        display.close()
-        return _report_failure(str(error), run_dir, worker_logs=worker_logs)
-    except RayTaskError as error:
-        display.close()
-        if isinstance(error.cause, LeaseLost):
-            return _report_loss(error.cause, run_dir)
-        return _report_failure(str(error.cause), run_dir, worker_logs=worker_logs)
+        # What Ray raises is of the cause's type as well; its text is a traceback.
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, LeaseLost):
+            return _report_loss(cause, run_dir)
+        return _report_failure(str(cause), run_dir, worker_logs=worker_logs)
     except RayError as error:
         display.close()
         reason = f"the supervisor is gone: {error}"

@@ -111,6 +111,10 @@ def _load_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
+# A date such as 2026-11-31, or a tag that its value does not fit, ends in an error of Python's own.
+_NOT_YAML = (yaml.YAMLError, ValueError, AttributeError)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         if path.is_dir():
@@ -120,7 +124,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = _load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except _NOT_YAML as error:
         raise ConfigError(f"configuration {path} is not YAML: {error}") from None
     except RecursionError:
         raise ConfigError(f"configuration {path} is nested too deep; expected sections") from None
@@ -146,7 +150,7 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
             node = child
         try:
             node[leaf] = _load_yaml(text)
-        except yaml.YAMLError as error:
+        except _NOT_YAML as error:
             raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from None
     return tree
 

@@ -76,8 +76,8 @@ class Database:
         self._file = sqlite_file(parsed)
         self._is_read_only = is_read_only
         self._patience_s = patience_s
-        self._is_given_up = False
-        """It stayed away for too long: what ends the run then does not wait as long again."""
+        self._given_up: dict[str, StoreError] = {}
+        """By what could not be done for too long: nobody waits as long for it again."""
         self._writing = threading.Lock()
         # Names this process's writes apart from those of every other.
         self._name, self._num_writes = uuid4().hex, 0
@@ -235,7 +235,8 @@ class Database:
     def _patiently(self, what: str, attempt: Callable[[], Result]) -> Result:
         """Try again while the database does not answer. Raises: StoreError."""
         started, delay_s, is_told = time.monotonic(), _FIRST_DELAY_S, False
-        patience_s = 0.0 if self._is_given_up else self._patience_s
+        given_up = self._given_up.get(what)
+        patience_s = self._patience_s if given_up is None else 0.0
         while True:
             try:
                 result = attempt()
@@ -244,10 +245,12 @@ class Database:
                     raise self.unusable(what, error) from error
                 away_s = time.monotonic() - started
                 if away_s + delay_s > patience_s:
-                    self._is_given_up = True
+                    if given_up is not None:
+                        raise given_up from error
                     if not is_told:
                         raise self.unusable(what, error) from error
-                    raise self._away(what, away_s, error) from error
+                    self._given_up[what] = self._away(what, away_s, error)
+                    raise self._given_up[what] from error
                 if not is_told:
                     is_told = True
                     log.warning(
@@ -257,7 +260,7 @@ class Database:
                 time.sleep(delay_s * random.uniform(0.5, 1.0))
                 delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
             else:
-                self._is_given_up = False
+                self._given_up.pop(what, None)
                 if is_told:
                     log.warning(
                         "the database %s answers again, after %.1f s",

@@ -99,9 +99,11 @@ def recorded_url(file: Path) -> str:
     try:
         tree = json.loads(file.read_text())
         url = make_url(tree["url"])
+        if url.drivername not in ("sqlite", POSTGRESQL) or not url.database:
+            raise ValueError(f"a URL of {url.drivername}")
     except FileNotFoundError:
         return sqlite_url(file.parent)
-    except (OSError, ValueError, KeyError, TypeError, ArgumentError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentError) as error:
         raise StoreError(
             f"{file} cannot be read ({type(error).__name__}); expected where the run's database "
             'lies, such as {"url": "postgresql+psycopg://USER@HOST/DATABASE?schema=RUN"}; restore '

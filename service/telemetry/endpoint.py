@@ -26,8 +26,8 @@ from ray.exceptions import RayError
 from actors.deadline import poll, within
 from service.launch.cluster import NAMESPACE
 
-# Several pushes fit into it, and a supervisor's successor comes about as soon.
-SILENT_S = 30.0
+# Several pushes fit into it, and a supervisor's successor comes sooner, also on a busy machine.
+SILENT_S = 45.0
 # The role of whoever speaks for the run.
 SUPERVISOR = "supervisor"
 PUSH_EVERY_S = 1.0

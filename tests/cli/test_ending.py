@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import ray
+from rich.console import Console
 from worlds.record_builders import status_of
 
-from service.cli.train import report_interrupt
+from service.cli.display import LineDisplay
+from service.cli.train import _show_until_done, report_interrupt
 from service.launch.run_dir import RunDir
-from service.run.health import Phase, RunStatus
+from service.launch.signals import stop_signals
+from service.launch.watcher import SupervisorWatcher
+from service.run.health import Ending, Phase, RunStatus
+from service.store.run_store import LeaseLost, StoreError
 
 STOPPED = status_of(
     2, phase=Phase.FINISHED, is_done=True, exit_reason="stopped after step 2 of 120"
@@ -46,3 +52,25 @@ def test_a_run_that_never_answered_is_ended_at_once_with_nothing_to_go_on_from(
 ) -> None:
     assert report_interrupt(None, RunDir(path=tmp_path), worker_logs=tmp_path) == 130
     assert capsys.readouterr().err == "interrupted: ended at once\n"
+
+
+@pytest.mark.parametrize("cause", [StoreError("it stayed away"), LeaseLost("elsewhere:7 has it")])
+def test_what_ended_the_supervisor_is_told_without_its_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cluster: None, cause: Exception
+) -> None:
+    @ray.remote(num_cpus=0)
+    def raises() -> None:
+        raise cause
+
+    class Watcher(SupervisorWatcher):
+        def run(self, run_dir: RunDir) -> Ending:
+            ray.get(raises.remote())
+            raise AssertionError("it has raised")
+
+    watcher = Watcher(None, restart=print, max_restarts=0, show=print, is_stop_asked=lambda: False)
+    display = LineDisplay(Console())
+    with stop_signals() as signals:
+        code = _show_until_done(watcher, display, RunDir(path=tmp_path), signals, stays=False)
+    told = capsys.readouterr().err
+    assert code == 1 and str(cause) in told
+    assert "Traceback" not in told and "ray::" not in told

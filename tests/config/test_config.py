@@ -227,7 +227,11 @@ def test_all_wrong_values_of_a_file_are_named_at_once() -> None:
     assert "run.steps" in str(refusal.value) and "run.seed" in str(refusal.value)
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1,\n", ""], ids=["list", "broken", "empty"])
+@pytest.mark.parametrize(
+    "text",
+    ["- a\n- b\n", "a: [1,\n", "", "run: {name: 2026-11-31}"],
+    ids=["list", "broken", "empty", "no date"],
+)
 def test_a_file_that_is_no_tree_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(text)

@@ -110,7 +110,10 @@ def test_what_cannot_be_a_place_is_refused_without_its_password(
     assert "geheim" not in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"url": 3}', '{"url": "geheim"}'])
+MYSQL = '{"url": "mysql://host/database"}'
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"url": 3}', '{"url": "geheim"}', MYSQL])
 def test_a_record_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path, text: str) -> None:
     place = RunDir(path=tmp_path)
     place.store_file.write_text(text)

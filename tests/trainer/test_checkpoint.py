@@ -164,6 +164,9 @@ def test_a_claim_that_a_power_cut_left_empty_is_none(tmp_path: Path) -> None:
     claim(tmp_path, 2)
     with pytest.raises(CheckpointError, match="this run was replaced"):
         claim(tmp_path, 1)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match="holds no number"):
+        claim(tmp_path, 3)
 
 
 def test_a_disk_that_is_full_for_a_moment_costs_no_checkpoint(
