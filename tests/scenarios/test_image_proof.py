@@ -97,6 +97,8 @@ def test_the_charts_configuration_trains_in_the_image(image: Image, tmp_path: Pa
         ) as pod,
     ):
         where = f"http://{pod.address}"
+        # The dashboard answers before the node has joined, and a start that fails takes it along.
+        wait_until(lambda: "Ray runtime started" in pod.log.read_text(), pod)
         wait_until(lambda: answers(f"{where}:{DASHBOARD}/api/gcs_healthz"), pod)
         config = yaml.safe_load(service["serveConfigV2"])
         assert httpx.put(where + SERVE, json=config, timeout=60).status_code == 401
