@@ -131,6 +131,8 @@ async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
         )
         assert counted == 8
 
+        # What came last stands between two scrapes, and so on a panel's grid of seconds.
+        prometheus.wait_for_scrapes(2, limit_s=LIMIT_S)
         # Those of the engines: test_metrics_scenarios.py.
         sections = [each for each in load_dashboard().sections if each.title != "Inference"]
         for panel in (panel for section in sections for panel in section.panels):

@@ -114,6 +114,13 @@ class Prometheus:
             assert time.monotonic() < deadline, f"{wanted} is {value} after {limit_s:g} s"
             time.sleep(0.2)
 
+    def wait_for_scrapes(self, count: int, *, limit_s: float) -> None:
+        """Wait for so many more."""
+        wanted, deadline = len(self.scrapes()) + count, time.monotonic() + limit_s
+        while len(self.scrapes()) < wanted:
+            assert time.monotonic() < deadline, f"no {count} scrapes in {limit_s:g} s"
+            time.sleep(0.2)
+
     def scrapes(self) -> list[dict[Series, float]]:
         """What each scrape so far held, in order."""
         by_time: dict[float, dict[Series, float]] = {}
