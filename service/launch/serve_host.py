@@ -100,7 +100,8 @@ class RunHost:
             watcher: SupervisorWatcher | None = None
             pause_s: float | None
             try:
-                watcher = self._start()
+                # Kept also after its end: its supervisor goes on answering what it knows.
+                watcher = self._watcher = self._start()
                 self._tell(f"the run has ended: {watcher.run(self._run_dir).reason}")
                 return
             except KeyboardInterrupt:

@@ -10,16 +10,18 @@ once, and each process an epoch, so that one that was replaced is heard no more.
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import ray
-from prometheus_client import CollectorRegistry, Metric, start_http_server
+from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
 from prometheus_client.registry import Collector
 from ray.exceptions import RayError
 
@@ -121,6 +123,33 @@ class PushedMetrics(Collector):
         shown[family.name].add_sample(name, {**labels, **self._labels}, value)
 
 
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _SilentHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def _server(registry: CollectorRegistry, *, host: str, port: int) -> WSGIServer:
+    """Answers in Prometheus' text format, whatever is asked for. Raises: OSError.
+
+    In the other one, OpenMetrics, the library replaces the colon of vLLM's names.
+    """
+    answer = make_wsgi_app(registry)
+
+    def application(environ: dict[str, Any], start_response: Any) -> Any:
+        environ.pop("HTTP_ACCEPT", None)
+        return answer(environ, start_response)
+
+    server_class = _Server6 if ":" in host else _Server
+    return make_server(host, port, application, server_class, _SilentHandler)
+
+
 class MetricsEndpoint:
     """A Ray actor, of whoever starts the run's supervisors: it serves /metrics."""
 
@@ -131,12 +160,13 @@ class MetricsEndpoint:
 
         def serve() -> WSGIServer | None:
             with suppress(OSError):
-                return start_http_server(port, addr=host, registry=registry)[0]
+                return _server(registry, host=host, port=port)
             return None
 
         # The endpoint before this one may still be ending.
         found = poll(serve, limit_s=PORT_LIMIT_S)
-        self._server = found or start_http_server(port, addr=host, registry=registry)[0]
+        self._server = found or _server(registry, host=host, port=port)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     async def push(self, push: Push) -> str:
         """Returns: the endpoint's URL."""
