@@ -214,7 +214,8 @@ def scale(board: Any, num_replicas: int) -> None:
     deployed: Deployed = ray.get(board.open_term.remote(status.term), timeout=60)
     inference = replace(deployed.settings.inference, num_replicas=num_replicas)
     settings = replace(deployed.settings, inference=inference)
-    deploy_inference(settings, name=deployed.name, board=board, run_id="small")
+    run_id = deployed.name.rpartition("-t")[0]
+    deploy_inference(settings, name=deployed.name, board=board, run_id=run_id)
 
 
 def num_holders(board: Any) -> int:
