@@ -6,10 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ from worlds.helm_chart import (
     ray_object,
     rendered,
 )
+from worlds.json_server import answering
 
 from service.api.schemas import RolloutAnswer, SampleAnswer, SubmitBody
 
@@ -102,32 +101,8 @@ def release(request: pytest.FixtureRequest) -> Release:
 
 @pytest.fixture
 def address(release: Release) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def reply(self) -> None:
-            length = int(self.headers.get("content-length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
-            token = (self.headers.get("authorization") or "").removeprefix("Bearer ")
-            status, said = release.answer(self.command, self.path, token, body)
-            text = (said if isinstance(said, str) else json.dumps(said)).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        do_GET = do_POST = reply
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answering(release.answer) as address:
+        yield address
 
 
 def checked(release: Release, address: str) -> tuple[int, str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from worlds.helm_chart import Manifest
+from worlds.json_server import answering
 
 # By API version: the kinds that helm looks up, and those that it only wants to be known.
 KINDS = {
@@ -66,26 +64,9 @@ def cluster_with(objects: Sequence[Manifest]) -> Iterator[str]:
     answers = _answers(objects)
     missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound"}
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = answers.get(self.path.partition("?")[0])
-            status = 404 if found is None else 200
-            text = json.dumps({**missing, "code": 404} if found is None else found).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+    def answer(_method: str, path: str, _token: str, _body: Any) -> tuple[int, Any]:
+        found = answers.get(path.partition("?")[0])
+        return (404, {**missing, "code": 404}) if found is None else (200, found)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answering(answer) as address:
+        yield address
