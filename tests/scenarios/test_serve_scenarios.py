@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from worlds.run_checks import check_lineage
 from worlds.run_driver import ENGINE, START_S, STEP_S, Run, running, small_config
 
@@ -107,9 +108,9 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
         (reason,) = api.wait_ready(is_ready=False, limit_s=STEP_S)
         assert "0 of 1 engines hold the current version" in reason
         assert "a publish may take 8 s" in reason
-        assert gauge(run, "rayloom_engines_ready") == 0
+        wait_for_gauge(run, "rayloom_engines_ready", 0)
         api.wait_ready(is_ready=True, limit_s=START_S)
-        assert gauge(run, "rayloom_engines_ready") == 1
+        wait_for_gauge(run, "rayloom_engines_ready", 1)
         # Nothing is asked of the trainer now, and its death is seen all the same.
         run.kill_part("ray::TrainerRankActor")
         run.wait_for_log("a new group is at version 2", limit_s=START_S)
@@ -133,15 +134,25 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
 
 
 def gauge(run: Run, name: str) -> float:
-    """A metric without labels, as a scrape shows it now."""
+    """A metric of the run as a whole, as a scrape shows it now."""
     text = httpx.get(f"http://{run.metrics_address(limit_s=STEP_S)}/metrics").text
-    values = [line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")]
-    assert len(values) == 1, text
-    return float(values[0])
+    families = text_string_to_metric_families(text)
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    (sample,) = samples
+    assert sample.labels == {"run": "small"}
+    return sample.value
+
+
+def wait_for_gauge(run: Run, name: str, wanted: float) -> None:
+    """The gauges follow within seconds; what they tell lasts longer."""
+    deadline = time.monotonic() + STEP_S
+    while (value := gauge(run, name)) != wanted:
+        assert time.monotonic() < deadline, f"{name} is {value}, not {wanted}"
+        time.sleep(0.1)
 
 
 def wait_for_waiting_tasks(run: Run, *, limit_s: float) -> None:
-    """The gauges follow within a second; a step takes longer to end."""
+    """The gauges follow within seconds; a step takes longer to end."""
     deadline = time.monotonic() + limit_s
     while (waiting := gauge(run, "rayloom_service_waiting_tasks")) == 0:
         assert time.monotonic() < deadline
