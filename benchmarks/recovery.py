@@ -40,7 +40,7 @@ from service.config.tree import Config
 from service.inference.deployment import make_engine_directory, session_directory
 from service.launch.cluster import joined
 from service.launch.run_dir import RunDir
-from service.run.supervisor import engine_settings
+from service.run.start import engine_settings
 from service.run.term import rank_settings
 
 START_LIMIT_S = 300.0

@@ -30,7 +30,8 @@ from service.launch.run_dir import (
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals
 from service.launch.watcher import POLL_S, SupervisorWatcher
 from service.run.health import Ending, Phase, RunStatus
-from service.run.supervisor import WhenHeld, start_endpoint, start_supervisor, supervisor_place
+from service.run.start import start_endpoint, start_supervisor, supervisor_place
+from service.run.supervisor import WhenHeld
 from service.store.place import StoreOptions
 from service.store.run_store import LeaseLost, StoreError
 

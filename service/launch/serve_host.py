@@ -30,7 +30,8 @@ from service.launch.placement import HEAD_NODE, SHARE
 from service.launch.run_dir import RunDir, check_new, check_resumable, prepared_run, run_id_of
 from service.launch.watcher import SupervisorWatcher
 from service.run.health import FaultCount, Phase
-from service.run.supervisor import WhenHeld, start_endpoint, start_supervisor
+from service.run.start import start_endpoint, start_supervisor
+from service.run.supervisor import WhenHeld
 from service.store.place import StoreOptions
 from service.store.run_store import LeaseLost, StoreError
 from service.store.tables import RunKind

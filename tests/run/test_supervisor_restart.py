@@ -16,7 +16,7 @@ from service.launch.cluster import NAMESPACE
 from service.launch.run_dir import RunDir
 from service.launch.watcher import SupervisorWatcher
 from service.run.health import RunStatus
-from service.run.supervisor import start_supervisor
+from service.run.start import start_supervisor
 from service.store.run_store import LeaseLost, RunStore, own_name
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
