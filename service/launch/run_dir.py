@@ -277,12 +277,30 @@ def _check_database(run_dir: RunDir, kind: RunKind) -> None:
             store.check()
             check_kind(store.kind(), kind)
             is_blank = store.newest_term() == 0
+            _check_not_a_copy(run_dir, store.directory())
     except StoreError as error:
         raise ConfigError(f"--resume {run_dir.path}: {error}") from error
     if is_blank and any(run_dir.checkpoints.glob("step-*")):
         raise ConfigError(
             f"--resume {run_dir.path}: the database {place} is empty, but there "
             f"are checkpoints in {run_dir.checkpoints}; restore a copy of it, or start a new run"
+        )
+
+
+def _check_not_a_copy(run_dir: RunDir, directory: str) -> None:
+    """A copy of a run directory names the database of its original, which is still there.
+
+    directory: of the run, as the database says. Raises: ConfigError.
+    """
+    original = RunDir(path=Path(directory or run_dir.path))
+    if original.path == run_dir.path or not original.config_file.is_file():
+        return
+    if original.database_url == run_dir.database_url:
+        raise ConfigError(
+            f"--resume {run_dir.path}: its database {shown(run_dir.database_url)} is that of the "
+            f"run in {original.path}, of which this directory is a copy; expected one directory "
+            f"for a database: go on with --resume {original.path}, or, where the run has moved "
+            "here, remove the old directory"
         )
 
 

@@ -192,13 +192,20 @@ def readiness(
     engines_expected: int,
     behind_s: float,
     publish_limit_s: float,
+    store_away_s: float,
 ) -> Readiness:
     """Whether the run can serve, and why not.
 
     behind_s: since when an engine lacks the current version; allowed for as long as a publish may
     take, and given as a reason only while the run trains, since other phases wait for more.
+    store_away_s: for how long the database has not answered; 0: it does.
     """
     reasons = []
+    if store_away_s:
+        reasons.append(
+            f"the run's database has not answered for {store_away_s:.0f} s; look at its server or "
+            "its disk"
+        )
     if phase is not Phase.TRAINING:
         reasons.append(f"the run is {phase.value}" + (f": {detail}" if detail else ""))
     elif behind_s > publish_limit_s:

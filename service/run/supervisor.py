@@ -301,6 +301,7 @@ class Supervisor:
             engines_expected=self._engine_watch.num_expected,
             behind_s=self._engine_watch.behind_s(time.monotonic()),
             publish_limit_s=self._config.inference.publish_deadline_s,
+            store_away_s=self._store.away_s,
         )
 
     @property
@@ -419,6 +420,7 @@ class Supervisor:
         is_first = self._recorder.term == 0
         lease = self._store.acquire_lease(
             owner=own_name(),
+            directory=str(self._run_dir.path),
             kind=self._kind,
             passed_over=self._faults.keys(),
             follows=None if is_first else self._recorder.term,

@@ -8,6 +8,7 @@ they come from; each write is done once, also where its connection broke during 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import sqlite3
 import threading
@@ -78,6 +79,8 @@ class Database:
         self._patience_s = patience_s
         self._given_up: dict[str, StoreError] = {}
         """By what could not be done for too long: nobody waits as long for it again."""
+        self._away_since: dict[int, float] = {}
+        """By the thread that waits, since when it does (time.monotonic)."""
         self._writing = threading.Lock()
         # Names this process's writes apart from those of every other.
         self._name, self._num_writes = uuid4().hex, 0
@@ -86,11 +89,17 @@ class Database:
         elif is_read_only:
             self._engine = _sqlite_reader(self._file)
         else:
-            self._engine = _sqlite_writer(parsed)
+            self._engine = _sqlite_writer(parsed, self._file)
 
     @property
     def is_sqlite(self) -> bool:
         return self._file is not None
+
+    @property
+    def away_s(self) -> float:
+        """For how long it has not answered; 0: it answers, or was not asked."""
+        since = list(self._away_since.values())
+        return time.monotonic() - min(since) if since else 0.0
 
     def close(self) -> None:
         """End all connections; an SQLite database is then whole in its own file."""
@@ -213,6 +222,8 @@ class Database:
     @contextmanager
     def _writing_connection(self) -> Iterator[Connection]:
         with self._engine.connect().execution_options(writes=True) as connection:
+            if self._file is not None:
+                _check_in_place(connection, self._file)
             with connection.begin():
                 # SQLite: nothing, its BEGIN IMMEDIATE has locked the database.
                 connection.execute(select(tables.formats.c.number).with_for_update())
@@ -234,6 +245,12 @@ class Database:
 
     def _patiently(self, what: str, attempt: Callable[[], Result]) -> Result:
         """Try again while the database does not answer. Raises: StoreError."""
+        try:
+            return self._attempts(what, attempt)
+        finally:
+            self._away_since.pop(threading.get_ident(), None)
+
+    def _attempts(self, what: str, attempt: Callable[[], Result]) -> Result:
         started, delay_s, is_told = time.monotonic(), _FIRST_DELAY_S, False
         given_up = self._given_up.get(what)
         patience_s = self._patience_s if given_up is None else 0.0
@@ -253,6 +270,7 @@ class Database:
                     raise self._given_up[what] from error
                 if not is_told:
                     is_told = True
+                    self._away_since[threading.get_ident()] = started
                     log.warning(
                         "the database %s cannot be %s now (%s); trying again for %g s",
                         *(self.location, what, _reason(error), patience_s),
@@ -345,9 +363,13 @@ def _prepare_postgresql(connection: Any, _record: Any) -> None:
     connection.commit()
 
 
-def _sqlite_writer(url: URL) -> Engine:
+def _sqlite_writer(url: URL, file: Path) -> Engine:
+    def remember(_connection: Any, record: Any) -> None:
+        record.info["opened"] = os.stat(file)
+
     engine = create_engine(url, hide_parameters=True)
     event.listen(engine, "connect", _prepare_sqlite)
+    event.listen(engine, "connect", remember)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
 
@@ -374,6 +396,23 @@ def _sqlite_reader(file: Path) -> Engine:
 def _begin_sqlite(connection: Connection) -> None:
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _check_in_place(connection: Connection, file: Path) -> None:
+    """What SQLite writes to a file that was removed or moved away is gone with the process.
+
+    Raises: StoreError.
+    """
+    try:
+        is_there = os.path.samestat(os.stat(file), connection.info["opened"])
+    except OSError:
+        is_there = False
+    if not is_there:
+        raise StoreError(
+            f"the database {file} was removed, moved or replaced while the run had it open, "
+            "expected it to stay; put it back with its -wal file, or restore a copy, and go on "
+            "with --resume"
+        )
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:

@@ -160,9 +160,12 @@ def _parsed(text: str, *, source: str) -> URL:
     except (ArgumentError, ValueError):
         url = None
     if url is None or url.drivername not in _ACCEPTED or not url.database:
+        got = "no URL" if url is None else f"a URL of {url.drivername}"
+        if url is not None and url.drivername in _ACCEPTED:
+            got = "a URL without a database"
         raise StoreError(
-            f"{source}: got {'no URL' if url is None else f'a URL of {url.drivername}'}, expected "
-            "postgresql://USER@HOST:PORT/DATABASE; for SQLite on a local disk use --state-dir"
+            f"{source}: got {got}, expected postgresql://USER@HOST:PORT/DATABASE; for SQLite on a "
+            "local disk use --state-dir"
         )
     return url
 

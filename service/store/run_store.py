@@ -116,6 +116,11 @@ class ReadOnlyStore:
         """As `Database.read`."""
         return self._database.read(body)
 
+    @property
+    def away_s(self) -> float:
+        """As `Database.away_s`."""
+        return self._database.away_s
+
     def newest_term(self) -> int:
         """0 where no supervisor has ever had the lease."""
         row = self.read(self._newest_lease)
@@ -125,6 +130,11 @@ class ReadOnlyStore:
         """None where no supervisor has ever had the lease."""
         row = self.read(self._newest_lease)
         return row.kind if row else None
+
+    def directory(self) -> str:
+        """Of the run, as the newest owner saw it; empty where there is none, or it did not say."""
+        row = self.read(self._newest_lease)
+        return row.directory if row else ""
 
     def live_owner(self) -> LeaseOwner | None:
         """The owner of the newest lease, None where it has ended."""
@@ -211,6 +221,7 @@ class RunStore(ReadOnlyStore):
         self,
         *,
         owner: str,
+        directory: str = "",
         kind: RunKind = RunKind.TRAIN,
         passed_over: Collection[str] = (),
         follows: int | None = None,
@@ -220,8 +231,9 @@ class RunStore(ReadOnlyStore):
         """Take the next term; the owner of an older one can write nothing from here on.
 
         It goes on from the newest checkpoint whose directory is not one of `passed_over`.
-        follows: the caller's own term so far, which has to be the newest still. unless_held: leave
-        a run alone whose owner is alive. replaces: HOST:PID of an owner that is known to be dead.
+        directory: of the run. follows: the caller's own term so far, which has to be the newest
+        still. unless_held: leave a run alone whose owner is alive. replaces: HOST:PID of an owner
+        that is known to be dead.
         Raises: LeaseHeld; LeaseLost; StoreError when there are checkpoints, but none is left, and
             for a run of another kind.
         """
@@ -242,6 +254,7 @@ class RunStore(ReadOnlyStore):
                 "term": term,
                 "owner": owner,
                 "process": process_of(owner),
+                "directory": directory,
                 "kind": kind,
                 "acquired_at": time.time(),
                 "renewed_at": self._database.now(connection),

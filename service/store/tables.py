@@ -43,7 +43,7 @@ class RunKind(StrEnum):
 
 
 # Raise it with every change of a table or of a stored record that an older Rayloom cannot read.
-FORMAT = 3
+FORMAT = 4
 
 metadata = MetaData()
 
@@ -94,6 +94,8 @@ leases = Table(
     Column("owner", String, nullable=False),
     # What tells this process from a later one of its number; empty where that is not known.
     Column("process", String, nullable=False),
+    # Of the run, as the owner saw it; empty where it did not say.
+    Column("directory", String, nullable=False),
     # The same in every term of a run.
     Column("kind", _enum(RunKind), nullable=False),
     # By the owner's own clock.

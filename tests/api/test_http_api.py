@@ -55,7 +55,7 @@ class LocalRun:
             raise RunUnavailable("the run does not answer: the supervisor died")
         return readiness(
             phase=Phase.TRAINING, detail="", policy_version=3, engines_ready=1,
-            engines_expected=2, behind_s=self.behind_s, publish_limit_s=30.0,
+            engines_expected=2, behind_s=self.behind_s, publish_limit_s=30.0, store_away_s=0.0,
         )  # fmt: skip
 
 

@@ -86,11 +86,16 @@ def test_engines_that_were_asked_for_or_given_up_are_neither_back_nor_lost() -> 
 
 
 def check(
-    *, phase: Phase = Phase.TRAINING, detail: str = "", behind_s: float = 0.0, ready: int = 2
+    *,
+    phase: Phase = Phase.TRAINING,
+    detail: str = "",
+    behind_s: float = 0.0,
+    ready: int = 2,
+    store_away_s: float = 0.0,
 ) -> Readiness:
     return readiness(
         phase=phase, detail=detail, policy_version=7, engines_ready=ready, engines_expected=2,
-        behind_s=behind_s, publish_limit_s=30.0,
+        behind_s=behind_s, publish_limit_s=30.0, store_away_s=store_away_s,
     )  # fmt: skip
 
 
@@ -104,6 +109,11 @@ def test_any_other_phase_is_told_with_its_detail(phase: Phase) -> None:
     # No engine is there yet, which is no reason of its own.
     found = check(phase=phase, detail="rank 0 died", ready=0, behind_s=97.0)
     assert found.reasons == (f"the run is {phase.value}: rank 0 died",)
+
+
+def test_a_database_that_does_not_answer_is_a_reason() -> None:
+    [reason] = check(store_away_s=12.3).reasons
+    assert "database has not answered for 12 s" in reason
 
 
 def test_an_engine_may_lack_the_version_for_as_long_as_a_publish_takes() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -127,11 +129,58 @@ def test_a_disk_that_is_full_for_a_moment_ends_no_run(tmp_path: Path) -> None:
         fill(filler)
         freeing = threading.Timer(1.0, filler.unlink)
         freeing.start()
+        assert store.away_s == 0.0
+        seen = watched(freeing, store)
         for step in range(1, 6):
             store.add_step(step_record(step), term=term, new_events=())
         freeing.join()
+        # As long as it waits, it says for how long already.
+        assert max(seen()) > 0.3 and store.away_s == 0.0
         assert [record.step for record in read_history(store).steps] == [1, 2, 3, 4, 5]
         store.close()
+
+
+def watched(timer: threading.Timer, store: RunStore) -> Callable[[], list[float]]:
+    """What the store says of its absence, until the timer is over."""
+    found: list[float] = []
+
+    def watch() -> None:
+        while timer.is_alive():
+            found.append(store.away_s)
+            time.sleep(0.02)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+
+    def seen() -> list[float]:
+        watching.join()
+        return found
+
+    return seen
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_a_database_that_is_taken_from_under_a_run_is_told_at_once(
+    tmp_path: Path, how: str
+) -> None:
+    file = tmp_path / "run.db"
+    store = RunStore(f"sqlite:///{file}")
+    term = store.acquire_lease(owner="elsewhere:1").term
+    store.add_step(step_record(1), term=term, new_events=())
+    if how == "replaced":
+        shutil.copy(file, tmp_path / "copy.db")
+        (tmp_path / "copy.db").replace(file)
+    elif how == "moved":
+        file.rename(tmp_path / "moved.db")
+    else:
+        file.unlink()
+    with pytest.raises(StoreError, match=r"run\.db was removed, moved or replaced .*put it back"):
+        store.add_step(step_record(2), term=term, new_events=())
+    if how == "moved":
+        (tmp_path / "moved.db").rename(file)
+        store.add_step(step_record(2), term=term, new_events=())
+        assert [record.step for record in read_history(store).steps] == [1, 2]
+    store.close()
 
 
 def test_a_store_that_stays_away_ends_the_wait_with_a_sentence(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from worlds.mounts import fuse_mount
 from worlds.postgresql_server import PASSWORD, PostgresqlServer
 from worlds.run_driver import small_config
 
-from service.config.file import ConfigError, load_config
+from service.config.file import ConfigError, dump_config, load_config
 from service.launch.run_dir import RunDir, check_new, check_resumable, place_store
 from service.store.filesystem import REFUSED, refused_filesystem
 from service.store.place import (
@@ -50,6 +50,25 @@ def test_a_run_with_its_database_inside_may_be_copied(tmp_path: Path) -> None:
     shutil.copytree(place.path, tmp_path / "copy")
     copy = RunDir(path=tmp_path / "copy")
     assert copy.database_url == f"sqlite:///{tmp_path / 'copy' / 'rayloom.db'}" and copy.has_run()
+
+
+def test_a_copy_that_names_its_originals_database_is_not_resumed(tmp_path: Path) -> None:
+    place = RunDir(path=tmp_path / "run")
+    place.path.mkdir()
+    config = load_config(small_config(tmp_path))
+    place.config_file.write_text(dump_config(config))
+    place_store(place, "rayloom-r-1", StoreOptions(state_dir=tmp_path / "state"))
+    store = RunStore(place.database_url)
+    store.release(store.acquire_lease(owner="elsewhere:1", directory=str(place.path)).term)
+    store.close()
+    check_resumable(place, config)
+    shutil.copytree(place.path, tmp_path / "copy")
+    copy = RunDir(path=tmp_path / "copy")
+    with pytest.raises(ConfigError, match=r"copy: its database .* is that of the run in .*/run,"):
+        check_resumable(copy, config)
+    # A run that has moved has no other directory.
+    shutil.rmtree(place.path)
+    check_resumable(copy, config)
 
 
 def test_a_state_directory_is_recorded_and_holds_one_run(tmp_path: Path) -> None:
