@@ -164,7 +164,7 @@ def write_tasks(path: str | Path, tasks: Sequence[Task]) -> None:
     """Write a task file, by its suffix; a reader sees the old file or the whole new one.
 
     Raises: BadTaskFile for an unknown suffix, duplicate ids or no tasks; TypeError or
-    ValueError for data that are not JSON.
+    ValueError for data that are not JSON; OSError.
     """
     path = Path(path)
     _check_suffix(path)

@@ -81,7 +81,9 @@ def _load_weights(checkpoint: Path, base: str) -> PreTrainedModel:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             # A tied head is one tensor under two names; both are read into the same storage.
             dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
-    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+    except (CheckpointException, Exception) as error:
+        # torch's own is no Exception. Reading includes unpickling, and a damaged pickle raises
+        # whatever its bytes come to.
         raise CheckpointError(
             f"checkpoint {checkpoint}: its weights cannot be read ({type(error).__name__}), "
             f"expected those of {base}; name the run's base model or use another checkpoint"

@@ -347,7 +347,9 @@ def load_checkpoint(
     state = _state(policy, critic)
     try:
         dcp.load(state, checkpoint_id=path, process_group=group, planner=_CountingLoad())
-    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+    except (CheckpointException, Exception) as error:
+        # torch's own is no Exception. Reading includes unpickling, and a damaged pickle raises
+        # whatever its bytes come to.
         raise CheckpointError(
             f"checkpoint {path}: its shards cannot be read ({_first_line(error)}), expected "
             f"weights of {progress.model}; use an older one"

@@ -76,7 +76,7 @@ def write_reasoning_gym(
     try:
         tasks = generate_tasks(family, count, seed=seed, options=dict(map(_option, options)))
         write_tasks(out, tasks)
-    except (BadTaskFile, ImportError, ValueError, TypeError) as error:
+    except (BadTaskFile, ImportError, ValueError, TypeError, OSError) as error:
         raise ConfigError(f"tasks reasoning-gym: {error}") from error
     return f"{count} tasks of {family} in {out}"
 
@@ -87,7 +87,7 @@ def write_generated(environment: str, out: Path, *, count: int, seed: int) -> st
         resolve(environment, {})
         source = GeneratedTasks(environment, run_seed=seed)
         write_tasks(out, [source.task(index) for index in range(count)])
-    except (BadTaskFile, UnknownEnvironment, ValueError) as error:
+    except (BadTaskFile, UnknownEnvironment, ValueError, OSError) as error:
         raise ConfigError(f"tasks generate: {error}") from error
     return f"{count} tasks of {environment} in {out}"
 
@@ -96,4 +96,9 @@ def _option(text: str) -> tuple[str, object]:
     key, separator, value = text.partition("=")
     if not separator:
         raise ConfigError(f"--option {text!r}: expected KEY=VALUE")
-    return key, yaml.safe_load(value)
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(
+            f"--option {key}: got {value!r}, expected a YAML value, such as 3, text or [1, 2]"
+        ) from None

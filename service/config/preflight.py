@@ -32,6 +32,7 @@ def check_without_model(config: Config, *, is_local: bool = True) -> Observation
     Returns: how the first task begins. Raises: ConfigError.
     """
     check_machine(config, is_local=is_local)
+    check_model_sources(config)
     return first_observation(config)
 
 

@@ -75,7 +75,10 @@ def open_journal(place: Path) -> OpenJournal:
         file = JournalFile(path=place, step=step.step, term=step.term)
         return OpenJournal(place=place, run_dir=None, files=(file,))
     run_dir = RunDir(path=place)
-    files = list_files(run_dir.journal)
+    try:
+        files = list_files(run_dir.journal)
+    except OSError as error:
+        raise _unreadable(run_dir.journal, error) from error
     if not files:
         raise ConfigError(
             f"inspect: {place} has no journal; expected a run directory with {run_dir.journal.name}"

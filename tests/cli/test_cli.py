@@ -122,9 +122,11 @@ def test_task_files_are_written_in_both_forms_and_an_unknown_family_is_refused(
 ) -> None:
     files = [tmp_path / "tasks.jsonl", tmp_path / "tasks.parquet"]
     command = ("tasks", "reasoning-gym")
-    *written, refused = rayloom(
+    *written, refused, no_value, no_place = rayloom(
         *((*command, "chain_sum", str(file), "--count", "5") for file in files),
         (*command, "chain_summ", str(tmp_path / "other.jsonl")),
+        (*command, "chain_sum", str(tmp_path / "other.jsonl"), "--option", "x=["),
+        ("tasks", "generate", "guessing", "/proc/tasks.jsonl"),
     )
     for file, answer in zip(files, written, strict=True):
         assert answer.code == 0, answer.err
@@ -132,6 +134,8 @@ def test_task_files_are_written_in_both_forms_and_an_unknown_family_is_refused(
     rows = [json.loads(line) for line in files[0].read_text().splitlines()]
     assert len(rows) == 5 and {row["environment"] for row in rows} == {"reasoning_gym"}
     assert refuses(refused, "chain_sum")
+    assert refuses(no_value, "--option x: got '[', expected a YAML value")
+    assert refuses(no_place, "tasks generate: ")
 
 
 def test_a_tiny_model_is_built_but_not_over_something_else_or_where_none_can_be(

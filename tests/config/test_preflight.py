@@ -130,6 +130,9 @@ def test_a_model_whose_answers_would_never_end_is_refused(model: str, tmp_path: 
 def test_a_model_that_is_not_there_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=r"model\.path.*is not there.*rayloom model tiny"):
         preflight.check_model_source(path, key="model.path")
+    # Whoever starts the run: one that is resumed may have lost its model.
+    with pytest.raises(ConfigError, match=r"model\.path.*is not there"):
+        preflight.check_without_model(config_with(path))
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:

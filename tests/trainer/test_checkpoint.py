@@ -214,6 +214,19 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(
     train(two_ranks, range(1))
 
 
+def test_metadata_that_is_damaged_is_told_in_a_sentence(
+    two_ranks: World, settings: RankSettings, tmp_path: Path
+) -> None:
+    two_ranks.start(settings)
+    path = save(two_ranks, 1)
+    (path / ".metadata").write_bytes(b"\x80\x04no pickle")
+    with pytest.raises(CheckpointError, match="its shards cannot be read"):
+        two_ranks.call("load", path=path)
+    with pytest.raises(CheckpointError, match="its weights cannot be read"):
+        export_checkpoint(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(json.dumps({"format": 99}))
     with pytest.raises(CheckpointError, match=f"got manifest format 99, expected {FORMAT}"):
