@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -135,14 +135,20 @@ def _init_local(config: Config) -> None:
 def start_ray(**options: Any) -> None:
     """`ray.init` of a node of its own; tried again after the time limit of its start.
 
-    Ray gives a node 30 s to come up, whatever the load, and no setting changes that.
+    Ray gives a node 30 s to come up, whatever the load, and no setting changes that. What it has
+    started until then it leaves behind.
     """
+    before = set(psutil.Process().children())
     try:
         _init(**options)
     except Exception as error:
         if "timed out during startup" not in str(error):
             raise
         ray.shutdown()
+        for process in set(psutil.Process().children()) - before:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+                process.wait()
         _init(**options)
 
 

@@ -45,12 +45,21 @@ except ConfigError as error:
     assert re.search(r"a local Ray did not start \(.*expected it to come up", done.stdout), done
 
 
-def refuse_starts(monkeypatch: pytest.MonkeyPatch, *reasons: str) -> list[str]:
-    """Ray's start fails once for each reason, and then succeeds; returns the reasons left."""
+def refuse_starts(
+    monkeypatch: pytest.MonkeyPatch,
+    *reasons: str,
+    leaves: list[subprocess.Popen[bytes]] | None = None,
+) -> list[str]:
+    """Ray's start fails once for each reason, and then succeeds; returns the reasons left.
+
+    leaves: gets a process for each failed start, as Ray's own are left.
+    """
     left = list(reasons)
 
     def init(**options: object) -> None:
         if left:
+            if leaves is not None:
+                leaves.append(subprocess.Popen(["sleep", "60"]))
             raise Exception(left.pop(0))
 
     monkeypatch.setattr(ray, "init", init)
@@ -63,9 +72,17 @@ LATE = "The current node timed out during startup."
 
 
 def test_a_ray_that_was_late_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = refuse_starts(monkeypatch, LATE)
-    cluster.start_ray()
-    assert left == []
+    own, left_behind = subprocess.Popen(["sleep", "60"]), []
+    left = refuse_starts(monkeypatch, LATE, leaves=left_behind)
+    try:
+        cluster.start_ray()
+        assert left == []
+        # What the first attempt started is ended, and nothing else.
+        assert [each.poll() is None for each in left_behind] == [False]
+        assert own.poll() is None
+    finally:
+        own.kill()
+        own.wait()
 
 
 @pytest.mark.parametrize("reasons", [(LATE, LATE), ("no space left on device", LATE)])
