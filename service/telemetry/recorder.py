@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
+from logging.handlers import RotatingFileHandler
 
 from actors.merge.report import MergeReport
 from actors.metrics import Metrics, Part
@@ -24,6 +25,9 @@ from service.telemetry.records import EvaluationRecord, StepRecord, evaluation_l
 from service.telemetry.totals import RunTotals
 
 log = logging.getLogger("rayloom.run")
+
+# A step writes some hundred bytes: the newest hundred thousand steps or more are kept.
+LOG_BYTES, OLD_LOGS = 32 * 2**20, 3
 
 # What a status can still show, to an asker who was away for a while.
 KEPT_RECORDS = 256
@@ -340,8 +344,11 @@ def tokens_of(record: StepRecord) -> dict[str, float]:
 
 
 def configure_logging(path: str) -> None:
-    """Send Rayloom's log to a file, one line an event with its time."""
-    handler = logging.FileHandler(path)
+    """Send Rayloom's log to a file, one line an event with its time.
+
+    A file that is full is renamed, to run.log.1 and on; the oldest goes.
+    """
+    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=OLD_LOGS)
     handler.setFormatter(
         logging.Formatter("%(asctime)s %(levelname)-7s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     )
