@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shlex
 import subprocess
@@ -76,10 +77,12 @@ def rendered(
     binary: Path | None = None,
 ) -> list[Manifest]:
     """The objects that `helm install` would send: `values` over `files`, values-cpu-dev if none."""
-    text = _template(
-        json.dumps(values or {}), files or (CPU_DEV,), chart, release, tuple(options), binary
+    objects: list[Manifest] = pickle.loads(
+        _template(
+            json.dumps(values or {}), files or (CPU_DEV,), chart, release, tuple(options), binary
+        )
     )
-    return parsed(text)
+    return objects
 
 
 def parsed(text: str) -> list[Manifest]:
@@ -96,11 +99,13 @@ def _template(
     release: str,
     options: tuple[str, ...],
     binary: Path | None,
-) -> str:
+) -> bytes:
+    """The objects, pickled: the same ones are asked for often, and reading YAML takes longest."""
     with tempfile.TemporaryDirectory() as scratch:
         last = Path(scratch) / "values.json"
         last.write_text(values)
-        return helm("template", release, chart, *_named([*files, last]), *options, binary=binary)
+        text = helm("template", release, chart, *_named([*files, last]), *options, binary=binary)
+    return pickle.dumps(parsed(text))
 
 
 def in_mode(mode: str) -> Values:
