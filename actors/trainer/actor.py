@@ -91,6 +91,12 @@ class TrainerRankActor:
         if self._sender is not None:
             self._sender.check()
 
+    @ray.method(concurrency_group="watch")
+    def abandon(self) -> None:
+        """As the rank's, beside the step in hand; nothing before the start is over."""
+        if self._rank is not None:
+            self._rank.abandon()
+
     def open_rendezvous(self, is_local: bool) -> Rendezvous:
         """Open the store that the ranks meet at; rank 0 alone.
 

@@ -34,6 +34,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.batch import Float32s
 from actors.deadline import ActorLost, wait_while_moving, within
 from actors.expert_records import ModelShape
+from actors.trainer.abandon import StepAbandoned
 from actors.trainer.actor import CONCURRENCY, RankProcess, TrainerRankActor
 from actors.trainer.checkpoint import CheckpointError, Progress
 from actors.trainer.settings import RankSettings, WeightBackend
@@ -41,7 +42,7 @@ from actors.trainer.shard_check import PolicyTooOld, ShardRefused
 from actors.trainer.statistics import StepStats
 from actors.weights.board import WeightGroup
 
-_AGREED = (ShardRefused, PolicyTooOld, CheckpointError)
+_AGREED = (ShardRefused, PolicyTooOld, CheckpointError, StepAbandoned)
 # What a rank's own code raises in these, it would raise again in a new group.
 _START_METHODS = ("process", "open_rendezvous", "join", "load")
 # Caused by another process that ended or still holds memory; a new group may not meet them.
@@ -233,7 +234,8 @@ class TrainerGroup:
         Args: shard_refs: one reference to a `RankShard` for each rank, in the order of ranks.
         value_shard_refs: likewise to a `ValueShard`, where there is a critic.
         Returns: statistics over all ranks; the seconds are rank 0's.
-        Raises: ShardRefused, PolicyTooOld with the weights unchanged; TrainerRankLost.
+        Raises: ShardRefused, PolicyTooOld, StepAbandoned with the weights unchanged;
+            TrainerRankLost.
         """
         values = value_shard_refs or [None] * len(shard_refs)
         calls = [
@@ -245,6 +247,14 @@ class TrainerGroup:
         )[0]
         self.version = stats.trainer_version + 1
         return stats
+
+    async def abandon(self) -> None:
+        """Have the step in hand given up where none of its updates is done: `step` or `score`
+        raises StepAbandoned. Whoever awaits that call learns of a lost rank."""
+        asked = [asyncio.wrap_future(rank.abandon.remote().future()) for rank in self._ranks]
+        _ignore_results(asked)
+        if asked:
+            await asyncio.wait(asked, timeout=_LOOK_EVERY_S)
 
     async def publish(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
         """Make the ranks' weights the board's current publication.
@@ -282,7 +292,7 @@ class TrainerGroup:
 
         idle_s = self.deadlines.idle_s
         answer = asyncio.wrap_future(board.publish.remote(term, version, groups).future())
-        _abandon([answer])
+        _ignore_results([answer])
         await wait_while_moving([answer], progress, idle_s=idle_s, look_s=_LOOK_EVERY_S)
         if not answer.done():
             raise TimeoutError(f"it has fetched and copied nothing for {idle_s:g} s")
@@ -435,7 +445,7 @@ class TrainerGroup:
                     answers, self._progress, idle_s=self.deadlines.idle_s, look_s=_LOOK_EVERY_S
                 )
         except asyncio.CancelledError:
-            _abandon(answers)
+            _ignore_results(answers)
             raise
         if any(answer.done() and _agreed_error(answer) is not None for answer in answers):
             # The others are raising the same.
@@ -456,7 +466,7 @@ class TrainerGroup:
         # Not over the first loss, which is why the others follow.
         self._lost = self._lost or failure or lost
         self.kill()
-        _abandon(answers)
+        _ignore_results(answers)
         raise self._lost
 
     async def _progress(self) -> dict[int, int]:
@@ -464,7 +474,7 @@ class TrainerGroup:
         looks = [asyncio.wrap_future(rank.progress.remote().future()) for rank in self._ranks]
         if looks:
             await asyncio.wait(looks, timeout=_LOOK_EVERY_S)
-        _abandon(looks)
+        _ignore_results(looks)
         return {
             rank: look.result()
             for rank, look in enumerate(looks)
@@ -535,7 +545,7 @@ def _agreed_error(answer: asyncio.Future[Any]) -> Exception | None:
     return cause if isinstance(cause, _AGREED) else None
 
 
-def _abandon(answers: Sequence[asyncio.Future[Any]]) -> None:
+def _ignore_results(answers: Sequence[asyncio.Future[Any]]) -> None:
     for answer in answers:
         answer.add_done_callback(_ignore_result)
 

@@ -1,9 +1,9 @@
 """One rank of the trainer: FSDP2 over `torch.distributed`, without Ray.
 
-Every public method but `close` is collective: all ranks call it with the same arguments (each its
-own shard) in the same order. Invariant: all ranks take every decision (refuse, skip, clip) from
-the same gathered numbers, so that none waits in a collective that another one has left out. Called
-by `actor.py`.
+Every public method but `close` and `abandon` is collective: all ranks call it with the same
+arguments (each its own shard) in the same order. Invariant: all ranks take every decision (refuse,
+skip, clip) from the same gathered numbers, so that none waits in a collective that another one has
+left out. Called by `actor.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from actors.batch import Float32s, Minibatch, RankShard, RowScores, ValueShard
 from actors.expert_records import ModelShape
 from actors.network import LOOPBACK
+from actors.trainer.abandon import Abandonment, StepAbandoned
 from actors.trainer.checkpoint import Progress
 from actors.trainer.critic import Critic
 from actors.trainer.loss.micro_batch import micro_batch_loss
@@ -92,6 +93,7 @@ class TrainerRank:
         )
         # Of the checkpoints alone: they are written while the other group trains.
         self._side_group = join_side_group()
+        self._abandonment = Abandonment(join_side_group())
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Path] | None = None
         sharding = Sharding(
@@ -123,15 +125,17 @@ class TrainerRank:
         """Score rows before their rewards are shaped: by the critic, and by the reference.
 
         Returns: one answer a row, in their order.
-        Raises: ShardRefused, PolicyTooOld on every rank when any rank refuses its shard.
+        Raises: ShardRefused, PolicyTooOld on every rank when any rank refuses its shard;
+            StepAbandoned.
         """
         self._agree_on(shard)
+        self._abandonment.check()
         rows = tuple(row for part in shard.minibatches for row in part.micro_batches)
         none = (None,) * len(rows)
         values = self._critic.score(rows) if self._critic is not None else none
         reference: Sequence[Float32s | None] = none
         if self._reference is not None and self.settings.algorithm.shapes_by_reference:
-            scores = self._reference.score(shard.minibatches)
+            scores = self._reference.score(shard.minibatches, check=self._abandonment.check)
             reference = [logprobs.cpu().numpy() for part in scores for logprobs in part]
         return tuple(
             RowScores(reference_logprobs=logprobs, values=of_row)
@@ -143,9 +147,23 @@ class TrainerRank:
 
         Args: value_shard: where there is a critic.
         Returns: statistics over all ranks.
-        Raises: ShardRefused, PolicyTooOld on every rank when any rank refuses its shard; the
-            weights are then unchanged.
+        Raises: ShardRefused, PolicyTooOld on every rank when any rank refuses its shard;
+            StepAbandoned. The weights are then unchanged.
         """
+        try:
+            return self._train_step(shard, value_shard)
+        except StepAbandoned:
+            self._policy.free_weights()
+            raise
+
+    def abandon(self) -> None:
+        """Give up the step in hand, unless an update of it is done, and take no other.
+
+        From any thread, on any rank: the others follow.
+        """
+        self._abandonment.ask()
+
+    def _train_step(self, shard: RankShard, value_shard: ValueShard | None) -> StepStats:
         assert (value_shard is None) == (self._critic is None)
         self._agree_on(shard, value_shard)
         scored = self._score(shard.minibatches)
@@ -275,9 +293,11 @@ class TrainerRank:
         is_only_update = self.settings.algorithm.epochs * len(minibatches) == 1
         if self.settings.algorithm.loss.needs_old and not is_only_update:
             temperature = self.settings.temperature
-            old = score_minibatches(self._policy, minibatches, temperature=temperature)
+            old = score_minibatches(
+                self._policy, minibatches, temperature=temperature, check=self._abandonment.check
+            )
         if self._reference is not None and self.settings.algorithm.loss.needs_reference:
-            reference = self._reference.score(minibatches)
+            reference = self._reference.score(minibatches, check=self._abandonment.check)
         return [
             ScoredMinibatch(minibatch=minibatch, old=of_old, reference=of_reference)
             for minibatch, of_old, of_reference in zip(minibatches, old, reference, strict=True)
@@ -302,6 +322,8 @@ class TrainerRank:
         for number, (micro_batch, old, reference) in enumerate(
             zip(micro_batches, scored.old, scored.reference, strict=True)
         ):
+            if is_first:
+                self._abandonment.check()
             row = row_tensors(micro_batch, device=self.device)
             self._policy.begin_micro_batch(is_last=number == len(micro_batches) - 1)
             current, entropies = self._policy.model(

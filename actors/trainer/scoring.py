@@ -6,13 +6,13 @@ Collective: all ranks score minibatches of equally many rows, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from actors.batch import Minibatch
+from actors.batch import MicroBatch, Minibatch
 from actors.trainer.model import PolicyModel, RowTensors, load_policy, row_tensors
 from actors.trainer.settings import RankSettings
 from actors.trainer.sharded_model import ShardedModel, Sharding
@@ -29,18 +29,26 @@ def score_row(policy: PolicyModel, row: RowTensors, *, temperature: float) -> Te
 
 
 def score_minibatches(
-    policy: ShardedModel[PolicyModel], minibatches: Sequence[Minibatch], *, temperature: float
+    policy: ShardedModel[PolicyModel],
+    minibatches: Sequence[Minibatch],
+    *,
+    temperature: float,
+    check: Callable[[], None],
 ) -> Scores:
-    """Score every row of a step, and free the gathered weights behind it."""
-    scores = [
-        [
-            score_row(policy.model, row_tensors(row, device=policy.device), temperature=temperature)
-            for row in minibatch.micro_batches
-        ]
-        for minibatch in minibatches
-    ]
-    policy.free_weights()
-    return scores
+    """Score every row of a step, and free the gathered weights behind it.
+
+    check: called before each row; what it raises ends the scoring.
+    """
+
+    def score(row: MicroBatch) -> Tensor:
+        check()
+        tensors = row_tensors(row, device=policy.device)
+        return score_row(policy.model, tensors, temperature=temperature)
+
+    try:
+        return [[score(row) for row in minibatch.micro_batches] for minibatch in minibatches]
+    finally:
+        policy.free_weights()
 
 
 class Reference:
@@ -60,12 +68,13 @@ class Reference:
         self._temperature = settings.temperature
         self._policy = ShardedModel(policy, policy.causal_lm, sharding)
 
-    def score(self, minibatches: Sequence[Minibatch]) -> Scores:
-        """Log-probabilities of the rows' targets."""
+    def score(self, minibatches: Sequence[Minibatch], *, check: Callable[[], None]) -> Scores:
+        """Log-probabilities of the rows' targets. check: as `score_minibatches`."""
         return score_minibatches(
             self._policy,
             [_without_experts(minibatch) for minibatch in minibatches],
             temperature=self._temperature,
+            check=check,
         )
 
 

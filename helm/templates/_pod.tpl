@@ -32,7 +32,8 @@ spec:
   serviceAccountName: {{ include "rayloom.serviceAccountName" $pod | quote }}
   automountServiceAccountToken: false
   enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ add $values.drain.timeoutSeconds 30 }}
+  # On the head the run ends first, and then Ray's node.
+  terminationGracePeriodSeconds: {{ add (mul $values.drain.timeoutSeconds (ternary 2 1 $isHead)) 30 }}
   securityContext: {{- include "rayloom.podSecurity" . | nindent 4 }}
   {{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" }}
   {{- with index $group $key }}
@@ -63,7 +64,14 @@ spec:
       {{- end }}
       ports: {{- include "rayloom.ports" $pod | nindent 8 }}
       resources: {{- include "rayloom.resources" $group | nindent 8 }}
-      {{- if not $isHead }}
+      {{- if $isHead }}
+      lifecycle:
+        preStop:
+          exec:
+            # In half the time that the workers, which may be told to go too, still have; the other half is
+            # for the checkpoint.
+            command: [rayloom, stop, --grace, {{ div $values.drain.timeoutSeconds 2 | quote }}]
+      {{- else }}
       {{- /* Serve's proxy runs on the head alone, and the probe that the operator would put here asks for
              it. The head keeps the operator's probe: it must be ready before Serve is configured. */}}
       readinessProbe:

@@ -95,6 +95,19 @@ class SubmitBody(_Strict):
         ]
 
 
+class StopBody(_Strict):
+    grace_seconds: float | None = Field(
+        None,
+        ge=0,
+        description="a step that is not trained by then is given up, and its rollouts are played "
+        "again when the run goes on; null: wait for it",
+    )
+
+
+class StopAnswer(_Strict):
+    phase: str = Field(description="of the run; GET /readyz says when it has ended")
+
+
 def is_deeper(tree: Any, limit: int) -> bool:
     """Whether more than `limit` containers lie inside each other. Example: {"a": [1]} has 2."""
     level = [tree]

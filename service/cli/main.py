@@ -183,6 +183,31 @@ def _path(option: str, text: str | None, *, what: str = "a directory") -> Path |
 
 
 @app.command()
+def stop(
+    address: Annotated[str, typer.Option(help="of the Ray cluster")] = "auto",
+    run: Annotated[
+        str | None, typer.Option(metavar="NAME", help="run.name of the one to stop; default: all")
+    ] = None,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="give up a step that is not trained by then; default: wait for it",
+        ),
+    ] = None,
+) -> None:
+    """Have the runs of a cluster end after the step in hand, and wait until they have.
+
+    Each leaves a checkpoint, and goes on by --resume. What a step that was given up had played is
+    played again.
+    """
+    from service.cli.stop import stop_runs
+
+    raise typer.Exit(stop_runs(address=address, name=run, grace_s=grace))
+
+
+@app.command()
 def check(config: ConfigPath, overrides: Overrides = None) -> None:
     """Read CONFIG, check it, and print every setting, defaults filled in, with its meaning."""
     typer.echo(describe_config(load_config(config, overrides or ())))

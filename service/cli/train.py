@@ -179,11 +179,12 @@ def _show_until_done(
         display.close()
         return report_interrupt(watcher.last, run_dir, worker_logs=worker_logs)
     display.close()
-    return _report_ending(ending, run_dir, is_stopped=signals.is_asked, last=watcher.last)
+    is_stopped = signals.is_asked or ending.was_stopped
+    return _report_ending(ending, run_dir, is_stopped=is_stopped, last=watcher.last)
 
 
 def _stay(ending: Ending, display: Display, signals: StopSignals) -> None:
-    if signals.is_asked:
+    if signals.is_asked or ending.was_stopped:
         return
     display.close()
     say(f"{ending.reason}; the API goes on answering what it knows, Ctrl-C ends it")

@@ -75,6 +75,16 @@ def joined(config: Config, *, address: str | None) -> Iterator[None]:
         ray.shutdown(wait_for_processes=True)
 
 
+@contextmanager
+def attached(address: str) -> Iterator[None]:
+    """Join a cluster to look at its runs, not to start one. Raises: ConfigError."""
+    try:
+        _connect(address)
+        yield
+    finally:
+        ray.shutdown()
+
+
 def short_temp_dir(asked: str) -> str | None:
     """Where Ray puts its session; None for its own choice. asked: what it would take.
 
@@ -161,13 +171,18 @@ def _init(**options: Any) -> None:
 
 
 def _join(address: str, config: Config) -> None:
+    """Raises: ConfigError."""
+    _connect(address, runtime_env=shipped_files(config, cwd=Path.cwd()))
+
+
+def _connect(address: str, **options: Any) -> None:
     try:
         _init(
             address=address,
             namespace=NAMESPACE,
             log_to_driver=False,
             logging_level="warning",
-            runtime_env=shipped_files(config, cwd=Path.cwd()),
+            **options,
         )
     except Exception as error:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ from service.store.place import (
 )
 from service.store.run_store import ReadOnlyStore, StoreError, check_kind, has_run
 from service.store.tables import RunKind
+
+_RUN_ID = re.compile(r"rayloom-(.+)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,6 +367,12 @@ def run_id_of(config: Config, run_dir: RunDir) -> str:
     """A run's name, the same at every start: what a dead run left is found by it and ended."""
     digest = blake2b(str(run_dir.path).encode(), digest_size=4).hexdigest()
     return f"rayloom-{config.run.name}-{digest}"
+
+
+def run_name_of(run_id: str) -> str | None:
+    """The `run.name` of a run's id; None for what is no id, such as another actor's name."""
+    found = _RUN_ID.fullmatch(run_id)
+    return found[1] if found else None
 
 
 def _model_path(config: Config, run_dir: RunDir) -> str:

@@ -161,6 +161,8 @@ class Ending:
 
     reason: str
     has_report: bool
+    was_stopped: bool = False
+    """Somebody asked for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from actors.algorithm import AlgorithmSettings
 from actors.deadline import ActorLost
 from actors.merge.groups import PayloadsLost, ScoresLost
 from actors.merge.report import StepReport
+from actors.trainer.abandon import StepAbandoned
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups
 from actors.trajectory_queue.messages import QueueSnapshot, StepInput
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from service.telemetry.recorder import RunRecorder
 
 POLL_S = 1.0
+# A group that is being replaced cannot give up a step; the next one is asked again.
+ASK_AGAIN_S = 1.0
 # Writing a checkpoint's files costs more than committing those that are there once more.
 FILES_FACTOR = 10
 MAX_SCORINGS = 3
@@ -160,6 +163,7 @@ class Loop:
         self._saving: asyncio.Task[None] | None = None
         """Waits until the last checkpoint is written, then commits it; None: done."""
         self._is_stopping = asyncio.Event()
+        self._is_grace_over = asyncio.Event()
         self._rewards: deque[float] = deque(maxlen=AVERAGED_STEPS)
         self._evaluated_step: int | None = None
 
@@ -175,9 +179,15 @@ class Loop:
     def _has_more(self) -> bool:
         return self._step <= self._settings.run.steps and not self.is_solved
 
-    def stop(self) -> None:
-        """Finish the step in hand, leave a checkpoint, and return from `run`."""
+    def stop(self, *, grace_s: float | None = None) -> None:
+        """Finish the step in hand, leave a checkpoint, and return from `run`.
+
+        grace_s: a step that is not trained by then is given up, and its rollouts stay in the queue
+        for the resume; None: however long it takes.
+        """
         self._is_stopping.set()
+        if grace_s is not None:
+            asyncio.get_running_loop().call_later(grace_s, self._is_grace_over.set)
 
     async def run(self) -> None:
         """Train until the last step or `stop`; ends with nothing in flight and a checkpoint.
@@ -202,6 +212,12 @@ class Loop:
             await training
         except RunFailed as error:
             failure = error
+            await self._join_loading()
+        except StepAbandoned:
+            self._handles.recorder.notice(
+                f"step {self._step} is given up, its grace is over; its rollouts are played again "
+                "when the run goes on"
+            )
             await self._join_loading()
         finally:
             tasks = [task for task in (admitting, training, self._loading) if task]
@@ -230,7 +246,7 @@ class Loop:
                 break
             collect_s = watch.lap()
             try:
-                built, score_s = await self._build(step_input)
+                built, score_s = await self._unless_grace_is_over(self._build(step_input))
             except PayloadsLost as loss:
                 self._handles.recorder.notice(f"step {self._step}: {loss}; they are played again")
                 await self._handles.queue.replay_lost(loss.rollout_ids)
@@ -319,11 +335,19 @@ class Loop:
 
     async def _train_step(self, built: BuiltStep, stages: StageSeconds) -> None:
         handles, step, watch = self._handles, self._step, Stopwatch()
-        stats = await self._with_published(
-            partial(
-                handles.trainer.step, built.shards, built.value_shards, num_bytes=built.num_bytes
+        giving_up = asyncio.create_task(self._give_up_after_grace())
+        try:
+            stats = await self._with_published(
+                partial(
+                    handles.trainer.step,
+                    built.shards,
+                    built.value_shards,
+                    num_bytes=built.num_bytes,
+                )
             )
-        )
+        finally:
+            giving_up.cancel()
+            await asyncio.gather(giving_up, return_exceptions=True)
         stages = replace(stages, train=watch.lap())
         await self._join_loading()
         version = await self._publish()
@@ -340,6 +364,29 @@ class Loop:
             await self._load_and_checkpoint(trained)
         self._failures.check_merge(step, built.report, notices=built.notices)
         self._failures.check_step(step, was_trained=not stats.is_all_skipped)
+
+    async def _unless_grace_is_over(self, call: Coroutine[Any, Any, Answer]) -> Answer:
+        """Await what may be dropped half done. Raises: StepAbandoned."""
+        working = asyncio.create_task(call)
+        waiting = asyncio.create_task(self._is_grace_over.wait())
+        try:
+            await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                # It may be what the ranks are at: they are wanted for a checkpoint.
+                await self._handles.trainer.abandon()
+                raise StepAbandoned("its grace is over")
+            return working.result()
+        finally:
+            for task in (working, waiting):
+                task.cancel()
+            await asyncio.gather(working, waiting, return_exceptions=True)
+
+    async def _give_up_after_grace(self) -> None:
+        """Have the ranks give up the step that they train, as long as no update of it is done."""
+        await self._is_grace_over.wait()
+        while True:
+            await self._handles.trainer.abandon()
+            await asyncio.sleep(ASK_AGAIN_S)
 
     async def _with_published(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         """Call the trainer; where it came back with other bits, its engines get those first."""
@@ -421,8 +468,11 @@ class Loop:
     async def _evaluate(self, *, step: int) -> None:
         tasks = self._handles.evaluation_tasks
         self._evaluated_step = step
-        if tasks:
-            summaries = await self._handles.environments.evaluate(tasks)
+        if not tasks:
+            return
+        with suppress(StepAbandoned):
+            playing = self._handles.environments.evaluate(tasks)
+            summaries = await self._unless_grace_is_over(playing)
             version = self._handles.trainer.version
             record = evaluation_record(step, summaries, version=version)
             await self._handles.recorder.evaluation(record)

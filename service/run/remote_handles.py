@@ -95,6 +95,9 @@ class SupervisorClient:
     async def cancel(self, submission_id: str) -> SubmissionView | None:
         return await self._ask("cancel", submission_id)
 
+    async def stop(self, grace_s: float | None) -> None:
+        await self._ask("stop", grace_s)
+
     async def readiness(self) -> Readiness:
         return await self._ask("readiness")
 

@@ -134,7 +134,7 @@ class RestartableTrainer:
         """As `TrainerGroup.step`; the shards are kept. num_bytes: of all of them.
 
         Raises: WeightsMoved; ActorLost when no group comes back, or a shard is gone;
-            TrainerStartFailed; ShardRefused and PolicyTooOld as the group.
+            TrainerStartFailed; ShardRefused, PolicyTooOld and StepAbandoned as the group.
         """
 
         async def train(group: TrainerGroup) -> tuple[StepStats, tuple[int, ...]]:
@@ -157,6 +157,14 @@ class RestartableTrainer:
             self._restarts.progressed()
             self._is_given_out, self._logprobs = False, None
             return stats
+
+    async def abandon(self) -> None:
+        """Have the call in hand, `score` or `step`, raise StepAbandoned if it still can.
+
+        Not while a new group trains kept steps again, which have been done before.
+        """
+        if not self.is_restarting:
+            await self._group.abandon()
 
     async def publish(self, board: Any, term: int, version: int) -> None:
         """As `TrainerGroup.publish`. Raises: WeightsMoved when `version` no longer is the weights';

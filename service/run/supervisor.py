@@ -164,6 +164,7 @@ class Supervisor:
         self._faults: dict[str, str] = {}
         """By directory, why a checkpoint cannot be loaded; no term goes on from one of these."""
         self._is_stopping = False
+        self._is_over = False
         self._exit_reason: str | None = None
         self._stats: QueueStats | None = None
         self._ledger = LedgerCounts()
@@ -200,7 +201,7 @@ class Supervisor:
             raise
         else:
             has_report = await self._end(Phase.FINISHED, reason)
-            return Ending(reason=reason, has_report=has_report)
+            return Ending(reason=reason, has_report=has_report, was_stopped=self._is_stopping)
         finally:
             await self._engines.stop()
             for task in (observing, renewing, pushing):
@@ -208,6 +209,11 @@ class Supervisor:
             await asyncio.gather(observing, renewing, pushing, return_exceptions=True)
             await self._push(is_last=True)
             await self._thread.call(self._leave_store)
+            self._is_over = True
+
+    async def is_over(self) -> bool:
+        """Whether the run has ended, and let go of its engines and its database."""
+        return self._is_over
 
     async def _run_terms_while(self, renewing: asyncio.Task[None]) -> str:
         """Run terms until the run ends, the lease is lost, or the store stays away.
@@ -230,15 +236,22 @@ class Supervisor:
             self._store.release(self._recorder.term)
         self._store.close()
 
-    async def stop(self) -> None:
-        """End the run: after the step in hand and its checkpoint, or during the start at once."""
+    async def stop(self, grace_s: float | None = None) -> None:
+        """End the run: after the step in hand and its checkpoint, or during the start at once.
+
+        grace_s: a step that is not trained by then is given up; None: however long it takes. Asked
+        once more, the shorter grace counts. Nothing once the run has ended.
+        """
+        if self._exit_reason is not None:
+            return
         self._is_stopping = True
         is_training = self._term is not None and self._term.is_training
-        self._recorder.phase(
-            Phase.STOPPING, "after the step in hand" if is_training else "during the start"
-        )
+        detail = "after the step in hand" if is_training else "during the start"
+        if is_training and grace_s is not None:
+            detail += f", or in {grace_s:g} s without it"
+        self._recorder.phase(Phase.STOPPING, detail)
         if self._term is not None:
-            self._term.request_stop()
+            self._term.request_stop(grace_s=grace_s)
 
     async def status(self, cursor: Cursor) -> RunStatus:
         recorder, stats = self._recorder, self._stats

@@ -138,11 +138,14 @@ class Term:
     def first_step(self) -> int:
         return self._lease.parent.step + 1 if self._lease.parent else 1
 
-    def request_stop(self) -> None:
-        """Give up a start that is under way, or end after the step in hand."""
+    def request_stop(self, *, grace_s: float | None = None) -> None:
+        """Give up a start that is under way, or end after the step in hand.
+
+        grace_s: as `Loop.stop`.
+        """
         self._stop_asked.set()
         if self._loop is not None:
-            self._loop.stop()
+            self._loop.stop(grace_s=grace_s)
 
     async def run(self) -> None:
         """Start the actors and train, until the end or a stop.
@@ -156,6 +159,8 @@ class Term:
         self._recorder.phase(Phase.TRAINING, "")
         assert self._pool is not None
         tasks = await asyncio.to_thread(open_tasks, self._config)
+        if self._stop_asked.is_set():
+            return
         self._loop = Loop(self._handles(publisher, tasks), self._loop_settings())
         training = asyncio.create_task(self._loop.run())
         watching = [

@@ -223,7 +223,7 @@ def test_the_services_reach_the_head_and_nothing_else(files: tuple[Path, ...]) -
 
 @every_variant
 def test_no_pod_runs_as_root_and_every_pod_has_time_to_drain(files: tuple[Path, ...]) -> None:
-    for template in pod_templates(rendered({}, *files)).values():
+    for name, template in pod_templates(rendered({}, *files)).items():
         spec, container = template["spec"], container_of(template)
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] == 1000
@@ -231,9 +231,15 @@ def test_no_pod_runs_as_root_and_every_pod_has_time_to_drain(files: tuple[Path, 
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert spec["automountServiceAccountToken"] is False
         drain_s = int(environment_of(template)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]["value"])
-        assert spec["terminationGracePeriodSeconds"] >= drain_s + 30
-        # `ray stop` before the signal would undo the drain.
-        assert "lifecycle" not in container
+        # `ray stop` before the signal would undo the drain: the head's hook ends the run alone.
+        if name == "head":
+            grace = str(drain_s // 2)
+            hook = {"exec": {"command": ["rayloom", "stop", "--grace", grace]}}
+            assert container["lifecycle"] == {"preStop": hook}
+            assert spec["terminationGracePeriodSeconds"] == 2 * drain_s + 30
+        else:
+            assert "lifecycle" not in container
+            assert spec["terminationGracePeriodSeconds"] == drain_s + 30
         [shm] = [volume for volume in spec["volumes"] if volume["name"] == "shm"]
         assert shm["emptyDir"]["medium"] == "Memory"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from worlds.loop_world import World, make_loop
 
-from actors.deadline import ActorLost
+from actors.deadline import ActorLost, within
 from actors.trainer.checkpoint import CheckpointError
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.messages import OpenSlot
@@ -247,6 +247,39 @@ async def test_a_stop_leaves_a_checkpoint_and_what_is_in_flight_in_flight() -> N
     assert world.published_versions == [1, 2, 3]
     assert world.checkpoints[-1] == (3, "dir-3")
     assert "cancel_all" not in world.calls
+
+
+@pytest.mark.parametrize("stage", ["build", "train"])
+async def test_a_step_that_outlasts_its_grace_is_given_up_and_the_one_before_is_committed(
+    stage: str,
+) -> None:
+    world = World(slow_at=(stage, 4))
+    loop = make_loop(world, steps=100)
+    world.on_slow = lambda: loop.stop(grace_s=0.05)
+    await within(10.0, loop.run())
+    assert world.published_versions == [1, 2, 3]
+    assert world.checkpoints == [(2, "dir-2"), (3, "dir-3")]
+    assert "abandon" in world.calls and "train 4" not in world.calls and 4 not in world.finalised
+    assert "cancel_all" not in world.calls
+
+
+async def test_a_step_that_is_trained_within_its_grace_is_finished_and_committed() -> None:
+    world = World()
+    loop = make_loop(world, steps=100)
+    world.on_publish = lambda version: loop.stop(grace_s=60.0) if version == 3 else None
+    await within(10.0, loop.run())
+    assert world.published_versions == [1, 2, 3]
+    assert world.checkpoints[-1] == (3, "dir-3")
+    assert "abandon" not in world.calls
+
+
+async def test_an_evaluation_that_outlasts_the_grace_costs_its_step_nothing() -> None:
+    world = World(slow_at=("evaluate", 2))
+    loop = make_loop(world, steps=100)
+    world.on_slow = lambda: loop.stop(grace_s=0.05)
+    await within(10.0, loop.run())
+    assert [record.step for record in world.records] == [1, 2]
+    assert world.checkpoints == [(2, "dir-2")]
 
 
 def evict_and_stop(

@@ -19,7 +19,7 @@ import pytest
 import ray
 import yaml
 from worlds.helm_chart import arguments_of, in_mode, rendered, serve_config_of
-from worlds.run_driver import ROOT, START_S, running
+from worlds.run_driver import ROOT, START_S, STEP_S, running
 
 from service.launch.cluster import NAMESPACE, start_ray
 from service.launch.run_dir import RunDir
@@ -111,6 +111,11 @@ def wait_for_ready(client: httpx.Client, file: Path, *, status: int, limit_s: fl
         time.sleep(0.3)
 
 
+def rayloom_stop(address: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "rayloom"), "stop", "--address", address]
+    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=180)
+
+
 def submit(client: httpx.Client, *ids: str) -> int:
     body = {"environment": "guessing", "tasks": [{"id": each} for each in ids]}
     answer = client.post("/api/v1/rollouts", json=body)
@@ -149,6 +154,15 @@ def test_the_charts_serve_configuration_serves_rollouts_and_outlives_its_host(
         later = [f"later-{number}" for number in range(4)]
         assert submit(client, *first, *later) == 4
         wait_until_over(client, *later, limit_s=START_S)
+        # As the head's pod does before it goes: the run ends in order, and says so.
+        submit(client, *(f"last-{number}" for number in range(20)))
+        done = rayloom_stop(gcs_address, "--run", "guessing-cpu", "--grace", "30")
+        assert done.returncode == 0 and done.stdout.endswith(": has ended\n"), done
+        wait_for_words(client, "stopped after step", limit_s=STEP_S)
+        with RunDir(path=tmp_path / "run").looked_into() as store:
+            assert store.live_owner() is None
+        nobody = rayloom_stop(gcs_address, "--run", "x")
+        assert nobody.returncode == 0 and "no run is there to stop of the name x" in nobody.stdout
 
 
 def test_a_host_whose_run_was_taken_over_stays_down_and_waits_for_its_turn(

@@ -125,7 +125,7 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
     with again as run, api_of(run) as api:
         assert api.submit(*first, *later).json()["accepted"] == 0
         check_finalised(api.wait_until_over(*later, limit_s=START_S))
-        run.interrupt()
+        assert api.client.post("/api/v1/stop", json={"grace_seconds": 60}).status_code == 202
         assert run.wait(limit_s=STEP_S) == 130, run.output.read_text()
         check_lineage(run.events())
         left = [item for item in run.events() if item.kind != "admitted"]

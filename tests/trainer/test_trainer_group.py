@@ -19,6 +19,7 @@ from worlds.settings import changed, rank_settings
 from worlds.trainer_world import list_checkpoints, random_samples, shards
 
 from actors.deadline import ActorLost
+from actors.trainer.abandon import StepAbandoned
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import (
     Deadlines,
@@ -134,6 +135,34 @@ async def test_a_group_trains_publishes_and_comes_back_bit_for_bit_after_the_dea
     np.testing.assert_array_equal(await groups[1].check_logprobs(), own)
     await trainer.stop()
     await wait_until_dead([process.process_id for process in groups[1].processes])
+
+
+async def test_a_step_that_is_given_up_leaves_the_weights_of_the_one_before(
+    settings: RankSettings,
+) -> None:
+    group = await start_group(settings)
+    await group.step(put_shards(0))
+    before = await group.fingerprint()
+    long = shards([random_samples(1, 400)], num_ranks=2, num_micro=200, version=1)
+    step = asyncio.create_task(group.step([ray.put(shard) for shard in long]))
+    # By then the ranks are at it; where they are not, they give it up at its first micro-batch.
+    await asyncio.sleep(1.0)
+    assert not step.done()
+    await group.abandon()
+    with pytest.raises(StepAbandoned):
+        await step
+    assert group.version == 1 and await group.fingerprint() == before
+    await group.begin_save(1, term=0)
+    path = await group.finish_save()
+    # Nothing else is begun by ranks that were told to give up.
+    with pytest.raises(StepAbandoned):
+        await group.step(put_shards(1))
+    await group.stop()
+    again = await start_group(settings)
+    assert (await again.load(path)).step == 1
+    assert await again.fingerprint() == before
+    assert (await again.step(put_shards(1))).num_updates == 1
+    await again.stop()
 
 
 async def test_refusals_leave_the_group_at_work_and_a_rank_that_hangs_is_lost_at_the_deadline(

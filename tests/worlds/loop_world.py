@@ -16,6 +16,7 @@ from actors.merge.actor import BuiltStep
 from actors.merge.advantages import Baseline
 from actors.merge.groups import PayloadsLost
 from actors.merge.report import MergeReport, StepReport
+from actors.trainer.abandon import StepAbandoned
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest
@@ -89,6 +90,9 @@ class World:
     starve_from: int | None = None
     scaled_returns: Sequence[float | None] = ()
     engines_load: Callable[[int], Awaitable[None]] = at_once
+    slow_at: tuple[str, int] | None = None
+    """One of "build", "train" and "evaluate", and the step in which it never ends by itself."""
+    on_slow: Callable[[], None] = lambda: None
     on_publish: Callable[[int], None] = lambda version: None
     finalised: dict[int, list[RolloutOutcome]] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
@@ -98,6 +102,7 @@ class World:
     saving: int = 0
     num_evicted: int = 0
     on_starve: Callable[[], None] = lambda: None
+    _abandoned: asyncio.Event = field(default_factory=asyncio.Event)
 
     def calls_of(self, *kinds: str) -> list[str]:
         return [call for call in self.calls if call.startswith(kinds)]
@@ -163,6 +168,7 @@ class World:
     ) -> BuiltStep:
         self._lose_payloads(step_input.step)
         self.calls.append(f"build {step_input.step} {' '.join(scores)}".rstrip())
+        await self._take_time("build", step_input.step)
         told = report(step_input.step, scaled_return=self._scaled_return(step_input.step))
         if step_input.step >= self.misalign_from:
             told = replace(told, evictions={EvictionReason.TOKEN_MISALIGNED: told.num_trajectories})
@@ -193,9 +199,20 @@ class World:
         self.value_shards.append(tuple(value_shards))
         if self.lose_trainer_at == step:
             raise ActorLost("rank 0 is gone")
+        await self._take_time("train", step)
         self.calls.append(f"train {step}")
         self.version += 1
         return stats(step, num_skipped=int(step == self.skip_at or step >= self.skip_from))
+
+    async def abandon(self) -> None:
+        self.calls.append("abandon")
+        self._abandoned.set()
+
+    async def _take_time(self, stage: str, step: int) -> None:
+        if self.slow_at == (stage, step):
+            self.on_slow()
+            await self._abandoned.wait()
+            raise StepAbandoned("as asked")
 
     async def begin_save(self, step: int, *, term: int) -> None:
         self.calls.append(f"save {step}")
@@ -229,6 +246,7 @@ class World:
 
     async def evaluate(self, tasks: Sequence[Task]) -> list[TrajectorySummary]:
         self.calls.append(f"evaluate {len(tasks)}")
+        await self._take_time("evaluate", self.num_taken)
         return []
 
 

@@ -1,0 +1,42 @@
+"""Giving up the step in hand before its first update, so that a run can end within its grace.
+
+Every rank is asked, in its own time; between two micro-batches the ranks agree whether any of them
+was, so that none goes on into a collective that another one has left. Until the first update of a
+step the weights are those of the step before: a checkpoint of it can be written. Used by
+`TrainerRank`. Imports no torch at its top: the supervisor reads the error.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class StepAbandoned(Exception):
+    """A step was given up; the weights are those of the step before."""
+
+
+class Abandonment:
+    """What one rank was asked. `check` is collective, over a group of its own on gloo."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._is_asked = threading.Event()
+
+    def ask(self) -> None:
+        """Have the step in hand given up, and every later one; from any thread."""
+        self._is_asked.set()
+
+    def check(self) -> None:
+        """Raises: StepAbandoned on every rank when any rank was asked."""
+        import torch
+        import torch.distributed as dist
+
+        is_asked = torch.tensor([int(self._is_asked.is_set())])
+        if self._group.size() > 1:
+            dist.all_reduce(is_asked, op=dist.ReduceOp.MAX, group=self._group)
+        if is_asked.item():
+            raise StepAbandoned("the step in hand was given up")

@@ -1,0 +1,77 @@
+"""`rayloom stop`: have the runs of a cluster end in order, and wait until they have.
+
+For people, and for the hook that Kubernetes calls before it ends the head's pod.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util import list_named_actors
+
+from service.cli.outlet import say
+from service.launch.cluster import NAMESPACE, attached
+from service.launch.run_dir import run_name_of
+
+EXIT_OK, EXIT_LATE = 0, 1
+# Beyond the grace: a checkpoint, the report, the end of the actors.
+END_LIMIT_S = 120.0
+ANSWER_LIMIT_S = 20.0
+LOOK_EVERY_S = 0.5
+
+
+def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
+    """Returns: the exit code; 0 also where there was nothing to stop. Raises: ConfigError.
+
+    name: the `run.name` of those to stop; None: all of the cluster. grace_s: as `Supervisor.stop`.
+    """
+    with attached(address):
+        running = _supervisors(name)
+        if not running:
+            say("no run is there to stop" + (f" of the name {name}" if name else ""))
+        for run_id, supervisor in running.items():
+            with suppress(RayError, GetTimeoutError):
+                ray.get(supervisor.stop.remote(grace_s), timeout=ANSWER_LIMIT_S)
+            say(f"{run_id}: told to stop")
+        started = time.monotonic()
+        while running:
+            for run_id, supervisor in list(running.items()):
+                if _has_ended(supervisor):
+                    say(f"{run_id}: has ended")
+                    del running[run_id]
+            if grace_s is not None and time.monotonic() - started > grace_s + END_LIMIT_S:
+                break
+            time.sleep(LOOK_EVERY_S)
+    for run_id in running:
+        say(
+            f"rayloom: {run_id} has not ended {END_LIMIT_S:g} s after its grace of {grace_s:g} s; "
+            "it goes on from its newest checkpoint if it is killed now",
+            err=True,
+        )
+    return EXIT_LATE if running else EXIT_OK
+
+
+def _supervisors(name: str | None) -> dict[str, Any]:
+    """By the run's id."""
+    found = {}
+    for each in list_named_actors(all_namespaces=True):
+        run_name = run_name_of(each["name"])
+        is_asked = run_name is not None and name in (None, run_name)
+        if each["namespace"] == NAMESPACE and is_asked:
+            with suppress(ValueError):
+                found[each["name"]] = ray.get_actor(each["name"], namespace=NAMESPACE)
+    return found
+
+
+def _has_ended(supervisor: Any) -> bool:
+    """Also where it is gone: the command that started it ends with its run."""
+    try:
+        return bool(ray.get(supervisor.is_over.remote(), timeout=ANSWER_LIMIT_S))
+    except GetTimeoutError:
+        return False
+    except RayError:
+        return True
