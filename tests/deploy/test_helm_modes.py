@@ -139,7 +139,7 @@ def test_evictions_spare_what_no_step_can_do_without() -> None:
     ("values", "words"),
     [
         ({}, ["service/demo-rayloom-api 8000:8000", "helm test demo", "--set suspend=true"]),
-        ({"suspend": True}, ["wait --for=delete pod", "--timeout=210s", "--set suspend=false"]),
+        ({"suspend": True}, ["wait --for=delete pod", "--timeout=300s", "--set suspend=false"]),
         ({"mode": "job"}, ["get rayjob demo-rayloom -w", "SUCCEEDED or FAILED"]),
         ({"mode": "cluster"}, ["rayloom train CONFIG --address auto", "--state-dir /database/"]),
     ],
