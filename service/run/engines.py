@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayError
 
 from actors.batch import Float32s
-from actors.deadline import ActorLost, retry
+from actors.deadline import ActorLost, retry, within
 from actors.environment.actor import PolicyFactory
 from actors.weights.actor import Keeping, WeightBoard, start_board
 from actors.weights.board import BoardStatus, StaleTerm, WeightError, largest_difference
@@ -36,7 +37,7 @@ from service.inference.deployment import (
 )
 from service.inference.settings import Deployed, EngineSettings
 from service.launch.cluster import NAMESPACE, on_this_node
-from service.run.remote_handles import BOARD_DEADLINE_S, RPC_DEADLINE_S, remote_handle
+from service.run.remote_handles import BOARD_DEADLINE_S, RPC_DEADLINE_S, reason_of, remote_handle
 from service.run.restartable_trainer import RestartableTrainer
 
 log = logging.getLogger("rayloom.engines")
@@ -205,6 +206,23 @@ class Engines:
 
     def _board_handle(self) -> WeightBoard:
         return board_handle(self.board, deadline_s=BOARD_DEADLINE_S)
+
+
+async def watch_board(board: ActorHandle) -> None:
+    """Ask for ever. One that is slow, frozen or out of reach is waited for.
+
+    The engines end with their board, and a loop that waits for rollouts asks it for nothing.
+
+    Raises: ActorLost once it has died.
+    """
+    while True:
+        await asyncio.sleep(BEAT_EVERY_S)
+        try:
+            await within(BOARD_DEADLINE_S, board.status.remote())
+        except ActorDiedError as error:
+            raise ActorLost(f"the weight board died: {reason_of(error)}") from error
+        except (RayError, TimeoutError):
+            continue
 
 
 def _find_actor(name: str) -> ActorHandle | None:

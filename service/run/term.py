@@ -36,7 +36,7 @@ from service.launch.cluster import alive_nodes, on_this_node
 from service.launch.placement import Role, roles_of
 from service.launch.resume import kept_commits, prune_directories
 from service.launch.run_dir import RunDir
-from service.run.engines import Engines, Publisher
+from service.run.engines import Engines, Publisher, watch_board
 from service.run.environment_pool import EnvironmentPool
 from service.run.health import FailureLimits, Phase
 from service.run.loop import Handles, Loop, LoopSettings
@@ -166,6 +166,7 @@ class Term:
         watching = [
             asyncio.create_task(self._pool.watch()),
             asyncio.create_task(self._trainer.watch()),
+            asyncio.create_task(watch_board(self._engines.board)),
         ]
         try:
             await asyncio.wait({training, *watching}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,36 @@
+"""How a term learns that its weight board is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+import ray
+
+from actors.deadline import ActorLost
+from actors.weights.actor import start_board
+from service.run import engines
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+async def test_a_board_that_dies_is_lost_while_nothing_is_asked_of_it_and_a_frozen_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "BEAT_EVERY_S", 0.1)
+    monkeypatch.setattr(engines, "BOARD_DEADLINE_S", 0.2)
+    board = start_board()
+    pid = await board.__ray_call__.remote(lambda self: os.getpid())
+    watching = asyncio.create_task(engines.watch_board(board))
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        done, _ = await asyncio.wait((watching,), timeout=2.0)
+        assert not done
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ActorLost, match="the weight board died"):
+            await asyncio.wait_for(watching, timeout=60)
+    finally:
+        watching.cancel()
+        ray.kill(board)
