@@ -74,6 +74,8 @@ def environment_of(template: Manifest) -> dict[str, Any]:
     return {variable["name"]: variable for variable in container_of(template)["env"]}
 
 
+@pytest.mark.proof
+@pytest.mark.chart
 @every_variant
 @every_mode
 def test_both_helms_find_nothing_to_warn_of_and_render_the_same(

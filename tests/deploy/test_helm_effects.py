@@ -291,6 +291,8 @@ def test_every_value_stands_in_the_table_and_is_tried() -> None:
         assert any(fnmatchcase(path, pattern) for path in known), pattern
 
 
+@pytest.mark.proof
+@pytest.mark.chart
 @pytest.mark.parametrize("path", CHANGES)
 def test_a_change_does_what_the_table_says(path: str) -> None:
     assert effect(path) == row_of(path)

@@ -26,6 +26,7 @@ from worlds.helm_chart import (
 )
 from worlds.kubernetes_reads import cluster_with
 
+pytestmark = [pytest.mark.proof, pytest.mark.chart]
 both_helms = pytest.mark.parametrize("pinned", [HELM_3, HELM_4], ids=["helm 3", "helm 4"])
 
 

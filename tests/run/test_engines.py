@@ -9,7 +9,7 @@ import signal
 import pytest
 import ray
 
-from actors.deadline import ActorLost
+from actors.deadline import ActorLost, within
 from actors.weights.actor import start_board
 from service.run import engines
 
@@ -30,7 +30,7 @@ async def test_a_board_that_dies_is_lost_while_nothing_is_asked_of_it_and_a_froz
         assert not done
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(ActorLost, match="the weight board died"):
-            await asyncio.wait_for(watching, timeout=60)
+            await within(60, watching)
     finally:
         watching.cancel()
         ray.kill(board)

@@ -1,4 +1,4 @@
-"""The inference deployment for real: vLLM in Ray Serve on a local cluster, three tiny models."""
+"""The inference deployment for real: vLLM in Ray Serve on a local cluster, with tiny models."""
 
 from __future__ import annotations
 
@@ -124,11 +124,12 @@ def deploy(directory: Path, app: str, *, num_replicas: int) -> Deployed:
 
 @pytest.fixture(scope="module")
 def deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Deployed]]:
+    """The two that start together."""
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
         every = [
             deploy(tmp_path_factory.mktemp(app), app, num_replicas=num_replicas)
-            for app, num_replicas in (("tied", 2), ("untied", 1), ("mixture", 1))
+            for app, num_replicas in (("tied", 2), ("mixture", 1))
         ]
         for deployed in every:
             deployed.publish()
@@ -140,9 +141,24 @@ def deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         ray.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tied(deployments: dict[str, Deployed]) -> Deployed:
     return deployments["tied"]
+
+
+@pytest.fixture(scope="module")
+def mixture(deployments: dict[str, Deployed]) -> Deployed:
+    return deployments["mixture"]
+
+
+@pytest.fixture(scope="module")
+def untied(
+    deployments: dict[str, Deployed], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployed]:
+    deployed = deploy(tmp_path_factory.mktemp("untied"), "untied", num_replicas=1)
+    deployed.publish()
+    yield deployed
+    delete_inference(deployed.app)
 
 
 def request(
@@ -177,11 +193,15 @@ async def largest_difference(deployed: Deployed) -> float:
     return float(max(differences))
 
 
-@pytest.mark.parametrize("app", ["tied", "untied", "mixture"])
-async def test_engine_samples_from_exactly_the_published_weights(
-    deployments: dict[str, Deployed], app: str
-) -> None:
-    deployed = deployments[app]
+@pytest.fixture(
+    params=["tied", "mixture", pytest.param("untied", marks=pytest.mark.chaos)],
+)
+def deployed(request: pytest.FixtureRequest) -> Deployed:
+    found: Deployed = request.getfixturevalue(request.param)
+    return found
+
+
+async def test_engine_samples_from_exactly_the_published_weights(deployed: Deployed) -> None:
     assert await largest_difference(deployed) < TOLERANCE_NATS
     for seed in (1, 2):
         report = await asyncio.to_thread(deployed.publish_random, seed=seed)
@@ -266,10 +286,11 @@ def test_older_term_cannot_publish(tied: Deployed) -> None:
     assert (tied.status().term, tied.status().version) == (2, 41)
 
 
+@pytest.mark.chaos
 async def test_killed_replica_and_killed_engine_are_replaced_with_the_current_version(
-    deployments: dict[str, Deployed],
+    tied: Deployed, untied: Deployed
 ) -> None:
-    pair, single = deployments["tied"], deployments["untied"]
+    pair, single = tied, untied
     victim = await describe(pair)
     os.kill(victim.pid, signal.SIGKILL)
     other = await describe(single)
