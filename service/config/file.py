@@ -40,7 +40,9 @@ def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] 
 
     Raises: ConfigError.
     """
-    tree = _apply_overrides(deepcopy(tree), overrides)
+    # All keys of a section commented out leave it empty: its defaults are meant.
+    sections = {name: {} if section is None else section for name, section in tree.items()}
+    tree = _apply_overrides(deepcopy(sections), overrides)
     try:
         config = _TREE.validate_python(tree)
     except ValidationError as error:

@@ -41,6 +41,13 @@ def test_the_effective_configuration_reads_back_as_itself(tmp_path: Path) -> Non
     assert load_config(file) == config
 
 
+def test_a_section_without_keys_means_its_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(tree()) + "run:\n  # steps: 7\ntrainer:\n")
+    expected = parse_config(tree(trainer={"num_ranks": 1}), source="test")
+    assert load_config(file, ["trainer.num_ranks=1"]) == expected
+
+
 def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(tree()))
