@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,16 @@ import psutil
 import pytest
 import ray
 import yaml
-from worlds.helm_chart import arguments_of, in_mode, rendered, serve_config_of
+from worlds.helm_chart import arguments_of, in_mode, pod_templates, rendered, serve_config_of
+from worlds.nodes import network
+from worlds.run_checks import check_lineage
 from worlds.run_driver import ROOT, START_S, STEP_S, running
 
+from service.inspect.audit.audit import audit
+from service.inspect.reader import open_journal
 from service.launch.cluster import NAMESPACE, start_ray
 from service.launch.run_dir import RunDir
+from service.store.lineage import read_events, read_history
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -49,15 +54,17 @@ def free_port() -> int:
         return port
 
 
-def charts_serve_config(directory: Path, *, port: int) -> dict[str, Any]:
+def charts_serve_config(
+    directory: Path, *, port: int, host: str = "127.0.0.1", overrides: Sequence[str] = ()
+) -> dict[str, Any]:
     """What the chart renders, with this machine's paths and port, and smaller steps."""
     config = serve_config_of(rendered())
-    config["http_options"] |= {"host": "127.0.0.1", "port": port}
+    config["http_options"] |= {"host": host, "port": port}
     [application] = config["applications"]
     application["args"] |= {
         "run_dir": str(directory / "run"),
         "state_dir": str(directory / "state"),
-        "overrides": SMALL,
+        "overrides": [*SMALL, *overrides],
     }
     return config
 
@@ -78,8 +85,12 @@ def gcs_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def served(file: Path, *, address: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [str(Path(sys.executable).parent / "serve"), "run", str(file), "--address", address]
+def served(
+    file: Path, *, address: str, entrance: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """entrance: what stands before the command, of another node's namespaces."""
+    serve = str(Path(sys.executable).parent / "serve")
+    command = [*entrance, serve, "run", str(file), "--address", address]
     with (file.parent / "serve.out").open("wb") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
@@ -111,23 +122,26 @@ def wait_for_ready(client: httpx.Client, file: Path, *, status: int, limit_s: fl
         time.sleep(0.3)
 
 
-def rayloom_stop(address: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).parent / "rayloom"), "stop", "--address", address]
-    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=180)
+def rayloom(*arguments: str, entrance: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """entrance: as of `served`."""
+    command = [*entrance, str(Path(sys.executable).parent / "rayloom"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def submit(client: httpx.Client, *ids: str) -> int:
-    body = {"environment": "guessing", "tasks": [{"id": each} for each in ids]}
+def submit(client: httpx.Client, *ids: str, environment: str = "guessing") -> int:
+    body = {"environment": environment, "tasks": [{"id": each} for each in ids]}
     answer = client.post("/api/v1/rollouts", json=body)
     assert answer.status_code == 202, answer.text
     accepted: int = answer.json()["accepted"]
     return accepted
 
 
-def wait_until_over(client: httpx.Client, *ids: str, limit_s: float) -> None:
+def wait_until_over(
+    client: httpx.Client, *ids: str, limit_s: float, states: Sequence[str] = OVER
+) -> None:
     deadline = time.monotonic() + limit_s
     for each in ids:
-        while (view := client.get(f"/api/v1/rollouts/{each}").json()).get("status") not in OVER:
+        while (view := client.get(f"/api/v1/rollouts/{each}").json()).get("status") not in states:
             assert time.monotonic() < deadline, view
             time.sleep(0.3)
 
@@ -138,6 +152,7 @@ def test_the_charts_serve_configuration_serves_rollouts_and_outlives_its_host(
     port = free_port()
     file = tmp_path / "serve.yaml"
     file.write_text(yaml.safe_dump(charts_serve_config(tmp_path, port=port)))
+    stop = ("stop", "--address", gcs_address)
     with (
         served(file, address=gcs_address),
         httpx.Client(
@@ -156,12 +171,12 @@ def test_the_charts_serve_configuration_serves_rollouts_and_outlives_its_host(
         wait_until_over(client, *later, limit_s=START_S)
         # As the head's pod does before it goes: the run ends in order, and says so.
         submit(client, *(f"last-{number}" for number in range(20)))
-        done = rayloom_stop(gcs_address, "--run", "guessing-cpu", "--grace", "30")
+        done = rayloom(*stop, "--run", "guessing-cpu", "--grace", "30")
         assert done.returncode == 0 and done.stdout.endswith(": has ended\n"), done
         wait_for_words(client, "stopped after step", limit_s=STEP_S)
         with RunDir(path=tmp_path / "run").looked_into() as store:
             assert store.live_owner() is None
-        nobody = rayloom_stop(gcs_address, "--run", "x")
+        nobody = rayloom(*stop, "--run", "x")
         assert nobody.returncode == 0 and "no run is there to stop of the name x" in nobody.stdout
 
 
@@ -205,6 +220,89 @@ def test_a_host_whose_run_was_taken_over_stays_down_and_waits_for_its_turn(
                 wait_for_ready(client, file, status=200, limit_s=START_S)
                 assert store.newest_term() == taken + 1
         wait_until_over(client, *(f"first-{number}" for number in range(4)), limit_s=START_S)
+
+
+# A step takes about as long as its slowest game.
+PAUSED_GAME = """
+import asyncio, os, pathlib
+from actors.environment.builtin.guessing import GuessingEnvironment
+
+class PausedGuessing(GuessingEnvironment):
+    async def reset(self, task):
+        await asyncio.sleep(float(pathlib.Path(os.environ["PAUSE_FILE"]).read_text()))
+        return await super().reset(task)
+"""
+GAME = "paused_game:PausedGuessing"
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+
+
+@pytest.mark.proof
+@pytest.mark.nodes
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("pause_s", [1.0, 600.0], ids=["steps of 2 s", "steps of 600 s"])
+def test_a_head_that_is_told_to_go_loses_no_step_and_no_rollout(
+    tmp_path: Path, pause_s: float
+) -> None:
+    """As Kubernetes ends a pod: the hook of the chart's head, then SIGTERM to its own command."""
+    [container] = pod_templates(rendered())["head"]["spec"]["containers"]
+    _, *hook = container["lifecycle"]["preStop"]["exec"]["command"]
+    pause = tmp_path / "pause"
+    pause.write_text("0")
+    (tmp_path / "paused_game.py").write_text(PAUSED_GAME)
+    port, file = free_port(), tmp_path / "serve.yaml"
+    # No step is committed but at the end.
+    overrides = [
+        f"tasks.environment={GAME}", "run.checkpoint_every=1000",
+        "rollouts.turn_deadline_s=900", "rollouts.episode_deadline_s=1800",
+    ]  # fmt: skip
+    config = charts_serve_config(tmp_path, port=port, host="0.0.0.0", overrides=overrides)
+    file.write_text(yaml.safe_dump(config))
+    [drain_s] = [int(each["value"]) for each in container["env"] if each["name"] == DRAIN]
+    environ = {
+        DRAIN: str(drain_s), "RAYLOOM_API_KEY": KEY, "PAUSE_FILE": str(pause),
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
+    }  # fmt: skip
+    run_dir = RunDir(path=tmp_path / "run")
+    first, later = ([f"{name}-{number}" for number in range(8)] for name in ("first", "later"))
+    with network(tmp_path) as net:
+        head = net.add(cpus=8, environ=environ, options=["--block"])
+        url = f"http://{head.address}:{port}"
+        with httpx.Client(base_url=url, timeout=START_S, headers=HEADERS) as client:
+            head.start()
+            with served(file, address="auto", entrance=head.entrance):
+                wait_for_ready(client, file, status=200, limit_s=START_S)
+                submit(client, *first, environment=GAME)
+                wait_until_over(client, *first, limit_s=START_S)
+                pause.write_text(str(pause_s))
+                submit(client, *later, environment=GAME)
+                wait_until_over(client, later[0], limit_s=START_S, states=("running", *OVER))
+                done = rayloom(*hook, entrance=head.entrance)
+                assert done.returncode == 0 and ": has ended\n" in done.stdout, done
+                with run_dir.looked_into() as store:
+                    before = read_history(store).steps
+                    assert store.checkpoints()[0].step == before[-1].step
+                    assert store.live_owner() is None
+                assert len(before) >= 2
+                if pause_s > 100:
+                    assert len(before) == 2
+                [command] = head.processes(r".*/ray start .*--block")
+                command.terminate()
+                command.wait(timeout=drain_s + 30)
+            head.kill()
+            pause.write_text("0")
+            head.start()
+            with served(file, address="auto", entrance=head.entrance):
+                wait_for_ready(client, file, status=200, limit_s=START_S)
+                wait_until_over(client, *first, *later, limit_s=START_S)
+                done = rayloom(*hook, entrance=head.entrance)
+                assert done.returncode == 0, done
+    with run_dir.looked_into() as store:
+        after, events = read_history(store).steps, read_events(store)
+    assert after[: len(before)] == before
+    check_lineage(events)
+    trained = [event for event in events if event.kind == "trained"]
+    assert len(trained) == 4 * len(first + later)
+    assert audit(open_journal(run_dir.path)).is_clean
 
 
 def trained_by_job(arguments: dict[str, Any], *, steps: int, address: str) -> str:
