@@ -41,10 +41,10 @@ demo: setup ## train the guessing game on two CPU cores and write a report
 	$(BIN)/rayloom train deploy/configs/guessing-cpu.yaml
 
 test: setup ## all the tests but those of `chaos` and `proof`
-	$(BIN)/python -m pytest -m 'not scenario and not chaos and not proof' --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not scenario and not chaos and not proof' --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest tests/scenarios -m 'scenario and not chaos and not proof'
 
-chaos: setup ## whole runs whose parts die, freeze or are interrupted; SEED=n MINUTES=m: faults by chance
+chaos: setup ## runs and groups whose parts die, freeze or are interrupted; SEED=n MINUTES=m: faults by chance
 	$(if $(SEED),$(BIN)/python tests/chaos.py --seed $(SEED) --minutes $(or $(MINUTES),30),$(BIN)/python -m pytest -m 'chaos and not proof')
 
 proof: setup ## the long proofs and `chaos`, or one part: PART=nodes, PART=chart, PART=images, PART=chaos

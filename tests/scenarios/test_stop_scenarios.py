@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from worlds.run_driver import START_S, STEP_S, Run, running, small_config
 
-pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.scenario, pytest.mark.chaos, pytest.mark.timeout(900)]
 
 # A bound, not a measure: that the start was not waited for is told by the log.
 STOP_S = 120.0
@@ -59,7 +59,6 @@ def test_an_interrupted_start_is_given_up_and_leaves_nothing_alive(
         assert "Traceback" not in run.output.read_text() + run.log()
 
 
-@pytest.mark.chaos
 def test_a_sigterm_while_ray_starts_is_an_interrupted_start(
     tmp_path: Path, small_model: str
 ) -> None:
@@ -73,7 +72,6 @@ def test_a_sigterm_while_ray_starts_is_an_interrupted_start(
         assert "Traceback" not in run.output.read_text() + run.log()
 
 
-@pytest.mark.chaos
 def test_a_second_interrupt_leaves_nothing_alive_wherever_it_comes(
     tmp_path: Path, small_model: str
 ) -> None:

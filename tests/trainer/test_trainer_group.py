@@ -137,6 +137,7 @@ async def test_a_group_trains_publishes_and_comes_back_bit_for_bit_after_the_dea
     await wait_until_dead([process.process_id for process in groups[1].processes])
 
 
+@pytest.mark.chaos
 async def test_a_step_that_is_given_up_leaves_the_weights_of_the_one_before(
     settings: RankSettings,
 ) -> None:
@@ -165,6 +166,7 @@ async def test_a_step_that_is_given_up_leaves_the_weights_of_the_one_before(
     await again.stop()
 
 
+@pytest.mark.chaos
 async def test_refusals_leave_the_group_at_work_and_a_rank_that_hangs_is_lost_at_the_deadline(
     settings: RankSettings, tmp_path: Path
 ) -> None:
@@ -247,6 +249,7 @@ class SlowBoard:
         raise LookupError("no seats")
 
 
+@pytest.mark.chaos
 async def test_a_publish_takes_as_long_as_the_board_gets_on_and_a_lost_rank_in_it_is_blamed(
     settings: RankSettings,
 ) -> None:
