@@ -20,11 +20,18 @@ from prometheus_client.registry import Collector
 
 from actors.statistics import STATISTICS
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
+from actors.trajectory_queue.messages import Side
 from actors.types import BranchReason, Outcome
 
 AGE_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
-SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-RETURN_BUCKETS = (-1, -0.5, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+# From a fast answer to a step of an hour and more.
+SECONDS_BUCKETS = tuple(float(f"{digit}e{power}") for power in range(-2, 4) for digit in (1, 2, 5))
+# Returns between 0 and 1, which most environments give, finely; any other range coarsely.
+RETURN_BUCKETS = (
+    *(-1000, -100, -10, -5, -2, -1, -0.5),
+    *(tenth / 10 for tenth in range(11)),
+    *(2, 5, 10, 100, 1000),
+)
 
 
 class Part(StrEnum):
@@ -36,6 +43,17 @@ class Part(StrEnum):
     TRAINER = "trainer"
     MERGE_ACTOR = "merge_actor"
     TERM = "term"
+
+
+class PublishPhase(StrEnum):
+    """What a new version goes through on its way to the engines, in this order."""
+
+    SEND = "send"
+    """From the trainer's ranks to the weight board; or the offer of a broadcast."""
+    CHECK = "check"
+    """The trainer scores the fixed text of the log-probability check."""
+    LOAD = "load"
+    """Until every engine holds it."""
 
 
 class OptionalGauges(Collector):
@@ -178,6 +196,18 @@ class RunMetrics:
             "rayloom_checkpoint_timestamp_seconds",
             "When the newest checkpoint was committed, seconds since 1970.",
         )
+        self.checkpoint_bytes = registry.gauge(
+            "rayloom_checkpoint_bytes",
+            "Size of the newest checkpoint's files; absent until this process has written one.",
+        )
+        self.checkpoint_seconds = registry.gauge(
+            "rayloom_checkpoint_seconds",
+            "From the copy of the ranks' state to the end of writing, of that checkpoint.",
+        )
+        self.database_away = registry.gauge(
+            "rayloom_database_away_seconds",
+            "For how long the run's database has not answered; 0 while it does.",
+        )
 
 
 class RolloutMetrics:
@@ -201,6 +231,14 @@ class RolloutMetrics:
             "rayloom_trajectory_seconds",
             "Wall time of a trajectory, from reset to its outcome.",
             "environment",
+            buckets=SECONDS_BUCKETS,
+        )
+        self.phase_seconds = registry.histogram(
+            "rayloom_environment_phase_seconds",
+            "Time that a trajectory spent in its reset, in its requests to the policy, and in its "
+            "steps; of each phase that it came to.",
+            "environment",
+            "phase",
             buckets=SECONDS_BUCKETS,
         )
 
@@ -245,10 +283,39 @@ class LedgerMetrics:
         self.waiting_bytes = registry.gauge(
             "rayloom_queue_bytes", "Payload bytes that the queue refers to."
         )
+        self.handed_out = registry.gauge(
+            "rayloom_queue_handed_out_rollouts", "Rollouts that environment actors play now."
+        )
+        self.items_limit = registry.gauge(
+            "rayloom_queue_items_limit",
+            "With so many trajectories waiting and rollouts handed out, only the step that is "
+            "being collected gets further ones.",
+        )
+        self.bytes_limit = registry.gauge(
+            "rayloom_queue_bytes_limit", "The same for the bytes waiting: queue.max_mib."
+        )
+        self.oldest = registry.gauge(
+            "rayloom_queue_oldest_seconds",
+            "For how long the oldest finished trajectory has waited; absent where none waits.",
+        )
         for kind in (LedgerEventKind.ADMITTED, LedgerEventKind.TRAINED):
             self.events.labels(kind=kind.value, reason="")
         for reason in EvictionReason:
             self.events.labels(kind=LedgerEventKind.EVICTED.value, reason=reason.value)
+
+
+class WaitMetrics:
+    """Who waited for the queue; counted since the start of this process, as no row holds it."""
+
+    def __init__(self, registry: AtomicRegistry) -> None:
+        self.blocked = registry.counter(
+            "rayloom_queue_blocked_seconds",
+            "producer: environment actors with free slots that waited because the queue was full, "
+            "summed over the actors. consumer: the training loop, for a step's groups.",
+            "side",
+        )
+        for side in Side:
+            self.blocked.labels(side=side.value)
 
 
 # By the field of a step's record that it adds up.
@@ -330,6 +397,9 @@ class StepMetrics:
             "Age of the oldest token of each step that trained any.",
             buckets=AGE_BUCKETS,
         )
+        self.policy_age_limit = registry.gauge(
+            "rayloom_policy_age_versions_limit", "No trained token is older."
+        )
         self.samples = registry.counter(
             "rayloom_merge_samples", "Samples before (turns) and after merging.", "side"
         )
@@ -359,7 +429,7 @@ class StatisticMetrics:
 
 
 class PartMetrics:
-    """The parts of the run; replacements are counted since the start of this process."""
+    """The parts of the run; what is counted is counted since the start of this process."""
 
     def __init__(self, gained: AtomicRegistry, values: AtomicRegistry) -> None:
         self.replacements = gained.counter(
@@ -367,8 +437,44 @@ class PartMetrics:
         )
         for part in Part:
             self.replacements.labels(part=part.value)
+        self.publish_seconds = gained.histogram(
+            "rayloom_publish_seconds",
+            "Time of each phase of a publish.",
+            "phase",
+            buckets=SECONDS_BUCKETS,
+        )
+        for phase in PublishPhase:
+            self.publish_seconds.labels(phase=phase.value)
+        self.publish_failures = gained.counter(
+            "rayloom_publish_failures", "Publishes that ended because a part was lost."
+        )
+        self.checkpoint_failures = gained.counter(
+            "rayloom_checkpoint_failures", "Checkpoints that were begun and could not be committed."
+        )
         self.engines_ready = values.gauge(
             "rayloom_engines_ready", "Engines that hold the current version."
+        )
+        self.engines_expected = values.gauge(
+            "rayloom_engines_expected",
+            "Engines that were asked for: inference.num_replicas, or what Serve was set to since.",
+        )
+        self.engine_version = values.gauges(
+            "rayloom_engine_policy_version",
+            "Version that a live engine holds; absent before its first.",
+            label="replica",
+        )
+        self.environment_actors = values.gauge(
+            "rayloom_environment_actors", "Environment actors that answer."
+        )
+        self.environment_actors_expected = values.gauge(
+            "rayloom_environment_actors_expected", "rollouts.num_actors."
+        )
+        self.ranks = values.gauge("rayloom_trainer_ranks", "Trainer ranks that answer.")
+        self.ranks_expected = values.gauge("rayloom_trainer_ranks_expected", "trainer.num_ranks.")
+        self.rank_memory = values.gauges(
+            "rayloom_rank_peak_memory_bytes",
+            "Most memory that a rank has held since its start: of its GPU, else of its process.",
+            label="rank",
         )
 
 
@@ -418,6 +524,7 @@ class Metrics:
         self.run = RunMetrics(self.values)
         self.rollouts = RolloutMetrics(self.gained)
         self.ledger = LedgerMetrics(self.values)
+        self.waits = WaitMetrics(self.gained)
         self.steps = StepMetrics(self.values)
         self.statistics = StatisticMetrics(self.values)
         self.parts = PartMetrics(self.gained, self.values)

@@ -46,6 +46,7 @@ class Source(StrEnum):
     CRITIC = "the critic's update"
     MERGE = "the merge actor, over the step's trajectories or its batch"
     PUBLISH = "the check after a publish"
+    TRAINER = "the ranks, over the time of a step's updates"
 
 
 class Unit(StrEnum):
@@ -255,6 +256,16 @@ STATISTICS: tuple[Statistic, ...] = (
         metric="rayloom_logprob_check_max_nats",
         help="Largest difference of a log-probability between trainer and engines on the fixed "
         "prompt, after the last publish.",
+    ),
+    *_of(
+        "mfu",
+        _STEP,
+        source=Source.TRAINER,
+        group="Speed",
+        unit=Unit.SHARE,
+        metric="rayloom_train_mfu_ratio",
+        help="Model FLOPs utilisation of the updates: 6 per parameter and token over the GPUs' "
+        "bfloat16 peak; absent where the peak is not known.",
     ),
     *_merge(
         "policy_age",

@@ -245,9 +245,17 @@ class RolloutAssignment:
 class Timings:
     """Seconds that one trajectory spent; wall is from reset to the outcome."""
 
+    reset_s: float = 0.0
     generate_s: float = 0.0
-    environment_s: float = 0.0
+    """In requests to the policy, of all turns."""
+    step_s: float = 0.0
+    """In the environment's steps, of all turns."""
     wall_s: float = 0.0
+
+    def by_phase(self) -> dict[str, float]:
+        """Seconds of each phase that the trajectory came to."""
+        phases = {"reset": self.reset_s, "generate": self.generate_s, "step": self.step_s}
+        return {phase: seconds for phase, seconds in phases.items() if seconds}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

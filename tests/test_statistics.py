@@ -19,6 +19,7 @@ PRODUCERS = {
     Source.CRITIC: ("actors/trainer/critic.py",),
     Source.MERGE: ("actors/merge/report.py",),
     Source.PUBLISH: ("service/telemetry/records.py",),
+    Source.TRAINER: ("actors/trainer/utilization.py",),
 }
 
 

@@ -140,8 +140,7 @@ class _Episode:
         self._replica = ""
         self._num_inserted = 0
         self._breaks: Counter[str] = Counter()
-        self._generate_s = 0.0
-        self._environment_s = 0.0
+        self._reset_s = self._generate_s = self._step_s = 0.0
         self._started = time.monotonic()
         self._episode_end = self._started + settings.episode_deadline_s
         self._turn_end = self._started
@@ -172,8 +171,9 @@ class _Episode:
             num_inserted_tokens=self._num_inserted,
             render_breaks=dict(self._breaks),
             timings=Timings(
+                reset_s=self._reset_s,
                 generate_s=self._generate_s,
-                environment_s=self._environment_s,
+                step_s=self._step_s,
                 wall_s=time.monotonic() - self._started,
             ),
         )
@@ -209,7 +209,7 @@ class _Episode:
         except CallFailed as error:
             raise _Ended(Outcome.ENVIRONMENT_ERROR, f"reset: {error}") from error
         finally:
-            self._environment_s += time.monotonic() - started
+            self._reset_s += time.monotonic() - started
         if not isinstance(start, Observation):
             raise _wrong_type("reset", start)
         if start.best_return is not None:
@@ -307,7 +307,7 @@ class _Episode:
         try:
             result = await self._scored(action)
         finally:
-            self._environment_s += time.monotonic() - started
+            self._step_s += time.monotonic() - started
         if not isinstance(result, StepResult):
             raise _wrong_type("step", result)
         if not is_finite_reward(result):

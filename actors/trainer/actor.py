@@ -86,10 +86,18 @@ class TrainerRankActor:
         )
 
     @ray.method(concurrency_group="watch")
-    def check(self) -> None:
-        """Raises: RuntimeError when the weights that this rank keeps are not broadcast any more."""
+    def check(self) -> int:
+        """Returns: the most memory that this rank has held, bytes: of its GPU where it has one,
+            else of its process.
+        Raises: RuntimeError when the weights that this rank keeps are not broadcast any more.
+        """
         if self._sender is not None:
             self._sender.check()
+        if self._rank is not None and self._rank.device.type == "cuda":
+            import torch
+
+            return torch.cuda.max_memory_allocated(self._rank.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     @ray.method(concurrency_group="watch")
     def abandon(self) -> None:

@@ -207,14 +207,16 @@ class TrainerGroup:
         the current one."""
         return self.settings.weight_backend is WeightBackend.COLLECTIVE
 
-    async def check_alive(self) -> None:
+    async def check_alive(self) -> tuple[int, ...]:
         """Ask every rank, beside whatever it is doing; nothing before the start.
 
+        Returns: the peak memory of each, bytes.
         Raises: TrainerRankLost for one that is dead, or does not broadcast its weights any more.
         """
         self._check_not_killed()
-        if self._ranks:
-            await self._on_all("check", timeout_s=self.settings.trainer.step_deadline_s)
+        if not self._ranks:
+            return ()
+        return tuple(await self._on_all("check", timeout_s=self.settings.trainer.step_deadline_s))
 
     async def score(self, shard_refs: Sequence[ObjectRef]) -> tuple[ObjectRef, ...]:
         """Score rows before they are trained; each rank fetches only its own shard.

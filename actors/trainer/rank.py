@@ -9,10 +9,11 @@ left out. Called by `actor.py`.
 from __future__ import annotations
 
 import logging
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from actors.trainer.sharded_model import (
     write_checkpoint,
 )
 from actors.trainer.statistics import StepStats, UpdateTotals, summarize_step
+from actors.trainer.utilization import device_peak, mfu, num_multiplied
 from actors.weights.board import WeightGroup, check_tokens
 
 _LOG = logging.getLogger(__name__)
@@ -112,6 +114,8 @@ class TrainerRank:
             vocab_size=int(self.causal_lm.get_input_embeddings().weight.shape[0]),
             mixture=policy.mixture,
         )
+        self._num_multiplied = num_multiplied(self.causal_lm, policy.mixture)
+        self._peak = device_peak(self.device, self.param_dtype)
         self._policy = TrainedModel(
             policy, self.causal_lm, sharding, trainer, stored=self.causal_lm
         )
@@ -168,6 +172,7 @@ class TrainerRank:
         self._agree_on(shard, value_shard)
         scored = self._score(shard.minibatches)
         updates: list[UpdateTotals] = []
+        began = time.monotonic()
         for part in scored * self.settings.algorithm.epochs:
             update = self._update(part, is_first=not updates)
             if update.is_skipped:
@@ -178,16 +183,24 @@ class TrainerRank:
                     "step %d: update %d is not finite, skipped; %s", shard.step, number, saved
                 )
             updates.append(update)
-        critic_stats = None
+        seconds, critic_stats = time.monotonic() - began, None
         if self._critic is not None and value_shard is not None:
             critic_stats = self._critic.update(value_shard)
         self.version += 1
-        return summarize_step(
+        stats = summarize_step(
             updates,
             step=shard.step,
             trainer_version=self.version - 1,
             critic=critic_stats,
         )
+        used = mfu(
+            num_parameters=self._num_multiplied,
+            num_tokens=stats.packed_tokens,
+            seconds=seconds,
+            num_ranks=self.settings.trainer.num_ranks,
+            peak=self._peak,
+        )
+        return replace(stats, statistics={**stats.statistics, **used})
 
     def check_logprobs(self) -> Float32s:
         """Score `weights.board.check_tokens` at temperature 1: [16] float32, nats."""

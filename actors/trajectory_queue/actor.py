@@ -14,7 +14,9 @@ next queue is opened from, so that the two agree.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
@@ -29,6 +31,7 @@ from actors.trajectory_queue.messages import (
     QueueCut,
     QueueSnapshot,
     QueueStats,
+    Side,
     StepInput,
     StepTrajectory,
 )
@@ -52,6 +55,7 @@ class TrajectoryQueue:
         """What the newest cut that carried a snapshot told."""
         self._changed = asyncio.Event()
         self._num_changes_seen = 0
+        self._blocked_s = dict.fromkeys(Side, 0.0)
         # Blocks are stored one after the other, so that an actor's puts keep their order.
         self._storing = asyncio.Lock()
 
@@ -93,7 +97,11 @@ class TrajectoryQueue:
         def take() -> list[RolloutAssignment]:
             return self._state.take_rollouts(actor_id, max_count=max_count)
 
-        return await self._until(take, timeout_s) or []
+        def note(waited_s: float) -> None:
+            if self._state.holds_back:
+                self._blocked_s[Side.PRODUCER] += waited_s
+
+        return await self._until(take, timeout_s, note_wait=note) or []
 
     async def put(
         self, actor_id: str, block: TrajectoryBlock, summaries: Sequence[TrajectorySummary]
@@ -112,10 +120,12 @@ class TrajectoryQueue:
         async with self._storing:
             # In a thread: copying a large block would hold up every other call.
             reference = await asyncio.to_thread(ray.put, block)
-        num_bytes = int(block.data.nbytes)
+        num_bytes, arrived_at = int(block.data.nbytes), time.monotonic()
         accepted = [
             self._state.put(
-                actor_id, summary, BlockRow(block=reference, row=row, num_bytes=num_bytes)
+                actor_id,
+                summary,
+                BlockRow(block=reference, row=row, num_bytes=num_bytes, arrived_at=arrived_at),
             )
             for row, summary in enumerate(summaries)
         ]
@@ -125,7 +135,11 @@ class TrajectoryQueue:
     async def take_step(self, timeout_s: float) -> tuple[StepInput | None, QueueCut]:
         """The next step's closed groups, waited for up to timeout_s; None: not complete yet."""
         await self._opened.wait()
-        taken = await self._until(self._state.take_step, timeout_s)
+
+        def note(waited_s: float) -> None:
+            self._blocked_s[Side.CONSUMER] += waited_s
+
+        taken = await self._until(self._state.take_step, timeout_s, note_wait=note)
         return None if taken is None else _step_input(*taken), self._cut()
 
     async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> QueueCut:
@@ -183,7 +197,7 @@ class TrajectoryQueue:
 
     async def stats(self) -> QueueStats:
         await self._opened.wait()
-        return self._state.stats()
+        return replace(self._state.stats(now=time.monotonic()), blocked_s=dict(self._blocked_s))
 
     async def cut(self) -> QueueCut:
         """What happened since the last cut, and how things stand now."""
@@ -215,16 +229,26 @@ class TrajectoryQueue:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _until(self, find: Callable[[], Found | None], timeout_s: float) -> Found | None:
-        """Call `find` now and after each change, until it finds something or time is up."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
+    async def _until(
+        self,
+        find: Callable[[], Found | None],
+        timeout_s: float,
+        *,
+        note_wait: Callable[[float], None] = lambda waited_s: None,
+    ) -> Found | None:
+        """Call `find` now and after each change, until it finds something or time is up.
+
+        note_wait: told the seconds of each wait between two calls, before the second one.
+        """
+        deadline = time.monotonic() + timeout_s
         while True:
-            found = find()
-            left = deadline - loop.time()
+            found, began = find(), time.monotonic()
+            left = deadline - began
             if found or left <= 0:
                 return found
-            if not await is_set_within(left, self._changed):
+            is_changed = await is_set_within(left, self._changed)
+            note_wait(time.monotonic() - began)
+            if not is_changed:
                 return find()
 
 

@@ -47,6 +47,8 @@ class BlockRow:
     row: int
     num_bytes: int
     """Size of the whole block, which stays while any of its rows does."""
+    arrived_at: float = 0.0
+    """When the queue took it in, by the monotonic clock of its process."""
 
 
 # In place of a payload that died with the queue which owned it.

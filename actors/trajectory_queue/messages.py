@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from actors.trajectory_queue.groups import FailedGroups, GroupSnapshot
 from actors.trajectory_queue.ledger import LedgerCounts, LedgerEvent, LedgerSnapshot
 from actors.trajectory_queue.window import WindowSnapshot
 from actors.types import Task, TrajectorySummary
+
+
+class Side(StrEnum):
+    """Who waits for the queue: environment actors fill it, the training loop empties it."""
+
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
 
 
 class ActorReleased(ValueError):
@@ -74,6 +82,13 @@ class QueueStats:
     """The version that every ready engine holds."""
 
     ledger: LedgerCounts
+
+    oldest_s: float | None = None
+    """For how long the oldest finished trajectory has waited for a step; None: none waits."""
+
+    blocked_s: Mapping[Side, float] = field(default_factory=dict)
+    """Seconds since the queue was opened: producers with free slots that the bounds alone kept
+    from a rollout, summed over them; the consumer without a complete step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

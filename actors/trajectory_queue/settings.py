@@ -24,6 +24,10 @@ class QueueSettings:
     max_mib: Positive = 1024
     """Payload bytes buffered, MiB."""
 
+    @property
+    def max_bytes(self) -> int:
+        return self.max_mib * MIB
+
     def max_items_with(self, algorithm: AlgorithmSettings) -> int:
         """Rollouts in hand or buffered, with the default."""
         steps_ahead = algorithm.max_policy_age + 2
@@ -47,4 +51,4 @@ class QueueStateSettings:
 
     @property
     def max_bytes(self) -> int:
-        return self.queue.max_mib * MIB
+        return self.queue.max_bytes

@@ -278,7 +278,18 @@ class QueueState:
             failed_groups=self._failures.current(),
         )
 
-    def stats(self) -> QueueStats:
+    @property
+    def holds_back(self) -> bool:
+        """Whether the bounds alone keep a rollout from being handed out."""
+        if not self._is_full():
+            return False
+        found = (self._find(rollout_id) for *_, rollout_id in self._ready)
+        is_any_pending = any(r is not None and r.state is RolloutState.PENDING for r in found)
+        return is_any_pending and next(self._candidates(), None) is None
+
+    def stats(self, *, now: float = 0.0) -> QueueStats:
+        """now: by the clock of `BlockRow.arrived_at`."""
+        arrived_at = min((row.arrived_at for row in self._waiting.values()), default=None)
         return QueueStats(
             num_handed_out=len(self._handed_out),
             num_waiting=len(self._waiting),
@@ -288,6 +299,7 @@ class QueueState:
             num_retries=self._num_retries,
             loaded_version=self._window.loaded_version,
             ledger=self._ledger.counts(),
+            oldest_s=None if arrived_at is None else now - arrived_at,
         )
 
     def snapshot(self) -> QueueSnapshot:

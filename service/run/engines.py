@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from ray.exceptions import ActorDiedError, RayError
 from actors.batch import Float32s
 from actors.deadline import ActorLost, retry, within
 from actors.environment.actor import PolicyFactory
+from actors.metrics import PublishPhase
 from actors.weights.actor import Keeping, WeightBoard, start_board
 from actors.weights.board import BoardStatus, StaleTerm, WeightError, largest_difference
 from service.api.settings import api_application_name
@@ -241,11 +242,21 @@ class Publisher:
     """Brings weights from the trainer to the engines, and compares how both score a fixed text."""
 
     def __init__(
-        self, trainer: RestartableTrainer, board: ActorHandle, *, term: int, quiet_limit_s: float
+        self,
+        trainer: RestartableTrainer,
+        board: ActorHandle,
+        *,
+        term: int,
+        quiet_limit_s: float,
+        measure: Callable[[PublishPhase], AbstractContextManager[None]],
     ) -> None:
-        """quiet_limit_s: for how long no engine may get further with its start or its load."""
+        """quiet_limit_s: for how long no engine may get further with its start or its load.
+
+        measure: entered around each phase of a publish.
+        """
         self._trainer = trainer
         self._board = board
+        self._measure = measure
         self._term = term
         self._quiet_limit_s = quiet_limit_s
         self._own_logprobs: Float32s = np.empty(0, np.float32)
@@ -255,8 +266,10 @@ class Publisher:
 
         Raises: WeightsMoved when the trainer's weights are another version now; ActorLost.
         """
-        await self._trainer.publish(self._board, self._term, version)
-        self._own_logprobs = await self._trainer.check_logprobs()
+        with self._measure(PublishPhase.SEND):
+            await self._trainer.publish(self._board, self._term, version)
+        with self._measure(PublishPhase.CHECK):
+            self._own_logprobs = await self._trainer.check_logprobs()
 
     async def wait_until_loaded(self, version: int) -> float | None:
         """Wait until every live engine, and at least one, holds the version published last.
@@ -267,14 +280,25 @@ class Publisher:
         Returns: the largest |trainer - engine| on the fixed text over the engines, nats.
         Raises: ActorLost when no engine gets on (`BoardStatus.quiet_s`).
         """
+        with self._measure(PublishPhase.LOAD):
+            status = await self._until_loaded(version)
+        found = [
+            replica.check_logprobs
+            for replica in status.replicas
+            if replica.check_logprobs is not None
+        ]
+        return largest_difference(self._own_logprobs, found)
+
+    async def _until_loaded(self, version: int) -> BoardStatus:
+        """Raises: as `wait_until_loaded`."""
         board = board_handle(self._board, deadline_s=LOADED_CHECK_S + RPC_DEADLINE_S)
         while True:
             try:
-                status = await board.wait_published(version, 1, LOADED_CHECK_S)
+                status: BoardStatus = await board.wait_published(version, 1, LOADED_CHECK_S)
             except WeightError as error:
                 raise ActorLost(str(error)) from error
             if status.is_loaded:
-                break
+                return status
             # While ranks are replaced, nobody may be there to broadcast.
             if status.quiet_s > self._quiet_limit_s and not self._trainer.is_restarting:
                 raise ActorLost(
@@ -283,12 +307,6 @@ class Publisher:
                     f"start or its load, limit {self._quiet_limit_s:g} s "
                     "(inference.start_deadline_s)"
                 )
-        found = [
-            replica.check_logprobs
-            for replica in status.replicas
-            if replica.check_logprobs is not None
-        ]
-        return largest_difference(self._own_logprobs, found)
 
     async def num_ready(self) -> int:
         """Engines that hold the current version."""

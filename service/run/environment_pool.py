@@ -68,6 +68,8 @@ class EnvironmentPool:
         self._recorder = recorder
         self._evaluation_idle_s = evaluation_idle_s
         self._numbers = itertools.count()
+        self._answering: set[str] = set()
+        """Ids of the actors that have answered, and not died since."""
         self._members = [self._new_member() for _ in range(num_actors)]
 
     async def watch(self) -> None:
@@ -181,6 +183,8 @@ class EnvironmentPool:
         finally:
             for end in ends:
                 end.cancel()
+            self._answering.discard(member.actor_id)
+            self._recorder.environment_actors(len(self._answering))
 
     async def _until_stopped(self, member: _Member) -> str:
         try:
@@ -193,6 +197,8 @@ class EnvironmentPool:
         limit_s = self._frozen_after_s
         try:
             await within(START_DEADLINE_S, member.actor.ping.remote())
+            self._answering.add(member.actor_id)
+            self._recorder.environment_actors(len(self._answering))
             while True:
                 await within(limit_s, member.actor.ping.remote())
                 await asyncio.sleep(PING_EVERY_S)

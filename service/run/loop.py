@@ -28,6 +28,7 @@ from actors.deadline import ActorLost
 from actors.merge.groups import PayloadsLost, ScoresLost
 from actors.merge.report import StepReport
 from actors.trainer.abandon import StepAbandoned
+from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups
 from actors.trajectory_queue.messages import QueueSnapshot, StepInput
@@ -162,6 +163,8 @@ class Loop:
         self._committed_at = time.monotonic()
         self._saving: asyncio.Task[None] | None = None
         """Waits until the last checkpoint is written, then commits it; None: done."""
+        self._save_watch = Stopwatch()
+        """Begun with the last checkpoint."""
         self._is_stopping = asyncio.Event()
         self._is_grace_over = asyncio.Event()
         self._rewards: deque[float] = deque(maxlen=AVERAGED_STEPS)
@@ -480,6 +483,7 @@ class Loop:
     async def _begin_save(self, step: int) -> None:
         """Have the ranks copy their state, once the checkpoint before is committed."""
         await self._join_saving()
+        self._save_watch = Stopwatch()
         save = partial(self._handles.trainer.begin_save, step, term=self._settings.term)
         await self._with_published(save)
 
@@ -494,13 +498,20 @@ class Loop:
         )
 
     async def _commit_written(self, step: int, version: int, snapshot: QueueSnapshot) -> None:
-        path = await self._handles.trainer.finish_save()
+        watch, recorder = self._save_watch, self._handles.recorder
+        try:
+            path = await self._handles.trainer.finish_save()
+        except CheckpointError:
+            recorder.checkpoint_failed()
+            raise
         if path is None:
-            self._handles.recorder.notice(
+            recorder.checkpoint_failed()
+            recorder.notice(
                 f"step {step}: a rank was lost while its checkpoint was written; the one before "
                 "counts until the next"
             )
             return
+        await recorder.checkpoint_written(path, seconds=watch.lap())
         await self._commit(Commit(step=step, version=version, directory=path.name), snapshot)
         await self._handles.trainer.committed(step, path)
         await self._handles.prune_checkpoints()

@@ -63,17 +63,20 @@ class RestartableTrainer:
         first_step: int,
         max_kept_bytes: int,
         on_restart: Callable[[str], None],
+        on_look: Callable[[Sequence[int]], None],
     ) -> None:
         """make_group: makes one that is not started. parent: the checkpoint to begin with; None:
         the base model. first_step: the one after it. max_kept_bytes: of the shards of steps that no
         checkpoint holds yet; beyond it the oldest are dropped, and a lost rank ends the term.
-        on_restart: told, in a sentence, of each group that was replaced.
+        on_restart: told, in a sentence, of each group that was replaced. on_look: given the peak
+        memory of each rank, bytes, at each look of `watch`; nothing where a rank is lost.
         """
         self._make_group = make_group
         self._group = make_group()
         self._checkpoint = parent
         self._max_kept_bytes = max_kept_bytes
         self._on_restart = on_restart
+        self._on_look = on_look
         self._lock = asyncio.Lock()
         """Held through each call and each restart: a group does one thing at a time."""
         self._kept: list[_KeptStep] = []
@@ -115,10 +118,11 @@ class RestartableTrainer:
             await asyncio.sleep(WATCH_EVERY_S)
             group = self._group
             try:
-                await group.check_alive()
+                self._on_look(await group.check_alive())
             except ShardLost:
                 raise
             except TrainerRankLost as loss:
+                self._on_look(())
                 async with self._lock:
                     if group is self._group:
                         await self._restart(loss)

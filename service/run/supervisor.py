@@ -171,7 +171,17 @@ class Supervisor:
         self._engine_watch = EngineWatch(num_expected=config.inference.num_replicas)
         if notice:
             self._recorder.notice(notice)
+        self._show_limits()
         log.info("run directory %s", run_dir.path)
+
+    def _show_limits(self) -> None:
+        """What bounds the values that are shown."""
+        config, metrics = self._config, self._metrics
+        metrics.ledger.items_limit.set(config.queue.max_items_with(config.algorithm))
+        metrics.ledger.bytes_limit.set(config.queue.max_bytes)
+        metrics.steps.policy_age_limit.set(config.algorithm.max_policy_age)
+        metrics.parts.environment_actors_expected.set(config.rollouts.num_actors)
+        metrics.parts.ranks_expected.set(config.trainer.num_ranks)
 
     async def run(self) -> Ending:
         """Run terms until the run ends; write the report.
@@ -452,6 +462,7 @@ class Supervisor:
         """Refresh the gauges and the status; an actor that does not answer is asked again later."""
         while True:
             await asyncio.sleep(OBSERVE_EVERY_S)
+            self._recorder.database(self._store.away_s)
             if (term := self._term) is not None:
                 with suppress(ActorLost):
                     await self._observe_queue(term)
@@ -506,7 +517,12 @@ class Supervisor:
             status = None
         watch = self._engine_watch
         change = watch.check(status, now=time.monotonic())
-        self._recorder.engines(None if status is None else watch.num_current)
+        replicas = () if status is None else status.replicas
+        self._recorder.engines(
+            None if status is None else watch.num_current,
+            num_expected=watch.num_expected,
+            versions={r.replica_id: r.version for r in replicas if r.version is not None},
+        )
         if change.num_lost:
             self._recorder.replaced(Part.ENGINE, change.text, count=change.num_lost)
         elif change.text:

@@ -118,6 +118,7 @@ class Term:
             first_step=self.first_step,
             max_kept_bytes=config.trainer.max_replay_mib * 2**20,
             on_restart=partial(recorder.replaced, Part.TRAINER),
+            on_look=recorder.ranks,
         )
         self._merge: RestartableMerge | None = None
         self._pool: EnvironmentPool | None = None
@@ -242,6 +243,7 @@ class Term:
             self._engines.board,
             term=self._lease.term,
             quiet_limit_s=config.inference.start_deadline_s,
+            measure=self._recorder.publishing,
         )
         await publisher.publish(version)
         await self._cancel_again()

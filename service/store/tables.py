@@ -43,7 +43,7 @@ class RunKind(StrEnum):
 
 
 # Raise it with every change of a table or of a stored record that an older Rayloom cannot read.
-FORMAT = 4
+FORMAT = 5
 
 metadata = MetaData()
 

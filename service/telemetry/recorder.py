@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from logging.handlers import RotatingFileHandler
+from pathlib import Path
 
+from actors.deadline import ActorLost
 from actors.merge.report import MergeReport
-from actors.metrics import Metrics, Part
+from actors.metrics import Metrics, Part, PublishPhase
 from actors.outcomes import DEFAULT_RULES, Disposition
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
-from actors.trajectory_queue.messages import QueueSnapshot, QueueStats
+from actors.trajectory_queue.messages import QueueSnapshot, QueueStats, Side
 from actors.types import Outcome, TrajectorySummary
 from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutResult
@@ -91,11 +95,14 @@ class RunRecorder:
         self.num_rollouts = 0
         self.num_sampled = 0
         self._faults_told: set[Outcome] = set()
+        self._blocked_s: Mapping[Side, float] = {}
+        """Of the term's queue, as far as it is counted."""
 
     async def begin_term(self, lease: Lease) -> None:
         """From here on write as `lease`; what an older term had not stored yet is void."""
         self.term = lease.term
         self._pending, self._pending_results = [], []
+        self._blocked_s = {}
         if self._submissions is not None:
             await self._submissions.begin_term(lease)
         # After what an older term had begun to write.
@@ -144,6 +151,8 @@ class RunRecorder:
         metrics.meet(environment)
         metrics.ended.labels(environment=environment, outcome=summary.outcome.value).inc()
         metrics.seconds.labels(environment=environment).observe(summary.timings.wall_s)
+        for phase, seconds in summary.timings.by_phase().items():
+            metrics.phase_seconds.labels(environment=environment, phase=phase).observe(seconds)
         if summary.is_graded and summary.outcome not in UNSCORED:
             metrics.returns.labels(environment=environment).observe(summary.episode_return)
 
@@ -221,6 +230,26 @@ class RunRecorder:
         term = self.term
         await self._thread.finish(write())
 
+    async def checkpoint_written(self, path: Path, *, seconds: float) -> None:
+        """All ranks have written their files; seconds: that it took."""
+        num_bytes = await asyncio.to_thread(_size_of, path)
+        self._metrics.run.checkpoint_bytes.set(num_bytes)
+        self._metrics.run.checkpoint_seconds.set(seconds)
+
+    def checkpoint_failed(self) -> None:
+        self._metrics.parts.checkpoint_failures.inc()
+
+    @contextmanager
+    def publishing(self, phase: PublishPhase) -> Iterator[None]:
+        """Around a phase of a publish: its seconds, or its failure, are counted."""
+        started, parts = time.monotonic(), self._metrics.parts
+        try:
+            yield
+        except ActorLost:
+            parts.publish_failures.inc()
+            raise
+        parts.publish_seconds.labels(phase=phase.value).observe(time.monotonic() - started)
+
     async def forget(self, kept: Sequence[Checkpoint], retention: Retention) -> None:
         """Remove the rows that nothing needs. kept: as `retention.forget` takes it."""
         if self._submissions is not None:
@@ -230,9 +259,28 @@ class RunRecorder:
             )
         await self._thread.call(forget, self._store, term=self.term, kept=kept, retention=retention)
 
-    def engines(self, num_ready: int | None) -> None:
-        """num_ready: None while nobody knows."""
-        self._metrics.parts.engines_ready.set(num_ready)
+    def engines(
+        self, num_ready: int | None, *, num_expected: int, versions: Mapping[str, int]
+    ) -> None:
+        """num_ready: None while nobody knows. versions: that each replica holds."""
+        parts = self._metrics.parts
+        with self._metrics.together():
+            parts.engines_ready.set(num_ready)
+            parts.engines_expected.set(num_expected)
+            parts.engine_version.show(versions)
+
+    def environment_actors(self, num_alive: int) -> None:
+        self._metrics.parts.environment_actors.set(num_alive)
+
+    def ranks(self, peak_bytes: Sequence[int]) -> None:
+        """peak_bytes: of each rank that answers; empty: the group is lost, or not started."""
+        with self._metrics.together():
+            self._metrics.parts.ranks.set(len(peak_bytes))
+            by_rank = {str(rank): float(value) for rank, value in enumerate(peak_bytes)}
+            self._metrics.parts.rank_memory.show(by_rank)
+
+    def database(self, away_s: float) -> None:
+        self._metrics.run.database_away.set(away_s)
 
     def queue(self, stats: QueueStats) -> None:
         """Gauges that say how things stand now."""
@@ -246,10 +294,21 @@ class RunRecorder:
                 metrics.evicted.labels(reason=reason.value).set(ledger.evicted.get(reason, 0))
             metrics.waiting_items.set(stats.num_waiting)
             metrics.waiting_bytes.set(stats.waiting_bytes)
+            metrics.handed_out.set(stats.num_handed_out)
+            metrics.oldest.set(stats.oldest_s)
+            self._count_blocked(stats.blocked_s)
             if self._submissions is not None:
                 backlog = self._submissions.backlog
                 self._metrics.service.waiting_tasks.set(backlog.waiting)
                 self._metrics.service.waiting_tasks_limit.set(backlog.capacity)
+
+    def _count_blocked(self, blocked_s: Mapping[Side, float]) -> None:
+        """blocked_s: as a queue adds it up; a successor of one that died begins at 0."""
+        for side, seconds in blocked_s.items():
+            counted_s = self._blocked_s.get(side, 0.0)
+            gained_s = seconds - counted_s if seconds >= counted_s else seconds
+            self._metrics.waits.blocked.labels(side=side.value).inc(gained_s)
+        self._blocked_s = blocked_s
 
     def _take_pending(self) -> tuple[list[LedgerEvent], list[RolloutResult]]:
         taken = self._pending, self._pending_results
@@ -341,6 +400,10 @@ class StoredMetrics:
 def tokens_of(record: StepRecord) -> dict[str, float]:
     """By kind."""
     return {"sampled": record.num_sampled_tokens, "trained": record.num_trained_tokens}
+
+
+def _size_of(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 def configure_logging(path: str) -> None:

@@ -72,7 +72,7 @@ async def record(recorder: RunRecorder, ledger: Ledger, step: int) -> None:
     recorder.events(ledger.drain())
     await recorder.step(step_record(step, policy_age_max=step % 3))
     recorder.queue(queue_stats(ledger.counts()))
-    recorder.engines(1)
+    recorder.engines(1, num_expected=1, versions={"engine": step})
 
 
 async def answer_a_request(endpoint: MetricsEndpoint) -> None:

@@ -49,7 +49,9 @@ async def test_a_finished_game_is_completed_with_its_rewards_and_exact_ids() -> 
     whole = np.concatenate((first.prompt_token_ids, first.sampled_token_ids))
     np.testing.assert_array_equal(second.prompt_token_ids[: len(whole)], whole)
     assert trajectory.num_inserted_tokens == 1  # the template's newline
-    assert trajectory.timings.wall_s > 0
+    phases = trajectory.timings.by_phase()
+    assert phases.keys() == {"reset", "generate", "step"}
+    assert 0 < sum(phases.values()) <= trajectory.timings.wall_s
     assert [action.text for action in environment.actions] == ["4", "4"]
 
 

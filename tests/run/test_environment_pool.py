@@ -54,9 +54,13 @@ class Notices:
 
     def __init__(self) -> None:
         self.notices: list[str] = []
+        self.num_alive: list[int] = []
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
+
+    def environment_actors(self, num_alive: int) -> None:
+        self.num_alive.append(num_alive)
 
 
 def make_pool(actor: Any, recorder: Notices, *, idle_s: float) -> EnvironmentPool:

@@ -112,6 +112,9 @@ async def test_a_checkpoint_whose_ranks_are_lost_is_not_committed_and_the_last_o
     await make_loop(world, steps=3).run()
     assert world.checkpoints == [(2, "dir-2"), (3, "dir-3")]
     assert world.calls_of("save") == ["save 2", "save 3", "save 3"]
+    assert world.calls_of("written", "checkpoint failed") == [
+        "written dir-2", "checkpoint failed", "written dir-3"
+    ]  # fmt: skip
 
 
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run() -> None:
@@ -122,6 +125,7 @@ async def test_a_checkpoint_that_cannot_be_written_ends_the_run() -> None:
     with pytest.raises(CheckpointError, match="disk is full"):
         await make_loop(world, steps=100).run()
     assert world.checkpoints == []
+    assert world.calls_of("checkpoint failed") == ["checkpoint failed"]
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])

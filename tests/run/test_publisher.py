@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from actors.deadline import ActorLost
+from actors.metrics import PublishPhase
 from actors.weights.actor import WeightBoard
 from actors.weights.board import WeightGroup, WeightManifest
 from service.run.engines import Publisher
@@ -55,8 +57,20 @@ class World:
         self.trainer = Trainer()
         self.board = WeightBoard(clock=lambda: self.now)
         handle: Any = Handle(self.board)
-        self.publisher = Publisher(cast(Any, self.trainer), handle, term=1, quiet_limit_s=LIMIT_S)
+        self.phases: list[PublishPhase] = []
+        """Entered so far."""
+        self.publisher = Publisher(
+            cast(Any, self.trainer),
+            handle,
+            term=1,
+            quiet_limit_s=LIMIT_S,
+            measure=self._measure,
+        )
         self.waiting: asyncio.Task[float | None]
+
+    def _measure(self, phase: PublishPhase) -> AbstractContextManager[None]:
+        self.phases.append(phase)
+        return nullcontext()
 
     async def begin(self) -> None:
         await self.publisher.publish(0)
@@ -125,6 +139,7 @@ async def test_an_engine_that_is_away_for_minutes_in_a_publish_does_not_send_the
     assert not world.waiting.done()
     await world.board.report("b", 1, 1, SCORES + 0.5)
     assert await world.waiting == 0.5
+    assert world.phases == 2 * [PublishPhase.SEND, PublishPhase.CHECK, PublishPhase.LOAD]
 
 
 @pytest.mark.parametrize("engine", ["nothing", "crash_in_each_start", "live_and_load_nothing"])

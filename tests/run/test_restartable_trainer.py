@@ -33,6 +33,7 @@ class Disk:
     """Whether every group computes other bits."""
     serves_engines: bool = False
     told: list[str] = field(default_factory=list)
+    looks: list[Sequence[int]] = field(default_factory=list)
 
     def make_group(self) -> TrainerGroup:
         group = Group(self, number=len(self.groups), serves_engines=self.serves_engines)
@@ -70,8 +71,9 @@ class Group:
         self.weights = list(self.disk.checkpoints[path])
         self.version = len(self.weights)
 
-    async def check_alive(self) -> None:
+    async def check_alive(self) -> tuple[int, ...]:
         self._meet("check_alive")
+        return (self.number,)
 
     async def step(self, shards: Sequence[str], value_shards: Sequence[str]) -> StepStats:
         self._meet(f"step {shards[0]}")
@@ -119,6 +121,7 @@ async def started(disk: Disk, *, max_kept_bytes: int = 1000) -> RestartableTrain
         first_step=1,
         max_kept_bytes=max_kept_bytes,
         on_restart=disk.told.append,
+        on_look=disk.looks.append,
     )
     await trainer.start()
     await publish(trainer)
@@ -168,6 +171,7 @@ async def test_whoever_waits_for_the_ranks_weights_sees_that_they_are_being_repl
         first_step=1,
         max_kept_bytes=1000,
         on_restart=lambda told: seen.append(trainer.is_restarting),
+        on_look=disk.looks.append,
     )
     await trainer.start()
     assert not trainer.is_restarting
@@ -193,9 +197,11 @@ async def test_whatever_call_meets_the_loss_is_made_again(call: str) -> None:
     disk.lose_at.append(call)
     if call == "check_alive":
         watching = asyncio.create_task(trainer.watch())
-        while not disk.told:
+        while len(disk.looks) < 2:
             await asyncio.sleep(0.01)
         watching.cancel()
+        # The lost group has no rank to show; its successor, which is number 1, has.
+        assert disk.looks == [(), (1,)] and len(disk.told) == 1
     await publish(trainer)
     await trainer.begin_save(2, term=1)
     if call == "finish_save":

@@ -14,9 +14,10 @@ from worlds.metric_names import declared
 from worlds.prometheus_server import Prometheus, Series, find_tools, scraping, series
 from worlds.run_driver import START_S, Run, running, small_config
 
-from actors.metrics import Part
+from actors.metrics import Part, PublishPhase
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
-from actors.types import BranchReason, Outcome
+from actors.trajectory_queue.messages import Side
+from actors.types import BranchReason, Outcome, Timings
 from deploy.dashboards.grafana import load_dashboard
 from service.run.health import Phase
 from service.store.lineage import History
@@ -30,13 +31,15 @@ LABEL_VALUES = {
     "outcome": {outcome.value for outcome in Outcome},
     "reason": {reason.value for reason in (*EvictionReason, *BranchReason)},
     "part": {part.value for part in Part},
-    "side": {"before", "after"},
+    "side": {"before", "after"} | {side.value for side in Side},
     "stage": set(StageSeconds().by_name()),
     "kind": {kind.value for kind in LedgerEventKind} | {"sampled", "trained"},
-    "phase": {phase.value for phase in Phase},
+    "phase": {phase.value for phase in (*Phase, *PublishPhase)}
+    | Timings(reset_s=1.0, generate_s=1.0, step_s=1.0).by_phase().keys(),
+    "rank": {"0"},
 }
-# Its labels are versions.
-BUILD = "rayloom_build_info"
+# Their labels are versions, and names that Serve gives.
+OPEN = {"rayloom_build_info", "rayloom_engine_policy_version"}
 
 
 def all_counted(history: History, events: Sequence[LedgerEvent]) -> dict[Series, float | None]:
@@ -112,7 +115,7 @@ def check_series(scrapes: list[dict[Series, float]]) -> None:
     by_series = {name: item for item in declared() for name in item.series}
     for name, labels in {key for seen in scrapes for key in seen}:
         assert {label for label, _ in labels} - {"le"} <= set(by_series[name].labels)
-        for label, value in labels if name != BUILD else ():
+        for label, value in labels if name not in OPEN else ():
             assert label == "le" or value in LABEL_VALUES[label]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +20,14 @@ from worlds.queue_builders import cut, fill, make_settings, queue_stats
 from worlds.record_builders import evaluation_record, step_record, unmeasured_step
 from worlds.trajectory_builders import make_summary
 
-from actors.metrics import Metrics
+from actors.deadline import ActorLost
+from actors.metrics import Metrics, PublishPhase
 from actors.statistics import STATISTICS
 from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts, LedgerEvent
+from actors.trajectory_queue.messages import Side
 from actors.trajectory_queue.state import QueueState
-from actors.types import BranchReason, Outcome
-from service.run.health import Phase
+from actors.types import BranchReason, Outcome, Timings
+from service.run.health import Phase, WeightsMoved
 from service.store import tables
 from service.store.lineage import read_events, read_history
 from service.store.run_store import RunStore
@@ -161,6 +165,86 @@ async def test_what_was_not_scored_is_not_among_the_returns(tmp_path: Path) -> N
     assert value(metrics, "rayloom_trajectory_seconds_count", **of) == 4
     assert value(metrics, "rayloom_trajectory_return_count", **of) == 1
     assert value(metrics, "rayloom_trajectory_return_bucket", **of, le="0.4") == 0
+
+
+async def test_the_phases_that_a_trajectory_came_to_are_counted(tmp_path: Path) -> None:
+    recorder, _, metrics = await make_recorder(tmp_path)
+    played = replace(
+        make_summary("g000000.0-0"),
+        timings=Timings(reset_s=0.5, generate_s=2.0, step_s=0.25, wall_s=3.0),
+    )
+    failed = replace(make_summary("g000000.0-1"), timings=Timings(reset_s=1.5, wall_s=1.5))
+    recorder.rollouts([played, failed])
+    name, of = "rayloom_environment_phase_seconds", {"environment": "game"}
+    for phase, count, total in (("reset", 2, 2.0), ("generate", 1, 2.0), ("step", 1, 0.25)):
+        assert value(metrics, f"{name}_count", phase=phase, **of) == count
+        assert value(metrics, f"{name}_sum", phase=phase, **of) == total
+    assert value(metrics, f"{name}_bucket", phase="generate", le="1.0", **of) == 0
+    assert value(metrics, f"{name}_bucket", phase="generate", le="2.0", **of) == 1
+
+
+async def test_waits_add_up_over_queues_that_each_begin_at_zero(tmp_path: Path) -> None:
+    recorder, store, metrics = await make_recorder(tmp_path)
+    stats = queue_stats(LedgerCounts())
+
+    def see(producer: float, consumer: float) -> None:
+        blocked_s = {Side.PRODUCER: producer, Side.CONSUMER: consumer}
+        recorder.queue(replace(stats, blocked_s=blocked_s))
+
+    see(1.0, 2.0)
+    see(1.5, 2.0)
+    see(0.25, 2.5)  # the producers' side of a queue that was started again
+    await recorder.begin_term(store.acquire_lease(owner="next"))
+    see(4.0, 8.0)
+    name = "rayloom_queue_blocked_seconds_total"
+    assert value(metrics, name, side="producer") == 1.5 + 0.25 + 4.0
+    assert value(metrics, name, side="consumer") == 2.5 + 8.0
+
+
+async def test_a_publish_counts_its_seconds_or_its_failure(tmp_path: Path) -> None:
+    recorder, _, metrics = await make_recorder(tmp_path)
+    with recorder.publishing(PublishPhase.SEND):
+        time.sleep(0.05)
+    with suppress(ActorLost), recorder.publishing(PublishPhase.LOAD):
+        raise ActorLost("no engine gets on")
+    with suppress(WeightsMoved), recorder.publishing(PublishPhase.CHECK):
+        raise WeightsMoved(3)
+    seconds = "rayloom_publish_seconds"
+    assert 0.05 <= (value(metrics, f"{seconds}_sum", phase="send") or 0.0) < 60.0
+    for phase, count in (("send", 1), ("load", 0), ("check", 0)):
+        assert value(metrics, f"{seconds}_count", phase=phase) == count
+    assert value(metrics, "rayloom_publish_failures_total") == 1
+
+
+async def test_a_checkpoint_shows_its_size_and_time_or_its_failure(tmp_path: Path) -> None:
+    recorder, _, metrics = await make_recorder(tmp_path)
+    assert value(metrics, "rayloom_checkpoint_bytes") is None
+    files = tmp_path / "step-1"
+    (files / "optimiser").mkdir(parents=True)
+    (files / "weights").write_bytes(bytes(300))
+    (files / "optimiser" / "0").write_bytes(bytes(200))
+    await recorder.checkpoint_written(files, seconds=1.5)
+    recorder.checkpoint_failed()
+    assert value(metrics, "rayloom_checkpoint_bytes") == 500
+    assert value(metrics, "rayloom_checkpoint_seconds") == 1.5
+    assert value(metrics, "rayloom_checkpoint_failures_total") == 1
+
+
+async def test_parts_that_are_gone_leave_no_series(tmp_path: Path) -> None:
+    recorder, _, metrics = await make_recorder(tmp_path)
+    recorder.engines(1, num_expected=2, versions={"a": 3, "b": 2})
+    recorder.ranks([400, 300])
+    recorder.engines(2, num_expected=2, versions={"b": 3, "c": 3})
+    recorder.ranks([500])
+    shown = samples(metrics)
+    names = "rayloom_engine_policy_version", "rayloom_rank_peak_memory_bytes"
+    assert {key: value for key, value in shown.items() if key[0] in names} == {
+        series(names[0], replica="b"): 3,
+        series(names[0], replica="c"): 3,
+        series(names[1], rank="0"): 500,
+    }
+    assert value(metrics, "rayloom_trainer_ranks") == 1
+    assert value(metrics, "rayloom_engines_ready") == 2
 
 
 async def test_a_resumed_run_counts_on_from_every_row_that_it_ever_stored(tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ def of(*sources: Source) -> dict[str, float]:
 
 
 STATS = StepStats(
-    step=0, trainer_version=0, statistics=of(Source.LOSS, Source.CRITIC), learning_rate=1e-3,
-    trained_tokens=10, packed_tokens=20, num_updates=1, num_empty_updates=0, num_skipped_updates=0,
+    step=0, trainer_version=0, statistics=of(Source.LOSS, Source.CRITIC, Source.TRAINER),
+    learning_rate=1e-3, trained_tokens=10, packed_tokens=20,
+    num_updates=1, num_empty_updates=0, num_skipped_updates=0,
 )  # fmt: skip
 
 REPORT = StepReport(

@@ -25,7 +25,7 @@ from actors.merge.groups import PayloadsLost
 from actors.trajectory_queue import actor as queue_actor
 from actors.trajectory_queue.codec import TrajectoryBlock, decode, encode
 from actors.trajectory_queue.groups import GroupRequest
-from actors.trajectory_queue.messages import ActorReleased, QueueSnapshot, StepInput
+from actors.trajectory_queue.messages import ActorReleased, QueueSnapshot, Side, StepInput
 from actors.types import Outcome
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
@@ -148,6 +148,24 @@ def test_other_calls_are_answered_while_a_large_block_is_stored() -> None:
     first, _ = ray.wait([storing, asked], timeout=LIMIT_S)
     assert first == [asked]
     assert get(storing) == []
+
+
+def test_it_counts_how_long_each_side_waited_for_the_other() -> None:
+    queue = queue_actor.start_queue(queue_settings(groups_per_step=1, max_lag=2, max_items=4))
+    assert get(queue.open.remote(0, None))
+    admit_all(queue)
+    player = Player.remote(queue, "player")
+    assert take_step(queue, limit_s=1.0) is None
+    waited = get(queue.stats.remote()).blocked_s
+    assert 1.0 <= waited[Side.CONSUMER] < LIMIT_S and waited[Side.PRODUCER] == 0.0
+    assert len(get(player.take.remote(4, LIMIT_S))) == 4
+    get(player.hand_in.remote(4, 2))
+    # As many as the bound wait for a step; the next groups are there, and are held back.
+    assert get(player.take.remote(4, 1.5)) == []
+    stats = get(queue.stats.remote())
+    assert 1.5 <= stats.blocked_s[Side.PRODUCER] < LIMIT_S
+    assert stats.oldest_s is not None and 1.5 <= stats.oldest_s < LIMIT_S
+    assert stats.blocked_s[Side.CONSUMER] == waited[Side.CONSUMER]
 
 
 def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:

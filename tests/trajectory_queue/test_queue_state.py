@@ -122,10 +122,22 @@ def test_the_bounds_stop_new_groups_but_never_the_step_that_is_being_collected()
     assert {x.group_number for x in step} == {0, 1}
     for assignment in step:
         end(queue, assignment, num_bytes=10)
-    assert take_all(queue) == []
+    assert take_all(queue) == [] and queue.holds_back
     taken = queue.take_step()
-    assert taken is not None
+    assert taken is not None and not queue.holds_back
     assert {x.group_number for x in take_all(queue)} == {2, 3}
+
+
+def test_the_age_is_that_of_the_oldest_trajectory_that_no_step_has_taken() -> None:
+    queue = QueueState(make_settings(step=1, lag=3, window=1))
+    fill(queue)
+    assert queue.stats(now=9.0).oldest_s is None
+    first = queue.take_rollouts("a", max_count=4)
+    for assignment, arrived_at in zip(first, (3.0, 2.0, 5.0, 7.0), strict=True):
+        end(queue, assignment, arrived_at=arrived_at)
+    assert queue.stats(now=9.0).oldest_s == 7.0
+    assert queue.take_step() is not None
+    assert queue.stats(now=9.0).oldest_s == 4.0
 
 
 def test_waiting_bytes_stop_new_groups_until_a_step_takes_them() -> None:

@@ -272,6 +272,12 @@ class Notebook:
     async def evaluation(self, record: EvaluationRecord) -> None:
         self.evaluations.append(record)
 
+    async def checkpoint_written(self, path: Path, *, seconds: float) -> None:
+        self.world.calls.append(f"written {path.name}")
+
+    def checkpoint_failed(self) -> None:
+        self.world.calls.append("checkpoint failed")
+
     async def checkpoint(
         self, *, step: int, version: int, directory: str, snapshot: QueueSnapshot
     ) -> None:

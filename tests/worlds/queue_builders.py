@@ -46,8 +46,8 @@ def fill(queue: QueueState, *, num_samples: int = 2, enough: int | None = None) 
 
 
 def queue_stats(ledger: LedgerCounts) -> QueueStats:
-    """Of an empty queue, but for its ledger."""
-    return replace(QueueState(make_settings()).stats(), ledger=ledger)
+    """Of an empty queue, but for its ledger, and the ages of what waited before."""
+    return replace(QueueState(make_settings()).stats(), ledger=ledger, oldest_s=1.5)
 
 
 def take_all(queue: QueueState, *, actor: str = "a") -> list[RolloutAssignment]:
@@ -63,6 +63,7 @@ def end(
     num_bytes: int = 100,
     version: int = 0,
     reward: float = 0.0,
+    arrived_at: float = 0.0,
 ) -> bool:
     """Bring an assignment back; whether the queue took it."""
     summary = make_summary(
@@ -73,7 +74,8 @@ def end(
         version=version,
         reward=reward,
     )
-    return queue.put(actor, summary, BlockRow(block=object(), row=0, num_bytes=num_bytes))
+    payload = BlockRow(block=object(), row=0, num_bytes=num_bytes, arrived_at=arrived_at)
+    return queue.put(actor, summary, payload)
 
 
 def finalise_all(queue: QueueState, step: int, groups: Sequence[Group]) -> list[str]:

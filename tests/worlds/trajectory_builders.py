@@ -211,6 +211,6 @@ def trajectories_strategy(draw: st.DrawFn) -> Trajectory:
         best_return=draw(st.none() | st.floats(0.5, 2)),
         num_inserted_tokens=draw(st.integers(0, 3)),
         render_breaks=draw(st.dictionaries(st.sampled_from(["dummy", "tools"]), st.integers(1, 3))),
-        timings=Timings(generate_s=draw(st.floats(0, 9)), wall_s=1.0),
+        timings=Timings(generate_s=draw(st.floats(0, 9)), step_s=0.5, wall_s=1.0),
         detail=draw(st.text(max_size=5)),
     )
