@@ -186,11 +186,18 @@ class RunMetrics:
         self.phase = registry.gauges(
             "rayloom_run_phase", "1 for what the run is doing, 0 for all else.", label="phase"
         )
+        self.phase_time = registry.gauge(
+            "rayloom_run_phase_timestamp_seconds",
+            "Since when the run does that, seconds since 1970.",
+        )
         self.planned_steps = registry.gauge(
             "rayloom_run_planned_steps", "Steps after which the run ends."
         )
         self.checkpoint_step = registry.gauge(
             "rayloom_checkpoint_step", "Step of the newest committed checkpoint."
+        )
+        self.checkpoint_interval = registry.gauge(
+            "rayloom_checkpoint_interval_steps", "Steps between checkpoints: run.checkpoint_every."
         )
         self.checkpoint_time = registry.gauge(
             "rayloom_checkpoint_timestamp_seconds",

@@ -179,6 +179,7 @@ class Supervisor:
         config, metrics = self._config, self._metrics
         metrics.ledger.items_limit.set(config.queue.max_items_with(config.algorithm))
         metrics.ledger.bytes_limit.set(config.queue.max_bytes)
+        metrics.run.checkpoint_interval.set(config.run.checkpoint_every)
         metrics.steps.policy_age_limit.set(config.algorithm.max_policy_age)
         metrics.parts.environment_actors_expected.set(config.rollouts.num_actors)
         metrics.parts.ranks_expected.set(config.trainer.num_ranks)

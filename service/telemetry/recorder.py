@@ -91,6 +91,7 @@ class RunRecorder:
         self.evaluations = Tail[EvaluationRecord](limit=KEPT_RECORDS)
         self.notices = Tail[str](limit=KEPT_NOTICES)
         self.current_phase, self.phase_detail = Phase.STARTING, ""
+        metrics.run.phase_time.set(time.time())
         self.phase(Phase.STARTING, "")
         self.num_rollouts = 0
         self.num_sampled = 0
@@ -119,8 +120,12 @@ class RunRecorder:
     def phase(self, phase: Phase, detail: str) -> None:
         if (phase, detail) != (self.current_phase, self.phase_detail):
             log.info("%s%s", phase.value, f": {detail}" if detail else "")
+        metrics = self._metrics.run
+        with self._metrics.together():
+            if phase is not self.current_phase:
+                metrics.phase_time.set(time.time())
+            metrics.phase.show({each.value: float(each is phase) for each in Phase})
         self.current_phase, self.phase_detail = phase, detail
-        self._metrics.run.phase.show({each.value: float(each is phase) for each in Phase})
 
     def starting(self, detail: str) -> None:
         """Parts are being started; after a fault that belongs to the recovery."""

@@ -201,6 +201,19 @@ async def test_waits_add_up_over_queues_that_each_begin_at_zero(tmp_path: Path) 
     assert value(metrics, name, side="consumer") == 2.5 + 8.0
 
 
+async def test_a_phase_tells_since_when_it_lasts(tmp_path: Path) -> None:
+    recorder, _, metrics = await make_recorder(tmp_path)
+    name = "rayloom_run_phase_timestamp_seconds"
+    begun = value(metrics, name)
+    recorder.phase(Phase.STARTING, "engines and trainer")
+    assert value(metrics, name) == begun
+    recorder.phase(Phase.TRAINING, "")
+    since = value(metrics, name)
+    assert begun is not None and since is not None and begun < since <= time.time()
+    recorder.phase(Phase.TRAINING, "again")
+    assert value(metrics, name) == since
+
+
 async def test_a_publish_counts_its_seconds_or_its_failure(tmp_path: Path) -> None:
     recorder, _, metrics = await make_recorder(tmp_path)
     with recorder.publishing(PublishPhase.SEND):

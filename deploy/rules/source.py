@@ -1,0 +1,39 @@
+"""From rules.yaml to what Prometheus reads, on one scale of time.
+
+Each duration stands in braces: `{6h}` becomes a duration of Prometheus' language, `{10m as seconds}`
+a number. A scale below 1 shortens all of them alike, so that a test sees in minutes what takes
+hours; the chart has them as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "rules.yaml"
+FOLDER = Path(__file__).parents[2] / "helm" / "files" / "rules"
+FILE = "rayloom.yaml"
+_HEADER = "# Written by `python -m deploy.rules` from deploy/rules/rules.yaml.\n"
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"\{(\d+)([smhd])( as seconds)?\}")
+
+
+def rules_text(*, scale: float = 1.0) -> str:
+    """The rules as YAML. scale: what all durations are multiplied with, down to a millisecond."""
+
+    def scaled(found: re.Match[str]) -> str:
+        amount, unit, is_number = found.groups()
+        if is_number:
+            return f"{int(amount) * _SECONDS[unit] * scale:g}"
+        if scale == 1.0:
+            return f"{amount}{unit}"
+        return f"{max(round(int(amount) * _SECONDS[unit] * scale * 1000), 1)}ms"
+
+    source = SOURCE.read_text(encoding="utf-8")
+    rules = source[source.index("groups:") :]
+    return _HEADER + _DURATION.sub(scaled, rules)
+
+
+def rule_files() -> dict[str, str]:
+    """What the chart's files are to be, by name."""
+    return {FILE: rules_text()}
