@@ -1,8 +1,8 @@
 """From rules.yaml to what Prometheus reads, on one scale of time.
 
-Each duration stands in braces: `{6h}` becomes a duration of Prometheus' language, `{10m as seconds}`
-a number. A scale below 1 shortens all of them alike, so that a test sees in minutes what takes
-hours; the chart has them as they are.
+Each duration stands in braces: `{6h}` becomes a duration of Prometheus' language, and
+`{10m as seconds}` a number. A scale below 1 shortens all of them alike, so that a test sees in
+minutes what takes hours; the chart has them as they are.
 """
 
 from __future__ import annotations

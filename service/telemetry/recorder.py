@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -412,16 +413,19 @@ def _size_of(directory: Path) -> int:
 
 
 def configure_logging(path: str) -> None:
-    """Send Rayloom's log to a file, one line an event with its time.
+    """Send Rayloom's log to a file and to stdout, one line an event with its time.
 
-    A file that is full is renamed, to run.log.1 and on; the oldest goes.
+    A file that is full is renamed, to run.log.1 and on; the oldest goes. The supervisor's stdout is
+    among Ray's logs of its node, from where collectors of a cluster take it.
     """
-    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=OLD_LOGS)
-    handler.setFormatter(
-        logging.Formatter("%(asctime)s %(levelname)-7s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    lines = logging.Formatter(
+        "%(asctime)s %(levelname)-7s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S"
     )
-    handler.formatter.converter = time.gmtime  # type: ignore[union-attr]
+    lines.converter = time.gmtime
     root = logging.getLogger("rayloom")
     root.setLevel(logging.INFO)
-    root.addHandler(handler)
     root.propagate = False
+    file = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=OLD_LOGS)
+    for handler in (file, logging.StreamHandler(sys.stdout)):
+        handler.setFormatter(lines)
+        root.addHandler(handler)
