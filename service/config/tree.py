@@ -19,7 +19,7 @@ from pydantic import Field
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
 from actors.journal.record import GroupRule
-from actors.limits import STRICT, Natural, Port, Positive, Seconds, Seed
+from actors.limits import STRICT, Natural, Port, Positive, Seconds, Seed, Share
 from actors.merge.shaping import RewardSettings
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trainer.settings import Dtype, TrainerSettings
@@ -118,6 +118,19 @@ class MetricsSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracingSettings:
+    """Where OpenTelemetry traces of rollouts go."""
+
+    __pydantic_config__ = STRICT
+
+    endpoint: str = ""
+    """URL of a collector that speaks OTLP over HTTP, such as http://collector:4318/v1/traces;
+    empty: no traces."""
+    sample_ratio: Share = 1.0
+    """Share of the rollouts that are traced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings:
     """The HTTP API of `rayloom serve`."""
 
@@ -158,6 +171,7 @@ class Config:
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
+    tracing: TracingSettings = field(default_factory=TracingSettings)
     service: ServiceSettings = field(default_factory=ServiceSettings)
 
     @property

@@ -93,6 +93,10 @@ class SubmissionQueue:
         """Groups in flight whose submission was cancelled; a restored queue has them again."""
         return self._table.cancelled_groups()
 
+    def accepted_at(self, group_id: str) -> float | None:
+        """As the table's."""
+        return self._table.accepted_at(group_id)
+
     async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
         """Accept all or none; a known id with the same content is answered as the first time.
 

@@ -85,6 +85,8 @@ class Submission:
     digest: str
     num_samples: int
     num_bytes: int
+    accepted_at: float
+    """Seconds since 1970."""
     is_cancelled: bool = False
 
 

@@ -86,6 +86,11 @@ class SubmissionTable:
         """The group of a submission, None while it waits."""
         return self._entries[submission_id].group_id
 
+    def accepted_at(self, group_id: str) -> float | None:
+        """When the group's submission was accepted; None for another's group."""
+        entry = self._by_group.get(group_id)
+        return None if entry is None else entry.submission.accepted_at
+
     def cancel(self, submission_id: str) -> None:
         entry = self._entries[submission_id]
         entry.is_cancelled = True

@@ -66,6 +66,7 @@ from service.telemetry.endpoint import (
 )
 from service.telemetry.recorder import RunRecorder, configure_logging
 from service.telemetry.summary import summarize_run, write_summary
+from service.telemetry.traces import traces_to
 
 log = logging.getLogger("rayloom.supervisor")
 
@@ -133,12 +134,19 @@ class Supervisor:
                 groups_per_step=config.algorithm.groups_per_step,
                 policy=config.outcome_policy,
             )
+        of_clients = self._submissions
+        self._traces = traces_to(
+            config.tracing,
+            run=config.run.name,
+            accepted_at=of_clients.accepted_at if of_clients else lambda group_id: None,
+        )
         self._recorder = RunRecorder(
             self._store,
             self._metrics,
             thread=self._thread,
             num_steps=config.run.steps,
             submissions=self._submissions,
+            traces=self._traces,
         )
         self._engines = Engines(
             engines,
@@ -220,6 +228,8 @@ class Supervisor:
             await asyncio.gather(observing, renewing, pushing, return_exceptions=True)
             await self._push(is_last=True)
             await self._thread.call(self._leave_store)
+            if self._traces is not None:
+                await asyncio.to_thread(self._traces.close)
             self._is_over = True
 
     async def is_over(self) -> bool:

@@ -55,6 +55,7 @@ class SubmissionStore:
                 digest=request.digest,
                 num_samples=request.num_samples,
                 num_bytes=request.num_bytes,
+                accepted_at=accepted_at,
             )
             for request, position in zip(requests, positions, strict=True)
         ]
@@ -153,6 +154,7 @@ class SubmissionStore:
             accepted.digest,
             accepted.num_samples,
             accepted.num_bytes,
+            accepted.accepted_at,
             accepted.is_cancelled,
         )
         live = select(*columns).where(accepted.ended.is_(None)).order_by(accepted.position)

@@ -28,6 +28,7 @@ from service.store.run_store import Lease, RunStore
 from service.store.thread import StoreThread
 from service.telemetry.records import EvaluationRecord, StepRecord, evaluation_line, step_line
 from service.telemetry.totals import RunTotals
+from service.telemetry.traces import RolloutTraces
 
 log = logging.getLogger("rayloom.run")
 
@@ -71,11 +72,14 @@ class RunRecorder:
         thread: StoreThread,
         num_steps: int,
         submissions: SubmissionQueue | None = None,
+        traces: RolloutTraces | None = None,
     ) -> None:
-        """submissions: told what becomes of rollouts, where clients submit them."""
+        """submissions: told what becomes of rollouts, where clients submit them. traces: None: no
+        rollout is traced."""
         self._store = store
         self._thread = thread
         self._submissions = submissions
+        self._traces = traces
         self._metrics = metrics
         self._stored = StoredMetrics(metrics, store)
         self.term = 0
@@ -105,6 +109,8 @@ class RunRecorder:
         self.term = lease.term
         self._pending, self._pending_results = [], []
         self._blocked_s = {}
+        if self._traces is not None:
+            self._traces.begin_term()
         if self._submissions is not None:
             await self._submissions.begin_term(lease)
         # After what an older term had begun to write.
@@ -149,6 +155,8 @@ class RunRecorder:
             self.num_sampled += summary.num_sampled
             self._tell_first(summary)
         self.num_rollouts += len(summaries)
+        if self._traces is not None:
+            self._traces.attempts(summaries, now=time.time())
         if self._submissions is not None:
             self._pending_results += self._submissions.note_rollouts(summaries)
 
@@ -178,6 +186,8 @@ class RunRecorder:
 
     def events(self, events: Sequence[LedgerEvent]) -> None:
         self._pending += events
+        if self._traces is not None:
+            self._traces.events(events, now=time.time())
         if self._submissions is not None:
             self._submissions.note_events(events)
 
@@ -191,6 +201,8 @@ class RunRecorder:
             self._stored.step(record, events, totals)
             if self._submissions is not None:
                 self._submissions.note_step_seconds(record.stages.total)
+            if self._traces is not None:
+                self._traces.step(record)
             self.steps.append(record)
             self.last_step, self.policy_version = record.step, record.policy_version
             log.info("%s", step_line(record, self._num_steps))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from worlds.otlp_collector import Collector, attributes, collecting
 from worlds.run_checks import check_lineage
 from worlds.run_driver import ENGINE, START_S, STEP_S, Run, running, small_config
 
@@ -121,7 +122,16 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
         wait_for_waiting_tasks(run, limit_s=STEP_S)
         run.advance(1, limit_s=STEP_S)
         run.process.kill()
-    again = running(config, tmp_path / "run", ["--resume"], command="serve")
+    # The second half is traced.
+    with collecting() as collector:
+        traced = ["--resume", "--set", f"tracing.endpoint={collector.url}"]
+        again = running(config, tmp_path / "run", traced, command="serve")
+        finish(again, first, later)
+        check_traces(collector, later)
+
+
+def finish(again: AbstractContextManager[Run], first: list[str], later: list[str]) -> None:
+    """Go on after the kill, to the end of all that was accepted."""
     with again as run, api_of(run) as api:
         assert api.submit(*first, *later).json()["accepted"] == 0
         check_finalised(api.wait_until_over(*later, limit_s=START_S))
@@ -131,6 +141,20 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
         left = [item for item in run.events() if item.kind != "admitted"]
         assert len(left) == 4 * len(first + later)
         assert run.wait_until_gone(limit_s=STEP_S) == []
+
+
+def check_traces(collector: Collector, submitted: list[str]) -> None:
+    """Each rollout that was trained after the kill is a trace of its own, whole."""
+    traces = collector.traces()
+    trained = [each for each in traces.values() if "optimiser step" in each.spans]
+    tasks = {attributes(each.root)["rayloom.task_id"] for each in trained}
+    assert tasks <= set(submitted) and len(tasks) >= 8
+    assert len(trained) == 4 * len(tasks)
+    for each in trained:
+        assert {"wait for admission", "attempt", "wait for the step", "train"} <= each.spans.keys()
+        [(began, ended)] = each.seconds("rollout")
+        for name in each.spans:
+            assert all(began <= start <= stop <= ended for start, stop in each.seconds(name)), name
 
 
 def gauge(run: Run, name: str) -> float:

@@ -1,0 +1,214 @@
+"""A trace for each rollout, from its submission to the optimiser step that trained on it.
+
+Written by the supervisor alone when the rollout leaves the ledger, of what it is told anyway: no
+context travels through the actors. Where a rollout was is known to within a poll of the queue; the
+stages of its step are laid end to end, up to the moment at which it left. Sent over OTLP by a
+thread; what a collector does not take in time is dropped. What was in flight when a supervisor died
+begins with what its successor sees. Filled by `RunRecorder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from actors.outcomes import DEFAULT_RULES, Disposition
+from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
+from actors.types import TrajectorySummary
+from service.config.tree import TracingSettings
+from service.telemetry.records import StepRecord
+
+if TYPE_CHECKING:
+    # A second of imports, which only a run that is traced makes.
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import Span
+
+# Spans that wait for the collector; a step of 512 rollouts makes some five thousand.
+QUEUE_SPANS = 2**15
+EXPORT_LIMIT_S = 10.0
+FLUSH_LIMIT_MS = 5000
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rollout:
+    """What is known of one in flight; seconds since 1970."""
+
+    accepted_at: float | None
+    """By the HTTP API; None: the run's own task, or not known."""
+    admitted_at: float
+    attempts: list[tuple[float, TrajectorySummary]] = field(default_factory=list)
+    """When each ended."""
+    left_at: float = 0.0
+
+
+class RolloutTraces:
+    """The rollouts in flight, and the spans of those that have left."""
+
+    def __init__(
+        self,
+        processor: SpanProcessor,
+        *,
+        run: str,
+        sample_ratio: float,
+        accepted_at: Callable[[str], float | None],
+    ) -> None:
+        """run: its name. accepted_at: when the group of this id was submitted."""
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+        self._provider = TracerProvider(
+            sampler=ParentBasedTraceIdRatio(sample_ratio),
+            resource=Resource.create({"service.name": "rayloom", "rayloom.run": run}),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("rayloom")
+        self._accepted_at = accepted_at
+        self._in_flight: dict[str, _Rollout] = {}
+        self._evicted: dict[str, tuple[_Rollout, str]] = {}
+        """With their reasons; attempts that ended in the same moment are told after it."""
+        self._trained: dict[int, list[tuple[str, _Rollout]]] = {}
+        """By step that is not recorded yet, the rollouts that it trained on."""
+
+    def begin_term(self) -> None:
+        """What an older term had in flight, or trained and not recorded, is played again."""
+        self._in_flight.clear()
+        self._evicted.clear()
+        self._trained.clear()
+
+    def attempts(self, summaries: Iterable[TrajectorySummary], *, now: float) -> None:
+        """Attempts that ended, of the same cut of the queue as the last `events`."""
+        for summary in summaries:
+            evicted = self._evicted.get(summary.rollout_id)
+            rollout = evicted[0] if evicted else self._rollout(summary.rollout_id, now)
+            rollout.attempts.append((now, summary))
+        for rollout_id, (rollout, reason) in self._evicted.items():
+            self._write(rollout_id, rollout, reason=reason, record=None)
+        self._evicted.clear()
+
+    def events(self, events: Iterable[LedgerEvent], *, now: float) -> None:
+        for event in events:
+            rollout = self._rollout(event.rollout_id, now)
+            if event.kind is LedgerEventKind.ADMITTED:
+                continue
+            rollout.left_at = now
+            del self._in_flight[event.rollout_id]
+            if event.kind is LedgerEventKind.TRAINED and event.step is not None:
+                self._trained.setdefault(event.step, []).append((event.rollout_id, rollout))
+            else:
+                self._evicted[event.rollout_id] = rollout, event.reason or ""
+
+    def step(self, record: StepRecord) -> None:
+        """A step is stored: write the traces of what it trained on."""
+        for rollout_id, rollout in self._trained.pop(record.step, ()):
+            self._write(rollout_id, rollout, reason="", record=record)
+
+    def close(self) -> None:
+        """Send what waits, for a while. Blocks."""
+        self._provider.force_flush(FLUSH_LIMIT_MS)
+        self._provider.shutdown()
+
+    def _rollout(self, rollout_id: str, now: float) -> _Rollout:
+        if rollout_id not in self._in_flight:
+            group_id, _, _ = rollout_id.rpartition("-")
+            self._in_flight[rollout_id] = _Rollout(
+                accepted_at=self._accepted_at(group_id), admitted_at=now
+            )
+        return self._in_flight[rollout_id]
+
+    def _write(
+        self, rollout_id: str, rollout: _Rollout, *, reason: str, record: StepRecord | None
+    ) -> None:
+        """record: of the step that trained on it; None: it was evicted for the reason."""
+        began = rollout.admitted_at if rollout.accepted_at is None else rollout.accepted_at
+        root = self._tracer.start_span("rollout", start_time=_ns(began))
+        root.set_attribute("rayloom.rollout_id", rollout_id)
+        root.set_attribute("rayloom.end", "trained" if record else f"evicted: {reason}")
+        inside = _within(root)
+        if rollout.accepted_at is not None:
+            self._span("wait for admission", rollout.accepted_at, rollout.admitted_at, inside)
+        ready_at = rollout.admitted_at
+        for ended_at, summary in rollout.attempts:
+            self._attempt(ended_at, summary, inside)
+            root.set_attribute("rayloom.task_id", summary.task_id)
+            root.set_attribute("rayloom.environment", summary.environment)
+            ready_at = ended_at
+        if record is not None:
+            self._step(record, ready_at, rollout.left_at, inside)
+        root.end(_ns(rollout.left_at))
+
+    def _attempt(self, ended_at: float, summary: TrajectorySummary, inside: Context) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        span = self._span("attempt", ended_at - summary.timings.wall_s, ended_at, inside, end=False)
+        span.set_attributes(
+            {
+                "rayloom.attempt": summary.attempt,
+                "rayloom.outcome": summary.outcome.value,
+                "rayloom.return": summary.episode_return,
+                "rayloom.turns": summary.num_turns,
+                "rayloom.sampled_tokens": summary.num_sampled,
+                **{
+                    f"rayloom.{phase}_seconds": seconds
+                    for phase, seconds in summary.timings.by_phase().items()
+                },
+            }
+        )
+        if summary.newest_version is not None:
+            span.set_attribute("rayloom.policy_version", summary.newest_version)
+        if DEFAULT_RULES[summary.outcome].disposition is Disposition.DROP:
+            span.set_status(Status(StatusCode.ERROR, summary.detail))
+        span.end(_ns(ended_at))
+
+    def _step(self, record: StepRecord, ready_at: float, left_at: float, inside: Context) -> None:
+        seconds = record.stages.by_name()
+        stages = [(name, seconds[name]) for name in ("merge", "score", "train", "publish")]
+        at = max(left_at - sum(length for _, length in stages), ready_at)
+        self._span("wait for the step", ready_at, at, inside)
+        step = self._span("optimiser step", at, left_at, inside, end=False)
+        step.set_attribute("rayloom.step", record.step)
+        step.set_attribute("rayloom.policy_version", record.policy_version)
+        for name, length in stages:
+            if length:
+                self._span(name, at, min(at + length, left_at), _within(step))
+                at = min(at + length, left_at)
+        step.end(_ns(left_at))
+
+    def _span(
+        self, name: str, start: float, stop: float, inside: Context, *, end: bool = True
+    ) -> Span:
+        span = self._tracer.start_span(name, context=inside, start_time=_ns(start))
+        if end:
+            span.end(_ns(stop))
+        return span
+
+
+def traces_to(
+    settings: TracingSettings, *, run: str, accepted_at: Callable[[str], float | None]
+) -> RolloutTraces | None:
+    """Traces that are sent as the configuration says; None: they are off."""
+    if not settings.endpoint:
+        return None
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    exporter = OTLPSpanExporter(endpoint=settings.endpoint, timeout=EXPORT_LIMIT_S)
+    return RolloutTraces(
+        BatchSpanProcessor(exporter, max_queue_size=QUEUE_SPANS),
+        run=run,
+        sample_ratio=settings.sample_ratio,
+        accepted_at=accepted_at,
+    )
+
+
+def _within(span: Span) -> Context:
+    from opentelemetry.trace import set_span_in_context
+
+    return set_span_in_context(span)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
