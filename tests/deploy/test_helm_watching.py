@@ -170,13 +170,18 @@ def test_each_file_of_rules_is_a_prometheus_rule_with_its_templates_untouched(
     folder = chart / "files" / "rules"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    annotations = {"summary": "{{ $labels.run }} stands since {{ humanizeDuration $value }}"}
+    annotations = {
+        "summary": "{{ $labels.run }} stands since {{ humanizeDuration $value }}",
+        "runbook_url": "RUNBOOKS#stalled",
+    }
     rule = {"alert": "Stalled", "expr": "up == 0", "for": "5m", "annotations": annotations}
     spec = {"groups": [{"name": "run", "rules": [rule]}]}
     for name in ("alerts", "recording"):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(spec))
-    manifests = rendered({"monitoring": {"rules": {"enabled": True}}}, chart=chart)
+    runbooks = {"runbooks": "https://wiki.example/rayloom"}
+    manifests = rendered({"monitoring": {"rules": {"enabled": True, **runbooks}}}, chart=chart)
     check_core(manifests)
+    annotations["runbook_url"] = "https://wiki.example/rayloom#stalled"
     rules = [each for each in manifests if each["kind"] == "PrometheusRule"]
     assert {each["metadata"]["name"] for each in rules} == {
         "demo-rayloom-alerts",

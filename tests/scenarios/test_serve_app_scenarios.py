@@ -285,10 +285,7 @@ def test_a_head_that_is_told_to_go_loses_no_step_and_no_rollout(
                 assert len(before) >= 2
                 if pause_s > 100:
                     assert len(before) == 2
-                [command] = head.processes(r".*/ray start .*--block")
-                command.terminate()
-                command.wait(timeout=drain_s + 30)
-            head.kill()
+                head.end_by_sigterm(limit_s=drain_s + 30)
             pause.write_text("0")
             head.start()
             with served(file, address="auto", entrance=head.entrance):

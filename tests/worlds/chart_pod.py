@@ -101,7 +101,7 @@ def running_pod(
         target.mkdir(parents=True, exist_ok=True)
         source = net.directory / f"{name}-{volume['name']}"
         mounts.append(f"{_mount(volume, source, manifests)} {target}")
-    variables = {variable["name"]: _value(variable, manifests) for variable in container["env"]}
+    variables = variables_of(container, manifests)
     settings = {"HOME": image.home(user), **image.environ, **variables, **environ}
     script = _INSIDE.format(
         name=name, files=image.files, mounts="\n".join(mounts), user=user,
@@ -127,6 +127,11 @@ def running_pod(
 
 def secret(manifests: Sequence[Manifest], name: str, key: str) -> str:
     return base64.b64decode(one(manifests, "Secret", name)["data"][key]).decode()
+
+
+def variables_of(container: Manifest, manifests: Sequence[Manifest]) -> dict[str, str]:
+    """What a container's processes find in their environment."""
+    return {variable["name"]: _value(variable, manifests) for variable in container["env"]}
 
 
 def _value(variable: Mapping[str, Any], manifests: Sequence[Manifest]) -> str:

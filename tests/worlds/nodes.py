@@ -146,6 +146,13 @@ class Node:
         self.process.wait(timeout=60)
         self.kill()
 
+    def end_by_sigterm(self, *, limit_s: float) -> None:
+        """Ask `ray start --block` to end, as the kubelet does, and wait until it has."""
+        [command] = self.processes(r".*/ray start .*--block")
+        command.terminate()
+        command.wait(timeout=limit_s)
+        self.kill()
+
     def start(self) -> None:
         self.power_on()
         self.wait_up()
@@ -253,9 +260,42 @@ class Network:
 
         sees_private: None: the head alone.
         """
+        arguments = [
+            f"--num-cpus={cpus:g}",
+            f"--object-store-memory={store_mib * 2**20}",
+            f"--resources='{json.dumps(dict(resources or {}))}'",
+            *options,
+        ]
+        if not self.nodes:
+            arguments.append("--include-dashboard=false")
+        return self._add(
+            arguments, environ=environ or {}, shm_mib=store_mib + 256, sees_private=sees_private
+        )
+
+    def add_pod(
+        self, parameters: Mapping[str, str], *, environ: Mapping[str, str], shm_mib: int
+    ) -> Node:
+        """Plug in a node that starts as the operator starts a group's pod.
+
+        parameters: the group's rayStartParams, quoted for a shell; the operator adds the rest.
+        """
+        arguments = [
+            *(f"--{name}={value}" for name, value in parameters.items()),
+            "--metrics-export-port=8080", "--dashboard-agent-listen-port=52365", "--block",
+        ]  # fmt: skip
+        return self._add(arguments, environ=environ, shm_mib=shm_mib, sees_private=None)
+
+    def _add(
+        self,
+        arguments: Sequence[str],
+        *,
+        environ: Mapping[str, str],
+        shm_mib: int,
+        sees_private: bool | None,
+    ) -> Node:
         is_head = not self.nodes
         name, host_link, address = self.plug_in()
-        where = ["--head", "--port=6379", "--include-dashboard=false"]
+        where = ["--head", "--port=6379"]
         if not is_head:
             where = [f"--address={self.nodes[0].address}:6379"]
         node = Node(
@@ -265,22 +305,15 @@ class Network:
             log=self.directory / f"{name}.log",
             is_head=is_head,
             sees_private=is_head if sees_private is None else sees_private,
-            arguments=[
-                *where,
-                f"--node-ip-address={address}",
-                f"--num-cpus={cpus:g}",
-                f"--object-store-memory={store_mib * 2**20}",
-                f"--resources='{json.dumps(dict(resources or {}))}'",
-                *options,
-            ],
+            arguments=[*where, f"--node-ip-address={address}", *arguments],
             environ={
                 "RAY_AUTH_MODE": "disabled",
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
                 "OMP_NUM_THREADS": "1",
-                **(environ or {}),
+                **environ,
             },
-            shm_mib=store_mib + 256,
+            shm_mib=shm_mib,
         )
         self.nodes.append(node)
         return node

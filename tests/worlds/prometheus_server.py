@@ -14,12 +14,13 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"
@@ -143,12 +144,9 @@ class Prometheus:
         """What the dashboard's variable offers."""
         return self._ask("label/run/values", **{"match[]": "rayloom_train_steps_total"})
 
-    def is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.address}/-/ready", timeout=5) as reply:
-                return bool(reply.status == 200)
-        except OSError:
-            return False
+    def down(self) -> set[str]:
+        """The targets that cannot be scraped, as host:port."""
+        return {item["metric"]["instance"] for item in self._ask("query", query="up == 0")}
 
     @property
     def _own(self) -> str:
@@ -168,13 +166,55 @@ class Prometheus:
 @contextlib.contextmanager
 def scraping(target: str, directory: Path, *, run: str) -> Iterator[Prometheus]:
     """Scrape host:port with the committed configuration, at a test's pace. run: its name."""
-    tools = find_tools()
     text = CONFIG.read_text()
     assert text.count("127.0.0.1:9400") == 1 and text.count("scrape_interval: 5s") == 1
     text = text.replace("127.0.0.1:9400", target)
+    text = text.replace("scrape_interval: 5s", f"scrape_interval: {SCRAPE_S}s")
+    with _serving(text, directory) as address:
+        yield Prometheus(address=address, instance=target, run=run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is scraped, and the labels that its series get."""
+
+    address: str
+    """host:port"""
+    labels: Mapping[str, str]
+
+
+@contextlib.contextmanager
+def scraping_all(
+    targets: Sequence[Target], directory: Path, *, run: str, rules: str = "", alertmanager: str = ""
+) -> Iterator[Prometheus]:
+    """Scrape them at a test's pace. run: its name. rules: as YAML. alertmanager: host:port."""
+    config: dict[str, Any] = {
+        "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"},
+        "scrape_configs": [
+            {
+                "job_name": "pods",
+                "static_configs": [
+                    {"targets": [each.address], "labels": dict(each.labels)} for each in targets
+                ],
+            }
+        ],
+    }
+    if rules:
+        (directory.parent / "rules.yaml").write_text(rules)
+        config["rule_files"] = [str(directory.parent / "rules.yaml")]
+    if alertmanager:
+        config["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
+    with _serving(yaml.safe_dump(config), directory) as address:
+        yield Prometheus(address=address, instance="", run=run)
+
+
+@contextlib.contextmanager
+def _serving(text: str, directory: Path) -> Iterator[str]:
+    """Run Prometheus with a configuration. Yields: its URL."""
+    tools = find_tools()
     directory.mkdir()
     config, output = directory / "prometheus.yml", directory / "output"
-    config.write_text(text.replace("scrape_interval: 5s", f"scrape_interval: {SCRAPE_S}s"))
+    config.write_text(text)
     address = f"127.0.0.1:{free_port()}"
     with output.open("w") as file:
         # `timeout` ends it also where this process is killed.
@@ -186,16 +226,24 @@ def scraping(target: str, directory: Path, *, run: str) -> Iterator[Prometheus]:
             ],
             stdout=file, stderr=subprocess.STDOUT, cwd=directory,
         )  # fmt: skip
-    server = Prometheus(address=f"http://{address}", instance=target, run=run)
+    url = f"http://{address}"
     try:
         deadline = time.monotonic() + 60
-        while not server.is_ready():
+        while not _is_ready(url):
             assert process.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.1)
-        yield server
+        yield url
     finally:
         process.terminate()
         process.wait(timeout=20)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/-/ready", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
 
 
 def free_port() -> int:

@@ -1,0 +1,320 @@
+"""Prometheus' rules by real promtool: each alert fires by its fault and resolves, at any pace."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from worlds.metric_names import NAME, declared
+from worlds.prometheus_server import find_tools
+from worlds.synthetic_run import (
+    EVICTED,
+    STAGES,
+    TRAINED,
+    TRAINED_TOKENS,
+    SyntheticRun,
+    series,
+)
+
+from actors.metrics import Part
+from deploy.rules.source import FOLDER, rule_files, rules_text
+from service.run.health import Phase
+
+HOUR = 3600
+# Seconds of a step.
+PACES = (2.0, 600.0, 3600.0)
+RUNBOOKS = Path(__file__).parents[2] / "docs" / "runbooks.md"
+RULES = [rule for group in yaml.safe_load(rules_text())["groups"] for rule in group["rules"]]
+ALERTS = [rule for rule in RULES if "alert" in rule]
+# Beyond it all faults are mended, and their windows have passed.
+LATER = 11 * HOUR
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """What a query has to give at a moment, by the label that it keeps."""
+
+    second: float
+    query: str
+    expected: dict[str, float]
+    label: str = "run"
+
+
+def firing(run: SyntheticRun, second: float, *alerts: str) -> At:
+    """The alerts of a run, and no other, that fire then."""
+    query = f'count by (alertname) (ALERTS{{alertstate="firing",run="{run.run}"}})'
+    return At(second, query, dict.fromkeys(alerts, 1.0), "alertname")
+
+
+def check(directory: Path, runs: Sequence[SyntheticRun], looks: Sequence[At]) -> None:
+    """Have promtool evaluate the rules over the series of runs that are scraped at one pace."""
+    rules = directory / "rules.yaml"
+    rules.write_text(rules_text())
+    [scrape_s] = {run.scrape_s for run in runs}
+    test = {
+        "interval": f"{scrape_s}s",
+        "input_series": [each for run in runs for each in run.input_series()],
+        "promql_expr_test": [expectation(look) for look in looks],
+    }
+    file = directory / "test.yaml"
+    whole = {"rule_files": [str(rules)], "evaluation_interval": "60s", "tests": [test]}
+    file.write_text(yaml.dump(whole, Dumper=yaml.CSafeDumper, width=10**9))
+    done = promtool("test", "rules", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def expectation(look: At) -> dict[str, Any]:
+    samples = [
+        {"labels": f'{{{look.label}="{key}"}}', "value": value}
+        for key, value in look.expected.items()
+    ]
+    return {"expr": look.query, "eval_time": f"{look.second:g}s", "exp_samples": samples}
+
+
+def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [find_tools()["promtool"], *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 60])
+def test_prometheus_reads_the_rules_on_either_scale_of_time(tmp_path: Path, scale: float) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text(rules_text(scale=scale))
+    done = promtool("check", "rules", str(file))
+    assert done.returncode == 0 and f"{len(RULES)} rules found" in done.stdout, done.stdout
+
+
+def test_the_charts_files_are_what_is_generated() -> None:
+    found = {file.name: file.read_text("utf-8") for file in FOLDER.glob("*")}
+    assert found == rule_files(), "run python -m deploy.rules"
+
+
+def test_a_scale_shortens_every_duration_and_nothing_else() -> None:
+    whole, short = rules_text(), rules_text(scale=1 / 60)
+    assert "for: 30m" in whole and "for: 30000ms" in short
+    assert "[6h]" in whole and "[360000ms]" in short
+    assert "+ 600)" in whole and "+ 10)" in short
+    assert "0 * rayloom:run_training + 7200" in whole and "run_training + 120" in short
+    assert "{" not in re.sub(r"\{\{.*?\}\}|\{[a-z]\w*(=|!=|: )[^}]*\}", "", whole)
+
+
+def test_the_rules_know_only_metrics_that_are_declared_and_ask_for_no_target() -> None:
+    known = {name for metric in declared() for name in metric.series}
+    for rule in RULES:
+        assert set(NAME.findall(rule["expr"])) <= known, rule
+        assert not re.search(r"\b(instance|job|pod)\b", rule["expr"])
+
+
+def test_each_alert_has_a_severity_a_summary_and_its_own_runbook() -> None:
+    sections = re.findall(r"^## (\w+)$", RUNBOOKS.read_text("utf-8"), re.MULTILINE)
+    assert sections == [rule["alert"] for rule in ALERTS]
+    for rule in ALERTS:
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert "$labels.run" in rule["annotations"]["summary"]
+        assert rule["annotations"]["runbook_url"] == f"RUNBOOKS#{rule['alert'].lower()}"
+
+
+@pytest.mark.parametrize(
+    "scrape_s",
+    [60, pytest.param(15, marks=(pytest.mark.proof, pytest.mark.chart))],
+)
+def test_the_recorded_numbers_are_right_and_a_healthy_run_is_quiet_at_every_pace(
+    tmp_path: Path, scrape_s: int
+) -> None:
+    runs = [
+        SyntheticRun(step_s=step_s, scrape_s=scrape_s, seconds=14 * HOUR, run=f"of-{step_s:g}-s")
+        for step_s in PACES
+    ]
+    moments = [5 * 60, 2 * HOUR, 9 * HOUR, 14 * HOUR - 120]
+    looks = [firing(run, moment) for run in runs for moment in moments]
+    step_s = {run.run: run.step_s for run in runs}
+    numbers = {
+        "step_seconds:mean6h": step_s,
+        "steps_per_hour:mean6h": {name: HOUR / step for name, step in step_s.items()},
+        "trained_tokens_per_second:newest": {
+            name: TRAINED_TOKENS / step for name, step in step_s.items()
+        },
+        "collect_share:mean6h": dict.fromkeys(step_s, STAGES["collect"]),
+        "trained_share:mean6h": dict.fromkeys(step_s, TRAINED / (TRAINED + EVICTED)),
+    }
+    # Not at a step's end: what a panel shows between two of them.
+    last = 13.75 * HOUR + 60
+    looks += [
+        At(
+            last,
+            f"round(rayloom:{name} * 1e6) / 1e6",
+            {run: round(value * 1e6) / 1e6 for run, value in by_run.items()},
+        )
+        for name, by_run in numbers.items()
+    ]
+    check(tmp_path, runs, looks)
+
+
+def test_a_run_that_has_ended_is_quiet_also_when_it_is_gone(tmp_path: Path) -> None:
+    runs = []
+    for step_s in (2.0, 3600.0):
+        for phase in (Phase.FINISHED, Phase.TAKEN_OVER):
+            name = f"{phase.value} at {step_s:g} s"
+            run = SyntheticRun(step_s=step_s, scrape_s=60, seconds=14 * HOUR, run=name)
+            end(run, phase)
+            runs.append(run)
+    moments = [hours * HOUR for hours in (4.1, 5, 8, 11, 12.1, 12.5, 13.5)]
+    check(tmp_path, runs, [firing(run, moment) for run in runs for moment in moments])
+
+
+def end(run: SyntheticRun, phase: Phase) -> None:
+    """Counters and the newest step stand still, the parts go, and at last the pod."""
+    for name, before in list(run.values.items()):
+        run.values[name] = lambda t, before=before: before(min(t, 4 * HOUR))
+    run.enter(phase, since=4 * HOUR)
+    for name in ("rayloom_engines_ready", "rayloom_trainer_ranks", "rayloom_environment_actors"):
+        run.change(name, since=4 * HOUR, until=math.inf, to=lambda t: 0)
+    run.vanish(since=12 * HOUR, until=math.inf)
+
+
+def test_a_resumed_run_is_not_stalled_by_the_age_of_its_newest_step(tmp_path: Path) -> None:
+    run = SyntheticRun(step_s=600.0, scrape_s=60, seconds=6 * HOUR)
+    stamp = "rayloom_train_newest_step_timestamp_seconds"
+    began = 4.2 * HOUR
+    run.change(stamp, since=4 * HOUR, until=began + 600, to=lambda t: 2 * HOUR)
+    run.enter(Phase.STARTING, since=4 * HOUR)
+    run.enter(Phase.TRAINING, since=began)
+    run.vanish(since=2 * HOUR, until=4 * HOUR)
+    moments = (4.1 * HOUR, began + 60, began + 500, 5.9 * HOUR)
+    check(tmp_path, [run], [firing(run, moment) for moment in moments])
+
+
+Fault = Callable[[SyntheticRun, float, float], None]
+CONSUMER = series("rayloom_queue_blocked_seconds_total", side="consumer")
+PRODUCER = series("rayloom_queue_blocked_seconds_total", side="producer")
+COMPLETED = series("rayloom_rollouts_total", environment="game", outcome="completed")
+
+
+def showing(name: str, value: float) -> Fault:
+    return lambda run, since, until: run.change(name, since=since, until=until, to=lambda t: value)
+
+
+def counting(name: str, a_second: float) -> Fault:
+    return lambda run, since, until: run.count_faster(
+        name, since=since, until=until, a_second=a_second
+    )
+
+
+def both(*faults: Fault) -> Fault:
+    def inflict(run: SyntheticRun, since: float, until: float) -> None:
+        for fault in faults:
+            fault(run, since, until)
+
+    return inflict
+
+
+def stall(run: SyntheticRun, since: float, until: float) -> None:
+    for name in ("rayloom_train_newest_step", "rayloom_train_newest_step_timestamp_seconds"):
+        shown = run.values[name](since)
+        run.change(name, since=since, until=until, to=lambda t, shown=shown: shown)
+
+
+def wait_for_rollouts(run: SyntheticRun, since: float, until: float) -> None:
+    run.stop_counting(COMPLETED, since=since, until=until)
+    run.count_faster(CONSUMER, since=since, until=until, a_second=1.0 - STAGES["collect"])
+
+
+def collect_longer(run: SyntheticRun, since: float, until: float) -> None:
+    """Each step waits a hundred times as long for its rollouts."""
+    name = series("rayloom_stage_seconds_sum", stage="collect")
+    run.count_faster(name, since=since, until=until, a_second=99 * STAGES["collect"])
+
+
+def lose_half(run: SyntheticRun, since: float, until: float) -> None:
+    run.change("rayloom_trainer_ranks", since=since, until=until, to=lambda t: 1)
+
+
+def keep_old_checkpoint(run: SyntheticRun, since: float, until: float) -> None:
+    shown = run.values["rayloom_checkpoint_step"](since)
+    run.change("rayloom_checkpoint_step", since=since, until=until, to=lambda t: shown)
+
+
+def keep_old_weights(run: SyntheticRun, since: float, until: float) -> None:
+    name = series("rayloom_engine_policy_version", replica="a")
+    shown = run.values[name](since)
+    run.change(name, since=since, until=until, to=lambda t: shown)
+
+
+def vanish(run: SyntheticRun, since: float, until: float) -> None:
+    run.vanish(since=since, until=until)
+
+
+def fail(run: SyntheticRun, since: float, until: float) -> None:
+    run.enter(Phase.FAILED, since=since)
+    run.enter(Phase.TRAINING, since=until)
+
+
+# By alert: the fault, after how many minutes it must be told and has not been told too soon (None:
+# at once), and for how many it lasts.
+FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
+    "RayloomStalled": (stall, 10, 20, 60),
+    "RayloomNoRollouts": (wait_for_rollouts, 30, 40, 60),
+    "RayloomQueueStarved": (collect_longer, 20, 100, 120),
+    "RayloomQueueFull": (counting(PRODUCER, 1.8), 30, 90, 100),
+    "RayloomPolicyStale": (
+        counting(series("rayloom_ledger_events_total", kind="evicted", reason="stale"), 0.2),
+        None, 55, 60,
+    ),
+    "RayloomRewardCollapsed": (showing("rayloom_reward_mean", 0.1), None, 75, 90),
+    "RayloomEntropyCollapsed": (showing("rayloom_entropy_nats", 0.001), 10, 60, 90),
+    "RayloomMismatchHigh": (showing("rayloom_mismatch_k3_nats", 0.5), 9, 15, 60),
+    "RayloomNonFinite": (counting("rayloom_train_skipped_steps_total", 0.01), None, 5, 30),
+    "RayloomMalformedRewarded": (
+        counting("rayloom_malformed_rewarded_total", 0.01), None, 5, 30
+    ),
+    "RayloomPublishFailing": (counting("rayloom_publish_failures_total", 0.01), None, 5, 30),
+    "RayloomVersionSkew": (keep_old_weights, 10, 20, 60),
+    "RayloomCheckpointOld": (keep_old_checkpoint, 8, 20, 60),
+    "RayloomCheckpointFailing": (
+        counting("rayloom_checkpoint_failures_total", 0.01), None, 5, 30
+    ),
+    "RayloomPartFlapping": (
+        counting(series("rayloom_replacements_total", part=Part.ENGINE.value), 0.01), 4, 15, 60
+    ),
+    "RayloomRankLost": (lose_half, 4, 10, 60),
+    "RayloomEngineMissing": (showing("rayloom_engines_ready", 0), 14, 20, 60),
+    "RayloomLedgerOutOfBalance": (showing("rayloom_ledger_in_flight_rollouts", 7), 1, 6, 60),
+    "RayloomDatabaseAway": (showing("rayloom_database_away_seconds", 40), None, 3, 60),
+    "RayloomTargetDown": (vanish, 5, 12, 30),
+    "RayloomRunFailed": (fail, None, 3, 60),
+    "RayloomRequestsRefused": (
+        counting(series("rayloom_http_requests_total", route="/api", status="429"), 0.5),
+        9, 25, 60,
+    ),
+}  # fmt: skip
+
+
+def test_every_alert_has_its_fault() -> None:
+    assert list(FAULTS) == [rule["alert"] for rule in ALERTS]
+
+
+@pytest.mark.proof
+@pytest.mark.chart
+def test_each_alert_fires_by_its_fault_and_by_no_other_and_resolves(tmp_path: Path) -> None:
+    since, runs, looks = 3 * HOUR, [], []
+    for alert, (fault, quiet_min, told_min, lasts_min) in FAULTS.items():
+        run = SyntheticRun(step_s=60.0, scrape_s=60, seconds=LATER, run=alert)
+        fault(run, since, since + 60 * lasts_min)
+        runs.append(run)
+        looks += [firing(run, since - 60), firing(run, since + 60 * told_min, alert)]
+        looks.append(firing(run, LATER))
+        if quiet_min is not None:
+            looks.append(firing(run, since + 60 * quiet_min))
+    check(tmp_path, runs, looks)

@@ -1,0 +1,187 @@
+"""The series of a run as Prometheus scrapes them, by a pace: for promtool's tests of rules and
+panels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from actors.metrics import Part
+from actors.trajectory_queue.ledger import EvictionReason
+from service.run.health import Phase
+
+# What each step has; its stages are shares of its time.
+STAGES = {"collect": 0.4, "merge": 0.05, "train": 0.35, "publish": 0.2}
+TRAINED, EVICTED = 15, 1
+SAMPLED_TOKENS, TRAINED_TOKENS = 4000, 3000
+CHECKPOINT_EVERY = 5
+# Seconds and no more, so that a time means the same to all series.
+Value = Callable[[float], float | None]
+
+
+@dataclass
+class SyntheticRun:
+    """A run that trains from second 0 on; values are replaced where something is to be wrong."""
+
+    step_s: float
+    scrape_s: int
+    seconds: int
+    run: str = "small"
+    values: dict[str, Value] = field(default_factory=dict)
+    """By series, without the label of the run."""
+
+    def __post_init__(self) -> None:
+        self.values = {**self._of_steps(), **self._of_parts()}
+
+    def done(self, second: float) -> int:
+        """Steps that are finished."""
+        return math.floor(second / self.step_s)
+
+    def change(self, name: str, *, since: float, until: float, to: Value) -> None:
+        """Have one series show something else for a while. name: as in `values`."""
+        before = self.values[name]
+        self.values[name] = lambda t: to(t) if since <= t < until else before(t)
+
+    def stop_counting(self, name: str, *, since: float, until: float) -> None:
+        """Have a counter stand still for a while, and go on from there."""
+        before = self.values[name]
+
+        def value(t: float) -> float | None:
+            shown = before(min(t, since))
+            gained = (before(t) or 0.0) - (before(until) or 0.0) if t > until else 0.0
+            return None if shown is None else shown + gained
+
+        self.values[name] = value
+
+    def count_faster(self, name: str, *, since: float, until: float, a_second: float) -> None:
+        """Have a counter gain so much more a second for a while."""
+        before = self.values[name]
+
+        def value(t: float) -> float | None:
+            shown = before(t)
+            extra = a_second * max(min(t, until) - since, 0.0)
+            return None if shown is None else shown + extra
+
+        self.values[name] = value
+
+    def vanish(self, *, since: float, until: float) -> None:
+        """No scrape succeeds for a while."""
+        for name in self.values:
+            self.change(name, since=since, until=until, to=lambda t: None)
+
+    def enter(self, phase: Phase, *, since: float) -> None:
+        """Be in a phase from then on."""
+        for each in Phase:
+            is_it = float(each is phase)
+            name = series("rayloom_run_phase", phase=each.value)
+            self.change(name, since=since, until=math.inf, to=lambda t, is_it=is_it: is_it)
+        name = "rayloom_run_phase_timestamp_seconds"
+        self.change(name, since=since, until=math.inf, to=lambda t: since)
+
+    def input_series(self) -> list[dict[str, str]]:
+        """As promtool reads them; a scrape each `scrape_s`."""
+        moments = range(0, self.seconds + 1, self.scrape_s)
+        found = []
+        for name, value in self.values.items():
+            shown = ("_" if (v := value(t)) is None else f"{v:.10g}" for t in moments)
+            found.append({"series": labelled(name, run=self.run), "values": " ".join(shown)})
+        return found
+
+    def _of_steps(self) -> dict[str, Value]:
+        step_s, done = self.step_s, self.done
+
+        def a_step(amount: float) -> Value:
+            return lambda t: amount * done(t)
+
+        def newest(value: Callable[[float], float]) -> Value:
+            """Absent before the first step."""
+            return lambda t: value(t) if done(t) else None
+
+        found: dict[str, Value] = {
+            "rayloom_train_steps_total": a_step(1),
+            "rayloom_train_newest_step": newest(done),
+            "rayloom_train_newest_step_timestamp_seconds": newest(lambda t: done(t) * step_s),
+            "rayloom_checkpoint_step": lambda t: done(t) // CHECKPOINT_EVERY * CHECKPOINT_EVERY,
+            "rayloom_checkpoint_interval_steps": lambda t: CHECKPOINT_EVERY,
+            "rayloom_policy_version": newest(done),
+            series("rayloom_engine_policy_version", replica="a"): done,
+            # A little noise, as every run has it.
+            "rayloom_reward_mean": newest(lambda t: 0.5 + 0.02 * math.sin(7.0 * done(t))),
+            "rayloom_entropy_nats": newest(lambda t: 0.4),
+            "rayloom_mismatch_k3_nats": newest(lambda t: 1e-7),
+            "rayloom_ledger_admitted_rollouts": a_step(TRAINED + EVICTED),
+            "rayloom_ledger_trained_rollouts": a_step(TRAINED),
+            "rayloom_ledger_in_flight_rollouts": lambda t: 0,
+            "rayloom_train_skipped_steps_total": lambda t: 0,
+            "rayloom_malformed_rewarded_total": lambda t: 0,
+            series("rayloom_train_newest_step_tokens", kind="sampled"): newest(
+                lambda t: SAMPLED_TOKENS
+            ),
+            series("rayloom_train_newest_step_tokens", kind="trained"): newest(
+                lambda t: TRAINED_TOKENS
+            ),
+        }
+        for stage, share in STAGES.items():
+            found[series("rayloom_train_newest_step_seconds", stage=stage)] = newest(
+                lambda t, share=share: share * step_s
+            )
+            # They appear with the first step.
+            found[series("rayloom_stage_seconds_sum", stage=stage)] = newest(
+                lambda t, share=share: share * step_s * done(t)
+            )
+            found[series("rayloom_stage_seconds_count", stage=stage)] = newest(done)
+        events = "rayloom_ledger_events_total"
+        found[series(events, kind="admitted")] = a_step(TRAINED + EVICTED)
+        found[series(events, kind="trained")] = a_step(TRAINED)
+        for reason in EvictionReason:
+            count = EVICTED if reason is EvictionReason.MASKED else 0
+            found[series(events, kind="evicted", reason=reason.value)] = a_step(count)
+            found[series("rayloom_ledger_evicted_rollouts", reason=reason.value)] = a_step(count)
+        return found
+
+    def _of_parts(self) -> dict[str, Value]:
+        a_second = (TRAINED + EVICTED) / self.step_s
+        found: dict[str, Value] = {
+            series("rayloom_run_phase", phase=phase.value): (
+                lambda t, phase=phase: float(phase is Phase.TRAINING)
+            )
+            for phase in Phase
+        }
+        found |= {
+            "rayloom_run_phase_timestamp_seconds": lambda t: 0,
+            "rayloom_database_away_seconds": lambda t: 0,
+            "rayloom_engines_ready": lambda t: 1,
+            "rayloom_engines_expected": lambda t: 1,
+            "rayloom_trainer_ranks": lambda t: 2,
+            "rayloom_trainer_ranks_expected": lambda t: 2,
+            "rayloom_environment_actors": lambda t: 2,
+            "rayloom_environment_actors_expected": lambda t: 2,
+            "rayloom_publish_failures_total": lambda t: 0,
+            "rayloom_checkpoint_failures_total": lambda t: 0,
+            series("rayloom_queue_blocked_seconds_total", side="consumer"): (
+                lambda t: STAGES["collect"] * t
+            ),
+            series("rayloom_queue_blocked_seconds_total", side="producer"): lambda t: 0.1 * t,
+            series("rayloom_rollouts_total", environment="game", outcome="completed"): (
+                lambda t: math.floor(a_second * t)
+            ),
+            series("rayloom_http_requests_total", route="/api", status="200"): lambda t: t,
+            series("rayloom_http_requests_total", route="/api", status="429"): lambda t: 0,
+        }
+        for part in Part:
+            found[series("rayloom_replacements_total", part=part.value)] = lambda t: 0
+        return found
+
+
+def series(name: str, /, **labels: str) -> str:
+    inside = ",".join(f'{key}="{value}"' for key, value in labels.items())
+    return f"{name}{{{inside}}}"
+
+
+def labelled(name: str, **labels: str) -> str:
+    """A series with further labels."""
+    own, _, inside = name.rstrip("}").partition("{")
+    further: Mapping[str, str] = labels
+    added = ",".join(f'{key}="{value}"' for key, value in further.items())
+    return f"{own}{{{inside}{',' if inside else ''}{added}}}"
