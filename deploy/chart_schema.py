@@ -4,8 +4,7 @@ helm/values.schema.json is written by hand but for two parts: `properties.config
 configuration tree's own schema, so that helm refuses a key that Rayloom does not know; and the
 definitions `io.k8s.…`, which are Kubernetes' own and strict, so that helm refuses a typo inside an
 affinity or a volume. helm/files/config-defaults.yaml has the tree's defaults that the templates
-read. helm/dashboards/ has copies of deploy/dashboards/. Tests hold each file to its source. Needs
-the development tools.
+read. Tests hold each file to its source. Needs the development tools.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ DEFAULTS = CHART / "files" / "config-defaults.yaml"
 KUBERNETES = "1.36"
 # How many parts a run has, and what each asks for.
 _READ_BY_TEMPLATES = ("run", "rollouts", "inference", "trainer")
-DASHBOARDS = CHART / "dashboards"
 _REFERENCE = "#/properties/config/$defs/{model}"
 # Of no use to helm; the defaults are the application's own.
 _LEFT_OUT = {"title", "default"}
@@ -52,12 +50,6 @@ def defaults_text() -> str:
     whole = yaml.safe_load(dump_config(parse_config(tree, source="of the defaults")))
     read = {section: whole[section] for section in _READ_BY_TEMPLATES}
     return "# Written by `python -m deploy.chart_schema`.\n" + yaml.safe_dump(read, sort_keys=False)
-
-
-def dashboards() -> dict[str, str]:
-    """What the chart's dashboards are to be, by the name of the file."""
-    source = Path(__file__).parent / "dashboards"
-    return {file.name: file.read_text("utf-8") for file in sorted(source.glob("*.json"))}
 
 
 def dumped(schema: dict[str, Any]) -> str:
@@ -106,7 +98,5 @@ def _without_null(node: Any) -> Any:
 
 
 if __name__ == "__main__":
-    for name, text in dashboards().items():
-        (DASHBOARDS / name).write_text(text, "utf-8")
     DEFAULTS.write_text(defaults_text(), "utf-8")
     SCHEMA.write_text(dumped(with_sources(json.loads(SCHEMA.read_text("utf-8")))), "utf-8")

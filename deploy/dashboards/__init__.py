@@ -1,1 +1,1 @@
-"""The Grafana dashboard as code: `python -m deploy.dashboards` writes rayloom-overview.json."""
+"""Grafana's dashboards as code, a YAML file each: `python -m deploy.dashboards` makes the JSON."""

@@ -1,13 +1,14 @@
-"""Write the dashboard beside this module, and the table of statistics into docs/metrics.md."""
+"""Write the dashboards into the chart, and the table of statistics into docs/metrics.md."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from actors.statistics import STATISTICS
-from deploy.dashboards.grafana import load_dashboard, to_json
+from deploy.chart_schema import CHART
+from deploy.dashboards.grafana import load_dashboards, to_json
 
-FILE = Path(__file__).parent / "rayloom-overview.json"
+DASHBOARDS = CHART / "dashboards"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 BEGIN = "<!-- Written by `python -m deploy.dashboards` from actors/statistics.py. -->\n"
 END = "<!-- The end of what is written. -->\n"
@@ -33,8 +34,14 @@ def with_statistics(document: str) -> str:
     return f"{before}{BEGIN}{statistics_table()}{END}{after}"
 
 
+def dashboards() -> dict[str, str]:
+    """What the chart's dashboards are to be, by the name of the file."""
+    return {dashboard.file_name: to_json(dashboard) for dashboard in load_dashboards()}
+
+
 if __name__ == "__main__":
-    FILE.write_text(to_json(load_dashboard()), encoding="utf-8")
-    print(f"wrote {FILE}")
+    for name, text in dashboards().items():
+        (DASHBOARDS / name).write_text(text, encoding="utf-8")
+        print(f"wrote {DASHBOARDS / name}")
     DOCUMENT.write_text(with_statistics(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {DOCUMENT}")

@@ -1,26 +1,50 @@
-"""From overview.yaml to what Grafana imports: ids, positions on the grid, variables, options."""
+"""From a dashboard's YAML file to what Grafana imports, by Grafana's own types.
+
+A file has a dashboard's sections, and their panels with PromQL; `Panel` says what its keys mean.
+Positions, ids, variables, the alerts as annotations and the links to the other dashboards and to
+the runbooks are made here. Needs the development tools.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from grafana_foundation_sdk.builders import common, heatmap, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import dashboard as sdk
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common as shared
+from grafana_foundation_sdk.models import dashboard as models
+from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
 from pydantic import ConfigDict, TypeAdapter
 
 from actors.statistics import BY_NAME, Unit
 
-SOURCE = Path(__file__).parent / "overview.yaml"
-SCHEMA_VERSION = 39
+SOURCES = Path(__file__).parent
 COLUMNS = 24
-DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-# Steps are rare: over less than a minute a rate of them would mostly be 0 or unknown.
-SHORTEST_INTERVAL = "1m"
-SHOWS_LAST = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+TAG = "rayloom"
+SCHEMA_VERSION = 39
+DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+# With it $__rate_interval is at least four minutes, in which a series that is scraped once a minute
+# has the two points that a rate needs.
+SHORTEST_STEP = "1m"
+STEP_SECONDS = 'sum(rayloom_train_newest_step_seconds{run="$run"})'
+# What [$several_steps] stands for, and for which time of the newest step. Steps of an hour are six
+# to a window; before the first step the shortest serves.
+WINDOWS = {
+    "5m": f"unless on () {STEP_SECONDS} > 60",
+    "1h": f"and on () {STEP_SECONDS} > 60 <= 1200",
+    "6h": f"and on () {STEP_SECONDS} > 1200",
+}
+RUNBOOKS = "docs/runbooks.md"
 # As Grafana calls them.
 UNITS = {
     Unit.NUMBER: "none",
@@ -28,18 +52,60 @@ UNITS = {
     Unit.SHARE: "percentunit",
     Unit.VERSIONS: "suffix: versions",
 }
+# What the SDK writes for variables of every type, and Grafana knows for intervals or not at all.
+_NOT_OF_VARIABLES = ("id", "auto", "auto_min", "auto_count")
+# The SDK does not know the query of an annotation from Prometheus.
+_ALERTS = {
+    "name": "Alerts",
+    "datasource": {"type": "prometheus", "uid": "${datasource}"},
+    "enable": True,
+    "iconColor": "red",
+    "target": {
+        "refId": "Alerts",
+        "expr": 'ALERTS{alertstate="firing",run="$run"}',
+        "interval": SHORTEST_STEP,
+    },
+    "titleFormat": "{{alertname}}",
+    "tagKeys": "severity",
+}
 _STRICT = ConfigDict(extra="forbid")
 
 
 class Look(StrEnum):
-    """How a panel draws its series, under Grafana's names."""
+    """How a panel draws its series."""
 
-    NUMBER = "stat"
-    LINES = "timeseries"
+    NUMBER = "number"
+    NAME = "name"
+    """The legends of the series that there are."""
+    LINES = "lines"
     HEATMAP = "heatmap"
 
 
-HEIGHTS = {Look.NUMBER: 4, Look.LINES: 8, Look.HEATMAP: 8}
+HEIGHTS = {Look.NUMBER: 4, Look.NAME: 4, Look.LINES: 8, Look.HEATMAP: 8}
+
+
+class Choice(StrEnum):
+    """What a reader chooses, beside the data source and the run."""
+
+    ENVIRONMENT = "environment"
+    REPLICA = "replica"
+    NAMESPACE = "namespace"
+    CLUSTER = "cluster"
+
+
+# By choice: its caption, and what offers its values.
+CHOICES: Mapping[Choice, tuple[str, str]] = {
+    Choice.ENVIRONMENT: (
+        "Environment",
+        'label_values(rayloom_rollouts_total{run="$run"}, environment)',
+    ),
+    Choice.REPLICA: ("Replica", 'label_values(vllm:num_requests_running{run="$run"}, replica)'),
+    Choice.NAMESPACE: ("Namespace", "label_values(ray_cluster_active_nodes, namespace)"),
+    Choice.CLUSTER: (
+        "Ray cluster",
+        'label_values(ray_cluster_active_nodes{namespace=~"$namespace"}, ray_io_cluster)',
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +119,28 @@ class Panel:
     statistics: Mapping[str, str] = field(default_factory=dict)
     """By legend, the name of a statistic; all of one unit."""
     queries: Mapping[str, str] = field(default_factory=dict)
-    """By legend, which is a name or labels as {{label}}, the PromQL."""
+    """By legend, which is a name or labels as {{label}}, the PromQL; [$several_steps]: WINDOWS."""
     look: Look = Look.LINES
     width: int = 8
     """Of 24 columns."""
+    height: int = 0
+    """In lines of the grid; 0: what the look has."""
     is_stacked: bool = False
     is_logarithmic: bool = False
+    min: float | None = None
+    """Where the axis begins; none: at the least value."""
+    max: float | None = None
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    """By colour, from which value on it shows, in ascending order; the first from -.inf on."""
+    runbooks: tuple[str, ...] = ()
+    """Names of alerts that speak of what the panel shows."""
 
     @property
     def series(self) -> dict[str, str]:
         """By legend, the PromQL of all that the panel shows."""
-        return {legend: _of_newest_step(name) for legend, name in self.statistics.items()} | dict(
-            self.queries
-        )
+        return {legend: _of_newest_step(name) for legend, name in self.statistics.items()} | {
+            legend: _with_window(query) for legend, query in self.queries.items()
+        }
 
     @property
     def series_unit(self) -> str:
@@ -89,7 +164,12 @@ class Dashboard:
     uid: str
     title: str
     description: str
+    choices: tuple[Choice, ...] = ()
     sections: tuple[Section, ...]
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.uid}.json"
 
     @property
     def panels(self) -> tuple[Panel, ...]:
@@ -100,149 +180,274 @@ def _of_newest_step(statistic: str) -> str:
     return f'{BY_NAME[statistic].metric}{{run="$run"}}'
 
 
-def load_dashboard() -> Dashboard:
-    """Raises: pydantic.ValidationError for an unknown key; KeyError for an unknown statistic."""
-    tree = yaml.safe_load(SOURCE.read_text(encoding="utf-8"))
-    return TypeAdapter(Dashboard).validate_python(tree)
+def _with_window(query: str) -> str:
+    """The query over the window that fits the newest step."""
+    if "$several_steps" not in query:
+        return query
+    return "\nor ".join(
+        f"({query.replace('$several_steps', window)}) {condition}"
+        for window, condition in WINDOWS.items()
+    )
+
+
+def load_dashboards() -> tuple[Dashboard, ...]:
+    """In the order of their files.
+
+    Raises: pydantic.ValidationError for an unknown key; KeyError for an unknown statistic.
+    """
+    files = sorted(SOURCES.glob("*.yaml"))
+    trees = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files]
+    return tuple(TypeAdapter(Dashboard).validate_python(tree) for tree in trees)
 
 
 def to_json(dashboard: Dashboard) -> str:
-    return json.dumps(to_tree(dashboard), indent=1, ensure_ascii=False) + "\n"
+    tree = json.loads(json.dumps(_built(dashboard), cls=JSONEncoder))
+    _mend(tree)
+    return json.dumps(_without_null(tree), indent=1, ensure_ascii=False) + "\n"
 
 
-def to_tree(dashboard: Dashboard) -> dict[str, Any]:
+def _mend(tree: dict[str, Any]) -> None:
+    """Where the SDK's output is not what the types of today's Grafana allow."""
+    del tree["style"]
+    tree["annotations"]["list"] = [_ALERTS]
+    for variable in tree["templating"]["list"]:
+        for key in _NOT_OF_VARIABLES:
+            del variable[key]
+    for panel in tree["panels"]:
+        if panel["type"] == "heatmap":
+            panel["options"]["tooltip"] = {"mode": "single"}
+
+
+def _without_null(node: Any, *, keeps: bool = False) -> Any:
+    """The SDK writes null for what is not set, which Grafana's types refuse.
+
+    keeps: in a step of thresholds null is the least number.
+    """
+    if isinstance(node, list):
+        return [_without_null(item, keeps=keeps) for item in node]
+    if not isinstance(node, dict):
+        return node
     return {
-        "uid": dashboard.uid,
-        "title": dashboard.title,
-        "description": dashboard.description,
-        "tags": ["rayloom"],
-        "schemaVersion": SCHEMA_VERSION,
-        "editable": True,
-        "graphTooltip": 1,
-        "refresh": "10s",
-        "time": {"from": "now-1h", "to": "now"},
-        "timezone": "browser",
-        "annotations": {"list": []},
-        "templating": {"list": _variables()},
-        "panels": _placed(dashboard),
+        key: _without_null(value, keeps=key == "steps")
+        for key, value in node.items()
+        if value is not None or keeps
     }
 
 
-def _variables() -> list[dict[str, Any]]:
-    query = "label_values(rayloom_train_steps_total, run)"
+def _built(dashboard: Dashboard) -> models.Dashboard:
+    builder = (
+        sdk.Dashboard(dashboard.title)
+        .uid(dashboard.uid)
+        .description(dashboard.description)
+        .tags([TAG])
+        .editable()
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
+        .refresh("30s")
+        .time("now-1h", "now")
+        .timezone("browser")
+        .annotations([])
+        .link(_to_others())
+        .variables(_variables(dashboard))
+    )
+    _place(builder, dashboard)
+    built = builder.build()
+    built.schema_version = SCHEMA_VERSION
+    return built
+
+
+def _to_others() -> sdk.DashboardLink:
+    return (
+        sdk.DashboardLink("Rayloom")
+        .type(models.DashboardLinkType.DASHBOARDS)
+        .tags([TAG])
+        .as_dropdown(True)
+        .include_vars(True)
+        .keep_time(True)
+    )
+
+
+def _variables(dashboard: Dashboard) -> list[Builder[models.VariableModel]]:
+    run = _query("run", "Run", "label_values(rayloom_train_steps_total, run)").description(
+        "run.name of its configuration."
+    )
+    chosen = [
+        _query(choice.value, *CHOICES[choice])
+        .multi(True)
+        .include_all(True)
+        # Also for series without the label.
+        .all_value(".*")
+        .current(models.VariableOption(selected=True, text="All", value="$__all"))
+        for choice in dashboard.choices
+    ]
+    runbooks = (
+        sdk.TextBoxVariable("runbooks")
+        .label("Runbooks")
+        .description("Where docs/runbooks.md can be read; panels link to it.")
+        .default_value(RUNBOOKS)
+        .current(models.VariableOption(selected=True, text=RUNBOOKS, value=RUNBOOKS))
+    )
     return [
-        {
-            "name": "datasource",
-            "label": "Prometheus",
-            "type": "datasource",
-            "query": "prometheus",
-            "refresh": 1,
-        },
-        {
-            "name": "run",
-            "label": "Run",
-            "description": "run.name of its configuration.",
-            "type": "query",
-            "datasource": DATASOURCE,
-            "query": {"query": query, "refId": "run"},
-            # On each change of the time range: runs come and go.
-            "refresh": 2,
-            "sort": 1,
-        },
+        sdk.DatasourceVariable("datasource").label("Prometheus").type("prometheus"),
+        run,
+        *chosen,
+        runbooks,
     ]
 
 
-def _placed(dashboard: Dashboard) -> list[dict[str, Any]]:
+def _query(name: str, label: str, query: str) -> sdk.QueryVariable:
+    return (
+        sdk.QueryVariable(name)
+        .label(label)
+        .datasource(DATASOURCE)
+        .query({"query": query, "refId": name})
+        # Runs, replicas and clusters come and go.
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(models.VariableSort.ALPHABETICAL_ASC)
+    )
+
+
+def _place(builder: sdk.Dashboard, dashboard: Dashboard) -> None:
     """Lines of panels from left to right, under a row a section; ids count from 1."""
-    placed: list[dict[str, Any]] = []
-    top = 0
+    top, number = 0, 1
     for section in dashboard.sections:
-        place = {"x": 0, "y": top, "w": COLUMNS, "h": 1}
-        placed.append(
-            {
-                "id": len(placed) + 1,
-                "type": "row",
-                "title": section.title,
-                "gridPos": place,
-                "collapsed": False,
-                "panels": [],
-            }
-        )
+        place = models.GridPos(x=0, y=top, w=COLUMNS, h=1)
+        builder.with_row(sdk.Row(section.title).id(number).grid_pos(place))
         left, top, line_height = 0, top + 1, 0
         for panel in section.panels:
-            height = HEIGHTS[panel.look]
+            height = panel.height or HEIGHTS[panel.look]
             if left + panel.width > COLUMNS:
                 left, top, line_height = 0, top + line_height, 0
-            place = {"x": left, "y": top, "w": panel.width, "h": height}
-            placed.append({"id": len(placed) + 1, "gridPos": place, **_content(panel)})
+            number += 1
+            place = models.GridPos(x=left, y=top, w=panel.width, h=height)
+            builder.with_panel(_panel(panel, number, place))
             left, line_height = left + panel.width, max(line_height, height)
-        top += line_height
-    return placed
+        top, number = top + line_height, number + 1
 
 
-def _content(panel: Panel) -> dict[str, Any]:
-    return {
-        "type": panel.look.value,
-        "title": panel.title,
-        "description": panel.description,
-        "datasource": DATASOURCE,
-        "interval": SHORTEST_INTERVAL,
-        "fieldConfig": {
-            "defaults": {"unit": panel.series_unit, "custom": _drawing(panel)},
-            "overrides": [],
-        },
-        "options": _options(panel),
-        "targets": _targets(panel),
-    }
+def _panel(panel: Panel, number: int, place: models.GridPos) -> Builder[models.Panel]:
+    if panel.look is Look.LINES:
+        return _common(_lines(panel), panel, number, place)
+    if panel.look is Look.HEATMAP:
+        return _common(_heatmap(panel), panel, number, place)
+    return _common(_number(panel), panel, number, place)
 
 
-def _targets(panel: Panel) -> list[dict[str, Any]]:
+P = TypeVar("P", stat.Panel, timeseries.Panel, heatmap.Panel)
+
+
+def _common(builder: P, panel: Panel, number: int, place: models.GridPos) -> P:
+    """What panels of every look have."""
+    builder = (
+        builder.id(number)
+        .grid_pos(place)
+        .title(panel.title)
+        .description(panel.description)
+        .datasource(DATASOURCE)
+        .unit(panel.series_unit)
+        .targets(_targets(panel))
+    )
+    if panel.min is not None:
+        builder = builder.min(panel.min)
+    if panel.max is not None:
+        builder = builder.max(panel.max)
+    if panel.thresholds:
+        steps = [
+            models.Threshold(value=None if value == -math.inf else value, color=colour)
+            for colour, value in panel.thresholds.items()
+        ]
+        mode = models.ThresholdsMode.ABSOLUTE
+        builder = builder.thresholds(sdk.ThresholdsConfig().mode(mode).steps(steps))
+    if panel.runbooks:
+        builder = builder.links([_to_runbook(alert) for alert in panel.runbooks])
+    return builder
+
+
+def _to_runbook(alert: str) -> sdk.DashboardLink:
+    return (
+        sdk.DashboardLink(f"Runbook of {alert}")
+        .type(models.DashboardLinkType.LINK)
+        .url(f"${{runbooks:raw}}#{alert.lower()}")
+        .target_blank(True)
+    )
+
+
+def _targets(panel: Panel) -> list[Builder[Any]]:
+    is_heatmap = panel.look is Look.HEATMAP
     return [
-        {
-            "refId": chr(ord("A") + index),
-            "datasource": DATASOURCE,
-            "editorMode": "code",
-            "expr": expr,
-            "format": "heatmap" if panel.look is Look.HEATMAP else "time_series",
-            "legendFormat": legend,
-            "range": True,
-        }
+        prometheus.Dataquery()
+        .ref_id(chr(ord("A") + index))
+        .datasource(DATASOURCE)
+        .editor_mode(QueryEditorMode.CODE)
+        .expr(expr)
+        .format(PromQueryFormat.HEATMAP if is_heatmap else PromQueryFormat.TIME_SERIES)
+        .legend_format(legend)
+        .interval(SHORTEST_STEP)
+        .range()
         for index, (legend, expr) in enumerate(panel.series.items())
     ]
 
 
-def _drawing(panel: Panel) -> dict[str, Any]:
-    if panel.look is not Look.LINES:
-        return {}
-    return {
-        "fillOpacity": 40 if panel.is_stacked else 0,
-        "scaleDistribution": (
-            {"type": "log", "log": 10} if panel.is_logarithmic else {"type": "linear"}
-        ),
-        "showPoints": "auto",
-        "spanNulls": True,
-        "stacking": {"mode": "normal" if panel.is_stacked else "none", "group": "A"},
-    }
+def _number(panel: Panel) -> stat.Panel:
+    is_name = panel.look is Look.NAME
+    colours, texts, graphs = (
+        shared.BigValueColorMode,
+        shared.BigValueTextMode,
+        shared.BigValueGraphMode,
+    )
+    return (
+        stat.Panel()
+        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
+        .color_mode(colours.VALUE if panel.thresholds else colours.NONE)
+        .graph_mode(graphs.NONE if is_name else graphs.AREA)
+        .text_mode(texts.NAME if is_name else texts.AUTO)
+        .color_scheme(sdk.FieldColor().mode(models.FieldColorModeId.THRESHOLDS))
+    )
 
 
-def _options(panel: Panel) -> dict[str, Any]:
-    if panel.look is Look.NUMBER:
-        return {"reduceOptions": SHOWS_LAST, "colorMode": "none", "graphMode": "area"}
-    if panel.look is Look.HEATMAP:
-        return {
-            "calculate": False,
-            "cellGap": 1,
-            "color": {"mode": "scheme", "scheme": "Blues", "steps": 32, "reverse": True},
-            "yAxis": {"unit": panel.series_unit},
-        }
-    return {
-        "legend": {
-            "displayMode": "table",
-            "placement": "bottom",
-            "showLegend": True,
-            "calcs": ["lastNotNull"],
-            "sortBy": "Last *",
-            "sortDesc": True,
-        },
-        "tooltip": {"mode": "multi", "sort": "desc"},
-    }
+def _lines(panel: Panel) -> timeseries.Panel:
+    stacking = shared.StackingMode.NORMAL if panel.is_stacked else shared.StackingMode.NONE
+    scale = common.ScaleDistributionConfig().type(shared.ScaleDistribution.LINEAR)
+    if panel.is_logarithmic:
+        scale = common.ScaleDistributionConfig().type(shared.ScaleDistribution.LOG).log(10)
+    builder = (
+        timeseries.Panel()
+        .fill_opacity(40 if panel.is_stacked else 0)
+        .scale_distribution(scale)
+        .show_points(shared.VisibilityMode.AUTO)
+        .span_nulls(True)
+        .stacking(common.StackingConfig().mode(stacking).group("A"))
+        .legend(
+            common.VizLegendOptions()
+            .display_mode(shared.LegendDisplayMode.TABLE)
+            .placement(shared.LegendPlacement.BOTTOM)
+            .show_legend(True)
+            .calcs(["lastNotNull"])
+            .sort_by("Last *")
+            .sort_desc(True)
+        )
+        .tooltip(
+            common.VizTooltipOptions()
+            .mode(shared.TooltipDisplayMode.MULTI)
+            .sort(shared.SortOrder.DESCENDING)
+        )
+    )
+    if panel.thresholds:
+        style = common.GraphThresholdsStyleConfig().mode(shared.GraphTresholdsStyleMode.DASHED)
+        builder = builder.thresholds_style(style)
+    return builder
+
+
+def _heatmap(panel: Panel) -> heatmap.Panel:
+    return (
+        heatmap.Panel()
+        .calculate(False)
+        .cell_gap(1)
+        .color(
+            heatmap.HeatmapColorOptions()
+            .mode(HeatmapColorMode.SCHEME)
+            .scheme("Blues")
+            .steps(32)
+            .reverse(True)
+        )
+        .y_axis(heatmap.YAxisConfig().unit(panel.series_unit))
+    )

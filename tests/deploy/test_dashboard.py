@@ -1,54 +1,94 @@
-"""The dashboard as it is committed: the rules that each panel keeps, and what it shows."""
+"""The dashboards as they are committed: the rules that each panel keeps, and what it shows."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import subprocess
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import TypeAdapter, ValidationError
-from worlds.metric_names import NAME, declared
+from worlds.grafana_schema import type_errors
+from worlds.metric_names import NAME, RAYS, RAYS_NAME, declared
+from worlds.prometheus_server import fill, find_tools
 
+from actors.metrics import STEP_COUNTERS
 from actors.statistics import STATISTICS
-from deploy.dashboards.__main__ import FILE
-from deploy.dashboards.grafana import COLUMNS, Panel, load_dashboard, to_json
+from deploy.dashboards.__main__ import DASHBOARDS, dashboards
+from deploy.dashboards.grafana import (
+    CHOICES,
+    COLUMNS,
+    SOURCES,
+    WINDOWS,
+    Panel,
+    load_dashboards,
+)
+from deploy.rules.source import rules_text
 from service.inference.vllm_metrics import SHOWN
 
-OVERVIEW = load_dashboard()
-TREE: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-PANELS = [panel for panel in TREE["panels"] if panel["type"] != "row"]
+SPECS = load_dashboards()
+TREES: dict[str, dict[str, Any]] = {
+    file.stem: json.loads(file.read_text(encoding="utf-8")) for file in DASHBOARDS.glob("*.json")
+}
+PANELS = [panel for tree in TREES.values() for panel in tree["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 MAX_BYTES = 200 * 1024
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+OF_RAY = '{namespace=~"$namespace",ray_io_cluster=~"$cluster"'
 
+ALERTS = set(re.findall(r"alert: (\w+)", rules_text()))
 # Metrics that no panel shows, and why.
 NOT_SHOWN = {
     "rayloom_build_info": "it says nothing over time",
-    "rayloom_checkpoint_step": "its age is shown",
-    "rayloom_ledger_admitted_rollouts": "it is the sum of the three states that are shown",
+    "rayloom_checkpoint_interval_steps": "an alert's bound",
+    "rayloom_run_phase_timestamp_seconds": "an alert begins to count from it",
     "rayloom_policy_age_versions": "the newest step's is shown, right at any pace",
     "rayloom_sampled_tokens": "the newest step's are shown, right at any pace",
-    "rayloom_stage_seconds": "the newest step's are shown, right at any pace",
-    "rayloom_train_steps": "the number and the pace of the newest are shown",
     "rayloom_trained_tokens": "the newest step's are shown, right at any pace",
 }
+# What grows only when a step is stored or a version published: a rate over minutes is 0 between two
+# slow steps.
+OF_STEPS = {
+    "rayloom_ledger_events", "rayloom_merge_samples", "rayloom_merge_branches",
+    "rayloom_train_steps", "rayloom_stage_seconds", "rayloom_publish_seconds",
+    *(name for name, _ in STEP_COUNTERS.values()),
+}  # fmt: skip
+
+every_dashboard = pytest.mark.parametrize("name", sorted(TREES))
 
 
 def names_in(query: str) -> set[str]:
     return set(NAME.findall(query))
 
 
+def family(name: str) -> str:
+    return re.sub("_(total|bucket|count|sum)$", "", name)
+
+
 def is_shown_by_replicas(query: str) -> bool:
     """Whether it asks for vLLM's own metrics, all of which replicas push."""
     names = set(re.findall(r"\bvllm:[a-z_]+", query))
-    return (
-        bool(names) and {re.sub("_(total|bucket|count|sum)$", "", name) for name in names} <= SHOWN
-    )
+    return bool(names) and {family(name) for name in names} <= SHOWN
 
 
-def test_the_committed_file_is_what_the_code_makes() -> None:
-    assert FILE.read_text(encoding="utf-8") == to_json(OVERVIEW), "python -m deploy.dashboards"
+def test_the_committed_files_are_what_the_code_makes() -> None:
+    committed = {file.name: file.read_text(encoding="utf-8") for file in DASHBOARDS.iterdir()}
+    assert committed == dashboards(), "run python -m deploy.dashboards"
+
+
+def test_there_is_a_dashboard_for_each_question() -> None:
+    names = [
+        "inference", "infrastructure", "learning", "overview", "pipeline", "rollouts", "trainer",
+    ]  # fmt: skip
+    assert [file.stem for file in sorted(SOURCES.glob("*.yaml"))] == names
+    assert [spec.uid for spec in SPECS] == [f"rayloom-{name}" for name in names]
+    assert len({spec.title for spec in SPECS}) == len(names)
+    assert all(section.panels for spec in SPECS for section in spec.sections)
 
 
 def test_a_panel_with_an_unknown_key_or_of_two_units_is_refused() -> None:
@@ -59,28 +99,45 @@ def test_a_panel_with_an_unknown_key_or_of_two_units_is_refused() -> None:
         _ = panel.series_unit
 
 
-def test_there_are_the_sections_that_a_reader_looks_for() -> None:
-    rows = [panel["title"] for panel in TREE["panels"] if panel["type"] == "row"]
-    assert rows == [
-        "Overview", "Pipeline", "Rollouts", "Learning health", "Statistics of the loss",
-        "Inference", "Parts", "Service",
-    ]  # fmt: skip
-    assert all(section.panels for section in OVERVIEW.sections)
+def test_grafanas_own_types_take_every_dashboard_and_refuse_a_wrong_one(tmp_path: Path) -> None:
+    broken = json.loads(json.dumps(TREES["rayloom-overview"]))
+    broken["panels"][1]["options"]["colorMode"] = "loud"
+    broken["panels"][2]["fieldConfig"]["defaults"]["unitt"] = "s"
+    trees = {**TREES, "broken": broken}
+    errors = type_errors({name.replace("-", "_"): tree for name, tree in trees.items()}, tmp_path)
+    assert {line.partition(".json.ts")[0] for line in errors} == {"broken"}, errors
+    assert any("loud" in line for line in errors) and any("unitt" in line for line in errors)
 
 
-def test_the_only_variables_are_the_data_source_and_the_run() -> None:
-    variables = TREE["templating"]["list"]
-    assert [item["name"] for item in variables] == ["datasource", "run"]
-    used = set(re.findall(r"\$\{?(\w+)", FILE.read_text(encoding="utf-8")))
-    assert used == {"datasource", "run", "__rate_interval"}
+@every_dashboard
+def test_the_variables_are_those_that_the_queries_use(name: str) -> None:
+    tree = TREES[name]
+    [spec] = [spec for spec in SPECS if spec.uid == name]
+    variables = {item["name"]: item for item in tree["templating"]["list"]}
+    assert list(variables) == ["datasource", "run", *spec.choices, "runbooks"]
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(tree)))
+    assert used - {"__rate_interval", "__all"} == variables.keys()
+    for choice in spec.choices:
+        chosen = variables[choice]
+        assert chosen["multi"] and chosen["includeAll"] and chosen["current"]["value"] == "$__all"
 
 
-def test_ids_are_unique_and_every_panel_has_its_own_place() -> None:
-    ids = [panel["id"] for panel in TREE["panels"]]
-    assert sorted(ids) == list(range(1, len(ids) + 1))
+def test_only_a_dashboard_of_ray_asks_for_a_namespace_and_a_cluster() -> None:
+    assert {spec.uid: set(spec.choices) for spec in SPECS if spec.choices} == {
+        "rayloom-rollouts": {"environment"},
+        "rayloom-inference": {"replica"},
+        "rayloom-infrastructure": {"namespace", "cluster"},
+    }
+    assert len(CHOICES) == 4
+
+
+@every_dashboard
+def test_ids_are_unique_and_every_panel_has_its_own_place(name: str) -> None:
+    panels = TREES[name]["panels"]
+    assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
     cells = Counter(
         (x, y)
-        for place in (panel["gridPos"] for panel in TREE["panels"])
+        for place in (panel["gridPos"] for panel in panels)
         for x in range(place["x"], place["x"] + place["w"])
         for y in range(place["y"], place["y"] + place["h"])
     )
@@ -88,8 +145,20 @@ def test_ids_are_unique_and_every_panel_has_its_own_place() -> None:
     assert max(x for x, _ in cells) < COLUMNS
 
 
-def test_the_file_is_small_enough_for_a_config_map() -> None:
-    assert FILE.stat().st_size < MAX_BYTES
+@every_dashboard
+def test_a_file_is_small_enough_for_a_config_map(name: str) -> None:
+    assert (DASHBOARDS / f"{name}.json").stat().st_size < MAX_BYTES
+
+
+@every_dashboard
+def test_alerts_are_annotations_and_the_others_are_linked(name: str) -> None:
+    tree = TREES[name]
+    [alerts] = tree["annotations"]["list"]
+    assert alerts["enable"] and alerts["datasource"] == SOURCE
+    assert alerts["target"]["expr"] == 'ALERTS{alertstate="firing",run="$run"}'
+    [link] = tree["links"]
+    assert link["type"] == "dashboards" and link["tags"] == ["rayloom"] == tree["tags"]
+    assert link["includeVars"] and link["keepTime"]
 
 
 def test_a_panel_says_what_it_shows_and_where_from() -> None:
@@ -97,11 +166,10 @@ def test_a_panel_says_what_it_shows_and_where_from() -> None:
         targets = panel["targets"]
         references = [target["refId"] for target in targets]
         legends = [target["legendFormat"] for target in targets]
-        source = {"type": "prometheus", "uid": "${datasource}"}
         return (
             bool(panel["title"] and panel["fieldConfig"]["defaults"]["unit"])
             and panel["description"].endswith(".")
-            and all(part["datasource"] == source for part in (panel, *targets))
+            and all(part["datasource"] == SOURCE for part in (panel, *targets))
             and bool(references and all(legends))
             and len(set(references)) == len(references)
             and len(set(legends)) == len(legends)
@@ -110,43 +178,140 @@ def test_a_panel_says_what_it_shows_and_where_from() -> None:
     assert [panel["title"] for panel in PANELS if not is_complete(panel)] == []
 
 
-def test_a_query_asks_for_one_run_at_an_interval_that_fits_the_scrapes() -> None:
+def test_a_title_stands_once_in_a_dashboard() -> None:
+    for spec in SPECS:
+        titles = [panel.title for panel in spec.panels]
+        assert len(set(titles)) == len(titles)
+
+
+def test_thresholds_ascend_from_the_least_number_on() -> None:
+    for panel in (panel for spec in SPECS for panel in spec.panels if panel.thresholds):
+        values = list(panel.thresholds.values())
+        assert values[0] == -math.inf and values == sorted(set(values)), panel.title
+    first = [
+        panel["fieldConfig"]["defaults"]["thresholds"]["steps"][0]
+        for panel in PANELS
+        if "thresholds" in panel["fieldConfig"]["defaults"]
+    ]
+    assert first and all(step["value"] is None for step in first)
+
+
+def test_every_alert_has_a_panel_that_links_to_its_runbook() -> None:
+    linked = {alert for spec in SPECS for panel in spec.panels for alert in panel.runbooks}
+    assert linked == ALERTS
+    urls = {link["url"] for panel in PANELS for link in panel.get("links", ())}
+    assert urls == {f"${{runbooks:raw}}#{alert.lower()}" for alert in ALERTS}
+
+
+def test_a_query_asks_for_one_run_or_one_cluster() -> None:
     def fits(query: str) -> bool:
-        selectors = re.findall(r"(?:rayloom_|vllm:)[a-z0-9_]+(\S*)", query)
-        ranges = re.findall(r"\[([^\]]*)\]", query)
+        ours = re.findall(r"\b(?:rayloom_|vllm:)[a-z0-9_]+(\S*)", query)
+        rays = re.findall(r"\bray_[a-z0-9_]+(?=\{)(\S*)", query)
+        alerts = re.findall(r"\bALERTS(\S*)", query)
         return (
-            "job" not in query
-            and (bool(names_in(query)) or is_shown_by_replicas(query))
-            and all(selector.startswith('{run="$run"') for selector in selectors)
-            and set(ranges) <= {"$__rate_interval"}
-            and len(ranges) == len(re.findall(r"\brate\(", query))
-            and not re.search(r"\b(irate|increase|delta)\(", query)
+            not re.search(r"\b(job|instance)\b", query)
+            and bool(names_in(query) or is_shown_by_replicas(query) or rays or alerts)
+            and all(selector.startswith('{run="$run"') for selector in ours)
+            and all(selector.startswith(OF_RAY) for selector in rays)
+            and all('run="$run"' in selector for selector in alerts)
         )
 
     assert [query for query in QUERIES if not fits(query)] == []
 
 
+def test_a_range_fits_the_scrapes_or_the_pace_of_the_run() -> None:
+    """A panel never writes a range of its own; the windows of several steps are made of one."""
+    wrong = []
+    for query in (q for spec in SPECS for panel in spec.panels for q in panel.queries.values()):
+        ranges = Counter(re.findall(r"\[([^\]]*)\]", query))
+        num_rates = len(re.findall(r"\brate\(", query))
+        num_others = len(re.findall(r"\b(?:increase|avg_over_time)\(", query))
+        of_steps = ranges["$several_steps"] + ranges["$several_steps:1m"]
+        is_right = (
+            ranges["$__rate_interval"] == num_rates
+            and of_steps == num_others
+            and ranges.total() == num_rates + num_others
+            and not re.search(r"\b(irate|idelta|delta|resets)\(", query)
+        )
+        wrong += [] if is_right else [query]
+    assert wrong == []
+    ranges = {each for query in QUERIES for each in re.findall(r"\[([^\]]*)\]", query)}
+    assert ranges == {"$__rate_interval", *WINDOWS, *(f"{window}:1m" for window in WINDOWS)}
+
+
+def test_what_grows_with_steps_is_never_a_rate_over_minutes() -> None:
+    rated = {family(name) for query in QUERIES for name in re.findall(r"\brate\(\s*(\w+)", query)}
+    assert rated and rated & OF_STEPS == set()
+
+
 def test_a_query_takes_the_rate_of_what_grows_and_of_nothing_else() -> None:
     gauges = {item.name for item in declared() if item.kind == "gauge"}
-    rated = {query: set(re.findall(r"\brate\((rayloom_\w+)", query)) for query in QUERIES}
+    rated = {
+        query: set(re.findall(r"\b(?:rate|increase)\(\s*(rayloom_\w+)", query)) for query in QUERIES
+    }
     assert [query for query, names in rated.items() if names & gauges] == []
 
 
 def test_every_metric_and_label_of_a_query_is_declared() -> None:
-    by_series = {name: item for item in declared() for name in item.series}
+    by_series = {name: item.labels for item in declared() for name in item.series} | {
+        name: (*labels, "namespace", "ray_io_cluster") for name, labels in RAYS.items()
+    }
 
     def unknown(query: str) -> set[str]:
-        names = names_in(query)
-        labels = {label for name in names & by_series.keys() for label in by_series[name].labels}
-        used = set(re.findall(r"(\w+)(?:=|!=)\"", query)) - {"run"}
-        for grouped in re.findall(r"\b(?:by|ignoring) \(([^)]*)\)", query):
+        if "ALERTS" in query:
+            return set()
+        names = names_in(query) | set(re.findall(r"\bray_[a-z0-9_]+(?=\{)", query))
+        labels = {label for name in names & by_series.keys() for label in by_series[name]}
+        if is_shown_by_replicas(query):
+            labels |= {"replica", "finished_reason"}
+        used = set(re.findall(r"(\w+)(?:=|!=|=~|!~)\"", query)) - {"run"}
+        for grouped in re.findall(r"\b(?:by|without|ignoring) \(([^)]*)\)", query):
             used |= {label.strip() for label in grouped.split(",")} - {"le"}
         return (names - by_series.keys()) | (used - labels)
 
     assert {query: missing for query in QUERIES if (missing := unknown(query))} == {}
 
 
+def test_a_legend_names_labels_that_the_query_keeps() -> None:
+    """A legend with a label that was summed away shows nothing in its place."""
+    wrong = []
+    for spec in SPECS:
+        for panel in spec.panels:
+            for legend, query in panel.queries.items():
+                named = set(re.findall(r"\{\{(\w+)\}\}", legend))
+                grouped = {
+                    label.strip()
+                    for labels in re.findall(r"\bby \(([^)]*)\)", query)
+                    for label in labels.split(",")
+                }
+                is_summed = "sum(" in query.replace("\n", "") or bool(grouped)
+                if named and is_summed and not named <= grouped:
+                    wrong.append((panel.title, legend))
+    assert wrong == []
+
+
 def test_every_declared_metric_is_shown_or_named_as_not_shown() -> None:
     asked = {name for query in QUERIES for name in names_in(query)}
     hidden = {item.name for item in declared() if not asked & set(item.series)}
     assert hidden - {each.metric for each in STATISTICS} == NOT_SHOWN.keys()
+    assert {name for query in QUERIES for name in RAYS_NAME.findall(query)} - {
+        "ray_io_cluster"
+    } == RAYS.keys()
+
+
+def test_prometheus_can_read_every_query(tmp_path: Path) -> None:
+    rules = [
+        {"record": f"query:{number}", "expr": fill(query, run="any")}
+        for number, query in enumerate(QUERIES)
+    ]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    done = subprocess.run(
+        [find_tools()["promtool"], "check", "rules", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{len(QUERIES)} rules found" in done.stdout

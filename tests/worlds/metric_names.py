@@ -1,8 +1,12 @@
-"""What actors/metrics.py declares, seen from outside, for the tests of dashboard and documents."""
+"""What actors/metrics.py declares, seen from outside, for the tests of dashboards and documents.
+
+Beside it what dashboards show of Ray's own.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -15,6 +19,44 @@ SUFFIXES = {
     "gauge": ("",),
 }
 NAME = re.compile(r"\brayloom_[a-z0-9_]+")
+
+# Ray's metrics that a dashboard shows, as a query names them, with their labels. A node has those
+# of GPUs where it has one; the two counters appear with what they count.
+RAYS_OF_GPUS: Mapping[str, tuple[str, ...]] = {
+    "ray_node_gpus_utilization": ("ip", "GpuIndex"),
+    "ray_node_gram_available": ("ip", "GpuIndex"),
+    "ray_node_gram_used": ("ip", "GpuIndex"),
+}
+RAYS_OF_FAULTS: Mapping[str, tuple[str, ...]] = {
+    "ray_memory_manager_worker_eviction_total": (),
+    "ray_node_manager_unexpected_worker_failure_total": (),
+}
+RAYS: Mapping[str, tuple[str, ...]] = {
+    "ray_actors": ("State", "Source"),
+    "ray_cluster_active_nodes": (),
+    "ray_dashboard_event_loop_lag_seconds": (),
+    "ray_gcs_placement_group_count": ("State",),
+    "ray_gcs_storage_operation_latency_ms_bucket": (),
+    "ray_node_cpu_utilization": ("ip",),
+    "ray_node_disk_utilization_percentage": ("ip",),
+    "ray_node_mem_total": ("ip",),
+    "ray_node_mem_used": ("ip",),
+    "ray_node_network_receive_speed": ("ip",),
+    "ray_node_network_send_speed": ("ip",),
+    "ray_object_store_available_memory": ("NodeAddress",),
+    "ray_object_store_memory": ("Location",),
+    "ray_object_store_used_memory": ("NodeAddress",),
+    "ray_resources": ("Name", "State"),
+    "ray_serve_application_status": ("application",),
+    "ray_serve_autoscaling_target_replicas": ("deployment",),
+    "ray_serve_deployment_queued_queries": ("deployment",),
+    "ray_serve_deployment_replica_healthy": ("deployment",),
+    "ray_serve_http_request_latency_ms_bucket": ("route",),
+    "ray_serve_num_http_requests_total": ("status_code",),
+    **RAYS_OF_GPUS,
+    **RAYS_OF_FAULTS,
+}
+RAYS_NAME = re.compile(r"\bray_[a-z0-9_]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,3 +88,8 @@ def declared() -> list[Declared]:
             )
         )
     return found
+
+
+def is_of_run(query: str) -> bool:
+    """Whether it asks for what a run serves: not for Ray's own metrics, nor for alerts."""
+    return bool(NAME.search(query)) or "vllm:" in query

@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.dashboards.grafana import SHORTEST_STEP, Choice
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"
 UNPACKED = ROOT / "build" / "prometheus"
@@ -132,10 +134,7 @@ class Prometheus:
 
     def draw(self, expr: str, *, since: float) -> list[float]:
         """The finite points that Grafana would draw of a panel's query, at one a second."""
-        # Grafana's own rule, with the panel's shortest interval of a minute.
-        rate_interval = f"{max(60 + SCRAPE_S, 4 * SCRAPE_S)}s"
-        filled = expr.replace("$__rate_interval", rate_interval).replace("$run", self.run)
-        assert "$" not in filled
+        filled = fill(expr, run=self.run)
         found = self._ask("query_range", query=filled, start=since, end=time.time(), step=SCRAPE_S)
         points = [float(value) for item in found for _, value in item["values"]]
         return [point for point in points if math.isfinite(point)]
@@ -244,6 +243,17 @@ def _is_ready(url: str) -> bool:
             return bool(reply.status == 200)
     except OSError:
         return False
+
+
+def fill(expr: str, *, run: str) -> str:
+    """A panel's query as Grafana sends it, with All chosen wherever there is a choice."""
+    # Grafana's own rule, with a shortest step of a minute, which stands for the scrapes' interval.
+    assert SHORTEST_STEP == "1m"
+    filled = expr.replace("$__rate_interval", f"{4 * 60}s").replace("$run", run)
+    for choice in Choice:
+        filled = filled.replace(f"${choice.value}", ".*")
+    assert "$" not in filled
+    return filled
 
 
 def free_port() -> int:
