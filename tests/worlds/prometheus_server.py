@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.dashboards.grafana import SHORTEST_STEP, Choice
+from deploy.dashboards.grafana import SHORTEST_STEP, Choice, load_dashboards
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"
@@ -235,6 +235,23 @@ def _serving(text: str, directory: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(timeout=20)
+
+
+def panels_without_data(prometheus: Prometheus, *, since: float) -> set[str]:
+    """Of all dashboards, each as "Dashboard: panel", with the legend where others have data."""
+    empty: set[str] = set()
+    for dashboard in load_dashboards():
+        for panel in dashboard.panels:
+            drawn = {
+                legend: bool(prometheus.draw(query, since=since))
+                for legend, query in panel.series.items()
+            }
+            title = f"{dashboard.title}: {panel.title}"
+            if not any(drawn.values()):
+                empty.add(title)
+            elif not all(drawn.values()):
+                empty |= {f"{title}: {legend}" for legend in drawn if not drawn[legend]}
+    return empty
 
 
 def _is_ready(url: str) -> bool:

@@ -1,0 +1,216 @@
+"""A release of the chart as a whole: its pods, its Serve configuration, a rollout, its dashboards.
+
+Each pod of the rendered RayService is a node of its own (`worlds.nodes`), started with its group's
+parameters, variables and Ray's token, as the operator does. Its volumes are directories of this
+machine's file system, which all nodes share.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from worlds.chart_pod import secret, variables_of
+from worlds.helm_chart import Manifest, cluster_of, one, rendered, serve_config_of
+from worlds.nodes import Network, Node, network
+from worlds.prometheus_server import Target, panels_without_data, scraping_all
+from worlds.run_driver import SMALL
+
+pytestmark = [pytest.mark.proof, pytest.mark.release, pytest.mark.timeout(2400)]
+
+# A bound of each wait on a busy machine, not a measure.
+LIMIT_S = 900.0
+DRAIN_S = 60
+LOADED_S = 30.0
+RUN, NAMESPACE = "release", "rayloom"
+DASHBOARD, API = 8265, 8000
+VALUES = {
+    "config": {
+        **SMALL,
+        "run": {"name": RUN, "steps": 100_000, "checkpoint_every": 2, "evaluate_every": 4},
+        "algorithm": {**SMALL["algorithm"], "max_lag": 1, "loss": {"kl": {"coefficient": 0.01}}},
+        "trainer": {**SMALL["trainer"], "num_ranks": 1},
+        "service": {"host": "0.0.0.0", "port": API},
+        "metrics": {"host": "0.0.0.0", "port": 9400},
+    },
+    "monitoring": {"podMonitor": {"enabled": True}},
+    "drain": {"timeoutSeconds": DRAIN_S},
+}
+ENGINE = r"ray::ServeReplica:rayloom"
+# Panels, or lines of them, that show what does not happen here.
+ONLY_WHEN_FAILING: frozenset[str] = frozenset()
+
+
+def test_a_release_trains_is_watched_whole_and_a_worker_that_goes_fails_no_request(
+    tmp_path: Path,
+) -> None:
+    manifests = rendered(VALUES)
+    token = secret(manifests, cluster_of(manifests)["authOptions"]["secretName"], "auth_token")
+    with network(tmp_path) as net:
+        # Engines have a second place, for when their pod goes.
+        pods = started_pods(net, manifests, token=token, twice="inference")
+        where = f"http://{net.head.address}"
+        wait_until(lambda: answers(f"{where}:{DASHBOARD}/api/gcs_healthz"))
+        put(f"{where}:{DASHBOARD}", config_in(manifests, tmp_path), token=token)
+        headers = {"authorization": f"Bearer {secret(manifests, 'api-key', 'api_key')}"}
+        with (
+            httpx.Client(base_url=f"{where}:{API}", headers=headers, timeout=120) as client,
+            scraping_all(targets(manifests, pods), tmp_path / "prometheus", run=RUN) as prometheus,
+        ):
+            began = time.time()
+            wait_until(lambda: answers(f"{where}:{API}/readyz"))
+            first = [f"first-{number}" for number in range(16)]
+            submit(client, *first)
+            wait_until(lambda: are_trained(client, first))
+            with Load(client) as load:
+                time.sleep(LOADED_S)
+                [leaving] = [node for node in pods["inference"] if node.processes(ENGINE)]
+                leaving.end_by_sigterm(limit_s=DRAIN_S + 60)
+                time.sleep(LOADED_S)
+            assert load.failures == [] and load.num_answered > 50
+            wait_until(lambda: are_trained(client, load.tasks))
+            assert prometheus.down() == {f"{leaving.address}:8080"}
+            empty = panels_without_data(prometheus, since=began)
+            assert empty == ONLY_WHEN_FAILING
+
+
+def started_pods(
+    net: Network, manifests: Sequence[Manifest], *, token: str, twice: str
+) -> dict[str, list[Node]]:
+    """By group, its pod; two of the group `twice`."""
+    cluster = cluster_of(manifests)
+    groups = {"head": cluster["headGroupSpec"]}
+    groups |= {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+    pods: dict[str, list[Node]] = {}
+    for name, group in groups.items():
+        spec = group["template"]["spec"]
+        [container] = spec["containers"]
+        [shm] = [each for each in spec["volumes"] if each["name"] == "shm"]
+        environ = variables_of(container, manifests)
+        environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        pods[name] = [
+            net.add_pod(
+                group["rayStartParams"],
+                environ=environ,
+                shm_mib=mib(shm["emptyDir"]["sizeLimit"]),
+            )
+            for _ in range(2 if name == twice else 1)
+        ]
+    net.start()
+    return pods
+
+
+def mib(quantity: str) -> int:
+    """Of Kubernetes' notation."""
+    factors = {"Mi": 1, "Gi": 1024}
+    return int(quantity[:-2]) * factors[quantity[-2:]]
+
+
+def config_in(manifests: Sequence[Manifest], directory: Path) -> dict[str, Any]:
+    """The Serve configuration, with directories in place of the pods' volumes."""
+    config = serve_config_of(manifests)
+    [application] = config["applications"]
+    for name in ("run_dir", "state_dir"):
+        application["args"][name] = str(directory / name)
+    return config
+
+
+def put(dashboard: str, config: Mapping[str, Any], *, token: str) -> None:
+    """As the operator does; nobody may without the token."""
+    url = f"{dashboard}/api/serve/applications/"
+    assert httpx.put(url, json=config, timeout=60).status_code == 401
+    headers = {"x-ray-authorization": f"Bearer {token}"}
+    done = httpx.put(url, json=config, headers=headers, timeout=60)
+    assert done.status_code == 200, done.text
+
+
+def targets(manifests: Sequence[Manifest], pods: Mapping[str, Sequence[Node]]) -> list[Target]:
+    """What the PodMonitor has Prometheus scrape: each of its ports of each pod that has it."""
+    monitor = one(manifests, "PodMonitor")["spec"]
+    named = [endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]]
+    cluster = cluster_of(manifests)
+    groups = {"head": cluster["headGroupSpec"]}
+    groups |= {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+    found = []
+    for name, nodes in pods.items():
+        [container] = groups[name]["template"]["spec"]["containers"]
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        for node in nodes:
+            labels = {"namespace": NAMESPACE, "pod": node.name, "ray_io_cluster": RUN}
+            found += [
+                Target(address=f"{node.address}:{ports[port]}", labels=labels)
+                for port in named
+                if port in ports
+            ]
+    return found
+
+
+def submit(client: httpx.Client, *tasks: str) -> None:
+    body = {"environment": "guessing", "tasks": [{"id": task} for task in tasks]}
+    answer = client.post("/api/v1/rollouts", json=body)
+    assert answer.status_code == 202, answer.text
+
+
+def are_trained(client: httpx.Client, tasks: Sequence[str]) -> bool:
+    """Or left in order, as the last group of a step that is not full does."""
+    views = [client.get(f"/api/v1/rollouts/{task}").json() for task in tasks]
+    return {view.get("status") for view in views} == {"trained"}
+
+
+class Load:
+    """A client that submits tasks and asks for them, on and on."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.tasks: list[str] = []
+        self.num_answered = 0
+        self.failures: list[str] = []
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join(timeout=LIMIT_S)
+
+    def _run(self) -> None:
+        while not self._is_over.is_set() or len(self.tasks) % 16:
+            task = f"load-{len(self.tasks)}"
+            if len(self.tasks) < 160:
+                body = {"environment": "guessing", "tasks": [{"id": task}]}
+                self._ask("POST", "/api/v1/rollouts", json=body)
+                self.tasks.append(task)
+            self._ask("GET", f"/api/v1/rollouts/{self.tasks[-1]}")
+            self._is_over.wait(0.25)
+
+    def _ask(self, method: str, path: str, **body: Any) -> None:
+        try:
+            answer = self._client.request(method, path, **body)
+        except httpx.TransportError as error:
+            self.failures.append(f"{method} {path}: {error!r}")
+            return
+        self.num_answered += 1
+        if answer.status_code >= 300:
+            self.failures.append(f"{method} {path}: {answer.status_code} {answer.text}")
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False
