@@ -45,7 +45,6 @@ ALERTS = set(re.findall(r"alert: (\w+)", rules_text()))
 # Metrics that no panel shows, and why.
 NOT_SHOWN = {
     "rayloom_build_info": "it says nothing over time",
-    "rayloom_checkpoint_interval_steps": "an alert's bound",
     "rayloom_run_phase_timestamp_seconds": "an alert begins to count from it",
     "rayloom_policy_age_versions": "the newest step's is shown, right at any pace",
     "rayloom_sampled_tokens": "the newest step's are shown, right at any pace",
