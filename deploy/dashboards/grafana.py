@@ -282,7 +282,7 @@ def _variables(dashboard: Dashboard) -> list[Builder[models.VariableModel]]:
     runbooks = (
         sdk.TextBoxVariable("runbooks")
         .label("Runbooks")
-        .description("Where docs/runbooks.md can be read; panels link to it.")
+        .description("Where the runbooks can be read; panels link to them.")
         .default_value(RUNBOOKS)
         .current(models.VariableOption(selected=True, text=RUNBOOKS, value=RUNBOOKS))
     )

@@ -158,6 +158,19 @@ def test_each_dashboard_is_a_config_map_that_grafanas_sidecar_finds() -> None:
     assert found == {file.name: file.read_text("utf-8") for file in DASHBOARDS.iterdir()}
 
 
+def test_the_dashboards_link_to_where_the_runbooks_stand() -> None:
+    dashboards, address = {"enabled": True}, "https://wiki.example/rayloom"
+    values = {"monitoring": {"dashboards": dashboards, "rules": {"runbooks": address}}}
+    found = [each for each in rendered(values) if each["kind"] == "ConfigMap"]
+    texts = [text for each in found for text in each["data"].values()]
+    assert len(texts) == len(list(DASHBOARDS.iterdir()))
+    for text in texts:
+        [variable] = [
+            item for item in json.loads(text)["templating"]["list"] if item["name"] == "runbooks"
+        ]
+        assert variable["query"] == variable["current"]["value"] == address
+
+
 def test_each_file_of_rules_is_a_prometheus_rule_with_its_templates_untouched(
     tmp_path: Path,
 ) -> None:

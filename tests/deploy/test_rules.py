@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from worlds.metric_names import NAME, declared
-from worlds.prometheus_server import find_tools
+from worlds.promtool import promtool, run_test
 from worlds.synthetic_run import (
     EVICTED,
     STAGES,
@@ -63,11 +62,7 @@ def check(directory: Path, runs: Sequence[SyntheticRun], looks: Sequence[At]) ->
         "input_series": [each for run in runs for each in run.input_series()],
         "promql_expr_test": [expectation(look) for look in looks],
     }
-    file = directory / "test.yaml"
-    whole = {"rule_files": [str(rules)], "evaluation_interval": "60s", "tests": [test]}
-    file.write_text(yaml.dump(whole, Dumper=yaml.CSafeDumper, width=10**9))
-    done = promtool("test", "rules", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_test(test, directory / "test.yaml", rule_files=[rules])
 
 
 def expectation(look: At) -> dict[str, Any]:
@@ -76,16 +71,6 @@ def expectation(look: At) -> dict[str, Any]:
         for key, value in look.expected.items()
     ]
     return {"expr": look.query, "eval_time": f"{look.second:g}s", "exp_samples": samples}
-
-
-def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [find_tools()["promtool"], *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 1 / 60])
