@@ -51,8 +51,12 @@ class SharedPath:
     """Whether they write there too."""
 
 
-def check_other_nodes(config: Config, run_dir: RunDir, *, model: str) -> None:
+def check_other_nodes(
+    config: Config, run_dir: RunDir, *, model: str, has_endpoint: bool = False
+) -> None:
     """Ask every node that a part of the run may be placed on. model: a directory or hub name.
+
+    has_endpoint: the run's own listens on the address of its metrics already.
 
     Raises: ConfigError, with the node and the path.
     """
@@ -69,7 +73,7 @@ def check_other_nodes(config: Config, run_dir: RunDir, *, model: str) -> None:
             needed = [each for each in shared if each.roles & own]
             if needed:
                 asked.append((node, _task(find_unshared, node).remote(needed)))
-            if Role.CONTROL in own:
+            if Role.CONTROL in own and not has_endpoint:
                 asked.append((node, _task(_metrics_fault, node).remote(config)))
         for node, answer in asked:
             if (fault := _answer(node, answer)) is not None:

@@ -21,8 +21,10 @@ import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 
+from actors.deadline import poll
 from actors.metrics import AtomicRegistry, RunMetrics
 from service.config.file import ConfigError
+from service.config.preflight import check_metrics_address
 from service.config.tree import Config
 from service.launch.cluster import check_places, on_this_node, prepare_environment
 from service.launch.other_nodes import check_other_nodes
@@ -35,7 +37,7 @@ from service.run.supervisor import WhenHeld
 from service.store.place import StoreOptions
 from service.store.run_store import LeaseLost, StoreError
 from service.store.tables import RunKind
-from service.telemetry.endpoint import SUPERVISOR, Push
+from service.telemetry.endpoint import PORT_LIMIT_S, SUPERVISOR, Push
 
 log = logging.getLogger("ray.serve")
 
@@ -72,6 +74,7 @@ class RunHost:
         self._config, self._run_dir, self._store = config, run_dir, store
         self._run_id = run_id_of(config, run_dir)
         self._why_down = "the run is starting"
+        self._endpoint: Any = None
         self._told_to_go = Event()
         # The checks ask the environment for a first observation in an event loop of their own, and
         # Serve's runs in this thread.
@@ -94,8 +97,6 @@ class RunHost:
 
     def _keep(self) -> None:
         """Return when the run has ended, or is given up."""
-        place = {"scheduling_strategy": on_this_node()}
-        self._endpoint = start_endpoint(self._config, run_id=self._run_id, place=place)
         attempts = _Attempts(max_failures=self._config.run.max_recoveries)
         while True:
             watcher: SupervisorWatcher | None = None
@@ -134,8 +135,28 @@ class RunHost:
         self._why_down = why
         log.warning("%s", why)
 
+    def _open_endpoint(self) -> None:
+        """Once; it stays. Raises: ConfigError for an address that cannot be listened on."""
+        if self._endpoint is not None:
+            return
+        config = self._config
+
+        def is_free() -> bool | None:
+            with suppress(ConfigError):
+                check_metrics_address(config)
+                return True
+            return None
+
+        # That of the host before this one may still be ending.
+        if poll(is_free, limit_s=PORT_LIMIT_S) is None:
+            check_metrics_address(config)
+        place = {"scheduling_strategy": on_this_node()}
+        self._endpoint = start_endpoint(config, run_id=self._run_id, place=place)
+
     def _show(self, phase: Phase) -> None:
         """Show it in the metrics, until a supervisor shows its own."""
+        if self._endpoint is None:
+            return
         registry = AtomicRegistry()
         RunMetrics(registry).phase.show({each.value: float(each is phase) for each in Phase})
         values = tuple(registry.collect())
@@ -146,6 +167,7 @@ class RunHost:
     def _start(self) -> SupervisorWatcher:
         """Raises: ConfigError."""
         config, run_dir = self._config, self._run_dir
+        self._open_endpoint()
         prepare_environment(config)
         try:
             has_run = run_dir.has_run()
@@ -158,7 +180,7 @@ class RunHost:
         with prepared_run(config, run_dir, is_local=False, store=self._store) as model:
             # Serve may be quicker than the workers of its cluster.
             check_places(config, limit_s=config.inference.start_deadline_s)
-            check_other_nodes(config, run_dir, model=model)
+            check_other_nodes(config, run_dir, model=model, has_endpoint=True)
             start = partial(
                 start_supervisor,
                 config,

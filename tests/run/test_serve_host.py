@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -56,3 +57,21 @@ def test_a_start_that_is_refused_is_told_and_tried_again(host: RunHost, tmp_path
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "of a stranger").touch()
     wait_for(host, "of a stranger")
+
+
+def test_a_port_of_the_metrics_that_is_taken_is_told_and_tried_again(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_host, "PORT_LIMIT_S", 0.2)
+    (tmp_path / "run").write_text("a file")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = load_config(small_config(tmp_path, metrics={"port": port}))
+        host = RunHost(config, RunDir(path=tmp_path / "run"), StoreOptions())
+        wait_for(host, f"the start is refused: metrics.port: 127.0.0.1:{port} cannot be opened")
+    # Then its own endpoint has the port, and is in nobody's way.
+    wait_for(host, "the start is refused: run directory ")
+    host.__del__()
+    ray.kill(host._endpoint)
