@@ -32,6 +32,9 @@ PACES = (2.0, 600.0, 3600.0)
 RUNBOOKS = Path(__file__).parents[2] / "docs" / "runbooks.md"
 RULES = [rule for group in yaml.safe_load(rules_text())["groups"] for rule in group["rules"]]
 ALERTS = [rule for rule in RULES if "alert" in rule]
+CONSUMER = series("rayloom_queue_blocked_seconds_total", side="consumer")
+PRODUCER = series("rayloom_queue_blocked_seconds_total", side="producer")
+COMPLETED = series("rayloom_rollouts_total", environment="game", outcome="completed")
 # Beyond it all faults are mended, and their windows have passed.
 LATER = 11 * HOUR
 
@@ -181,10 +184,20 @@ def test_a_resumed_run_is_not_stalled_by_the_age_of_its_newest_step(tmp_path: Pa
     check(tmp_path, [run], [firing(run, moment) for moment in moments])
 
 
+def test_a_service_without_clients_is_quiet_and_so_is_its_first_step_afterwards(
+    tmp_path: Path,
+) -> None:
+    runs, looks = [], []
+    for step_s in (2.0, 600.0):
+        run = SyntheticRun(step_s=step_s, scrape_s=60, seconds=9 * HOUR, run=f"of-{step_s:g}-s")
+        run.count_faster(CONSUMER, since=HOUR, until=8 * HOUR, a_second=1.0 - STAGES["collect"])
+        run.stand_idle(since=HOUR, until=8 * HOUR)
+        runs.append(run)
+        looks += [firing(run, hours * HOUR) for hours in (0.9, 2, 5, 7.9, 8.1, 8.5, 9)]
+    check(tmp_path, runs, looks)
+
+
 Fault = Callable[[SyntheticRun, float, float], None]
-CONSUMER = series("rayloom_queue_blocked_seconds_total", side="consumer")
-PRODUCER = series("rayloom_queue_blocked_seconds_total", side="producer")
-COMPLETED = series("rayloom_rollouts_total", environment="game", outcome="completed")
 
 
 def showing(name: str, value: float) -> Fault:

@@ -16,6 +16,8 @@ STAGES = {"collect": 0.4, "merge": 0.05, "train": 0.35, "publish": 0.2}
 TRAINED, EVICTED = 15, 1
 SAMPLED_TOKENS, TRAINED_TOKENS = 4000, 3000
 CHECKPOINT_EVERY = 5
+# What goes on while a run does nothing.
+_OF_TIME = {'rayloom_queue_blocked_seconds_total{side="consumer"}'}
 # Seconds and no more, so that a time means the same to all series.
 Value = Callable[[float], float | None]
 
@@ -64,6 +66,29 @@ class SyntheticRun:
             return None if shown is None else shown + extra
 
         self.values[name] = value
+
+    def stand_idle(self, *, since: float, until: float) -> None:
+        """Be a service to which nobody submits anything for a while."""
+        for name, before in list(self.values.items()):
+            if name not in _OF_TIME:
+                self.values[name] = lambda t, before=before: before(
+                    min(t, since) if t < until else since + t - until
+                )
+        for name in ("rayloom_train_newest_step_timestamp_seconds",):
+            before = self.values[name]
+            self.values[name] = lambda t, before=before: (
+                None if (shown := before(t)) is None else shown + (until - since) * (t >= until)
+            )
+        waiting = "rayloom_service_waiting_tasks"
+        self.values[waiting] = lambda t: 0.0 if since <= t < until else 3.0
+        # Two that wait for the rest of their step.
+        for name in ("rayloom_queue_items", "rayloom_ledger_in_flight_rollouts"):
+            self.values[name] = lambda t: 2.0 if since <= t < until else 0.0
+        admitted = "rayloom_ledger_admitted_rollouts"
+        self.change(
+            admitted, since=since, until=until,
+            to=lambda t, before=self.values[admitted]: (before(t) or 0.0) + 2.0,
+        )  # fmt: skip
 
     def vanish(self, *, since: float, until: float) -> None:
         """No scrape succeeds for a while."""
