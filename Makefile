@@ -10,7 +10,7 @@ LOCK := cpu
 LOCKED := $(PIP) install --quiet --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo test chaos proof image mutants bench-merge bench-train bench-recovery lint lock clean
+.PHONY: help setup deps demo test chaos proof stack image mutants bench-merge bench-train bench-recovery lint lock clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,6 +49,9 @@ chaos: setup ## runs and groups whose parts die, freeze or are interrupted; SEED
 
 proof: setup ## the long proofs and `chaos`, or one part: PART=nodes, PART=release, PART=chart, PART=images, PART=chaos
 	$(BIN)/python -m pytest -m '(proof or chaos)$(if $(PART), and $(PART))' --timeout 3600
+
+stack: setup ## a service with Prometheus and Alertmanager, in the background; DO=status, DO=down
+	$(BIN)/python -m deploy.stack $(or $(DO),up)
 
 image: ## build the CPU image and train in it (needs root, buildah, mmdebstrap)
 	$(MAKE) proof PART=images

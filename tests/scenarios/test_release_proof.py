@@ -19,7 +19,7 @@ from worlds.chart_pod import secret, variables_of
 from worlds.helm_chart import Manifest, cluster_of, one, rendered, serve_config_of
 from worlds.nodes import Network, Node, network
 from worlds.prometheus_server import Target, panels_without_data, scraping_all
-from worlds.run_driver import SMALL
+from worlds.run_driver import ENGINE, SMALL
 
 pytestmark = [pytest.mark.proof, pytest.mark.release, pytest.mark.timeout(2400)]
 
@@ -41,7 +41,6 @@ VALUES = {
     "monitoring": {"podMonitor": {"enabled": True}},
     "drain": {"timeoutSeconds": DRAIN_S},
 }
-ENGINE = r"ray::ServeReplica:rayloom"
 # Panels, or lines of them, that show what does not happen here.
 ONLY_WHEN_FAILING: frozenset[str] = frozenset()
 
@@ -57,7 +56,7 @@ def test_a_release_trains_is_watched_whole_and_a_worker_that_goes_fails_no_reque
         where = f"http://{net.head.address}"
         wait_until(lambda: answers(f"{where}:{DASHBOARD}/api/gcs_healthz"))
         put(f"{where}:{DASHBOARD}", config_in(manifests, tmp_path), token=token)
-        headers = {"authorization": f"Bearer {secret(manifests, 'api-key', 'api_key')}"}
+        headers = {"authorization": f"Bearer {secret(manifests, 'api-key', 'api-key')}"}
         with (
             httpx.Client(base_url=f"{where}:{API}", headers=headers, timeout=120) as client,
             scraping_all(targets(manifests, pods), tmp_path / "prometheus", run=RUN) as prometheus,

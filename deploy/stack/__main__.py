@@ -1,0 +1,175 @@
+"""`python -m deploy.stack up|status|down`: a service with what watches it, in the background.
+
+All lies in one directory, build/stack by default: the run, what each process says, and
+processes.json with each one's number and start time, by which `down` ends exactly these. A second
+`up` goes on with the run that is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+
+from deploy.rules.source import rules_text
+from deploy.stack.watching import (
+    alertmanager_command,
+    alertmanager_config,
+    prometheus_command,
+    prometheus_config,
+)
+
+ROOT = Path(__file__).parents[2]
+CONFIG = Path(__file__).parents[1] / "configs" / "guessing-cpu.yaml"
+# Of the service: its engines and ranks end before it.
+END_LIMIT_S = 120.0
+START_LIMIT_S = 30.0
+SERVICE, PROMETHEUS, ALERTMANAGER = "service", "prometheus", "alertmanager"
+PROGRAMS = {PROMETHEUS: "prometheus", ALERTMANAGER: "prometheus-alertmanager"}
+HEALTH = {SERVICE: "/healthz", PROMETHEUS: "/-/ready", ALERTMANAGER: "/-/ready"}
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+Directory = Annotated[Path, typer.Option(help="Where all of it lies.")]
+DIRECTORY = Path("build/stack")
+
+
+@app.command()
+def up(
+    directory: Directory = DIRECTORY,
+    config: Annotated[Path, typer.Option(help="Of the run.")] = CONFIG,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="As rayloom's.")] = None,
+    port: Annotated[int, typer.Option(help="The API's; the next ones are the others'.")] = 8000,
+) -> None:
+    """Start what is not running; returns once all answer or one has ended."""
+    directory = directory.absolute()
+    missing = [name for name in PROGRAMS.values() if shutil.which(name) is None]
+    if missing:
+        _refuse(f"{' and '.join(missing)} not found (Debian: apt-get install {' '.join(missing)})")
+    if alive := _alive(directory):
+        _refuse(f"{', '.join(alive)} of {directory} run already; `down` ends them")
+    directory.mkdir(parents=True, exist_ok=True)
+    api, metrics, prometheus, alertmanager = (f"127.0.0.1:{port + each}" for each in range(4))
+    rules = directory / "rules.yaml"
+    rules.write_text(rules_text(), encoding="utf-8")
+    (directory / "prometheus.yml").write_text(
+        prometheus_config(targets=[metrics], rules=rules, alertmanager=alertmanager)
+    )
+    (directory / "alertmanager.yml").write_text(alertmanager_config())
+    run_dir = directory / "run"
+    service = [sys.executable, "-m", "service.cli.main", "serve", str(config)]
+    service += ["--resume" if run_dir.exists() else "--run-dir", str(run_dir)]
+    chosen = [*(overrides or ()), f"service.port={port}", f"metrics.port={port + 1}"]
+    service += [part for each in chosen for part in ("--set", each)]
+    commands = {
+        SERVICE: service,
+        PROMETHEUS: prometheus_command(PROGRAMS[PROMETHEUS], directory, address=prometheus),
+        ALERTMANAGER: alertmanager_command(PROGRAMS[ALERTMANAGER], directory, address=alertmanager),
+    }
+    addresses = {SERVICE: api, PROMETHEUS: prometheus, ALERTMANAGER: alertmanager}
+    started = {}
+    for name, command in commands.items():
+        with (directory / f"{name}.out").open("ab") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        # Written at once: what is started is ended by `down`, whatever comes next.
+        started[name] = {
+            "pid": process.pid,
+            "started": psutil.Process(process.pid).create_time(),
+            "address": addresses[name],
+        }
+        (directory / "processes.json").write_text(json.dumps(started, indent=1))
+    deadline = time.monotonic() + START_LIMIT_S
+    watching = (PROMETHEUS, ALERTMANAGER)
+    while not all(_answers(name, addresses[name]) for name in watching):
+        if time.monotonic() > deadline or len(_alive(directory)) < len(commands):
+            break
+        time.sleep(0.2)
+    status(directory)
+
+
+@app.command()
+def status(directory: Directory = DIRECTORY) -> None:
+    """Say what runs, where, and which alerts fire. Ends with 1 where something does not run."""
+    directory = directory.absolute()
+    processes, alive = _processes(directory), _alive(directory)
+    for name, process in processes.items():
+        address = process["address"]
+        is_up = name in alive
+        state = "answers" if is_up and _answers(name, address) else "starts" if is_up else "ended"
+        typer.echo(f"{name:13} {state:8} http://{address}  {directory / name}.out")
+    if PROMETHEUS in alive:
+        url = f"http://{processes[PROMETHEUS]['address']}/api/v1/alerts"
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            alerts = json.load(reply)["data"]["alerts"]
+        firing = sorted(each["labels"]["alertname"] for each in alerts if each["state"] == "firing")
+        typer.echo(f"alerts        {', '.join(firing) or 'none fires'}")
+    if not processes:
+        typer.echo(f"nothing has been started in {directory}")
+    if len(alive) < max(len(processes), 1):
+        raise typer.Exit(1)
+
+
+@app.command()
+def down(directory: Directory = DIRECTORY) -> None:
+    """End what runs, the service in order: its newest step is committed."""
+    directory = directory.absolute()
+    alive = _alive(directory)
+    for process in alive.values():
+        process.send_signal(signal.SIGTERM)
+    _, left = psutil.wait_procs(list(alive.values()), timeout=END_LIMIT_S)
+    for process in left:
+        process.kill()
+    for name, process in alive.items():
+        typer.echo(f"{name:13} {'was killed' if process in left else 'has ended'}")
+    (directory / "processes.json").unlink(missing_ok=True)
+
+
+def _processes(directory: Path) -> dict[str, dict[str, object]]:
+    file = directory / "processes.json"
+    found: dict[str, dict[str, object]] = json.loads(file.read_text()) if file.exists() else {}
+    return found
+
+
+def _alive(directory: Path) -> dict[str, psutil.Process]:
+    """Those that run; another process under a number of theirs is none of them."""
+    found = {}
+    for name, process in _processes(directory).items():
+        try:
+            running = psutil.Process(int(str(process["pid"])))
+            is_own = running.create_time() == process["started"]
+            if is_own and running.status() != psutil.STATUS_ZOMBIE:
+                found[name] = running
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _answers(name: str, address: object) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{address}{HEALTH[name]}", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def _refuse(reason: str) -> None:
+    typer.echo(f"stack: {reason}", err=True)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONPATH", str(ROOT))
+    app()
