@@ -157,10 +157,6 @@ class Supervisor:
         metrics = remote_handle(
             endpoint, MetricsEndpoint, name="metrics endpoint", deadline_s=PUSH_LIMIT_S
         )
-        versions = _versions()
-        self._metrics.run.build.labels(
-            **{label: versions.get(label, "") for label in self._metrics.run.build._labelnames}
-        ).set(1)
         self._pusher = Pusher(metrics.push, role=SUPERVISOR, read=self._read_metrics)
         self._metrics_address: str | None = None
         self._is_push_lost = False
@@ -179,12 +175,14 @@ class Supervisor:
         self._engine_watch = EngineWatch(num_expected=config.inference.num_replicas)
         if notice:
             self._recorder.notice(notice)
-        self._show_limits()
+        self._show_what_stays()
         log.info("run directory %s", run_dir.path)
 
-    def _show_limits(self) -> None:
-        """What bounds the values that are shown."""
-        config, metrics = self._config, self._metrics
+    def _show_what_stays(self) -> None:
+        """Versions, and what bounds the values that are shown."""
+        config, metrics, versions = self._config, self._metrics, _versions()
+        build = metrics.run.build
+        build.labels(**{label: versions.get(label, "") for label in build._labelnames}).set(1)
         metrics.ledger.items_limit.set(config.queue.max_items_with(config.algorithm))
         metrics.ledger.bytes_limit.set(config.queue.max_bytes)
         metrics.run.checkpoint_interval.set(config.run.checkpoint_every)
