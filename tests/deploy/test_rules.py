@@ -150,6 +150,8 @@ def test_the_recorded_numbers_are_right_and_a_healthy_run_is_quiet_at_every_pace
     check(tmp_path, runs, looks)
 
 
+@pytest.mark.proof
+@pytest.mark.chart
 def test_a_run_that_has_ended_is_quiet_also_when_it_is_gone(tmp_path: Path) -> None:
     runs = []
     for step_s in (2.0, 3600.0):
