@@ -15,6 +15,7 @@ import psutil
 import pytest
 from worlds.missing_tools import skip_or_fail
 from worlds.run_driver import ROOT, SMALL, START_S, STEP_S, small_config
+from worlds.submitting_client import OVER
 
 from deploy.stack.__main__ import PROGRAMS, _alive
 
@@ -82,7 +83,7 @@ def test_the_stack_trains_what_is_submitted_and_goes_on_after_a_kill(
 
 
 def train(client: httpx.Client, name: str) -> None:
-    """Wait for the service, and submit what makes a step."""
+    """Wait for the service, submit what makes a step, and wait for that."""
 
     def is_ready() -> bool:
         try:
@@ -95,11 +96,12 @@ def train(client: httpx.Client, name: str) -> None:
     body = {"environment": "guessing", "tasks": [{"id": task} for task in tasks]}
     assert client.post("/api/v1/rollouts", json=body).status_code == 202
 
-    def is_trained() -> bool:
+    def are_over() -> bool:
+        """Trained, or evicted from the step for a group without variance."""
         views = [client.get(f"/api/v1/rollouts/{task}").json() for task in tasks]
-        return {view["status"] for view in views} == {"trained"}
+        return {view["status"] for view in views} <= OVER
 
-    wait_until(is_trained, START_S)
+    wait_until(are_over, START_S)
 
 
 def steps_seen() -> float:
