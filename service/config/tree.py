@@ -27,6 +27,7 @@ from actors.trajectory_queue.settings import QueueSettings
 from actors.types import TRUNCATIONS
 from service.inference.settings import InferenceSettings
 
+HttpUrl = Annotated[str, Field(pattern=r"^(https?://\S+)?$")]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
@@ -123,7 +124,7 @@ class TracingSettings:
 
     __pydantic_config__ = STRICT
 
-    endpoint: str = ""
+    endpoint: HttpUrl = ""
     """URL of a collector that speaks OTLP over HTTP, such as http://collector:4318/v1/traces;
     empty: no traces."""
     sample_ratio: Share = 1.0

@@ -83,6 +83,7 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
         ),
         ({"rollouts": {"outcomes": {"complete": {"disposition": "drop"}}}}, ["outcomes.complete"]),
         ({"run": {"name": "../x"}}, ["run.name", "'../x'"]),
+        ({"tracing": {"endpoint": "collector:4318"}}, ["tracing.endpoint", "'collector:4318'"]),
         ({"rollouts": {"temperature": 0}}, ["rollouts.temperature", "got 0"]),
         ({"rollouts": {"temperature": 1e-30}}, ["rollouts.temperature", "got 1e-30"]),
         ({"rollouts": {"turn_deadline_s": 0.001}}, ["rollouts.turn_deadline_s", "0.1"]),
