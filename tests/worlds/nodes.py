@@ -108,7 +108,9 @@ class Node:
         self.logged_before = self.log.stat().st_size if self.log.exists() else 0
         script = _FIRST_PROCESS.format(
             name=self.name, ray=_RAY, arguments=" ".join(self.arguments), shm_mib=self.shm_mib,
-            unless_up="exit" if "--block" in self.arguments else f"{_RAY} stop --force",
+            # One that blocks has been up, unless it ends with 1, as a start that fails.
+            unless_up=("[ $? = 1 ] || exit; " * ("--block" in self.arguments))
+            + f"{_RAY} stop --force",
             hidden="" if self.sees_private else f"mount -t tmpfs tmpfs {self.log.parent / PRIVATE}",
         )  # fmt: skip
         line = ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self.name]
