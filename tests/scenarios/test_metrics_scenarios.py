@@ -178,4 +178,4 @@ def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
             for query in (query for panel in panels for query in panel.series.values()):
                 # Only a GPU has a known peak.
                 if is_of_run(query) and "mfu" not in query:
-                    assert prometheus.draw(query, since=started), query
+                    prometheus.wait_for_points(query, since=started)

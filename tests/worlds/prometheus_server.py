@@ -30,6 +30,7 @@ UNPACKED = ROOT / "build" / "prometheus"
 TOOLS = ("prometheus", "promtool")
 LIFE_S = 900
 SCRAPE_S = 1
+SUBQUERY_STEP_S = 60
 DOWNLOAD_LIMIT_S = 300
 
 ADDED = ("job", "instance", "run")
@@ -138,6 +139,17 @@ class Prometheus:
         found = self._ask("query_range", query=filled, start=since, end=time.time(), step=SCRAPE_S)
         points = [float(value) for item in found for _, value in item["values"]]
         return [point for point in points if math.isfinite(point)]
+
+    def wait_for_points(self, expr: str, *, since: float) -> None:
+        """Wait until Grafana would draw a panel's query.
+
+        A subquery's own steps are whole minutes of the clock, so that one which was scraped for
+        less than a minute may have none.
+        """
+        deadline = time.monotonic() + 2 * SUBQUERY_STEP_S
+        while not self.draw(expr, since=since):
+            assert time.monotonic() < deadline, f"no data in {2 * SUBQUERY_STEP_S} s: {expr}"
+            time.sleep(SCRAPE_S)
 
     def runs(self) -> list[str]:
         """What the dashboard's variable offers."""
