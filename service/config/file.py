@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -22,6 +23,8 @@ class ConfigError(Exception):
     """The configuration cannot be run; the text says what, got, expected and the remedy."""
 
 
+# Of a file, or an override. The longest configuration here has a hundred.
+MAX_VALUES = 100_000
 _TREE = TypeAdapter(Config)
 # A member of an enumeration, as pydantic shows it where only some of them are allowed.
 _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
@@ -92,7 +95,17 @@ def _described(
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values, and no key twice: YAML's own loader takes the last one in silence."""
+    """Plain values, no key twice (YAML's own loader takes the last one in silence), and no aliases
+    that make a few lines into more values than memory holds."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _num_values(node, {}) > MAX_VALUES:
+            raise yaml.YAMLError(
+                f"with its aliases written out it holds more than {MAX_VALUES} values; expected "
+                "fewer; write out what is meant"
+            )
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -107,6 +120,21 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add((key.tag, key.value))
         return node
+
+
+def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
+    """Of a tree with its aliases written out; without end where one names what it stands in."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        children = (
+            [each for pair in node.value for each in pair]
+            if isinstance(node, yaml.MappingNode)
+            else node.value
+        )
+        known[id(node)] = 1 + sum(_num_values(child, known) for child in children)
+    return known[id(node)]
 
 
 def _load_yaml(text: str) -> Any:

@@ -262,6 +262,18 @@ def test_a_key_that_stands_there_twice_is_refused(tmp_path: Path, text: str, wor
         load_config(file)
 
 
+def test_aliases_that_no_memory_could_hold_are_refused(tmp_path: Path) -> None:
+    levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    bomb = "\n".join(["a0: &a0 [1, 1]", *levels, "run: {name: *a11}"])
+    file = tmp_path / "config.yaml"
+    for text in (bomb, "tasks: {options: &all {more: *all}}"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"more than 100000 values"):
+            load_config(file)
+    with pytest.raises(ConfigError, match=r"more than 100000 values"):
+        parse_config({}, source="test", overrides=[f"run.name={{{bomb.replace(chr(10), ', ')}}}"])
+
+
 def test_merged_keys_may_be_replaced(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
