@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -19,6 +20,8 @@ from service.launch.run_dir import RunDir
 from service.store.errors import StoreError
 
 EXIT_REFUSED = 2
+# Where the configuration says nothing: in it a Prometheus that comes once a minute reads the end.
+LAST_SCRAPES_S = 120.0
 
 
 def train_command(text: str, *, directory: Path) -> list[str]:
@@ -28,7 +31,9 @@ def train_command(text: str, *, directory: Path) -> list[str]:
     """
     arguments = RunArguments.model_validate_json(text)
     file = directory / "config.yaml"
-    file.write_text(dump_config(arguments.read_config()), encoding="utf-8")
+    config = arguments.read_config()
+    metrics = replace(config.metrics, stays_s=config.metrics.stays_s or LAST_SCRAPES_S)
+    file.write_text(dump_config(replace(config, metrics=metrics)), encoding="utf-8")
     run_dir = RunDir(path=arguments.run_dir)
     command = [sys.executable, "-m", "service.cli.main", "train", str(file), "--address", "auto"]
     if run_dir.has_run():

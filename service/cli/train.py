@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ray.exceptions import RayError, RayTaskError
 
+from actors.deadline import poll
 from service.api.ingress import check_listens, open_api, start_serve
 from service.api.settings import HttpSettings, api_address, api_route
 from service.cli.display import Display, open_display
@@ -134,7 +135,10 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
             show=display.update,
             is_stop_asked=lambda: signals.is_asked,
         )
-        return _show_until_done(watcher, display, run_dir, signals, stays=api is not None)
+        code = _show_until_done(watcher, display, run_dir, signals, stays=api is not None)
+        # The metrics end with this process.
+        poll(lambda: signals.is_asked or None, limit_s=config.metrics.stays_s)
+        return code
     finally:
         # What is left is to end Ray, which a further signal would only leave half done.
         signals.ignore()

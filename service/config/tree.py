@@ -19,7 +19,7 @@ from pydantic import Field
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
 from actors.journal.record import GroupRule
-from actors.limits import STRICT, Natural, Port, Positive, Seconds, Seed, Share
+from actors.limits import STRICT, Natural, NotNegative, Port, Positive, Seconds, Seed, Share
 from actors.merge.shaping import RewardSettings
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trainer.settings import Dtype, TrainerSettings
@@ -116,6 +116,8 @@ class MetricsSettings:
     """Address that /metrics listens on."""
     port: Port = 0
     """Port of /metrics; 0: any free one."""
+    stays_s: NotNegative = 0
+    """Seconds that `rayloom train` stays after the end, so that its last values are scraped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,10 @@ from service.telemetry.endpoint import PORT_LIMIT_S, SUPERVISOR, Push
 log = logging.getLogger("ray.serve")
 
 ANSWER_LIMIT_S = 300.0
+# A host that Serve ends, for another configuration or for good, gives up a step that takes longer;
+# the rest is for the checkpoint of the steps before it.
+STOP_GRACE_S = 60.0
+SHUTDOWN_LIMIT_S = 300.0
 # Before a start that was refused, or a run that failed, is tried again.
 PAUSES_S = (10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
 
@@ -86,8 +90,8 @@ class RunHost:
             self._keeping.result()
 
     def __del__(self) -> None:
-        """Serve calls this when it ends the replica in order: the run ends its step, and commits
-        it."""
+        """Serve calls this when it ends the replica in order: the run ends its step, or gives it up
+        after a grace, and commits what is done."""
         self._told_to_go.set()
         wait([self._keeping])
 
@@ -200,6 +204,7 @@ class RunHost:
             max_restarts=config.run.max_recoveries,
             show=lambda _status: None,
             is_stop_asked=self._told_to_go.is_set,
+            stop_grace_s=STOP_GRACE_S,
         )
 
 
@@ -212,6 +217,6 @@ def run_host(config: Config, run_dir: RunDir, store: StoreOptions) -> Any:
         # Beside the supervisor: both see the same local disk and the same processes.
         ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: SHARE}},
         health_check_period_s=2.0,
-        graceful_shutdown_timeout_s=60.0,
+        graceful_shutdown_timeout_s=SHUTDOWN_LIMIT_S,
     )(RunHost)
     return deployment.bind(config, run_dir, store)

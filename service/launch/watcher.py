@@ -34,12 +34,14 @@ class SupervisorWatcher:
         max_restarts: int,
         show: Callable[[RunStatus], None],
         is_stop_asked: Callable[[], bool],
+        stop_grace_s: float | None = None,
     ) -> None:
-        """show: called with each status, in order."""
+        """show: called with each status, in order. stop_grace_s: as `Supervisor.stop`'s."""
         self._supervisor = supervisor
         self._restart = restart
         self._max_restarts = max_restarts
         self._show, self._is_stop_asked = show, is_stop_asked
+        self._stop_grace_s = stop_grace_s
         self._cursor = Cursor()
         # One question at a time: an answer says from where the next one goes on.
         self._question: Any = None
@@ -88,7 +90,7 @@ class SupervisorWatcher:
             if self._is_stop_asked() and not is_stop_sent:
                 if self.last is None:
                     raise KeyboardInterrupt
-                self._supervisor.stop.remote()
+                self._supervisor.stop.remote(self._stop_grace_s)
                 is_stop_sent = True
 
     def _show_answer(self, *, limit_s: float) -> None:

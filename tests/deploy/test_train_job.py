@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from worlds.helm_chart import arguments_of, rendered
 
 from deploy.run_arguments import RunArguments
-from deploy.train_job import train_command
+from deploy.train_job import LAST_SCRAPES_S, train_command
 from service.config.file import ConfigError, load_config
 
 
@@ -34,8 +35,13 @@ def test_a_new_run_is_trained_on_the_cluster_by_the_configuration_in_the_argumen
         "--run-dir", str(tmp_path / "run"), "--state-dir", str(tmp_path / "state"),
     ]  # fmt: skip
     config = load_config(file)
-    assert config == RunArguments.model_validate_json(text).read_config()
+    told_config = RunArguments.model_validate_json(text).read_config()
+    # So that Prometheus reads how it ended.
+    assert config.metrics == replace(told_config.metrics, stays_s=LAST_SCRAPES_S)
+    assert replace(config, metrics=told_config.metrics) == told_config
     assert config.run.steps == 3
+    train_command(told(tmp_path, overrides=["metrics.stays_s=7"]), directory=tmp_path)
+    assert load_config(file).metrics.stays_s == 7
 
 
 def test_a_job_that_is_started_again_goes_on_with_its_run(tmp_path: Path) -> None:

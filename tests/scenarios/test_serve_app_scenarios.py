@@ -18,8 +18,10 @@ import psutil
 import pytest
 import ray
 import yaml
+from ray import serve
 from worlds.helm_chart import arguments_of, in_mode, pod_templates, rendered, serve_config_of
 from worlds.nodes import network
+from worlds.prometheus_server import scraping, series
 from worlds.run_checks import check_lineage
 from worlds.run_driver import ROOT, START_S, STEP_S, running
 
@@ -89,8 +91,8 @@ def served(
     file: Path, *, address: str, entrance: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
     """entrance: what stands before the command, of another node's namespaces."""
-    serve = str(Path(sys.executable).parent / "serve")
-    command = [*entrance, serve, "run", str(file), "--address", address]
+    program = str(Path(sys.executable).parent / "serve")
+    command = [*entrance, program, "run", str(file), "--address", address]
     with (file.parent / "serve.out").open("wb") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
@@ -302,32 +304,101 @@ def test_a_head_that_is_told_to_go_loses_no_step_and_no_rollout(
     assert audit(open_journal(run_dir.path)).is_clean
 
 
-def trained_by_job(arguments: dict[str, Any], *, steps: int, address: str) -> str:
-    """Run the command of the RayJob, as Ray runs a job's, to its end; returns what it said."""
+@contextlib.contextmanager
+def job(arguments: dict[str, Any], *, steps: int, address: str) -> Iterator[subprocess.Popen[str]]:
+    """The command of the RayJob, as Ray runs a job's."""
     text = json.dumps({**arguments, "overrides": [*arguments["overrides"], f"run.steps={steps}"]})
-    done = subprocess.run(
+    environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": address}
+    process = subprocess.Popen(
         [sys.executable, "-m", "deploy.train_job", text],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": address},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=START_S + 200,
-        check=False,
+        cwd=ROOT, env={**os.environ, **environ}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=20)
 
 
-def test_the_charts_job_trains_to_its_end_and_goes_on_where_it_is_started_again(
+def output_of(job: subprocess.Popen[str]) -> str:
+    """What it says, to its end."""
+    said, _ = job.communicate(timeout=START_S + 200)
+    assert job.returncode == 0, said
+    return said
+
+
+def test_the_charts_job_tells_its_end_and_goes_on_where_it_is_started_again(
     tmp_path: Path, gcs_address: str
 ) -> None:
+    metrics = f"127.0.0.1:{free_port()}"
+    own = [
+        "service.host=127.0.0.1",
+        f"service.port={free_port()}",
+        f"metrics.port={metrics.rpartition(':')[2]}",
+    ]
     arguments = arguments_of(rendered(in_mode("job"))) | {
         "run_dir": str(tmp_path / "run"),
         "state_dir": str(tmp_path / "state"),
-        "overrides": [*SMALL, "service.host=127.0.0.1", f"service.port={free_port()}"],
+        "overrides": [*SMALL, *own],
     }
-    trained_by_job(arguments, steps=2, address=gcs_address)
-    trained_by_job(arguments, steps=3, address=gcs_address)
-    assert "all 3 steps are done already" in trained_by_job(arguments, steps=3, address=gcs_address)
+    with (
+        scraping(metrics, tmp_path / "prometheus", run="guessing-cpu") as prometheus,
+        job(arguments, steps=2, address=gcs_address) as first,
+    ):
+        has_ended = series("rayloom_run_phase", phase="finished")
+        prometheus.wait_for(has_ended, at_least=1, limit_s=START_S)
+        assert prometheus.newest()[series("rayloom_train_steps_total")] == 2
+        assert first.poll() is None
+        # A pod that is told to go has nothing left to do.
+        first.terminate()
+        assert "report: " in output_of(first)
+    arguments["overrides"].append("metrics.stays_s=0.1")
+    with job(arguments, steps=3, address=gcs_address) as second:
+        output_of(second)
+    with job(arguments, steps=3, address=gcs_address) as third:
+        assert "all 3 steps are done already" in output_of(third)
     assert (tmp_path / "state" / "rayloom.db").is_file()
+
+
+def test_another_name_ends_the_run_of_before_in_order_and_leaves_one_application_of_engines(
+    tmp_path: Path, gcs_address: str
+) -> None:
+    """As the operator does it: the changed Serve configuration is put over the one that runs."""
+    port, files = free_port(), []
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        config = charts_serve_config(
+            tmp_path / name, port=port, overrides=[f"run.name={name}", "run.checkpoint_every=1000"]
+        )
+        files.append(tmp_path / name / "serve.yaml")
+        files[-1].write_text(yaml.safe_dump(config))
+    with (
+        served(files[0], address=gcs_address),
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=START_S, headers=HEADERS
+        ) as client,
+    ):
+        wait_for_ready(client, files[0], status=200, limit_s=START_S)
+        tasks = [f"task-{number}" for number in range(4)]
+        submit(client, *tasks)
+        wait_until_over(client, *tasks, limit_s=START_S)
+        with served(files[1], address=gcs_address):
+            deadline = time.monotonic() + START_S
+            while not RunDir(path=tmp_path / "after" / "run").has_run():
+                assert time.monotonic() < deadline, client.get("/readyz").text
+                time.sleep(0.3)
+            wait_for_ready(client, files[1], status=200, limit_s=START_S)
+            # It knows nothing of the other's tasks, and plays them.
+            assert submit(client, *tasks) == 4
+            wait_until_over(client, *tasks, limit_s=START_S)
+            applications = serve.status().applications
+            [of_engines] = [each for each in applications if each != "rayloom"]
+            assert of_engines.startswith("rayloom-after-")
+    # The step that no checkpoint held was committed before the host went.
+    with RunDir(path=tmp_path / "before" / "run").looked_into() as store:
+        assert store.live_owner() is None
+        assert store.checkpoints()[0].step == read_history(store).steps[-1].step == 1
 
 
 def wait_for_words(client: httpx.Client, words: str, *, limit_s: float) -> None:
