@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from actors.environment.protocol import MalformedCall, ToolSchema
 from actors.expert_records import ExpertIndices
 from actors.merge.misalignment import find_misalignment
 from actors.types import FinishReason, LogProbs, Outcome, TokenIds, Turn, VersionSpan
@@ -40,6 +41,34 @@ class GenerateRequest:
     """What the trajectory's first reply carried; None on its first turn."""
     replica: str = ""
     """Who gave the trajectory's last reply, and has its prefix cached; empty on its first turn."""
+    tools: tuple[ToolSchema, ...] | None = None
+    """Those that the prompt declares: the reply is parsed for calls of them, and for its thinking;
+    empty: for its thinking alone. None: not parsed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedCall:
+    """A tool call as the engine's parser read it, checked against no schema.
+
+    `actors.environment.tool_calls.check_calls` checks it.
+    """
+
+    name: str
+    arguments: str
+    """JSON, or of a broken call whatever stood in its place."""
+    id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedReply:
+    """A reply's text, taken apart for a reader. What is trained are its ids, as they are."""
+
+    content: str
+    """Without thinking and calls; markup that the parser made no call of stays in it."""
+    reasoning: str | None = None
+    """None: the reply does not think."""
+    calls: tuple[ParsedCall | MalformedCall, ...] = ()
+    """In the order of the text; a malformed one is markup that the parser made no call of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +88,8 @@ class GenerateReply:
     """For the trajectory's next request."""
     expert_indices: ExpertIndices | None = None
     """[R, L, K] uint8 or int16, as `Turn.expert_indices`; None: not recorded."""
+    parsed: ParsedReply | None = None
+    """None: the request did not ask for it."""
 
 
 class PolicyClient(Protocol):
@@ -81,11 +112,11 @@ class UnusableReply(Exception):
         self.outcome = outcome
 
 
-def check_reply(prompt: TokenIds, reply: GenerateReply) -> Turn:
-    """Make the turn of a prompt that was sent and the reply that came back.
+def check_reply(request: GenerateRequest, reply: GenerateReply) -> Turn:
+    """Make the turn of a request that was sent and the reply that came back.
 
     Raises: UnusableReply for no sampled token (empty); for what `find_misalignment` finds, or a
-    log-probability that is not finite (misaligned).
+    log-probability that is not finite (misaligned); for one that should be parsed and is not.
     """
     token_ids = np.asarray(reply.token_ids, dtype=np.int32)
     logprobs = np.asarray(reply.logprobs, dtype=np.float32)
@@ -98,7 +129,7 @@ def check_reply(prompt: TokenIds, reply: GenerateReply) -> Turn:
             "expected one row of each",
         )
     turn = Turn(
-        prompt_token_ids=prompt,
+        prompt_token_ids=request.prompt_token_ids,
         sampled_token_ids=token_ids,
         logprobs=logprobs,
         finish_reason=reply.finish_reason,
@@ -110,4 +141,9 @@ def check_reply(prompt: TokenIds, reply: GenerateReply) -> Turn:
         problem = "a log-probability is not finite; look at the engine's logits"
     if problem is not None:
         raise UnusableReply(Outcome.TOKEN_MISALIGNED, problem)
+    if request.tools is not None and reply.parsed is None:
+        raise UnusableReply(
+            Outcome.INFRASTRUCTURE_ERROR,
+            "the reply is not parsed, expected its calls; parse it where it was sampled",
+        )
     return turn

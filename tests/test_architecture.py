@@ -16,6 +16,13 @@ ALLOWED = {"actors": {"actors"}, "service": {"actors", "service"}}
 RAY_FILES = {"actors/trainer/group.py"}
 # Packages whose mathematics and state machines never await, outside of the files above.
 PURE_PACKAGES = ("actors/merge/", "actors/trajectory_queue/", "actors/trainer/")
+# The engine's replica; it alone has vLLM, whose import takes eleven seconds.
+VLLM_FILES = {
+    "service/inference/engine.py",
+    "service/inference/parsing.py",
+    "service/inference/plugin.py",
+    "service/inference/weight_transfer.py",
+}
 WAITS = ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith
 
 TREES = {
@@ -33,6 +40,23 @@ def imported(tree: ast.Module) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add("." * node.level + (node.module or ""))
+    return found
+
+
+def imported_at_once(tree: ast.Module) -> set[str]:
+    """The modules that importing a file imports, and the names that may be modules."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting += ast.iter_child_nodes(node)
     return found
 
 
@@ -89,6 +113,27 @@ def test_ray_and_vllm_stay_in_the_shells_of_the_actors() -> None:
         or module.partition(".")[0] == "pydantic"
     ]
     assert not offenders
+
+
+def test_importing_anything_but_the_engine_imports_no_vllm() -> None:
+    assert VLLM_FILES <= TREES.keys()
+    heavy = {file.removesuffix(".py").replace("/", ".") for file in VLLM_FILES}
+    offenders = [
+        f"{file} imports {module}"
+        for file, tree in TREES.items()
+        if file.startswith(("actors/", "service/")) and file not in VLLM_FILES
+        for module in imported_at_once(tree)
+        if module in heavy or module.partition(".")[0] == "vllm"
+    ]
+    assert not offenders
+    # Elsewhere not even inside a function: the gateway and the environment actors never have it.
+    users = {
+        file
+        for file, tree in TREES.items()
+        if file.startswith(("actors/", "service/"))
+        and any(module.partition(".")[0] == "vllm" for module in imported(tree))
+    }
+    assert users == VLLM_FILES
 
 
 def test_the_mathematics_and_the_state_machines_never_await() -> None:

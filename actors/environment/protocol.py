@@ -98,6 +98,7 @@ class MalformedReason(StrEnum):
     ILL_TYPED_ARGUMENT = "ill_typed_argument"
     UNCLOSED = "unclosed"
     UNOPENED = "unopened"
+    UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,7 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,24 @@
-"""Reading tool calls out of a decoded assistant turn.
+"""The tool calls of an assistant turn: checked against the declared tools, or their fault named.
 
-A call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Nothing here raises on any text:
-what cannot be read becomes a typed `MalformedCall` with a sentence that the policy may be shown.
-Called by the turn loop for environments that declare tools.
+`check_calls` checks what the engine's parser read, whatever the model's form of a call is; it is
+the one place that does. `parse_tool_calls` reads the form that most chat templates teach, and that
+the tiny model writes, by itself:
+
+    <tool_call>{"name": …, "arguments": {…}}</tool_call>
+
+vLLM's parser of that form (`hermes`) does not say what was wrong with a text that it made no call
+of; the engine's replica asks `parse_tool_calls` for that. Nothing here raises on any text: what
+cannot be read becomes a typed `MalformedCall` with a sentence that the policy may be shown.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from actors.environment.protocol import MalformedCall, MalformedReason, ToolCall, ToolSchema
+from actors.policy import ParsedCall
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -32,6 +39,22 @@ _JSON_TYPES: Mapping[str, tuple[type, ...]] = {
 def visible_text(text: str) -> str:
     """What follows the last `</think>`, stripped: a thought is not an answer and calls nothing."""
     return text.rpartition(END_OF_THOUGHT)[2].strip()
+
+
+def check_calls(
+    calls: Iterable[ParsedCall | MalformedCall], tools: Sequence[ToolSchema]
+) -> tuple[ToolCall | MalformedCall, ...]:
+    """Check the calls that a parser read: a declared tool, arguments by its schema.
+
+    Returns: one entry a call, in order.
+    """
+    by_name = {tool.name: tool for tool in tools}
+    return tuple(
+        call
+        if isinstance(call, MalformedCall)
+        else _check_call(call.name, call.arguments, by_name, call_id=call.id)
+        for call in calls
+    )
 
 
 def parse_tool_calls(
@@ -72,32 +95,37 @@ def _parse_call(body: str, tools: Mapping[str, ToolSchema]) -> ToolCall | Malfor
     call = _load(body)
     if isinstance(call, MalformedCall):
         return call
-    name = call.get("name")
+    if not isinstance(call, dict):
+        return _malformed(MalformedReason.NOT_AN_OBJECT, "The tool call must be a JSON object.")
+    return _check_call(call.get("name"), call.get("arguments", {}), tools)
+
+
+def _check_call(
+    name: object, arguments: Any, tools: Mapping[str, ToolSchema], *, call_id: str = ""
+) -> ToolCall | MalformedCall:
     if not isinstance(name, str) or name not in tools:
         return _malformed(
             MalformedReason.UNKNOWN_TOOL, f"No such tool. Tools: {', '.join(tools) or 'none'}."
         )
-    arguments = call.get("arguments", {})
-    # Some models write the arguments as a JSON text within the JSON, as the OpenAI API does.
-    if isinstance(arguments, str):
-        arguments = _load(arguments)
-        if isinstance(arguments, MalformedCall):
-            return arguments
+    # A parser gives a text. Some models write a JSON text within the JSON, as the OpenAI API does.
+    for _ in range(2):
+        if isinstance(arguments, str):
+            arguments = _load(arguments)
+    if isinstance(arguments, MalformedCall):
+        return arguments
     if not isinstance(arguments, dict):
         return _malformed(MalformedReason.NOT_AN_OBJECT, "Arguments must be a JSON object.")
-    return _check_arguments(name, arguments, tools[name].parameters)
+    return _check_arguments(name, arguments, tools[name].parameters, call_id=call_id)
 
 
-def _load(body: str) -> dict[str, Any] | MalformedCall:
-    if len(body) > MAX_CALL_CHARS:
+def _load(text: str) -> Any:
+    """The value of a JSON text; a MalformedCall where it is none."""
+    if len(text) > MAX_CALL_CHARS:
         return _malformed(MalformedReason.INVALID_JSON, "The tool call is too long.")
     try:
-        value = json.loads(body, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return _malformed(MalformedReason.INVALID_JSON, "The tool call is not valid JSON.")
-    if not isinstance(value, dict):
-        return _malformed(MalformedReason.NOT_AN_OBJECT, "The tool call must be a JSON object.")
-    return value
 
 
 def _refuse_constant(constant: str) -> NoReturn:
@@ -105,7 +133,7 @@ def _refuse_constant(constant: str) -> NoReturn:
 
 
 def _check_arguments(
-    name: str, arguments: dict[str, Any], schema: Mapping[str, Any]
+    name: str, arguments: dict[str, Any], schema: Mapping[str, Any], *, call_id: str
 ) -> ToolCall | MalformedCall:
     properties: Mapping[str, Any] = schema.get("properties", {})
     for required in schema.get("required", ()):
@@ -125,7 +153,7 @@ def _check_arguments(
             return _malformed(
                 MalformedReason.ILL_TYPED_ARGUMENT, f"Argument {key} must be of type {expected}."
             )
-    return ToolCall(name=name, arguments=arguments)
+    return ToolCall(name=name, arguments=arguments, id=call_id)
 
 
 def _is_of_type(value: Any, expected: str | Sequence[str] | None) -> bool:

@@ -23,16 +23,18 @@ from actors.environment.protocol import (
     RewardError,
     Role,
     StepResult,
+    ToolSchema,
     is_finite_reward,
     rollout_id,
 )
 from actors.environment.rendering import BreakReason, ChatRenderer, RenderError
 from actors.environment.sample_builder import SampleBuilder
 from actors.environment.settings import RolloutSettings
-from actors.environment.tool_calls import parse_tool_calls
+from actors.environment.tool_calls import check_calls
 from actors.environment.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe
 from actors.policy import (
     GenerateRequest,
+    ParsedReply,
     PolicyClient,
     PolicyDeadlineExceeded,
     UnusableReply,
@@ -153,9 +155,9 @@ class _Episode:
         prompt = self._first_prompt(start)
         for number in range(1, self._settings.max_turns + 1):
             self._start_turn()
-            turn = await self._generate(prompt)
+            turn, parsed = await self._generate(prompt, start.tools)
             text = self._renderer.decode(turn.sampled_token_ids)
-            calls = parse_tool_calls(text, start.tools) if start.tools else ()
+            calls = () if parsed is None else check_calls(parsed.calls, start.tools)
             result = await self._step(Action(text=text, calls=calls))
             if number == self._settings.max_turns:
                 return
@@ -241,7 +243,10 @@ class _Episode:
         self._break = extension.break_reason
         return extension.prompt_token_ids
 
-    async def _generate(self, prompt: TokenIds) -> Turn:
+    async def _generate(
+        self, prompt: TokenIds, tools: tuple[ToolSchema, ...]
+    ) -> tuple[Turn, ParsedReply | None]:
+        """Sample a turn; its reply is parsed where there are tools."""
         room = self._max_context_tokens - prompt.shape[0]
         if room < 1:
             if self._keeps_last_observation:
@@ -252,7 +257,7 @@ class _Episode:
                 f"{self._max_context_tokens}",
             )
         limit = min(self._settings.max_tokens_per_turn, room)
-        turn = await self._call_policy(prompt, max_tokens=limit)
+        turn, parsed = await self._call_policy(prompt, tools, max_tokens=limit)
         if self._break is None:
             self._samples.append(turn)
         else:
@@ -266,9 +271,11 @@ class _Episode:
                 Outcome.TRUNCATED_CONTEXT if is_context else Outcome.TRUNCATED_TOKENS,
                 f"the turn was cut off after {limit} tokens",
             )
-        return turn
+        return turn, parsed
 
-    async def _call_policy(self, prompt: TokenIds, *, max_tokens: int) -> Turn:
+    async def _call_policy(
+        self, prompt: TokenIds, tools: tuple[ToolSchema, ...], *, max_tokens: int
+    ) -> tuple[Turn, ParsedReply | None]:
         left = self._time_left()
         request = GenerateRequest(
             prompt_token_ids=prompt,
@@ -277,16 +284,17 @@ class _Episode:
             deadline_s=left,
             cache_salt=self._cache_salt,
             replica=self._replica,
+            tools=tools or None,
         )
 
-        async def generate() -> Turn:
+        async def generate() -> tuple[Turn, ParsedReply | None]:
             reply = await self._policy.generate(request)
-            turn = check_reply(prompt, reply)
+            turn = check_reply(request, reply)
             if self._cache_salt is None:
                 self._cache_salt = reply.cache_salt
             # Not always the replica that was asked for: one that is gone has a successor.
             self._replica = reply.replica
-            return turn
+            return turn, reply.parsed
 
         started = time.monotonic()
         try:

@@ -6,9 +6,13 @@ the tokenizer, begins one task, starts no process.
 
 from __future__ import annotations
 
+import ast
+import difflib
 import errno
 import os
 import socket
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -20,9 +24,12 @@ from service.config.file import ConfigError
 from service.config.model_files import check_model_files, read_object
 from service.config.tasks import check_prompt, first_observation
 from service.config.tree import Config
+from service.inference.settings import AUTO, NONE
 
 # Each takes about half a GiB before it has a model.
 MAX_PROCESSES_PER_CPU = 16
+# gpt-oss's replies are read by another interface of vLLM's, which the engines do not call.
+UNSUPPORTED_PARSERS = frozenset({"openai", "openai_gptoss"})
 
 
 def check_without_model(config: Config, *, is_local: bool = True) -> Observation:
@@ -32,6 +39,7 @@ def check_without_model(config: Config, *, is_local: bool = True) -> Observation
     Returns: how the first task begins. Raises: ConfigError.
     """
     check_machine(config, is_local=is_local)
+    check_parsers(config)
     check_model_sources(config)
     return first_observation(config)
 
@@ -117,6 +125,63 @@ def _check_hub_name(name: str, *, key: str) -> None:
             f"{key}: {name!r} is no directory here and cannot be had from the hub "
             f"({first_line}); expected an existing directory or a reachable hub name"
         ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredParsers:
+    """The names of vLLM's parsers that an engine can use."""
+
+    tool: frozenset[str]
+    reasoning: frozenset[str]
+
+
+def registered_parsers() -> RegisteredParsers | None:
+    """Read the names out of the installed vLLM's source: importing it takes eleven seconds.
+
+    Returns: None where it is not installed, or written otherwise; then the engines' start tells.
+    """
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return None
+    package = Path(spec.origin).parent
+    tool = _keys(package / "tool_parsers" / "__init__.py", "_TOOL_PARSERS_TO_REGISTER")
+    reasoning = _keys(package / "reasoning" / "__init__.py", "_REASONING_PARSERS_TO_REGISTER")
+    if not tool or not reasoning:
+        return None
+    return RegisteredParsers(
+        tool=tool - UNSUPPORTED_PARSERS, reasoning=reasoning - UNSUPPORTED_PARSERS
+    )
+
+
+def _keys(file: Path, name: str) -> frozenset[str]:
+    """The keys of a dictionary that a module assigns to a name; none where it does not."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
+    return frozenset(
+        key.value
+        for node in body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        if any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+        for key in node.value.keys
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    )
+
+
+def check_parsers(config: Config) -> None:
+    """The parsers that the run names are vLLM's. Raises: ConfigError."""
+    if not config.inference.names_parser or (registered := registered_parsers()) is None:
+        return
+    for key, name, names in (
+        ("inference.tool_parser", config.inference.tool_parser, registered.tool),
+        ("inference.reasoning_parser", config.inference.reasoning_parser, registered.reasoning),
+    ):
+        known = sorted({AUTO, NONE, *names})
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(known)}"
+            raise ConfigError(
+                f"{key} is {name!r}, expected {AUTO}, {NONE} or the name of one of vLLM's parsers; "
+                f"{remedy}"
+            )
 
 
 def check_stop_tokens(model_path: str) -> None:

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,15 @@ from actors.types import FinishReason, VersionSpan
 from actors.weights.board import Publication, Seat, check_tokens
 from actors.weights.buffers import Bytes
 from actors.weights.collective import STALL_S, read_progress
+from service.inference.parsing import ReplyParser, load_parser
 from service.inference.plugin import OWNER_PID_VARIABLE, check_installed, register
 from service.inference.settings import EngineSettings
 from service.inference.weight_transfer import StagedBuffer, update_payload
 
 CHECK_DEADLINE_S = 60.0
 FOLLOW_EVERY_S = 0.02
+# Parsing them takes less than a millisecond, or a few with vLLM's slower parsers.
+MAX_TOKENS_PARSED_INLINE = 512
 DIRECTORY_VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 
 
@@ -67,17 +70,23 @@ class PolicyEngine:
         self._admission = asyncio.Event()
         self._update_lock = asyncio.Lock()
         self._routed_layers: tuple[int, ...] = ()
+        self._parser: asyncio.Task[ReplyParser] | None = None
         self._broken: str | None = None
         self._request_ids = itertools.count()
 
     async def start(self) -> None:
-        """Start the engine process with the weights that lie in the model's directory."""
+        """Start the engine process with the weights that lie in the model's directory.
+
+        Raises: ValueError for a parser that the settings name and that cannot be used.
+        """
         check_installed()
         register()
         os.environ.update(self.settings.environment)
         os.environ[OWNER_PID_VARIABLE] = str(os.getpid())
         # Without these vLLM's processes leave their files in the machine's temporary directory.
         os.environ.update(dict.fromkeys(DIRECTORY_VARIABLES, str(self._directory)))
+        if self.settings.inference.names_parser:
+            await self._loaded_parser()
         self._routed_layers = _recorded_layers(self.settings)
         self._llm = AsyncLLM.from_engine_args(
             _engine_args(self.settings, records_experts=bool(self._routed_layers))
@@ -120,6 +129,8 @@ class PolicyEngine:
         self._check(request)
         try:
             async with asyncio.timeout(request.deadline_s):
+                # Before it samples: a parser that cannot be had must not cost a turn.
+                parser = None if request.tools is None else await self._loaded_parser()
                 await self._admission.wait()
                 salt = request.cache_salt or f"{self.term}:{self.version}"
                 output = await self._sample(
@@ -131,7 +142,18 @@ class PolicyEngine:
             raise PolicyDeadlineExceeded(
                 f"inference: no answer within {request.deadline_s:.3g} s; the request was aborted"
             ) from error
-        return _reply(output, salt=salt, routed=self._routed_layers)
+        reply = _reply(output, salt=salt, routed=self._routed_layers)
+        return reply if parser is None else await _with_parts(reply, request, parser)
+
+    async def _loaded_parser(self) -> ReplyParser:
+        """Load it with the first request that asks for it: most runs never do.
+
+        Raises: ValueError.
+        """
+        if self._parser is None:
+            self._parser = asyncio.create_task(asyncio.to_thread(load_parser, self.settings))
+        # One request that is given up must not cancel it for the others.
+        return await asyncio.shield(self._parser)
 
     async def check_logprobs(self) -> Float32s:
         """Score `weights.board.check_tokens`: [16] float32, nats, at temperature 1.
@@ -358,6 +380,17 @@ async def _follow(
         if time.monotonic() - heard_at > 3 * STALL_S:
             raise BroadcastFailed(f"{slowest} of {num_groups} groups received, and no more")
         await asyncio.sleep(FOLLOW_EVERY_S)
+
+
+async def _with_parts(
+    reply: GenerateReply, request: GenerateRequest, parser: ReplyParser
+) -> GenerateReply:
+    """The reply with its text taken apart."""
+    assert request.tools is not None
+    arguments = (request.prompt_token_ids, reply.token_ids, request.tools)
+    if reply.token_ids.shape[0] <= MAX_TOKENS_PARSED_INLINE:
+        return replace(reply, parsed=parser.parse(*arguments))
+    return replace(reply, parsed=await asyncio.to_thread(parser.parse, *arguments))
 
 
 def _scoring_params() -> SamplingParams:

@@ -12,6 +12,9 @@ from actors.limits import GIB, STRICT, NotNegative, Positive, Rate, Seconds, Sha
 from actors.network import LOOPBACK, gloo_interface
 from actors.trainer.settings import Dtype, WeightBackend
 
+# Of the settings that name one of vLLM's parsers.
+AUTO, NONE = "auto", "none"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceSettings:
@@ -41,6 +44,10 @@ class InferenceSettings:
     """CPUs that Ray reserves for one engine."""
     threads: Positive = 1
     """CPU threads of one engine."""
+    tool_parser: str = AUTO
+    """Reads calls out of replies: one of vLLM's names, auto (by the chat template), or none."""
+    reasoning_parser: str = AUTO
+    """Reads thinking out of replies: one of vLLM's names, auto (by the chat template), or none."""
     publish_deadline_s: Seconds = 120
     """Seconds without progress after which an engine that loads a version is replaced; and for so
     long /readyz allows an engine to lack the current one."""
@@ -50,6 +57,11 @@ class InferenceSettings:
     @property
     def is_on_cpu(self) -> bool:
         return self.gpus_per_replica == 0
+
+    @property
+    def names_parser(self) -> bool:
+        """Whether a parser must be there; one that is looked for may not."""
+        return not {self.tool_parser, self.reasoning_parser} <= {AUTO, NONE}
 
     @property
     def kv_cache_bytes(self) -> int | None:

@@ -409,3 +409,25 @@ def test_resuming_with_another_task_order_is_refused(
     with pytest.raises(ConfigError, match=words):
         run_dir.check_resumable(place, config_with(model, **sections))
     run_dir.check_resumable(place, config_with(model, run={"steps": 500}))
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "remedy"),
+    [
+        ("tool_parser", "hemes", "did you mean 'hermes'"),
+        ("reasoning_parser", "thinking_aloud", "one of auto, "),
+        ("tool_parser", "openai", "expected auto, none or"),
+    ],
+)
+def test_a_parser_that_vllm_does_not_have_is_refused(
+    model: str, key: str, name: str, remedy: str
+) -> None:
+    config = config_with(model, inference={key: name})
+    with pytest.raises(ConfigError, match=f"inference.{key} is '{name}'.*{remedy}"):
+        check_all(config, model)
+
+
+def test_parsers_of_vllm_are_known_without_importing_it(model: str) -> None:
+    chosen = {"tool_parser": "qwen3_coder", "reasoning_parser": "none"}
+    check_all(config_with(model, inference=chosen), model)
+    assert "vllm" not in sys.modules

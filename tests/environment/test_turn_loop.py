@@ -21,15 +21,16 @@ from worlds.episode_builders import (
     play,
     renderer,
     reply,
+    returning,
     tokenizer,
 )
 from worlds.trajectory_builders import whole_turns
 
-from actors.environment.builtin.calculator import CalculatorEnvironment
+from actors.environment.builtin.calculator import CALCULATOR, CalculatorEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
-from actors.environment.protocol import Message, Role, StepResult
+from actors.environment.protocol import Message, Observation, Role, StepResult, ToolCall
 from actors.environment.turn_loop import play_episode
-from actors.policy import GenerateReply, GenerateRequest
+from actors.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.types import NO_VERSION, FinishReason, Outcome
 
 
@@ -253,6 +254,44 @@ async def test_the_calculator_is_played_through_its_tool() -> None:
     last = tokenizer().decode(whole_turns(trajectory)[-1].prompt_token_ids.tolist())
     assert f"<tool_response>\n{answer}\n</tool_response>" in last
     assert "error: <tool_call> without </tool_call>." in last
+
+
+async def test_calls_are_those_that_the_engine_read_whatever_their_form() -> None:
+    class Mistral(FakePolicy):
+        """Its calls look like nothing that could be read here."""
+
+        async def generate(self, request: GenerateRequest) -> GenerateReply:
+            assert request.tools == (CALCULATOR,)
+            call = ParsedCall(name="calculator", arguments='{"expression": "1+1"}', id="LcIhmR123")
+            parsed = ParsedReply(content="", calls=(call,))
+            return replace(await super().generate(request), parsed=parsed)
+
+    environment = FakeEnvironment(
+        DONE, on_reset=returning(Observation(messages=HELLO.messages, tools=(CALCULATOR,)))
+    )
+    policy = Mistral(reply("[TOOL_CALLS]calculator<|im_end|>"))
+    assert (await play(environment, policy)).outcome is Outcome.COMPLETED
+    [action] = environment.actions
+    assert action.text == "[TOOL_CALLS]calculator"
+    assert action.calls == (
+        ToolCall(name="calculator", arguments={"expression": "1+1"}, id="LcIhmR123"),
+    )
+
+
+async def test_a_reply_is_not_parsed_where_there_are_no_tools() -> None:
+    policy = FakePolicy()
+    await play(FakeEnvironment(DONE), policy)
+    assert [request.tools for request in policy.requests] == [None]
+
+
+async def test_a_client_that_does_not_parse_is_found_out() -> None:
+    class Careless(FakePolicy):
+        async def generate(self, request: GenerateRequest) -> GenerateReply:
+            return replace(await super().generate(request), parsed=None)
+
+    trajectory = await play(CalculatorEnvironment(), Careless())
+    assert trajectory.outcome is Outcome.INFRASTRUCTURE_ERROR
+    assert "the reply is not parsed" in trajectory.detail and not trajectory.turns
 
 
 async def test_many_episodes_at_once_do_not_disturb_each_other() -> None:

@@ -23,10 +23,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from worlds.mixture_world import write_served_mixture
 from worlds.trainer_world import obvious_logprobs
 
-from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded, PolicyUnavailable
+from actors.environment.builtin.calculator import CALCULATOR
+from actors.environment.rendering import ChatRenderer
+from actors.policy import (
+    GenerateReply,
+    GenerateRequest,
+    ParsedCall,
+    PolicyDeadlineExceeded,
+    PolicyUnavailable,
+)
 from actors.trainer.publish import gather_groups
 from actors.trainer.settings import Dtype
 from actors.trainer.tiny.model import build_tiny_model
+from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.weights.actor import start_board
 from actors.weights.board import BoardStatus, StaleTerm, check_tokens
 from actors.weights.buffers import pack_group
@@ -276,6 +285,19 @@ async def test_prompt_without_room_for_a_token_is_refused_with_the_numbers(tied:
         await client.generate(request("full", num_prompt_tokens=512))
     reply = await client.generate(request("last", num_prompt_tokens=511))
     assert reply.token_ids.shape == (1,)
+
+
+async def test_replies_are_parsed_where_the_request_declares_tools(tied: Deployed) -> None:
+    client = ServePolicyClient(tied.app)
+    renderer = ChatRenderer(build_tokenizer())
+    asked = [replace(request(f"tool{i}"), tools=(CALCULATOR,)) for i in range(8)]
+    replies = await asyncio.gather(*(client.generate(one) for one in asked))
+    for reply in replies:
+        # Nothing that random weights say is a call: all of it stays content.
+        assert reply.parsed is not None
+        assert reply.parsed.content == renderer.decode(reply.token_ids)
+        assert not any(isinstance(call, ParsedCall) for call in reply.parsed.calls)
+    assert (await client.generate(request("plain"))).parsed is None
 
 
 def test_older_term_cannot_publish(tied: Deployed) -> None:

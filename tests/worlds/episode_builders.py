@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import cache
@@ -17,12 +18,21 @@ from actors.environment.protocol import (
     Observation,
     Role,
     StepResult,
+    ToolCall,
+    ToolSchema,
     rollout_id,
 )
 from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import RolloutSettings
+from actors.environment.tool_calls import parse_tool_calls
 from actors.environment.turn_loop import play_episode
-from actors.policy import GenerateReply, GenerateRequest, PolicyClient
+from actors.policy import (
+    GenerateReply,
+    GenerateRequest,
+    ParsedCall,
+    ParsedReply,
+    PolicyClient,
+)
 from actors.types import FinishReason, RolloutAssignment, Task, Trajectory, VersionSpan
 from worlds.chatml import chatml_tokenizer
 
@@ -68,8 +78,24 @@ def reply(text: str = "4<|im_end|>", **changes: Any) -> GenerateReply:
     return replace(sound, **changes)
 
 
+def parsed_reply(text: str, tools: tuple[ToolSchema, ...]) -> ParsedReply:
+    """What an engine's parser of the usual form makes of a text, without vLLM."""
+    return ParsedReply(
+        content=text,
+        calls=tuple(
+            ParsedCall(name=call.name, arguments=json.dumps(call.arguments), id=f"call-{number}")
+            if isinstance(call, ToolCall)
+            else call
+            for number, call in enumerate(parse_tool_calls(text, tools))
+        ),
+    )
+
+
 class FakePolicy:
-    """Answers with what it was given, in order, the last one for ever; errors are raised."""
+    """Answers with what it was given, in order, the last one for ever; errors are raised.
+
+    Where tools are declared it parses its replies, as an engine does.
+    """
 
     def __init__(self, *replies: GenerateReply | Exception, delay_s: float = 0.0) -> None:
         self.replies = list(replies or [reply()])
@@ -82,7 +108,10 @@ class FakePolicy:
         answer = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        if request.tools is None:
+            return answer
+        text = renderer().decode(answer.token_ids)
+        return replace(answer, parsed=parsed_reply(text, request.tools))
 
 
 class FakeEnvironment:

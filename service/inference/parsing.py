@@ -1,0 +1,322 @@
+"""Takes a sampled reply apart with vLLM's parsers: thinking, content, tool calls.
+
+Invariant: `ReplyParser.parse` never raises, whatever was sampled; what cannot be read stays
+content. vLLM's parsers do not say that they failed, so a turn is malformed when the start of a call
+stands in its text and no call came out; the calls that came out are checked by
+`actors.environment.tool_calls.check_calls`, where they are used.
+
+Imported by the engine's replica, which has imported all of vLLM already: in a process that has not,
+the import takes eleven seconds. The tokenizer is loaded with the first request that asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser import Parser, ParserManager
+from vllm.renderers.chat_utils import make_tool_call_id
+from vllm.tokenizers.hf import get_cached_tokenizer
+
+from actors.environment.protocol import MalformedCall, MalformedReason, ToolSchema
+from actors.environment.rendering import load_tokenizer
+from actors.environment.tool_calls import parse_tool_calls
+from actors.environment.user_code import FaultLog
+from actors.policy import ParsedCall, ParsedReply
+from actors.types import TokenIds
+from service.inference.settings import AUTO, NONE, EngineSettings
+
+_CACHED_TOOL_SETS = 64
+# Enough for the marker that a template opens a thought with, and the line break behind it.
+_PROMPT_END_TOKENS = 8
+
+logger = logging.getLogger(__name__)
+_fault_log = FaultLog(logger)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CallForm:
+    """How a family of models writes its calls."""
+
+    parser: str
+    """vLLM's name."""
+    start: str
+    """What a call begins with."""
+    signs: tuple[str, ...]
+    """All of them stand in the chat template of such a model."""
+
+
+# The first whose signs stand in a template is its form: one that is a case of another goes first.
+_CALL_FORMS = (
+    _CallForm(parser="qwen3_xml", start="<tool_call>", signs=("<tool_call>", "<function=")),
+    _CallForm(parser="glm47", start="<tool_call>", signs=("<tool_call>", "<arg_key>")),
+    _CallForm(parser="hermes", start="<tool_call>", signs=("<tool_call>",)),
+    _CallForm(parser="mistral", start="[TOOL_CALLS]", signs=("[TOOL_CALLS]",)),
+    _CallForm(
+        parser="llama3_json",
+        start="<|python_tag|>",
+        signs=('{"name": function name, "parameters": ',),
+    ),
+)
+# What most models without tools in their template have been taught elsewhere, if anything.
+_USUAL_FORM = "hermes"
+# Names of one parser in vLLM's registry.
+_SAME_FORM = {"qwen3_json": "hermes", "qwen3_coder": "qwen3_xml", "glm45": "glm47"}
+# By what stands in the template. vLLM's `qwen3` lets a call end the thought that it stands in;
+# `deepseek_r1` splits at the end of the thought, so that a call inside a thought calls nothing.
+_THINKING = (("[THINK]", "mistral"), ("</think>", "deepseek_r1"))
+
+UNREADABLE = MalformedCall(
+    reason=MalformedReason.UNREADABLE, message="The tool call could not be read."
+)
+
+
+def load_parser(settings: EngineSettings) -> ReplyParser:
+    """Load the tokenizer, and find the parsers of a model.
+
+    Raises: ValueError when the tokenizer cannot be had, or a parser that the settings name is not
+        there or cannot be used with it.
+    """
+    # A reply that cannot be parsed is no fault of the engine; some parsers log a traceback for it.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    try:
+        tokenizer = get_cached_tokenizer(load_tokenizer(settings.model))
+    except OSError as error:
+        raise ValueError(f"inference: the tokenizer of {settings.model}: {error}") from error
+    inference = settings.inference
+    parser = find_parser(
+        tokenizer,
+        tool_parser=inference.tool_parser,
+        reasoning_parser=inference.reasoning_parser,
+        stop_token_ids=settings.stop_token_ids,
+    )
+    logger.info(
+        "inference: replies are parsed by %s for calls, by %s for thinking",
+        parser.tool_parser or "nothing",
+        parser.reasoning_parser or "nothing",
+    )
+    return parser
+
+
+def find_parser(
+    tokenizer: Any,
+    *,
+    tool_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+    stop_token_ids: Sequence[int] = (),
+) -> ReplyParser:
+    """Choose the parsers by name, or by the tokenizer's chat template.
+
+    Args: tokenizer: as vLLM caches it, else each reply builds its vocabulary anew.
+    Raises: ValueError for a name that vLLM does not know, or that this tokenizer does not fit.
+    """
+    template = _template_text(tokenizer)
+    thinking = next((name for sign, name in _THINKING if sign in template), NONE)
+    form = next(
+        (each.parser for each in _CALL_FORMS if all(sign in template for sign in each.signs)),
+        _USUAL_FORM,
+    )
+    return ReplyParser(
+        tokenizer,
+        tool_parser=_chosen(tool_parser, form, tokenizer, setting="tool_parser"),
+        reasoning_parser=_chosen(reasoning_parser, thinking, tokenizer, setting="reasoning_parser"),
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def _template_text(tokenizer: Any) -> str:
+    template = tokenizer.chat_template or ""
+    # Some models have several by name, one of them for tools.
+    return template if isinstance(template, str) else "\n".join(template.values())
+
+
+def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | None:
+    """The name of the parser; None: there is none. Raises: ValueError."""
+    name = found if wanted == AUTO else wanted
+    if name == NONE:
+        return None
+    try:
+        _compose(tokenizer, **{setting: name})
+    except TypeError as error:
+        if wanted == AUTO:
+            logger.warning(
+                "inference: the chat template is that of %s, which does not fit the tokenizer (%s)",
+                name,
+                error,
+            )
+            return None
+        raise ValueError(
+            f"inference.{setting} is {name!r}, which vLLM cannot use with this model: {error}; "
+            f"expected {AUTO}, {NONE} or another of vLLM's names"
+        ) from error
+    return name
+
+
+def _compose(
+    tokenizer: Any, *, tool_parser: str | None = None, reasoning_parser: str | None = None
+) -> type[Parser] | None:
+    """Raises: TypeError, as vLLM does for all that is wrong with a parser."""
+    return ParserManager.get_parser(
+        tool_parser_name=tool_parser,
+        reasoning_parser_name=reasoning_parser,
+        enable_auto_tools=True,
+        tokenizer=tokenizer,
+    )
+
+
+class ReplyParser:
+    """Parses the replies of one model; made by `find_parser`."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
+        self._end_ids = {tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids}
+        form = _SAME_FORM.get(tool_parser or "", tool_parser)
+        self._is_usual_form = form == _USUAL_FORM
+        # None for the parsers that are not in the table: what they drop is not noticed.
+        self._start = next((each.start for each in _CALL_FORMS if each.parser == form), None)
+        self._thought_marks = self._marks_of_thought()
+        self._parser_class: Callable[[bool, bool], type[Parser] | None] = lru_cache(
+            self._compose_class
+        )
+        self._request: Callable[[tuple[ToolSchema, ...]], ChatCompletionRequest] = lru_cache(
+            _CACHED_TOOL_SETS
+        )(_minimal_request)
+
+    def parse(
+        self, prompt: TokenIds, sampled: TokenIds, tools: tuple[ToolSchema, ...]
+    ) -> ParsedReply:
+        """Take a reply apart.
+
+        Args: prompt: [P] int32, what the reply answers; its end may open a thought. sampled: [A]
+        int32. tools: those that the prompt declares; empty: no call is looked for.
+        """
+        text = self._text(sampled)
+        try:
+            return self._parse(text, sampled, tools, opens_thought=self._opens_thought(prompt))
+        except Exception as error:  # noqa: BLE001
+            # vLLM's parsers raise anything on a text that they did not expect, and the policy
+            # samples any text.
+            _fault_log.log(f"inference: {self.tool_parser}, {self.reasoning_parser}", error)
+            reads_calls = bool(tools) and self.tool_parser is not None
+            return ParsedReply(content=text, calls=(UNREADABLE,) if reads_calls else ())
+
+    def _parse(
+        self,
+        text: str,
+        sampled: TokenIds,
+        tools: tuple[ToolSchema, ...],
+        *,
+        opens_thought: bool,
+    ) -> ParsedReply:
+        # Some parsers take a text without any marks for a thought that has not ended; a model that
+        # was told not to think writes such texts.
+        thinks = opens_thought or any(mark in text for mark in self._thought_marks)
+        thinks = self.reasoning_parser is not None and (thinks or not self._thought_marks)
+        if tools and self.tool_parser is not None:
+            parsed = self._run(text, sampled, tools, reads_calls=True, reads_thought=thinks)
+            if parsed.calls:
+                return parsed
+        # Without calls once more: some parsers drop the markup that they could not read.
+        parsed = self._run(text, sampled, (), reads_calls=False, reads_thought=thinks)
+        if not tools or self.tool_parser is None:
+            return parsed
+        # Of a reply that is a thought alone, and may not have ended, nothing is left as content.
+        faults = self._faults(parsed.content or text, tools)
+        return ParsedReply(content=parsed.content, reasoning=parsed.reasoning, calls=faults)
+
+    def _run(
+        self,
+        text: str,
+        sampled: TokenIds,
+        tools: tuple[ToolSchema, ...],
+        *,
+        reads_calls: bool,
+        reads_thought: bool,
+    ) -> ParsedReply:
+        parser_class = self._parser_class(reads_calls, reads_thought)
+        if parser_class is None:
+            return ParsedReply(content=text)
+        request = self._request(tools)
+        # One for each reply: parsers have state.
+        reasoning, content, calls = parser_class(self.tokenizer, request.tools).parse(
+            text, request, enable_auto_tools=True, model_output_token_ids=sampled.tolist()
+        )
+        return ParsedReply(
+            content=content or "",
+            reasoning=reasoning,
+            calls=tuple(
+                ParsedCall(
+                    name=_sound(call.name),
+                    arguments=_sound(call.arguments),
+                    id=call.id or make_tool_call_id(),
+                )
+                for call in calls or ()
+            ),
+        )
+
+    def _faults(self, text: str, tools: tuple[ToolSchema, ...]) -> tuple[MalformedCall, ...]:
+        """What is wrong in a text that no call came out of."""
+        if self._is_usual_form:
+            found = parse_tool_calls(text, tools)
+            if faults := tuple(call for call in found if isinstance(call, MalformedCall)):
+                return faults
+        return (UNREADABLE,) if self._start is not None and self._start in text else ()
+
+    def _text(self, sampled: TokenIds) -> str:
+        """Without the end tokens behind it; special tokens elsewhere are what parsers look for."""
+        ids = sampled.tolist()
+        while ids and ids[-1] in self._end_ids:
+            ids.pop()
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def _opens_thought(self, prompt: TokenIds) -> bool:
+        if not self._thought_marks:
+            return False
+        end = self.tokenizer.decode(
+            prompt[-_PROMPT_END_TOKENS:].tolist(), skip_special_tokens=False
+        )
+        is_open: bool = end.rstrip().endswith(self._thought_marks[0])
+        return is_open
+
+    def _marks_of_thought(self) -> tuple[str, ...]:
+        """What a thought starts and ends with; empty where vLLM's parser does not say."""
+        parser_class = _compose(self.tokenizer, reasoning_parser=self.reasoning_parser)
+        reasoning = None if parser_class is None else parser_class(self.tokenizer).reasoning_parser
+        if reasoning is None:
+            return ()
+        marks = reasoning.reasoning_start_str, reasoning.reasoning_end_str
+        return tuple(marks) if all(marks) else ()
+
+    def _compose_class(self, reads_calls: bool, reads_thought: bool) -> type[Parser] | None:
+        return _compose(
+            self.tokenizer,
+            tool_parser=self.tool_parser if reads_calls else None,
+            reasoning_parser=self.reasoning_parser if reads_thought else None,
+        )
+
+
+def _minimal_request(tools: tuple[ToolSchema, ...]) -> ChatCompletionRequest:
+    """The request that vLLM's parsers want beside a text; they read its tools."""
+    body: dict[str, Any] = {"messages": []}
+    if tools:
+        body |= {"tools": [tool.for_template() for tool in tools], "tool_choice": "auto"}
+    return ChatCompletionRequest.model_validate(body)
+
+
+def _sound(text: str) -> str:
+    """JSON can spell half a character, which UTF-8 cannot hold."""
+    return text.encode(errors="replace").decode()

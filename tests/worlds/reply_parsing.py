@@ -1,0 +1,113 @@
+"""vLLM's parsers in a process of their own, and models' families as tokenizers for them.
+
+Importing them takes eleven seconds, warns, and changes how torch compiles; tests that share a
+process with them need none of it. What the child runs imports them when it is called.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from actors.environment.protocol import ToolSchema
+from actors.policy import ParsedReply
+from actors.trainer.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from service.inference.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from service.inference.parsing import ReplyParser
+
+# The lines of each family's chat template that tell the form of its calls, or that it thinks.
+TEMPLATES = {
+    "tiny": CHAT_TEMPLATE,
+    "qwen3": r"<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n"
+    "</tool_call>\n{%- if '</think>' in content %}",
+    "qwen3_coder": r"<tool_call>\n<function=example_function_name>\n<parameter=example_parameter>",
+    "glm": "<tool_call>{{ tc.name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>",
+    "llama": 'Respond in the format {"name": function name, "parameters": dictionary of argument',
+    "mistral": "{{- '[TOOL_CALLS]' }}{{- tool_call.function.name }}{{- '[ARGS]' }}",
+    "none": "{{ messages[0].content }}",
+}
+MARKS = {
+    "qwen3": ["<think>", "</think>"],
+    "glm": ["<think>", "</think>"],
+    "llama": ["<|python_tag|>"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]"],
+}
+
+
+@cache
+def family(name: str) -> PreTrainedTokenizerFast:
+    """The tiny vocabulary with a family's marks and template."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(MARKS.get(name, []))
+    tokenizer.chat_template = TEMPLATES[name]
+    return tokenizer
+
+
+def found_parsers(name: str) -> tuple[str | None, str | None]:
+    return names_of(_parser(name))
+
+
+def loaded_parsers(settings: EngineSettings) -> tuple[str | None, str | None]:
+    from service.inference.parsing import load_parser
+
+    return names_of(load_parser(settings))
+
+
+def names_of(parser: ReplyParser) -> tuple[str | None, str | None]:
+    return parser.tool_parser, parser.reasoning_parser
+
+
+def parse(name: str, prompt: str, text: str, tools: tuple[ToolSchema, ...]) -> ParsedReply:
+    """Parse a reply of a family's model that ended by itself."""
+    return _parsed(_parser(name), prompt, f"{text}<|end|>", tools)
+
+
+def parse_loaded(settings: EngineSettings, text: str, tools: tuple[ToolSchema, ...]) -> ParsedReply:
+    """Parse as an engine of these settings does."""
+    from service.inference.parsing import load_parser
+
+    return _parsed(load_parser(settings), "", text, tools)
+
+
+def vllm_names() -> tuple[set[str], set[str]]:
+    """Of its tool parsers, and of its reasoning parsers."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    return set(ToolParserManager.lazy_parsers), set(ReasoningParserManager.lazy_parsers)
+
+
+@contextmanager
+def parser_process() -> Iterator[Callable[..., Any]]:
+    """Gives a function that calls another one of this module in a process that has vLLM."""
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawned) as pool:
+        yield lambda call, *arguments: pool.submit(call, *arguments).result()
+
+
+@cache
+def _parser(name: str) -> ReplyParser:
+    from vllm.tokenizers.hf import get_cached_tokenizer
+
+    from service.inference.parsing import find_parser
+
+    return find_parser(get_cached_tokenizer(family(name)))
+
+
+def _parsed(
+    parser: ReplyParser, prompt: str, text: str, tools: tuple[ToolSchema, ...]
+) -> ParsedReply:
+    prompt_ids, sampled = (
+        np.array(parser.tokenizer.encode(each, add_special_tokens=False), dtype=np.int32)
+        for each in (prompt, text)
+    )
+    return parser.parse(prompt_ids, sampled, tools)
