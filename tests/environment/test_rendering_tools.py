@@ -277,7 +277,9 @@ HIDES_ARGUMENTS = NAMES_THE_TOOL.replace("call.function | tojson", "call.functio
 OTHER_LAST_CALL = NAMES_THE_TOOL.replace(
     "'</tool_call>'", "('</tool_call>' if messages[-1] == m else '')"
 )
-PRINTS_ARGUMENTS = NAMES_THE_TOOL.replace("call.function | tojson", "call.function.arguments")
+PRINTS_ARGUMENTS = NAMES_THE_TOOL.replace(
+    "+ (call.function | tojson) +", "~ call.function.arguments ~"
+)
 GLUE_AFTER_THOUGHT = NAMES_THE_TOOL.replace(
     "{{- '<|im_end|>\n' }}", "{{- '<|im_end|>\n\n' if m.reasoning_content else '<|im_end|>\n' }}"
 )
@@ -422,6 +424,38 @@ def test_where_nothing_known_ends_a_turn_only_an_ended_call_is_followed(
     history = [user("hi"), reply("", CALLS[0])]
     extension, _ = extend(glm, said, history, result(CALLS[0], "7"), renderer=renderer)
     assert extension.break_reason is reason
+
+
+class LongTokens:
+    """A token is all that stands between white space and the end tokens."""
+
+    eos_token_id = 0
+    pad_token_id = None
+    apply_chat_template = staticmethod(QWEN3.tokenizer.apply_chat_template)
+    decode = staticmethod(QWEN3.tokenizer.decode)
+
+    def encode(self, words: str, *, add_special_tokens: bool) -> list[int]:
+        parts = re.findall(r"<\|im_end\|>|\s|(?:(?!<\|im_end\|>)\S)+", words)
+        return [
+            0 if part == "<|im_end|>" else int.from_bytes(part.encode()) % 2**31 for part in parts
+        ]
+
+
+def test_an_argument_may_melt_into_the_end_of_its_call() -> None:
+    tokenizer = LongTokens()
+    said = tokenizer.encode('<tool_call>{"n":1}</tool_call><|im_end|>', add_special_tokens=False)
+    renderer = ChatRenderer(tokenizer)
+    history = [user("hi"), reply("", CALLS[0])]
+    answer = result(CALLS[0], "7")
+    prompt = renderer.first_prompt(history[:1], ())
+    extension = renderer.extend(
+        prompt, np.array(said, dtype=np.int32), history=history, new_messages=[answer], tools=()
+    )
+    assert extension.break_reason is None
+    whole = renderer.first_prompt([*history, answer], ()).tolist()
+    after = extension.prompt_token_ids[len(prompt) + len(said) :].tolist()
+    assert after == whole[-len(after) :]
+    assert after[0] == ord("\n")
 
 
 def test_stop_tokens_behind_a_reply_are_no_part_of_its_text() -> None:
