@@ -20,7 +20,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from actors.deadline import is_set_within, retry, within
 from actors.environment.protocol import Environment
 from actors.environment.registry import UnknownEnvironment, resolve
-from actors.environment.rendering import ChatRenderer, load_tokenizer
+from actors.environment.rendering import load_renderer
 from actors.environment.settings import EnvironmentActorSettings
 from actors.environment.turn_loop import play_episode
 from actors.environment.user_code import describe
@@ -69,8 +69,8 @@ class EnvironmentActor:
         self._queue = queue
         self._make_policy = make_policy
         self._policy: PolicyClient | None = None
-        self._renderer = ChatRenderer(
-            load_tokenizer(tokenizer_path), template_options=settings.rollouts.template_options
+        self._renderer = load_renderer(
+            tokenizer_path, template_options=settings.rollouts.template_options
         )
         self._makers = {
             name: resolve(name, options) for name, options in settings.environments.items()

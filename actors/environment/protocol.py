@@ -7,6 +7,7 @@ things. Built-in environments implement `Environment`; `turn_loop` plays them.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
@@ -40,24 +41,79 @@ class Message:
     content: str
     name: str | None = None
     """The tool that answers, where a chat template wants it."""
+    tool_calls: tuple[ToolCall, ...] = field(default=(), compare=False)
+    """What an assistant calls; its content holds them no second time."""
+    tool_call_id: str | None = None
+    """The call that a tool answers."""
+    reasoning: str | None = None
+    """What an assistant thought before its content, without the markers around it."""
+    call_texts: tuple[tuple[str, str, str], ...] = field(default=(), init=False, repr=False)
+    """The id, the name and the arguments as JSON text of each call, as they were when the message
+    was made. Equality and hash go by these: a mapping has no hash, can change, and holds 1 and
+    True, or two orders of its keys, for equal."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.content, str):
-            raise TypeError(f"message: content: got a {type(self.content).__name__}, expected text")
-        _check_text(self.content)
+        _check_text(self.content, "content")
         if self.name is not None:
-            _check_text(self.name)
+            _check_text(self.name, "name")
+        if self.tool_call_id is not None:
+            _check_role(self.role, Role.TOOL, "tool_call_id")
+            _check_text(self.tool_call_id, "tool_call_id")
+        if self.reasoning is not None:
+            _check_role(self.role, Role.ASSISTANT, "reasoning")
+            _check_text(self.reasoning, "reasoning")
+        if self.tool_calls != ():
+            _check_role(self.role, Role.ASSISTANT, "tool_calls")
+            object.__setattr__(self, "call_texts", _call_texts(self.tool_calls))
 
 
-def _check_text(text: str) -> None:
+def _check_text(text: str, name: str) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"message: {name}: got a {type(text).__name__}, expected text")
     # Neither a tokenizer nor the run's database takes half a character.
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"message: got a lone surrogate {text[error.start]!r} at character {error.start}, "
-            "expected text that UTF-8 can hold; decode it with errors='replace'"
+            f"message: {name}: got a lone surrogate {text[error.start]!r} at character "
+            f"{error.start}, expected text that UTF-8 can hold; decode it with errors='replace'"
         ) from None
+
+
+def _check_role(role: Role, expected: Role, name: str) -> None:
+    if role != expected:
+        raise ValueError(
+            f"message: {name}: got one on a message of role {role}, expected it on role "
+            f"{expected} alone"
+        )
+
+
+def _call_texts(calls: tuple[ToolCall, ...]) -> tuple[tuple[str, str, str], ...]:
+    if not isinstance(calls, tuple):
+        raise TypeError(f"message: tool_calls: got a {type(calls).__name__}, expected a tuple")
+    for call in calls:
+        if not isinstance(call, ToolCall):
+            raise TypeError(
+                f"message: tool_calls: got a {type(call).__name__}, expected ToolCall values"
+            )
+        _check_text(call.id, "the id of a tool call")
+        _check_text(call.name, "the name of a tool call")
+    return tuple((call.id, call.name, _arguments_text(call.arguments)) for call in calls)
+
+
+def _arguments_text(arguments: Mapping[str, Any]) -> str:
+    name = "the arguments of a tool call"
+    if not isinstance(arguments, Mapping):
+        raise TypeError(f"message: {name}: got a {type(arguments).__name__}, expected a mapping")
+    try:
+        text = json.dumps(dict(arguments), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"message: {name}: got a value that is no JSON ({type(error).__name__}), expected "
+            "texts, finite numbers, true, false, null, and lists and objects of them"
+        ) from error
+    _check_text(text, name)
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +164,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     id: str = ""
+    """Names the call to the tool's answer; empty where nothing asks for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,50 +2,37 @@
 
 A prompt is the previous prompt + the sampled ids + the delta, the rendering of only the new
 messages. A delta is rendered behind two different dummy chats and used only if both give the same
-ids; otherwise the whole chat is rendered, and the reason is counted. Called by the turn loop. The
-model's tokenizer, and the tokens that end a turn, are read here too.
+ids; otherwise the whole chat is rendered, and the reason is counted. The dummy chats end as the
+reply does: in text, behind a thought, or in calls with the same names and ids. Called by the turn
+loop. The model's tokenizer, and the tokens that end a turn, are read here too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import jinja2
 import jinja2.meta
 import numpy as np
 
-from actors.environment.protocol import Message, Role, ToolSchema
+from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.types import TokenIds
 
 _CACHE_ENTRIES = 4096
 _CACHED_CHARS = 2_000
 _CACHED_TOKENS = 64
-
-# Different in length, in number of turns and in their last letters, so that a template or a
-# tokenizer that looks back at either shows itself.
-_DUMMY_CHATS = (
-    (
-        Message(role=Role.USER, content="first dummy question"),
-        Message(role=Role.ASSISTANT, content="first dummy reply"),
-    ),
-    (
-        Message(role=Role.USER, content="7"),
-        Message(role=Role.ASSISTANT, content="a b c"),
-        Message(role=Role.USER, content="second dummy question."),
-        Message(role=Role.ASSISTANT, content="second dummy answer 42"),
-    ),
-)
+_ID = re.compile(r"\bid\b|tool_call_id")
 
 _Messages = tuple[Message, ...]
 _Tools = tuple[ToolSchema, ...]
-_Rendered = TypeVar("_Rendered")
 
 
 class ChatTokenizer(Protocol):
@@ -82,21 +69,38 @@ def load_tokenizer(path: str) -> ChatTokenizer:
     return tokenizer
 
 
+def load_renderer(model: str, *, template_options: Mapping[str, Any]) -> ChatRenderer:
+    """Make the renderer of a model's chats.
+
+    Args: model: a directory or hub name. Raises: OSError, ValueError.
+    """
+    tokenizer = load_tokenizer(model)
+    return ChatRenderer(
+        tokenizer,
+        template_options=template_options,
+        stop_token_ids=_stop_token_ids(model, tokenizer),
+    )
+
+
 def stop_token_ids(model: str) -> tuple[int, ...]:
     """The end-of-sequence ids of a model directory or hub name, ascending.
 
     Raises: ValueError for a model that names none: no answer of it would ever end.
     """
-    found = {load_tokenizer(model).eos_token_id}
-    added = _added_by_settings(model)
-    found.update(added if isinstance(added, list) else [added])
-    ids = tuple(sorted(token for token in found if token is not None))
+    ids = _stop_token_ids(model, load_tokenizer(model))
     if not ids:
         raise ValueError(
             f"model {model}: neither its tokenizer nor its generation settings name an "
             "end-of-sequence token; set eos_token in tokenizer_config.json"
         )
     return ids
+
+
+def _stop_token_ids(model: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+    found = {tokenizer.eos_token_id}
+    added = _added_by_settings(model)
+    found.update(added if isinstance(added, list) else [added])
+    return tuple(sorted(token for token in found if token is not None))
 
 
 def _added_by_settings(model: str) -> list[int] | int | None:
@@ -137,23 +141,111 @@ class Extension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delta:
-    """What follows the content of a reply, up to the next one."""
+    """What follows the content or the calls of a reply, up to the next one."""
 
     token_ids: TokenIds
     num_closing: int
     """The first of the tokens, which end the reply."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ending:
+    """What a template may look back at in the reply that a delta follows."""
+
+    has_content: bool = True
+    has_reasoning: bool = False
+    calls: tuple[tuple[str, str], ...] = ()
+    """The id and the name of each."""
+
+    def without_ids(self) -> _Ending:
+        if not self.calls:
+            return self
+        return replace(self, calls=tuple(("", name) for _, name in self.calls))
+
+
+_PLAIN_TEXT = _Ending()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dummy:
+    """A chat to render a delta behind; none of its texts is a part of another."""
+
+    before: _Messages
+    content: str
+    reasoning: str
+    argument: str
+
+    def chat(self, ending: _Ending, *, called_before: Iterable[str]) -> _Messages:
+        """The chat up to a reply with this ending. called_before: ids of calls ahead of it."""
+        values = [f"{self.content} {index}" for index in range(len(ending.calls) - 1)]
+        calls = zip(ending.calls, [*values, self.argument], strict=False)
+        reply = Message(
+            role=Role.ASSISTANT,
+            content=self.content if ending.has_content else "",
+            reasoning=self.reasoning if ending.has_reasoning else None,
+            tool_calls=tuple(
+                ToolCall(id=call_id, name=name, arguments={"argument": value})
+                for (call_id, name), value in calls
+            ),
+        )
+        return (*_answered_calls(called_before), *self.before, reply)
+
+    def mark(self, ending: _Ending) -> str:
+        """The last text of such a reply that is the reply's own; it stands there once."""
+        return self.argument if ending.calls else self.content
+
+
+# Different in length, in number of turns and in their last letters, so that a template or a
+# tokenizer that looks back at either shows itself.
+_DUMMIES = (
+    _Dummy(
+        before=(Message(role=Role.USER, content="first dummy question"),),
+        content="first dummy reply",
+        reasoning="first dummy thought",
+        argument="first dummy value",
+    ),
+    _Dummy(
+        before=(
+            Message(role=Role.USER, content="7"),
+            Message(role=Role.ASSISTANT, content="a b c"),
+            Message(role=Role.USER, content="second dummy question."),
+        ),
+        content="second dummy answer 42",
+        reasoning="second dummy thought, longer.",
+        argument="second dummy argument 21",
+    ),
+)
+
+
+# Its id has nine letters, as Mistral's templates want them.
+_PROBE = (
+    Message(role=Role.USER, content="probe"),
+    Message(
+        role=Role.ASSISTANT,
+        content="",
+        tool_calls=(ToolCall(id="probe0000", name="probe", arguments={"probe": "x"}),),
+    ),
+)
+
+
 class ChatRenderer:
-    """Renders one model's chats. template_options: passed to the chat template, such as
-    {"enable_thinking": False}."""
+    """Renders one model's chats.
+
+    template_options: passed to the chat template, such as {"enable_thinking": False}.
+    stop_token_ids: what ends a turn beside the tokenizer's own end of sequence.
+    """
 
     def __init__(
-        self, tokenizer: ChatTokenizer, *, template_options: Mapping[str, Any] | None = None
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        stop_token_ids: Iterable[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._template_options = dict(template_options or {})
-        self._end_ids = frozenset((tokenizer.eos_token_id, tokenizer.pad_token_id))
+        self._end_ids = frozenset((tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids))
+        self._knows_ids = _may_know_ids(getattr(tokenizer, "chat_template", None))
         self._cached_prompt = lru_cache(_CACHE_ENTRIES)(self._render_prompt)
         self._cached_delta = lru_cache(_CACHE_ENTRIES)(self._render_delta)
         self._cached_text = lru_cache(_CACHE_ENTRIES)(self._decode)
@@ -163,9 +255,9 @@ class ChatRenderer:
 
         Returns: [P] int32, read-only. Raises: RenderError.
         """
-        return self._by_size(
-            self._cached_prompt, self._render_prompt, tuple(messages), tuple(tools)
-        )
+        chat = tuple(messages)
+        render = self._cached_prompt if _may_repeat(chat) else self._render_prompt
+        return render(chat, tuple(tools))
 
     def extend(
         self,
@@ -181,13 +273,18 @@ class ChatRenderer:
         previous + sampled + (the closing tokens that were not sampled) + delta(new_messages)
 
         Args: previous: [P] int32, the last prompt. sampled: [A] int32, its reply, also one that was
-        cut off. history: every message so far, the reply's text the last; rendered only where the
-        delta cannot be used. new_messages: what follows; may be empty.
+        cut off. history: every message so far, the reply the last; rendered only where the delta
+        cannot be used. Empty: the reply is plain text. new_messages: what follows; may be empty.
         Raises: RenderError when that is needed and the template refuses.
         """
-        delta = self._by_size(
-            self._cached_delta, self._render_delta, tuple(new_messages), tuple(tools)
-        )
+        ending, new = _ending(history), tuple(new_messages)
+        if not self._knows_ids:
+            # They differ in every chat, and would leave nothing to be rendered once.
+            ending, new = ending.without_ids(), tuple(_without_id(each) for each in new)
+        render = self._cached_delta if _may_repeat(new) else self._render_delta
+        delta = render(new, tuple(tools), ending)
+        if isinstance(delta, _Delta) and ending.calls and not self._is_ended(sampled, delta):
+            delta = BreakReason.TEMPLATE_LOOKS_BACK
         if isinstance(delta, BreakReason):
             whole = self.first_prompt((*history, *new_messages), tools)
             return Extension(prompt_token_ids=whole, break_reason=delta)
@@ -206,27 +303,27 @@ class ChatRenderer:
             return self._decode(tuple(sampled.tolist()))
         return self._cached_text(tuple(sampled.tolist()))
 
-    def _by_size(
-        self,
-        cached: Callable[[_Messages, _Tools], _Rendered],
-        direct: Callable[[_Messages, _Tools], _Rendered],
-        messages: _Messages,
-        tools: _Tools,
-    ) -> _Rendered:
-        """Long texts seldom repeat, and would fill the memory."""
-        is_short = sum(len(message.content) for message in messages) <= _CACHED_CHARS
-        return (cached if is_short else direct)(messages, tools)
-
     def _render_prompt(self, messages: _Messages, tools: _Tools) -> TokenIds:
         return _frozen(self._encode(self._text(messages, tools, add_generation_prompt=True)))
 
-    def _render_delta(self, new_messages: _Messages, tools: _Tools) -> _Delta | BreakReason:
+    def _render_delta(
+        self, new_messages: _Messages, tools: _Tools, ending: _Ending
+    ) -> _Delta | BreakReason:
+        in_reply = {call_id for call_id, _ in ending.calls}
+        answered = {message.tool_call_id for message in new_messages if message.tool_call_id}
+        # Only one of the dummies has made these calls: a template that looks for them shows itself.
+        elsewhere = sorted(answered - in_reply)
         deltas = []
-        for dummy in _DUMMY_CHATS:
+        for dummy, called_before in zip(_DUMMIES, ((), elsewhere), strict=True):
+            chat = dummy.chat(ending, called_before=called_before)
             try:
-                delta = self._delta_behind(dummy, new_messages, tools)
+                closed = self._text(chat, tools, add_generation_prompt=False)
+                whole = self._text((*chat, *new_messages), tools, add_generation_prompt=True)
             except RenderError:
                 return BreakReason.TEMPLATE_REFUSED
+            delta = self._delta_behind(
+                dummy.mark(ending), whole=whole, closed=closed, is_call=bool(ending.calls)
+            )
             if isinstance(delta, BreakReason):
                 return delta
             deltas.append(delta)
@@ -238,21 +335,47 @@ class ChatRenderer:
         return first
 
     def _delta_behind(
-        self, dummy: _Messages, new_messages: _Messages, tools: _Tools
+        self, mark: str, *, whole: str, closed: str, is_call: bool
     ) -> _Delta | BreakReason:
-        closed = self._text(dummy, tools, add_generation_prompt=False)
-        whole = self._text((*dummy, *new_messages), tools, add_generation_prompt=True)
+        """mark: the last text that is the reply's own. closed: the chat that ends there."""
         # Looked for in each: a template may render the last reply with more before it than others.
         tails = []
         for text in (whole, closed):
-            if text.count(dummy[-1].content) != 1:
+            if text.count(mark) != 1:
                 return BreakReason.TEMPLATE_LOOKS_BACK
-            head = text[: text.index(dummy[-1].content) + len(dummy[-1].content)]
+            head = text[: text.index(mark) + len(mark)]
             head_ids, text_ids = self._encode(head), self._encode(text)
-            if text_ids[: len(head_ids)] != head_ids:
-                return BreakReason.RETOKENISED
-            tails.append(text_ids[len(head_ids) :])
-        return _Delta(token_ids=_frozen(tails[0]), num_closing=self._num_closing(*tails))
+            start = len(head_ids)
+            if text_ids[:start] != head_ids:
+                if not is_call:
+                    return BreakReason.RETOKENISED
+                # Within a call: it ends with tokens that the policy samples as it likes.
+                start = _num_shared(head_ids, text_ids)
+            tails.append(text_ids[start:])
+        whole_ids, closed_ids = tails
+        start = self._num_in_call(closed_ids) if is_call else 0
+        if whole_ids[:start] != closed_ids[:start]:
+            return BreakReason.TEMPLATE_LOOKS_BACK
+        return _Delta(
+            token_ids=_frozen(whole_ids[start:]),
+            num_closing=self._num_closing(whole_ids[start:], closed_ids[start:]),
+        )
+
+    def _num_in_call(self, closing_ids: Sequence[int]) -> int:
+        """How many tokens behind a call's last argument end the call, and not yet the turn.
+
+        The policy samples these with the call. The turn ends with the first token that stops the
+        engine; without one, the chat is left open behind the call.
+        """
+        ends = (index for index, token in enumerate(closing_ids) if token in self._end_ids)
+        return next(ends, len(closing_ids))
+
+    def _is_ended(self, sampled: TokenIds, delta: _Delta) -> bool:
+        """Whether a turn is ended: by the policy, or by tokens that can be inserted.
+
+        Where it is not, the delta would stand in a call that may be cut off.
+        """
+        return delta.num_closing > 0 or not self._end_ids.isdisjoint(sampled[-1:].tolist())
 
     def _num_closing(self, tail_ids: Sequence[int], closing_ids: Sequence[int]) -> int:
         """How many tokens of the tail end the reply.
@@ -261,18 +384,38 @@ class ChatRenderer:
         reply open; then it is the end token, where the tail begins with it.
         """
         if closing_ids:
-            pairs = zip(tail_ids, closing_ids, strict=False)
-            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            return _num_shared(tail_ids, closing_ids)
         return int(bool(tail_ids) and tail_ids[0] in self._end_ids)
 
     def _text(self, messages: _Messages, tools: _Tools, *, add_generation_prompt: bool) -> str:
+        as_text = any(message.call_texts for message in messages) and self._takes_arguments_as_text
+        return self._apply(
+            [_for_template(message, arguments_as_text=as_text) for message in messages],
+            tools=[tool.for_template() for tool in tools] or None,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    @cached_property
+    def _takes_arguments_as_text(self) -> bool:
+        """Whether the template wants a call's arguments as JSON text; most want a mapping."""
+        try:
+            text = self._apply([_for_template(m, arguments_as_text=False) for m in _PROBE])
+        except RenderError:
+            pass
+        else:
+            # Python's own spelling of a mapping is what comes of one that is taken for text.
+            if "{'probe'" not in text:
+                return False
+        try:
+            self._apply([_for_template(m, arguments_as_text=True) for m in _PROBE])
+        except RenderError:
+            return False
+        return True
+
+    def _apply(self, conversation: list[dict[str, Any]], **options: Any) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [_for_template(message) for message in messages],
-                tools=[tool.for_template() for tool in tools] or None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self._template_options,
+                conversation, tokenize=False, **options, **self._template_options
             )
         except (jinja2.TemplateError, ValueError, TypeError) as error:
             raise RenderError(f"chat template: {error}") from error
@@ -304,11 +447,78 @@ def template_variables(template: object) -> frozenset[str] | None:
         return None
 
 
-def _for_template(message: Message) -> dict[str, Any]:
+def _for_template(message: Message, *, arguments_as_text: bool) -> dict[str, Any]:
+    """The form that chat templates expect: OpenAI's, but for the arguments of calls.
+
+    A field that a message lacks is left out: templates ask whether it is there.
+    """
     rendered: dict[str, Any] = {"role": message.role.value, "content": message.content}
     if message.name is not None:
         rendered["name"] = message.name
+    if message.tool_call_id is not None:
+        rendered["tool_call_id"] = message.tool_call_id
+    if message.reasoning is not None:
+        # Templates know it under either name.
+        rendered["reasoning_content"] = rendered["reasoning"] = message.reasoning
+    if message.call_texts:
+        rendered["tool_calls"] = [
+            {
+                **({"id": call_id} if call_id else {}),
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "arguments": arguments if arguments_as_text else json.loads(arguments),
+                },
+            }
+            for call_id, name, arguments in message.call_texts
+        ]
     return rendered
+
+
+def _may_know_ids(template: object) -> bool:
+    """Whether a template may look at the ids of calls; only of Jinja's text it is known."""
+    return not isinstance(template, str) or _ID.search(template) is not None
+
+
+def _without_id(message: Message) -> Message:
+    return message if message.tool_call_id is None else replace(message, tool_call_id=None)
+
+
+def _ending(history: Sequence[Message]) -> _Ending:
+    reply = history[-1] if history else None
+    if reply is None or not (reply.call_texts or reply.reasoning):
+        return _PLAIN_TEXT
+    return _Ending(
+        # Without a call the delta is measured from the content's end, also where there is none.
+        has_content=bool(reply.content) or not reply.call_texts,
+        has_reasoning=bool(reply.reasoning),
+        calls=tuple((call_id, name) for call_id, name, _ in reply.call_texts),
+    )
+
+
+def _answered_calls(call_ids: Iterable[str]) -> Iterator[Message]:
+    """A chat's beginning, in which these calls are made and answered."""
+    for call_id in call_ids:
+        call = ToolCall(id=call_id, name="dummy", arguments={})
+        yield Message(role=Role.USER, content="call")
+        yield Message(role=Role.ASSISTANT, content="", tool_calls=(call,))
+        yield Message(role=Role.TOOL, content="0", name="dummy", tool_call_id=call_id)
+        yield Message(role=Role.ASSISTANT, content="called")
+
+
+def _may_repeat(messages: _Messages) -> bool:
+    """Long texts seldom repeat, and would fill the memory of what was rendered."""
+    num_chars = 0
+    for message in messages:
+        num_chars += len(message.content) + len(message.reasoning or "")
+        for _, _, arguments in message.call_texts:
+            num_chars += len(arguments)
+    return num_chars <= _CACHED_CHARS
+
+
+def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _overlap(sampled: TokenIds, closing: TokenIds) -> int:

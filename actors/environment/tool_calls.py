@@ -123,9 +123,12 @@ def _load(text: str) -> Any:
     if len(text) > MAX_CALL_CHARS:
         return _malformed(MalformedReason.INVALID_JSON, "The tool call is too long.")
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant)
+        # An escape can spell half a character, which no message may hold.
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return _malformed(MalformedReason.INVALID_JSON, "The tool call is not valid JSON.")
+    return value
 
 
 def _refuse_constant(constant: str) -> NoReturn:

@@ -23,6 +23,7 @@ from actors.environment.protocol import (
     RewardError,
     Role,
     StepResult,
+    ToolCall,
     ToolSchema,
     is_finite_reward,
     rollout_id,
@@ -158,10 +159,11 @@ class _Episode:
             turn, parsed = await self._generate(prompt, start.tools)
             text = self._renderer.decode(turn.sampled_token_ids)
             calls = () if parsed is None else check_calls(parsed.calls, start.tools)
-            result = await self._step(Action(text=text, calls=calls))
+            action = Action(text=text, calls=calls)
+            result = await self._step(action)
             if number == self._settings.max_turns:
                 return
-            history.append(Message(role=Role.ASSISTANT, content=text))
+            history.append(_as_message(action, parsed))
             prompt = self._extend(turn, history, result, start)
             history.extend(result.messages)
 
@@ -359,6 +361,19 @@ class _Episode:
                 await asyncio.sleep(delay_s)
                 call = unscored.rescore
         raise AssertionError("unreachable: the last pass raises or returns")
+
+
+def _as_message(action: Action, parsed: ParsedReply | None) -> Message:
+    """The reply as the chat template may look back at it; with a broken call, as it was said."""
+    calls = tuple(call for call in action.calls if isinstance(call, ToolCall))
+    if parsed is None or len(calls) < len(action.calls):
+        return Message(role=Role.ASSISTANT, content=action.text)
+    return Message(
+        role=Role.ASSISTANT,
+        content=parsed.content,
+        reasoning=parsed.reasoning,
+        tool_calls=calls,
+    )
 
 
 def _wrong_type(method: str, value: object) -> _Ended:

@@ -223,6 +223,10 @@ def _reasons(text: str) -> list[MalformedReason | None]:
         ("<tool_call>" + "[" * 15_000 + "</tool_call>", [MalformedReason.INVALID_JSON]),
         ("<tool_call>" + "1" * 9_000 + "</tool_call>", [MalformedReason.INVALID_JSON]),
         ('<tool_call>{"name": NaN}</tool_call>', [MalformedReason.INVALID_JSON]),
+        (
+            '<tool_call>{"name": "calculator", "arguments": {"expression": "\\ud800"}}</tool_call>',
+            [MalformedReason.INVALID_JSON],
+        ),
     ],
 )
 def test_calls_are_read_or_their_fault_is_named(

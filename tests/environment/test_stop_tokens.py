@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import GenerationConfig
 
-from actors.environment.rendering import stop_token_ids
+from actors.environment.rendering import load_renderer, stop_token_ids
 from actors.trainer.tiny.tokenizer import build_tokenizer
 
 # The tiny tokenizer's own.
@@ -50,3 +51,11 @@ def test_a_model_that_names_none_is_refused(model: Path) -> None:
     tokenizer.save_pretrained(model, save_jinja_files=False)
     with pytest.raises(ValueError, match="neither its tokenizer nor its generation settings"):
         stop_token_ids(str(model))
+
+
+def test_a_models_renderer_knows_all_that_ends_a_turn(model: Path) -> None:
+    GenerationConfig(eos_token_id=[OWN, 7]).save_pretrained(model)
+    renderer = load_renderer(str(model), template_options={})
+    word = build_tokenizer().encode("higher")
+    assert renderer.decode(np.array([*word, 7, OWN], dtype=np.int32)) == "higher"
+    assert renderer.decode(np.array([*word, 8, OWN], dtype=np.int32)) != "higher"

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from worlds.trajectory_builders import whole_turns
 from actors.environment.builtin.calculator import CALCULATOR, CalculatorEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
 from actors.environment.protocol import Message, Observation, Role, StepResult, ToolCall
+from actors.environment.rendering import ChatRenderer, Extension
 from actors.environment.turn_loop import play_episode
 from actors.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.types import NO_VERSION, FinishReason, Outcome
@@ -276,6 +278,31 @@ async def test_calls_are_those_that_the_engine_read_whatever_their_form() -> Non
     assert action.calls == (
         ToolCall(name="calculator", arguments={"expression": "1+1"}, id="LcIhmR123"),
     )
+
+
+async def test_a_reply_stands_in_the_chat_as_it_was_read_and_a_broken_one_as_it_was_said() -> None:
+    class Remembering(ChatRenderer):
+        def extend(self, *args: Any, history: Sequence[Message], **fields: Any) -> Extension:
+            replies.append(history[-1])
+            return super().extend(*args, history=history, **fields)
+
+    class Thinking(FakePolicy):
+        async def generate(self, request: GenerateRequest) -> GenerateReply:
+            answer = await super().generate(request)
+            assert answer.parsed is not None
+            parsed = replace(answer.parsed, content="", reasoning="a sum")
+            return replace(answer, parsed=parsed)
+
+    replies: list[Message] = []
+    sound = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+    broken = f"{sound}<tool_call>{{"
+    policy = Thinking(*(reply(f"{text}<|im_end|>") for text in (sound, broken, "2")))
+    await play(CalculatorEnvironment(), policy, chat=Remembering(tokenizer()))
+    call = ToolCall(name="calculator", arguments={"expression": "1+1"}, id="call-0")
+    assert replies == [
+        Message(role=Role.ASSISTANT, content="", reasoning="a sum", tool_calls=(call,)),
+        Message(role=Role.ASSISTANT, content=broken),
+    ]
 
 
 async def test_a_reply_is_not_parsed_where_there_are_no_tools() -> None:

@@ -133,7 +133,14 @@ class CalculatorEnvironment:
             except BadExpression as error:
                 num_malformed += 1
                 content = ERROR.format(message=error)
-            answers.append(Message(role=Role.TOOL, content=content, name=CALCULATOR.name))
+            answers.append(
+                Message(
+                    role=Role.TOOL,
+                    content=content,
+                    name=CALCULATOR.name,
+                    tool_call_id=call.id if isinstance(call, ToolCall) else None,
+                )
+            )
         if num_malformed:
             return self._answer_malformed(tuple(answers))
         self._malformed_in_a_row = 0
