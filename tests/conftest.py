@@ -37,6 +37,13 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs first: some start a Ray in this process, where `cluster` keeps one to the end."""
+    if any(item.get_closest_marker("chaos") for item in items):
+        items.sort(key=lambda item: "cluster" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """One Ray cluster for all tests of a process; its workers import what is in `worlds`."""

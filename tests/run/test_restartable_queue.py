@@ -25,7 +25,7 @@ from actors.trajectory_queue.messages import StepInput
 from actors.types import Task, TrajectorySummary
 from service.run.restartable_queue import RestartableQueue
 
-pytestmark = [pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("cluster")]
 LIMIT_S = 60.0
 SETTINGS = queue_settings(groups_per_step=2, max_lag=1, window_groups=2)
 

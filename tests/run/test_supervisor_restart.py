@@ -19,7 +19,7 @@ from service.run.health import RunStatus
 from service.run.start import start_supervisor
 from service.store.run_store import LeaseLost, RunStore, own_name
 
-pytestmark = [pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture

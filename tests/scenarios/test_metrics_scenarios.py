@@ -23,7 +23,7 @@ from service.run.health import Phase
 from service.store.lineage import History
 from service.telemetry.records import StageSeconds
 
-pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 STILL_S = 60.0
 LABEL_VALUES = {

@@ -84,6 +84,7 @@ async def fetch_weights(board: ActorHandle) -> tuple[Publication, dict[str, torc
     return publication, named
 
 
+@pytest.mark.chaos
 async def test_a_group_trains_publishes_and_comes_back_bit_for_bit_after_the_death_of_a_rank(
     settings: RankSettings,
 ) -> None:
@@ -278,6 +279,7 @@ async def test_a_publish_takes_as_long_as_the_board_gets_on_and_a_lost_rank_in_i
         await publishing
 
 
+@pytest.mark.chaos
 async def test_a_rank_whose_weights_are_not_broadcast_any_more_is_lost(
     settings: RankSettings,
 ) -> None:
