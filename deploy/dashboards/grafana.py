@@ -75,8 +75,9 @@ class Look(StrEnum):
     """How a panel draws its series."""
 
     NUMBER = "number"
+    """As it is at the end of the chosen time."""
     NAME = "name"
-    """The legends of the series that there are."""
+    """The legends of the series that there are then."""
     LINES = "lines"
     HEATMAP = "heatmap"
 
@@ -373,32 +374,32 @@ def _to_runbook(alert: str) -> sdk.DashboardLink:
 
 def _targets(panel: Panel) -> list[Builder[Any]]:
     is_heatmap = panel.look is Look.HEATMAP
-    return [
-        prometheus.Dataquery()
-        .ref_id(chr(ord("A") + index))
-        .datasource(DATASOURCE)
-        .editor_mode(QueryEditorMode.CODE)
-        .expr(expr)
-        .format(PromQueryFormat.HEATMAP if is_heatmap else PromQueryFormat.TIME_SERIES)
-        .legend_format(legend)
-        .interval(SHORTEST_STEP)
-        .range()
-        for index, (legend, expr) in enumerate(panel.series.items())
-    ]
+    found: list[Builder[Any]] = []
+    for index, (legend, expr) in enumerate(panel.series.items()):
+        query = (
+            prometheus.Dataquery()
+            .ref_id(chr(ord("A") + index))
+            .datasource(DATASOURCE)
+            .editor_mode(QueryEditorMode.CODE)
+            .expr(expr)
+            .format(PromQueryFormat.HEATMAP if is_heatmap else PromQueryFormat.TIME_SERIES)
+            .legend_format(legend)
+            .interval(SHORTEST_STEP)
+        )
+        # Of a range the last value of a series that has ended would be shown as the present one.
+        is_present = panel.look in (Look.NUMBER, Look.NAME)
+        found.append(query.instant() if is_present else query.range())
+    return found
 
 
 def _number(panel: Panel) -> stat.Panel:
     is_name = panel.look is Look.NAME
-    colours, texts, graphs = (
-        shared.BigValueColorMode,
-        shared.BigValueTextMode,
-        shared.BigValueGraphMode,
-    )
+    colours, texts = shared.BigValueColorMode, shared.BigValueTextMode
     return (
         stat.Panel()
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
         .color_mode(colours.VALUE if panel.thresholds else colours.NONE)
-        .graph_mode(graphs.NONE if is_name else graphs.AREA)
+        .graph_mode(shared.BigValueGraphMode.NONE)
         .text_mode(texts.NAME if is_name else texts.AUTO)
         .color_scheme(sdk.FieldColor().mode(models.FieldColorModeId.THRESHOLDS))
     )

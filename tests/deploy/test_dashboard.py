@@ -177,6 +177,22 @@ def test_a_panel_says_what_it_shows_and_where_from() -> None:
     assert [panel["title"] for panel in PANELS if not is_complete(panel)] == []
 
 
+def test_a_panel_that_shows_the_present_asks_for_no_past() -> None:
+    """Over a range the last value of a series that has ended would stand there for an hour."""
+    asked = {
+        (panel["type"], target["instant"], target["range"])
+        for panel in PANELS
+        for target in panel["targets"]
+    }
+    assert asked == {
+        ("stat", True, False),
+        ("timeseries", False, True),
+        ("heatmap", False, True),
+    }
+    stats = [panel for panel in PANELS if panel["type"] == "stat"]
+    assert {panel["options"]["graphMode"] for panel in stats} == {"none"}
+
+
 def test_a_title_stands_once_in_a_dashboard() -> None:
     for spec in SPECS:
         titles = [panel.title for panel in spec.panels]
