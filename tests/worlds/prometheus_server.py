@@ -274,11 +274,12 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def fill(expr: str, *, run: str) -> str:
-    """A panel's query as Grafana sends it, with All chosen wherever there is a choice."""
+def fill(expr: str, *, run: str, namespace: str = ".*") -> str:
+    """A panel's query as Grafana sends it, with All chosen wherever there is a further choice."""
     # Grafana's own rule, with a shortest step of a minute, which stands for the scrapes' interval.
     assert SHORTEST_STEP == "1m"
     filled = expr.replace("$__rate_interval", f"{4 * 60}s").replace("$run", run)
+    filled = filled.replace("$namespace", namespace)
     for choice in Choice:
         filled = filled.replace(f"${choice.value}", ".*")
     assert "$" not in filled
