@@ -186,6 +186,39 @@ def test_a_resumed_run_is_not_stalled_by_the_age_of_its_newest_step(tmp_path: Pa
     check(tmp_path, [run], [firing(run, moment) for moment in moments])
 
 
+def test_a_run_whose_pod_was_replaced_is_one_run(tmp_path: Path) -> None:
+    """The first pod goes while the run trains, the second one when the run has finished."""
+    runs = [
+        SyntheticRun(
+            step_s=60.0, scrape_s=15, seconds=2 * HOUR, run="small",
+            labels={"namespace": namespace, "pod": pod},
+        )
+        for namespace, pod in (("a", "a-1"), ("a", "a-2"), ("b", "b-1"), ("c", "c-1"))
+    ]  # fmt: skip
+    first, second, lost, quick = runs
+    gone = 0.5 * HOUR
+    first.vanish(since=gone, until=math.inf)
+    second.vanish(since=0, until=gone + 300)
+    second.enter(Phase.FINISHED, since=gone + 600)
+    second.vanish(since=gone + 660, until=math.inf)
+    lost.vanish(since=gone, until=math.inf)
+    # Between two looks of the rules, which come each half minute.
+    quick.enter(Phase.FINISHED, since=gone + 615)
+    quick.vanish(since=gone + 630, until=math.inf)
+    query = 'count by (namespace) (ALERTS{alertstate="firing",alertname="RayloomTargetDown"})'
+    looks = [
+        At(moment, query, dict.fromkeys(namespaces, 1.0), "namespace")
+        for moment, namespaces in (
+            (gone - 60, ""),
+            (gone + 200, "ab"),
+            (gone + 400, "b"),
+            *((gone + minutes * 60, "b") for minutes in (14, 20, 40)),
+            (gone + 70 * 60, ""),
+        )
+    ]
+    check(tmp_path, runs, looks)
+
+
 def test_a_service_without_clients_is_quiet_and_so_is_its_first_step_afterwards(
     tmp_path: Path,
 ) -> None:
@@ -292,7 +325,7 @@ FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
     "RayloomEngineMissing": (showing("rayloom_engines_ready", 0), 14, 20, 60),
     "RayloomLedgerOutOfBalance": (showing("rayloom_ledger_in_flight_rollouts", 7), 1, 6, 60),
     "RayloomDatabaseAway": (showing("rayloom_database_away_seconds", 40), None, 3, 60),
-    "RayloomTargetDown": (vanish, 5, 12, 30),
+    "RayloomTargetDown": (vanish, 2, 4, 30),
     "RayloomRunFailed": (fail, None, 3, 60),
     "RayloomRequestsRefused": (
         counting(series("rayloom_http_requests_total", route="/api", status="429"), 0.5),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from actors.metrics import Part
 from actors.trajectory_queue.ledger import EvictionReason
@@ -30,8 +31,10 @@ class SyntheticRun:
     scrape_s: int
     seconds: int
     run: str = "small"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What Prometheus adds beside the run's, such as a pod."""
     values: dict[str, Value] = field(default_factory=dict)
-    """By series, without the label of the run."""
+    """By series, without the labels of the run and of `labels`."""
 
     def __post_init__(self) -> None:
         self.values = {**self._of_steps(), **self._of_parts()}
@@ -105,12 +108,20 @@ class SyntheticRun:
         self.change(name, since=since, until=math.inf, to=lambda t: since)
 
     def input_series(self) -> list[dict[str, str]]:
-        """As promtool reads them; a scrape each `scrape_s`."""
+        """As promtool reads them; a scrape each `scrape_s`.
+
+        A scrape that lacks a series which the one before had marks it as stale, as Prometheus does.
+        """
         moments = range(0, self.seconds + 1, self.scrape_s)
         found = []
         for name, value in self.values.items():
-            shown = ("_" if (v := value(t)) is None else f"{v:.10g}" for t in moments)
-            found.append({"series": labelled(name, run=self.run), "values": " ".join(shown)})
+            values = [value(t) for t in moments]
+            shown = (
+                f"{v:.10g}" if v is not None else "_" if before is None else "stale"
+                for before, v in pairwise([None, *values])
+            )
+            labels = {"run": self.run, **self.labels}
+            found.append({"series": labelled(name, **labels), "values": " ".join(shown)})
         return found
 
     def _of_steps(self) -> dict[str, Value]:
