@@ -34,6 +34,7 @@ RULES = [rule for group in yaml.safe_load(rules_text())["groups"] for rule in gr
 ALERTS = [rule for rule in RULES if "alert" in rule]
 CONSUMER = series("rayloom_queue_blocked_seconds_total", side="consumer")
 PRODUCER = series("rayloom_queue_blocked_seconds_total", side="producer")
+NOT_READY = series("rayloom_http_requests_total", route="/readyz", status="503")
 COMPLETED = series("rayloom_rollouts_total", environment="game", outcome="completed")
 # Beyond it all faults are mended, and their windows have passed.
 LATER = 11 * HOUR
@@ -95,7 +96,7 @@ def test_a_scale_shortens_every_duration_and_nothing_else() -> None:
     assert "[6h]" in whole and "[360000ms]" in short
     assert "+ 600)" in whole and "+ 10)" in short
     assert "0 * rayloom:run_training + 7200" in whole and "run_training + 120" in short
-    assert "{" not in re.sub(r"\{\{.*?\}\}|\{[a-z]\w*(=|!=|: )[^}]*\}", "", whole)
+    assert "{" not in re.sub(r"\{\{.*?\}\}|\{[a-z]\w*(=|!=|!~|: )[^}]*\}", "", whole)
 
 
 def test_the_rules_know_only_metrics_that_are_declared_and_ask_for_no_target() -> None:
@@ -169,6 +170,8 @@ def end(run: SyntheticRun, phase: Phase) -> None:
     for name, before in list(run.values.items()):
         run.values[name] = lambda t, before=before: before(min(t, 4 * HOUR))
     run.enter(phase, since=4 * HOUR)
+    # Whoever asks goes on asking.
+    run.count_faster(NOT_READY, since=4 * HOUR, until=12 * HOUR, a_second=1.0)
     for name in ("rayloom_engines_ready", "rayloom_trainer_ranks", "rayloom_environment_actors"):
         run.change(name, since=4 * HOUR, until=math.inf, to=lambda t: 0)
     run.vanish(since=12 * HOUR, until=math.inf)
@@ -181,6 +184,10 @@ def test_a_resumed_run_is_not_stalled_by_the_age_of_its_newest_step(tmp_path: Pa
     run.change(stamp, since=4 * HOUR, until=began + 600, to=lambda t: 2 * HOUR)
     run.enter(Phase.STARTING, since=4 * HOUR)
     run.enter(Phase.TRAINING, since=began)
+    run.enter(Phase.FINISHED, since=5 * HOUR)
+    # A probe a second while it starts, and when it has finished.
+    for since, until in ((4 * HOUR, began), (5 * HOUR, 6 * HOUR)):
+        run.count_faster(NOT_READY, since=since, until=until, a_second=1.0)
     run.vanish(since=2 * HOUR, until=4 * HOUR)
     moments = (4.1 * HOUR, began + 60, began + 500, 5.9 * HOUR)
     check(tmp_path, [run], [firing(run, moment) for moment in moments])
@@ -285,6 +292,14 @@ def keep_old_weights(run: SyntheticRun, since: float, until: float) -> None:
     run.change(name, since=since, until=until, to=lambda t: shown)
 
 
+def start_over_and_over(run: SyntheticRun, since: float, until: float) -> None:
+    """Refused, then without an engine that comes up, then from a checkpoint."""
+    for minutes, phase in ((0, Phase.REFUSED), (20, Phase.STARTING), (40, Phase.RECOVERING)):
+        run.enter(phase, since=since + 60 * minutes)
+    run.enter(Phase.TRAINING, since=until)
+    run.count_faster(NOT_READY, since=since, until=until, a_second=1.0)
+
+
 def vanish(run: SyntheticRun, since: float, until: float) -> None:
     run.vanish(since=since, until=until)
 
@@ -298,6 +313,7 @@ def fail(run: SyntheticRun, since: float, until: float) -> None:
 # at once), and for how many it lasts.
 FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
     "RayloomStalled": (stall, 10, 20, 60),
+    "RayloomNotTraining": (start_over_and_over, 59, 62, 90),
     "RayloomNoRollouts": (wait_for_rollouts, 30, 40, 60),
     "RayloomQueueStarved": (collect_longer, 20, 100, 120),
     "RayloomQueueFull": (counting(PRODUCER, 1.8), 30, 90, 100),
@@ -325,7 +341,7 @@ FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
     "RayloomEngineMissing": (showing("rayloom_engines_ready", 0), 14, 20, 60),
     "RayloomLedgerOutOfBalance": (showing("rayloom_ledger_in_flight_rollouts", 7), 1, 6, 60),
     "RayloomDatabaseAway": (showing("rayloom_database_away_seconds", 40), None, 3, 60),
-    "RayloomTargetDown": (vanish, 2, 4, 30),
+    "RayloomTargetDown": (vanish, 1, 4, 30),
     "RayloomRunFailed": (fail, None, 3, 60),
     "RayloomRequestsRefused": (
         counting(series("rayloom_http_requests_total", route="/api", status="429"), 0.5),

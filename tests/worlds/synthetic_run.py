@@ -204,6 +204,7 @@ class SyntheticRun:
             ),
             series("rayloom_http_requests_total", route="/api", status="200"): lambda t: t,
             series("rayloom_http_requests_total", route="/api", status="429"): lambda t: 0,
+            series("rayloom_http_requests_total", route="/readyz", status="503"): lambda t: 0,
         }
         for part in Part:
             found[series("rayloom_replacements_total", part=part.value)] = lambda t: 0
