@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shutil
 import socket
 import subprocess
@@ -19,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from deploy.dashboards.grafana import SHORTEST_STEP, Choice, load_dashboards
+from worlds.missing_tools import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"
@@ -52,17 +51,14 @@ def series_of(metric: Mapping[str, str]) -> Series:
 def find_tools() -> dict[str, str]:
     """Where prometheus and promtool are: installed, or unpacked from Debian's package.
 
-    Unpacking starts no service and needs no root. Skips the test where there is no such package;
-    in CI, as root, that is a failure.
+    Unpacking starts no service and needs no root. Where there is no such package the test is
+    skipped with the reason; where CI is set it fails.
     """
     try:
         return _installed() or _unpacked() or _downloaded()
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or error
-        reason = f"there is no Prometheus, and Debian's package cannot be had: {told}"
-    if os.environ.get("CI") == "true" and os.geteuid() == 0:
-        pytest.fail(reason)
-    pytest.skip(reason)
+        skip_or_fail(f"there is no Prometheus, and Debian's package cannot be had: {told}")
 
 
 def _installed() -> dict[str, str]:
