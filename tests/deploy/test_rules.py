@@ -239,6 +239,22 @@ def test_a_service_without_clients_is_quiet_and_so_is_its_first_step_afterwards(
     check(tmp_path, runs, looks)
 
 
+def test_rollouts_that_may_last_an_hour_are_waited_for_and_missed_after_that(
+    tmp_path: Path,
+) -> None:
+    """They begin together and end together, after 45 minutes; the loop waits for them."""
+    lasts_s, ends = 45 * 60, 6 * 45 * 60
+    run = SyntheticRun(step_s=lasts_s, scrape_s=60, seconds=6 * HOUR + 600)
+    run.values["rayloom_trajectory_seconds_limit"] = lambda t: HOUR
+    run.values[COMPLETED] = lambda t: 16 * run.done(min(t, ends))
+    run.values[CONSUMER] = lambda t: 0.99 * t
+    # The limit and 20 minutes; then the window in which the last end is seen, and the wait of 5.
+    missed = ends + HOUR + 20 * 60
+    looks = [firing(run, minutes * 60) for minutes in (44, 89, 134, 200, 269)]
+    looks += [firing(run, missed), firing(run, missed + 12 * 60, "RayloomNoRollouts")]
+    check(tmp_path, [run], looks)
+
+
 Fault = Callable[[SyntheticRun, float, float], None]
 
 
@@ -314,7 +330,7 @@ def fail(run: SyntheticRun, since: float, until: float) -> None:
 FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
     "RayloomStalled": (stall, 10, 20, 60),
     "RayloomNotTraining": (start_over_and_over, 59, 62, 90),
-    "RayloomNoRollouts": (wait_for_rollouts, 30, 40, 60),
+    "RayloomNoRollouts": (wait_for_rollouts, 30, 42, 60),
     "RayloomQueueStarved": (collect_longer, 20, 100, 120),
     "RayloomQueueFull": (counting(PRODUCER, 1.8), 30, 90, 100),
     "RayloomPolicyStale": (

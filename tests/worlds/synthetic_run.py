@@ -13,10 +13,11 @@ from actors.trajectory_queue.ledger import EvictionReason
 from service.run.health import Phase
 
 # What each step has; its stages are shares of its time.
-STAGES = {"collect": 0.4, "merge": 0.05, "train": 0.35, "publish": 0.2}
+STAGES = {"collect": 0.4, "merge": 0.05, "train": 0.3, "publish": 0.2, "checkpoint": 0.05}
 TRAINED, EVICTED = 15, 1
 SAMPLED_TOKENS, TRAINED_TOKENS = 4000, 3000
 CHECKPOINT_EVERY = 5
+EPISODE_DEADLINE_S = 600
 # What goes on while a run does nothing.
 _OF_TIME = {'rayloom_queue_blocked_seconds_total{side="consumer"}'}
 # Seconds and no more, so that a time means the same to all series.
@@ -187,6 +188,7 @@ class SyntheticRun:
         found |= {
             "rayloom_run_phase_timestamp_seconds": lambda t: 0,
             "rayloom_database_away_seconds": lambda t: 0,
+            "rayloom_trajectory_seconds_limit": lambda t: EPISODE_DEADLINE_S,
             "rayloom_engines_ready": lambda t: 1,
             "rayloom_engines_expected": lambda t: 1,
             "rayloom_trainer_ranks": lambda t: 2,
