@@ -154,15 +154,18 @@ def test_the_recorded_numbers_are_right_and_a_healthy_run_is_quiet_at_every_pace
 @pytest.mark.proof
 @pytest.mark.chart
 def test_a_run_that_has_ended_is_quiet_also_when_it_is_gone(tmp_path: Path) -> None:
-    runs = []
-    for step_s in (2.0, 3600.0):
-        for phase in (Phase.FINISHED, Phase.TAKEN_OVER):
+    """One that has failed says so, and nothing else, for as long as it is there."""
+    runs, looks = [], []
+    for step_s in PACES:
+        for phase in (Phase.FINISHED, Phase.TAKEN_OVER, Phase.FAILED):
             name = f"{phase.value} at {step_s:g} s"
             run = SyntheticRun(step_s=step_s, scrape_s=60, seconds=14 * HOUR, run=name)
             end(run, phase)
             runs.append(run)
-    moments = [hours * HOUR for hours in (4.1, 5, 8, 11, 12.1, 12.5, 13.5)]
-    check(tmp_path, runs, [firing(run, moment) for run in runs for moment in moments])
+            told = ["RayloomRunFailed"] if phase is Phase.FAILED else []
+            looks += [firing(run, hours * HOUR, *told) for hours in (4.1, 5, 8, 11)]
+            looks += [firing(run, hours * HOUR) for hours in (12.1, 12.5, 13.5)]
+    check(tmp_path, runs, looks)
 
 
 def end(run: SyntheticRun, phase: Phase) -> None:
