@@ -220,33 +220,38 @@ class RunMetrics:
 class RolloutMetrics:
     """Trajectories as they end; counted since the start of this process, as no row holds them."""
 
-    def __init__(self, registry: AtomicRegistry) -> None:
-        self.ended = registry.counter(
+    def __init__(self, gained: AtomicRegistry, values: AtomicRegistry) -> None:
+        self.ended = gained.counter(
             "rayloom_rollouts",
             "Trajectories that ended, by environment and outcome; retried attempts included.",
             "environment",
             "outcome",
         )
         self._seen: set[str] = set()
-        self.returns = registry.histogram(
+        self.returns = gained.histogram(
             "rayloom_trajectory_return",
             "Return of each ended training trajectory that could be graded.",
             "environment",
             buckets=RETURN_BUCKETS,
         )
-        self.seconds = registry.histogram(
+        self.seconds = gained.histogram(
             "rayloom_trajectory_seconds",
             "Wall time of a trajectory, from reset to its outcome.",
             "environment",
             buckets=SECONDS_BUCKETS,
         )
-        self.phase_seconds = registry.histogram(
+        self.phase_seconds = gained.histogram(
             "rayloom_environment_phase_seconds",
             "Time that a trajectory spent in its reset, in its requests to the policy, and in its "
             "steps; of each phase that it came to.",
             "environment",
             "phase",
             buckets=SECONDS_BUCKETS,
+        )
+
+        self.seconds_limit = values.gauge(
+            "rayloom_trajectory_seconds_limit",
+            "After so long a trajectory is ended: rollouts.episode_deadline_s.",
         )
 
     def meet(self, environment: str) -> None:
@@ -529,7 +534,7 @@ class Metrics:
         self.gained = AtomicRegistry()
         self.values = AtomicRegistry(self.gained.change)
         self.run = RunMetrics(self.values)
-        self.rollouts = RolloutMetrics(self.gained)
+        self.rollouts = RolloutMetrics(self.gained, self.values)
         self.ledger = LedgerMetrics(self.values)
         self.waits = WaitMetrics(self.gained)
         self.steps = StepMetrics(self.values)

@@ -36,7 +36,11 @@ DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 # With it $__rate_interval is at least four minutes, in which a series that is scraped once a minute
 # has the two points that a rate needs.
 SHORTEST_STEP = "1m"
-STEP_SECONDS = 'sum(rayloom_train_newest_step_seconds{run="$run"})'
+# How a dashboard's file names the run, and what the code makes of it: runs in two namespaces may
+# have one name. The variable's All matches series without a namespace as well, as on a laptop.
+RUN = 'run="$run"'
+RUN_OF_NAMESPACE = f'{RUN},namespace=~"$namespace"'
+STEP_SECONDS = f"sum(rayloom_train_newest_step_seconds{{{RUN}}})"
 # What [$several_steps] stands for, and for which time of the newest step. Steps of an hour are six
 # to a window; before the first step the shortest serves.
 WINDOWS = {
@@ -45,6 +49,8 @@ WINDOWS = {
     "6h": f"and on () {STEP_SECONDS} > 1200",
 }
 RUNBOOKS = "docs/runbooks.md"
+# What there are namespaces of: runs, and clusters of Ray that have none yet.
+_OF_NAMESPACES = '{__name__=~"rayloom_train_steps_total|ray_cluster_active_nodes"}'
 # As Grafana calls them.
 UNITS = {
     Unit.NUMBER: "none",
@@ -62,7 +68,7 @@ _ALERTS = {
     "iconColor": "red",
     "target": {
         "refId": "Alerts",
-        "expr": 'ALERTS{alertstate="firing",run="$run"}',
+        "expr": f'ALERTS{{alertstate="firing",{RUN_OF_NAMESPACE}}}',
         "interval": SHORTEST_STEP,
     },
     "titleFormat": "{{alertname}}",
@@ -75,8 +81,9 @@ class Look(StrEnum):
     """How a panel draws its series."""
 
     NUMBER = "number"
+    """As it is at the end of the chosen time."""
     NAME = "name"
-    """The legends of the series that there are."""
+    """The legends of the series that there are then."""
     LINES = "lines"
     HEATMAP = "heatmap"
 
@@ -85,11 +92,10 @@ HEIGHTS = {Look.NUMBER: 4, Look.NAME: 4, Look.LINES: 8, Look.HEATMAP: 8}
 
 
 class Choice(StrEnum):
-    """What a reader chooses, beside the data source and the run."""
+    """What a reader chooses, beside the data source, the namespace and the run."""
 
     ENVIRONMENT = "environment"
     REPLICA = "replica"
-    NAMESPACE = "namespace"
     CLUSTER = "cluster"
 
 
@@ -97,10 +103,12 @@ class Choice(StrEnum):
 CHOICES: Mapping[Choice, tuple[str, str]] = {
     Choice.ENVIRONMENT: (
         "Environment",
-        'label_values(rayloom_rollouts_total{run="$run"}, environment)',
+        f"label_values(rayloom_rollouts_total{{{RUN_OF_NAMESPACE}}}, environment)",
     ),
-    Choice.REPLICA: ("Replica", 'label_values(vllm:num_requests_running{run="$run"}, replica)'),
-    Choice.NAMESPACE: ("Namespace", "label_values(ray_cluster_active_nodes, namespace)"),
+    Choice.REPLICA: (
+        "Replica",
+        f"label_values(vllm:num_requests_running{{{RUN_OF_NAMESPACE}}}, replica)",
+    ),
     Choice.CLUSTER: (
         "Ray cluster",
         'label_values(ray_cluster_active_nodes{namespace=~"$namespace"}, ray_io_cluster)',
@@ -119,7 +127,10 @@ class Panel:
     statistics: Mapping[str, str] = field(default_factory=dict)
     """By legend, the name of a statistic; all of one unit."""
     queries: Mapping[str, str] = field(default_factory=dict)
-    """By legend, which is a name or labels as {{label}}, the PromQL; [$several_steps]: WINDOWS."""
+    """By legend, which is a name or labels as {{label}}, the PromQL; [$several_steps]: WINDOWS.
+
+    RUN stands for the run of the chosen namespace.
+    """
     look: Look = Look.LINES
     width: int = 8
     """Of 24 columns."""
@@ -138,9 +149,10 @@ class Panel:
     @property
     def series(self) -> dict[str, str]:
         """By legend, the PromQL of all that the panel shows."""
-        return {legend: _of_newest_step(name) for legend, name in self.statistics.items()} | {
+        found = {legend: _of_newest_step(name) for legend, name in self.statistics.items()} | {
             legend: _with_window(query) for legend, query in self.queries.items()
         }
+        return {legend: query.replace(RUN, RUN_OF_NAMESPACE) for legend, query in found.items()}
 
     @property
     def series_unit(self) -> str:
@@ -177,7 +189,7 @@ class Dashboard:
 
 
 def _of_newest_step(statistic: str) -> str:
-    return f'{BY_NAME[statistic].metric}{{run="$run"}}'
+    return f"{BY_NAME[statistic].metric}{{{RUN}}}"
 
 
 def _with_window(query: str) -> str:
@@ -267,18 +279,11 @@ def _to_others() -> sdk.DashboardLink:
 
 
 def _variables(dashboard: Dashboard) -> list[Builder[models.VariableModel]]:
-    run = _query("run", "Run", "label_values(rayloom_train_steps_total, run)").description(
-        "run.name of its configuration."
-    )
-    chosen = [
-        _query(choice.value, *CHOICES[choice])
-        .multi(True)
-        .include_all(True)
-        # Also for series without the label.
-        .all_value(".*")
-        .current(models.VariableOption(selected=True, text="All", value="$__all"))
-        for choice in dashboard.choices
-    ]
+    namespace = _choice("namespace", "Namespace", f"label_values({_OF_NAMESPACES}, namespace)")
+    run = _query(
+        "run", "Run", 'label_values(rayloom_train_steps_total{namespace=~"$namespace"}, run)'
+    ).description("run.name of its configuration.")
+    chosen = [_choice(choice.value, *CHOICES[choice]) for choice in dashboard.choices]
     runbooks = (
         sdk.TextBoxVariable("runbooks")
         .label("Runbooks")
@@ -288,10 +293,23 @@ def _variables(dashboard: Dashboard) -> list[Builder[models.VariableModel]]:
     )
     return [
         sdk.DatasourceVariable("datasource").label("Prometheus").type("prometheus"),
+        namespace,
         run,
         *chosen,
         runbooks,
     ]
+
+
+def _choice(name: str, label: str, query: str) -> sdk.QueryVariable:
+    """One or several values, at first all."""
+    return (
+        _query(name, label, query)
+        .multi(True)
+        .include_all(True)
+        # Also for series without the label.
+        .all_value(".*")
+        .current(models.VariableOption(selected=True, text="All", value="$__all"))
+    )
 
 
 def _query(name: str, label: str, query: str) -> sdk.QueryVariable:
@@ -373,32 +391,32 @@ def _to_runbook(alert: str) -> sdk.DashboardLink:
 
 def _targets(panel: Panel) -> list[Builder[Any]]:
     is_heatmap = panel.look is Look.HEATMAP
-    return [
-        prometheus.Dataquery()
-        .ref_id(chr(ord("A") + index))
-        .datasource(DATASOURCE)
-        .editor_mode(QueryEditorMode.CODE)
-        .expr(expr)
-        .format(PromQueryFormat.HEATMAP if is_heatmap else PromQueryFormat.TIME_SERIES)
-        .legend_format(legend)
-        .interval(SHORTEST_STEP)
-        .range()
-        for index, (legend, expr) in enumerate(panel.series.items())
-    ]
+    found: list[Builder[Any]] = []
+    for index, (legend, expr) in enumerate(panel.series.items()):
+        query = (
+            prometheus.Dataquery()
+            .ref_id(chr(ord("A") + index))
+            .datasource(DATASOURCE)
+            .editor_mode(QueryEditorMode.CODE)
+            .expr(expr)
+            .format(PromQueryFormat.HEATMAP if is_heatmap else PromQueryFormat.TIME_SERIES)
+            .legend_format(legend)
+            .interval(SHORTEST_STEP)
+        )
+        # Of a range the last value of a series that has ended would be shown as the present one.
+        is_present = panel.look in (Look.NUMBER, Look.NAME)
+        found.append(query.instant() if is_present else query.range())
+    return found
 
 
 def _number(panel: Panel) -> stat.Panel:
     is_name = panel.look is Look.NAME
-    colours, texts, graphs = (
-        shared.BigValueColorMode,
-        shared.BigValueTextMode,
-        shared.BigValueGraphMode,
-    )
+    colours, texts = shared.BigValueColorMode, shared.BigValueTextMode
     return (
         stat.Panel()
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
         .color_mode(colours.VALUE if panel.thresholds else colours.NONE)
-        .graph_mode(graphs.NONE if is_name else graphs.AREA)
+        .graph_mode(shared.BigValueGraphMode.NONE)
         .text_mode(texts.NAME if is_name else texts.AUTO)
         .color_scheme(sdk.FieldColor().mode(models.FieldColorModeId.THRESHOLDS))
     )

@@ -183,6 +183,7 @@ class Supervisor:
         config, metrics, versions = self._config, self._metrics, _versions()
         build = metrics.run.build
         build.labels(**{label: versions.get(label, "") for label in build._labelnames}).set(1)
+        metrics.rollouts.seconds_limit.set(config.rollouts.episode_deadline_s)
         metrics.ledger.items_limit.set(config.queue.max_items_with(config.algorithm))
         metrics.ledger.bytes_limit.set(config.queue.max_bytes)
         metrics.run.checkpoint_interval.set(config.run.checkpoint_every)

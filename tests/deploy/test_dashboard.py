@@ -23,6 +23,7 @@ from deploy.dashboards.__main__ import DASHBOARDS, dashboards
 from deploy.dashboards.grafana import (
     CHOICES,
     COLUMNS,
+    RUN_OF_NAMESPACE,
     SOURCES,
     WINDOWS,
     Panel,
@@ -113,21 +114,25 @@ def test_the_variables_are_those_that_the_queries_use(name: str) -> None:
     tree = TREES[name]
     [spec] = [spec for spec in SPECS if spec.uid == name]
     variables = {item["name"]: item for item in tree["templating"]["list"]}
-    assert list(variables) == ["datasource", "run", *spec.choices, "runbooks"]
+    assert list(variables) == ["datasource", "namespace", "run", *spec.choices, "runbooks"]
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(tree)))
     assert used - {"__rate_interval", "__all"} == variables.keys()
-    for choice in spec.choices:
+    for choice in ("namespace", *spec.choices):
         chosen = variables[choice]
         assert chosen["multi"] and chosen["includeAll"] and chosen["current"]["value"] == "$__all"
+        # A laptop's series have no namespace.
+        assert chosen["allValue"] == ".*"
+    for name in ("run", *spec.choices):
+        assert 'namespace=~"$namespace"' in variables[name]["query"]["query"], name
 
 
-def test_only_a_dashboard_of_ray_asks_for_a_namespace_and_a_cluster() -> None:
+def test_a_dashboard_asks_for_what_its_series_tell_apart_beside_namespace_and_run() -> None:
     assert {spec.uid: set(spec.choices) for spec in SPECS if spec.choices} == {
         "rayloom-rollouts": {"environment"},
         "rayloom-inference": {"replica"},
-        "rayloom-infrastructure": {"namespace", "cluster"},
+        "rayloom-infrastructure": {"cluster"},
     }
-    assert len(CHOICES) == 4
+    assert len(CHOICES) == 3
 
 
 @every_dashboard
@@ -154,7 +159,7 @@ def test_alerts_are_annotations_and_the_others_are_linked(name: str) -> None:
     tree = TREES[name]
     [alerts] = tree["annotations"]["list"]
     assert alerts["enable"] and alerts["datasource"] == SOURCE
-    assert alerts["target"]["expr"] == 'ALERTS{alertstate="firing",run="$run"}'
+    assert alerts["target"]["expr"] == f'ALERTS{{alertstate="firing",{RUN_OF_NAMESPACE}}}'
     [link] = tree["links"]
     assert link["type"] == "dashboards" and link["tags"] == ["rayloom"] == tree["tags"]
     assert link["includeVars"] and link["keepTime"]
@@ -175,6 +180,22 @@ def test_a_panel_says_what_it_shows_and_where_from() -> None:
         )
 
     assert [panel["title"] for panel in PANELS if not is_complete(panel)] == []
+
+
+def test_a_panel_that_shows_the_present_asks_for_no_past() -> None:
+    """Over a range the last value of a series that has ended would stand there for an hour."""
+    asked = {
+        (panel["type"], target["instant"], target["range"])
+        for panel in PANELS
+        for target in panel["targets"]
+    }
+    assert asked == {
+        ("stat", True, False),
+        ("timeseries", False, True),
+        ("heatmap", False, True),
+    }
+    stats = [panel for panel in PANELS if panel["type"] == "stat"]
+    assert {panel["options"]["graphMode"] for panel in stats} == {"none"}
 
 
 def test_a_title_stands_once_in_a_dashboard() -> None:
@@ -202,7 +223,9 @@ def test_every_alert_has_a_panel_that_links_to_its_runbook() -> None:
     assert urls == {f"${{runbooks:raw}}#{alert.lower()}" for alert in ALERTS}
 
 
-def test_a_query_asks_for_one_run_or_one_cluster() -> None:
+def test_a_query_asks_for_one_run_of_a_namespace_or_one_cluster() -> None:
+    """The chart's value files name their runs, so that two namespaces may have runs of one name."""
+
     def fits(query: str) -> bool:
         ours = re.findall(r"\b(?:rayloom_|vllm:)[a-z0-9_]+(\S*)", query)
         rays = re.findall(r"\bray_[a-z0-9_]+(?=\{)(\S*)", query)
@@ -210,9 +233,9 @@ def test_a_query_asks_for_one_run_or_one_cluster() -> None:
         return (
             not re.search(r"\b(job|instance)\b", query)
             and bool(names_in(query) or is_shown_by_replicas(query) or rays or alerts)
-            and all(selector.startswith('{run="$run"') for selector in ours)
+            and all(selector.startswith("{" + RUN_OF_NAMESPACE) for selector in ours)
             and all(selector.startswith(OF_RAY) for selector in rays)
-            and all('run="$run"' in selector for selector in alerts)
+            and all(RUN_OF_NAMESPACE in selector for selector in alerts)
         )
 
     assert [query for query in QUERIES if not fits(query)] == []
@@ -263,7 +286,7 @@ def test_every_metric_and_label_of_a_query_is_declared() -> None:
         labels = {label for name in names & by_series.keys() for label in by_series[name]}
         if is_shown_by_replicas(query):
             labels |= {"replica", "finished_reason"}
-        used = set(re.findall(r"(\w+)(?:=|!=|=~|!~)\"", query)) - {"run"}
+        used = set(re.findall(r"(\w+)(?:=|!=|=~|!~)\"", query)) - {"run", "namespace"}
         for grouped in re.findall(r"\b(?:by|without|ignoring) \(([^)]*)\)", query):
             used |= {label.strip() for label in grouped.split(",")} - {"le"}
         return (names - by_series.keys()) | (used - labels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from worlds.synthetic_run import (
     TRAINED,
     TRAINED_TOKENS,
     SyntheticRun,
+    labelled,
     series,
 )
 
@@ -37,6 +39,8 @@ PHASES = {"reset": 2.0, "generate": 30.0, "step": 8.0}
 PUBLISH = {PublishPhase.SEND: 3.0, PublishPhase.CHECK: 1.0, PublishPhase.LOAD: 6.0}
 OUTCOMES = {"completed": 12, "environment_error": 3, "max_turns": 1}
 
+NAMESPACE = "small"
+
 PANELS = {
     (spec.uid.removeprefix("rayloom-"), panel.title): panel.series
     for spec in load_dashboards()
@@ -54,9 +58,14 @@ class Number:
     expected: float | dict[str, float]
 
 
-def a_run(*, step_s: float, scrape_s: int, seconds: int) -> SyntheticRun:
+def a_run(
+    *, step_s: float, scrape_s: int, seconds: int, namespace: str = NAMESPACE, pod: str = "head"
+) -> SyntheticRun:
     """One that plays its rollouts from the begin of a step on, and then waits for the trainer."""
-    run = SyntheticRun(step_s=step_s, scrape_s=scrape_s, seconds=seconds)
+    run = SyntheticRun(
+        step_s=step_s, scrape_s=scrape_s, seconds=seconds,
+        labels={"namespace": namespace, "pod": pod},
+    )  # fmt: skip
     done = run.done
 
     def blocked(t: float) -> float:
@@ -98,8 +107,10 @@ def of_the_newest_step(step_s: float, done: int) -> list[Number]:
         Number(*bottleneck, "training", STAGES["train"]),
         Number(*bottleneck, "publishing", STAGES["publish"]),
         Number(*bottleneck, "merging", STAGES["merge"]),
+        Number(*bottleneck, "checkpoint and evaluation", STAGES["checkpoint"]),
         Number("overview", "Waiting for rollouts", "share", STAGES["collect"]),
         Number("overview", "Steps per hour", "steps", HOUR / step_s),
+        Number("trainer", "Steps per hour", "steps", HOUR / step_s),
         Number("overview", "Time left", "left", (PLANNED_STEPS - done) * step_s),
         Number(
             "overview", "Tokens per second", "{{kind}}",
@@ -155,11 +166,227 @@ def levelled_out(step_s: float) -> list[Number]:
     ]  # fmt: skip
 
 
-def check(run: SyntheticRun, second: float, numbers: list[Number], file: Path) -> None:
+def count_a_second(run: SyntheticRun, name: str, a_second: float, **labels: str) -> None:
+    run.values[series(name, **labels)] = lambda t: a_second * t
+
+
+def spread(
+    run: SyntheticRun, name: str, a_second: float, low: float, high: float, **labels: str
+) -> None:
+    """A histogram, half of it spread evenly up to `low`, the rest from there to `high`."""
+    for bound, share in ((f"{low:g}", 0.5), (f"{high:g}", 1.0), ("+Inf", 1.0)):
+        count_a_second(run, f"{name}_bucket", share * a_second, **labels, le=bound)
+
+
+def quantile(share: float, low: float, high: float) -> float:
+    """Of such a histogram, for a share of at least a half."""
+    return low + (share - 0.5) / 0.5 * (high - low)
+
+
+def show_the_rest(run: SyntheticRun, factor: float) -> None:
+    """What no step counts: engines, rollouts, the API, and Ray below. factor: of each amount."""
+    for name, amount in GAUGES.items():
+        run.values[name] = lambda t, amount=amount: factor * amount
+    for name, amount in COUNTERS.items():
+        run.values[name] = lambda t, amount=amount: factor * amount * t
+    for (name, *labels), (low, high) in HISTOGRAMS.items():
+        spread(run, name, factor, factor * low, factor * high, **dict(labels))
+
+
+GAUGES = {
+    "rayloom_engines_ready": 3.0,
+    "rayloom_engines_expected": 4.0,
+    "rayloom_environment_actors": 1.0,
+    "rayloom_trainer_ranks": 1.0,
+    "rayloom_trainer_ranks_expected": 2.0,
+    "rayloom_queue_items": 6.0,
+    "rayloom_queue_handed_out_rollouts": 10.0,
+    "rayloom_queue_items_limit": 32.0,
+    "rayloom_queue_bytes": 3e6,
+    "rayloom_queue_bytes_limit": 4e6,
+    "rayloom_checkpoint_timestamp_seconds": 1500.0,
+    series("ALERTS", alertname="RayloomStalled", alertstate="firing"): 1.0,
+    series("ALERTS", alertname="RayloomQueueFull", alertstate="pending"): 1.0,
+    "ray_cluster_active_nodes": 2.0,
+    series("ray_node_cpu_utilization", ip="1"): 50.0,
+    series("ray_node_mem_used", ip="1"): 3e9,
+    series("ray_node_mem_total", ip="1"): 4e9,
+    series("ray_node_disk_utilization_percentage", ip="1"): 20.0,
+    series("ray_node_gpus_utilization", ip="1", GpuIndex="0"): 80.0,
+    series("ray_node_gram_used", ip="1", GpuIndex="0"): 6.0,
+    series("ray_node_gram_available", ip="1", GpuIndex="0"): 2.0,
+    series("ray_node_network_receive_speed", ip="1"): 100.0,
+    series("ray_node_network_send_speed", ip="1"): 200.0,
+    series("ray_resources", Name="CPU", State="USED"): 1.0,
+    series("ray_resources", Name="CPU", State="AVAILABLE"): 3.0,
+    series("ray_object_store_used_memory", NodeAddress="1"): 1.0,
+    series("ray_object_store_available_memory", NodeAddress="1"): 3.0,
+    series("ray_object_store_memory", Location="SPILLED"): 7.0,
+    series("ray_object_store_memory", Location="IN_MEMORY"): 9.0,
+    series("ray_actors", State="ALIVE", Source="gcs"): 5.0,
+    series("ray_actors", State="ALIVE", Source="executor"): 4.0,
+    series("ray_gcs_placement_group_count", State="CREATED"): 2.0,
+    "ray_memory_manager_worker_eviction_total": 1.0,
+    "ray_node_manager_unexpected_worker_failure_total": 2.0,
+    "ray_dashboard_event_loop_lag_seconds": 0.5,
+    series("ray_serve_application_status", application="api"): 6.0,
+    series("ray_serve_deployment_replica_healthy", deployment="engine"): 2.0,
+    series("ray_serve_autoscaling_target_replicas", deployment="engine"): 3.0,
+    series("ray_serve_deployment_queued_queries", deployment="engine"): 4.0,
+}
+# What they gain a second.
+COUNTERS = {
+    series("vllm:num_preemptions_total", replica="a"): 0.5,
+    series("vllm:num_preemptions_total", replica="b"): 0.25,
+    series("vllm:generation_tokens_total", replica="a"): 200.0,
+    series("vllm:generation_tokens_total", replica="b"): 100.0,
+    series("vllm:prompt_tokens_total", replica="a"): 50.0,
+    series("vllm:prefix_cache_hits_total", replica="a"): 30.0,
+    series("vllm:prefix_cache_queries_total", replica="a"): 40.0,
+    series("vllm:request_success_total", replica="a", finished_reason="stop"): 2.0,
+    series("vllm:request_success_total", replica="b", finished_reason="stop"): 1.0,
+    series("vllm:request_success_total", replica="b", finished_reason="length"): 0.5,
+    series("rayloom_http_requests_total", route="/api", status="200"): 2.0,
+    series("rayloom_http_requests_total", route="/api/x", status="200"): 1.0,
+    series("rayloom_http_requests_total", route="/api", status="429"): 0.5,
+    series("rayloom_http_requests_total", route="/readyz", status="503"): 0.25,
+    series("ray_serve_num_http_requests_total", status_code="200"): 3.0,
+}
+# Where their halves end. One of each second.
+GAME, OF_GAME = ("environment", "game"), "game, generate"
+HISTOGRAMS: dict[tuple[Any, ...], tuple[float, float]] = {
+    ("vllm:request_queue_time_seconds", ("replica", "a")): (0.1, 1.0),
+    ("vllm:time_to_first_token_seconds", ("replica", "a")): (0.2, 2.0),
+    ("vllm:inter_token_latency_seconds", ("replica", "a")): (0.5, 1.0),
+    ("rayloom_trajectory_return", GAME): (0.5, 1.0),
+    ("rayloom_trajectory_seconds", GAME): (20.0, 50.0),
+    ("rayloom_environment_phase_seconds", GAME, ("phase", "generate")): (10.0, 20.0),
+    ("rayloom_http_request_seconds", ("route", "/api")): (0.1, 0.5),
+    ("ray_gcs_storage_operation_latency_ms",): (2.0, 10.0),
+    ("ray_serve_http_request_latency_ms", ("route", "/api")): (100.0, 500.0),
+}
+
+
+def of_the_rest(step_s: float, second: float) -> list[Number]:
+    """Of `show_the_rest` with the factor 1."""
+    infrastructure = "infrastructure"
+    parts = infrastructure, "Parts, of those expected"
+    ended = {outcome: count / step_s for outcome, count in OUTCOMES.items()}
+    latencies = [
+        Number("inference", title, legend, quantile(share, low, high))
+        for title, low, high in (
+            ("Time in the engine's queue", 0.1, 1.0),
+            ("Time to first token", 0.2, 2.0),
+            ("Time between tokens", 0.5, 1.0),
+        )
+        for legend, share in (("p95", 0.95), ("median", 0.5))
+    ]
+    trajectories = [
+        Number("rollouts", "Time of a trajectory", legend, quantile(share, 20.0, 50.0))
+        for legend, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+    ]
+    return [
+        *latencies,
+        *trajectories,
+        Number("inference", "Preemptions per second", "{{replica}}", {"a": 0.5, "b": 0.25}),
+        Number("inference", "Tokens sampled per second", "{{replica}}", {"a": 200, "b": 100}),
+        Number("inference", "Prompt tokens per second", "{{replica}}", {"a": 50}),
+        Number("inference", "Prompt tokens found in the cache", "{{replica}}", {"a": 0.75}),
+        Number(
+            "inference", "Requests that end, by reason", "{{finished_reason}}",
+            {"stop": 3, "length": 0.5},
+        ),
+        Number("overview", "Phase", "{{phase}}", {"training": 1}),
+        Number("overview", "Alerts that fire", "{{alertname}}", {"RayloomStalled": 1}),
+        Number("overview", "Since the newest step and checkpoint", "step", second % step_s),
+        Number("overview", "Since the newest step and checkpoint", "checkpoint", second - 1500),
+        Number("trainer", "Since the newest checkpoint", "age", second - 1500),
+        Number("overview", "Trajectories that end, by outcome", "{{outcome}}", ended),
+        Number("rollouts", "Trajectories that end, by outcome", "{{outcome}}", ended),
+        Number(
+            "rollouts", "Trajectories that end, by environment", "{{environment}}",
+            {"game": sum(ended.values())},
+        ),
+        Number("overview", "Engines ready, of those expected", "engines", 0.75),
+        Number("overview", "Environment actors, of those expected", "actors", 0.5),
+        Number("overview", "Trainer ranks, of those expected", "ranks", 0.5),
+        Number("pipeline", "Waiting on the queue, now", "training loop", STAGES["collect"]),
+        Number("pipeline", "Waiting on the queue, now", "environment actors", 1 - FREE),
+        Number("pipeline", "How full the queue is", "rollouts", 0.5),
+        Number("pipeline", "How full the queue is", "bytes", 0.75),
+        Number("pipeline", "Rollouts in the ledger", "evicted", EVICTED * second // step_s),
+        Number("rollouts", "Returns", "{{le}}", {"0.5": 0.5, "1": 1, "+Inf": 1}),
+        Number(
+            "rollouts", "Time of a phase, 95th percentile", "{{environment}}, {{phase}}",
+            {OF_GAME: quantile(0.95, 10.0, 20.0)},
+        ),
+        Number(
+            "rollouts", "Requests per second, by status", "{{status}}",
+            {"200": 3, "429": 0.5, "503": 0.25},
+        ),
+        Number(
+            "rollouts", "Time of a request, by route", "{{route}}",
+            {"/api": quantile(0.95, 0.1, 0.5)},
+        ),
+        Number(*parts, "engines", 0.75),
+        Number(*parts, "environment actors", 0.5),
+        Number(*parts, "trainer ranks", 0.5),
+        Number(infrastructure, "Phase", "{{phase}}", {"training": 1}),
+        Number(infrastructure, "Nodes of Ray", "nodes", 2),
+        Number(infrastructure, "CPU, by node", "{{ip}}", {"1": 0.5}),
+        Number(infrastructure, "Memory, by node", "{{ip}}", {"1": 0.75}),
+        Number(infrastructure, "Disk, by node", "{{ip}}", {"1": 0.2}),
+        Number(infrastructure, "GPU, by node and index", "{{ip}}, {{GpuIndex}}", {"1, 0": 0.8}),
+        Number(
+            infrastructure, "GPU memory, by node and index", "{{ip}}, {{GpuIndex}}",
+            {"1, 0": 0.75},
+        ),
+        Number(infrastructure, "Network, by node", "received, {{ip}}", {"1": 100}),
+        Number(infrastructure, "Network, by node", "sent, {{ip}}", {"1": 200}),
+        Number(infrastructure, "Resources taken", "{{Name}}", {"CPU": 0.25}),
+        Number(infrastructure, "Object store, by node", "{{NodeAddress}}", {"1": 0.25}),
+        Number(infrastructure, "Spilled objects", "spilled", 7),
+        Number(infrastructure, "Actors, by state", "{{State}}", {"ALIVE": 5}),
+        Number(infrastructure, "Placement groups, by state", "{{State}}", {"CREATED": 2}),
+        Number(infrastructure, "Killed and failed workers", "out of memory", 1),
+        Number(infrastructure, "Killed and failed workers", "failed", 2),
+        Number(
+            infrastructure, "Latency of the control store", "p95", quantile(0.95, 2.0, 10.0)
+        ),
+        Number(infrastructure, "Lag of the dashboard's event loop", "lag", 0.5),
+        Number(infrastructure, "Status of the applications", "{{application}}", {"api": 6}),
+        Number(
+            infrastructure, "Replicas, by deployment", "healthy, {{deployment}}", {"engine": 2}
+        ),
+        Number(
+            infrastructure, "Replicas, by deployment", "wanted, {{deployment}}", {"engine": 3}
+        ),
+        Number(
+            infrastructure, "Requests that wait, by deployment", "{{deployment}}", {"engine": 4}
+        ),
+        Number(
+            infrastructure, "HTTP requests per second, by status", "{{status_code}}", {"200": 3}
+        ),
+        Number(
+            infrastructure, "Time of an HTTP request, by route", "{{route}}",
+            {"/api": quantile(0.95, 100.0, 500.0)},
+        ),
+    ]  # fmt: skip
+
+
+def check(
+    run: SyntheticRun,
+    second: float,
+    numbers: list[Number],
+    file: Path,
+    *,
+    others: Sequence[SyntheticRun] = (),
+) -> None:
+    """others: what Prometheus has beside the run's series."""
     tests = [as_promtool(number, second, run.run) for number in numbers]
     test = {
         "interval": f"{run.scrape_s}s",
-        "input_series": run.input_series(),
+        "input_series": [each for it in (run, *others) for each in it.input_series()],
         "promql_expr_test": tests,
     }
     run_test(test, file)
@@ -167,11 +394,16 @@ def check(run: SyntheticRun, second: float, numbers: list[Number], file: Path) -
 
 def as_promtool(number: Number, second: float, run: str) -> dict[str, Any]:
     """Two digits are compared: a window's edges lie between two scrapes."""
-    query = fill(PANELS[number.dashboard, number.panel][number.legend], run=run)
+    query = fill(
+        PANELS[number.dashboard, number.panel][number.legend], run=run, namespace=NAMESPACE
+    )
     if isinstance(number.expected, dict):
-        [label] = re.findall(r"\{\{(\w+)\}\}", number.legend)
-        query = f"sum by ({label}) ({query})"
-        samples = [(f'{{{label}="{key}"}}', value) for key, value in number.expected.items()]
+        labels = re.findall(r"\{\{(\w+)\}\}", number.legend)
+        query = f"sum by ({', '.join(labels)}) ({query})"
+        samples = [
+            (labelled("", **dict(zip(labels, key.split(", "), strict=True))), value)
+            for key, value in number.expected.items()
+        ]
     else:
         query, samples = f"sum({query})", [("{}", number.expected)]
     return {
@@ -212,12 +444,60 @@ def test_after_one_slow_step_a_panel_shows_that_step(
     check(run, second, numbers, tmp_path / "test.yaml")
 
 
+def all_numbers(step_s: float, second: float) -> list[Number]:
+    return [
+        *of_the_newest_step(step_s, int(second // step_s)),
+        *over_several_steps(),
+        *levelled_out(step_s),
+        *of_the_rest(step_s, second),
+    ]
+
+
+def test_every_query_that_computes_has_its_number() -> None:
+    """That is every one which is more than the name of a series and its labels."""
+    computing = {
+        (*panel, legend)
+        for panel, queries in PANELS.items()
+        for legend, query in queries.items()
+        if not re.fullmatch(r"[\w:]+\{[^}]*\}", query)
+    }
+    numbers = [(each.dashboard, each.panel, each.legend) for each in all_numbers(2.0, 1800.0)]
+    assert len(computing) > 90
+    assert computing - set(numbers) == set()
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_a_panel_shows_the_run_of_its_namespace_and_of_the_pod_that_there_is(
+    tmp_path: Path,
+) -> None:
+    """A run of the same name in another namespace, and the pod that this run had before."""
+    step_s, second, replaced = 2.0, 1800, 900
+    run, before, other = (
+        a_run(step_s=pace, scrape_s=15, seconds=second, namespace=namespace, pod=pod)
+        for pace, namespace, pod in (
+            (step_s, NAMESPACE, "head-2"),
+            (step_s, NAMESPACE, "head-1"),
+            (3.0, "other", "head-1"),
+        )
+    )
+    for each, factor in ((run, 1.0), (before, 1.0), (other, 3.0)):
+        show_the_rest(each, factor)
+    run.vanish(since=0, until=replaced)
+    before.vanish(since=replaced, until=math.inf)
+    numbers = all_numbers(step_s, second)
+    check(run, second, numbers, tmp_path / "test.yaml", others=(before, other))
+
+
 def test_what_counts_the_time_since_a_step_is_empty_once_the_run_has_ended(tmp_path: Path) -> None:
     run = a_run(step_s=600.0, scrape_s=15, seconds=2 * HOUR)
     run.enter(Phase.FINISHED, since=1.5 * HOUR)
     query = PANELS["overview", "Since the newest step and checkpoint"]["step"]
     looks = [
-        {"expr": f"sum({fill(query, run=run.run)})", "eval_time": when, "exp_samples": samples}
+        {
+            "expr": f"sum({fill(query, run=run.run, namespace=NAMESPACE)})",
+            "eval_time": when,
+            "exp_samples": samples,
+        }
         for when, samples in (
             ("4500s", [{"labels": "{}", "value": 300}]),
             ("6000s", []),

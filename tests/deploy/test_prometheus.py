@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
+import asyncio
 import time
+import urllib.request
 from pathlib import Path
 
+from prometheus_client.core import GaugeMetricFamily
 from worlds.metric_expectations import differences, of_newest, of_steps
-from worlds.prometheus_server import CONFIG, find_tools, free_port, scraping, series
+from worlds.prometheus_server import CONFIG, free_port, scraping, series
+from worlds.promtool import promtool
 from worlds.queue_builders import queue_stats
 from worlds.record_builders import evaluation_record, step_record
 from worlds.store_builders import commit
@@ -28,13 +31,7 @@ LIMIT_S = 60.0
 
 
 def test_the_configuration_for_a_laptop_is_valid() -> None:
-    done = subprocess.run(
-        [find_tools()["promtool"], "check", "config", str(CONFIG)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = promtool("check", "config", str(CONFIG))
     assert done.returncode == 0, done.stderr
 
 
@@ -86,6 +83,28 @@ async def answer_a_request(endpoint: MetricsEndpoint) -> None:
     await pusher.push()
 
 
+async def answer_as_an_engine(endpoint: MetricsEndpoint) -> None:
+    """With one of vLLM's own metrics."""
+    running = GaugeMetricFamily("vllm:num_requests_running", "Requests.", labels=["replica"])
+    running.add_metric(["a"], 1.0)
+    await Pusher(endpoint.push, role="engine", read=lambda: Reading(values=[running])).push()
+
+
+async def lint(endpoint: MetricsEndpoint) -> str:
+    """What promtool says against the text of a scrape.
+
+    Not against vLLM's names: they have a colon, which is kept for recording rules, and are vLLM's
+    own, so that its dashboards fit.
+    """
+    url = await endpoint.address()
+    reply = await asyncio.to_thread(urllib.request.urlopen, url, timeout=LIMIT_S)
+    text = reply.read().decode()
+    assert "# TYPE rayloom_run_phase gauge" in text and "# TYPE vllm:" in text
+    ours = [line for line in text.splitlines(keepends=True) if "vllm:" not in line]
+    done = promtool("check", "metrics", stdin="".join(ours))
+    return done.stdout + done.stderr
+
+
 async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
     """One process ends after step 3; its successor goes on from step 1."""
     store, ledger, port = RunStore(f"sqlite:///{tmp_path / 'run.db'}"), Ledger(), free_port()
@@ -130,6 +149,9 @@ async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
             count for (name, _), count in seen.items() if name == "rayloom_rollouts_total"
         )
         assert counted == 8
+
+        await answer_as_an_engine(endpoint)
+        assert await lint(endpoint) == ""
 
         # What came last stands between two scrapes, and so on a panel's grid of seconds.
         prometheus.wait_for_scrapes(2, limit_s=LIMIT_S)

@@ -34,6 +34,7 @@ RULES = [rule for group in yaml.safe_load(rules_text())["groups"] for rule in gr
 ALERTS = [rule for rule in RULES if "alert" in rule]
 CONSUMER = series("rayloom_queue_blocked_seconds_total", side="consumer")
 PRODUCER = series("rayloom_queue_blocked_seconds_total", side="producer")
+NOT_READY = series("rayloom_http_requests_total", route="/readyz", status="503")
 COMPLETED = series("rayloom_rollouts_total", environment="game", outcome="completed")
 # Beyond it all faults are mended, and their windows have passed.
 LATER = 11 * HOUR
@@ -95,7 +96,7 @@ def test_a_scale_shortens_every_duration_and_nothing_else() -> None:
     assert "[6h]" in whole and "[360000ms]" in short
     assert "+ 600)" in whole and "+ 10)" in short
     assert "0 * rayloom:run_training + 7200" in whole and "run_training + 120" in short
-    assert "{" not in re.sub(r"\{\{.*?\}\}|\{[a-z]\w*(=|!=|: )[^}]*\}", "", whole)
+    assert "{" not in re.sub(r"\{\{.*?\}\}|\{[a-z]\w*(=|!=|!~|: )[^}]*\}", "", whole)
 
 
 def test_the_rules_know_only_metrics_that_are_declared_and_ask_for_no_target() -> None:
@@ -153,15 +154,18 @@ def test_the_recorded_numbers_are_right_and_a_healthy_run_is_quiet_at_every_pace
 @pytest.mark.proof
 @pytest.mark.chart
 def test_a_run_that_has_ended_is_quiet_also_when_it_is_gone(tmp_path: Path) -> None:
-    runs = []
-    for step_s in (2.0, 3600.0):
-        for phase in (Phase.FINISHED, Phase.TAKEN_OVER):
+    """One that has failed says so, and nothing else, for as long as it is there."""
+    runs, looks = [], []
+    for step_s in PACES:
+        for phase in (Phase.FINISHED, Phase.TAKEN_OVER, Phase.FAILED):
             name = f"{phase.value} at {step_s:g} s"
             run = SyntheticRun(step_s=step_s, scrape_s=60, seconds=14 * HOUR, run=name)
             end(run, phase)
             runs.append(run)
-    moments = [hours * HOUR for hours in (4.1, 5, 8, 11, 12.1, 12.5, 13.5)]
-    check(tmp_path, runs, [firing(run, moment) for run in runs for moment in moments])
+            told = ["RayloomRunFailed"] if phase is Phase.FAILED else []
+            looks += [firing(run, hours * HOUR, *told) for hours in (4.1, 5, 8, 11)]
+            looks += [firing(run, hours * HOUR) for hours in (12.1, 12.5, 13.5)]
+    check(tmp_path, runs, looks)
 
 
 def end(run: SyntheticRun, phase: Phase) -> None:
@@ -169,6 +173,8 @@ def end(run: SyntheticRun, phase: Phase) -> None:
     for name, before in list(run.values.items()):
         run.values[name] = lambda t, before=before: before(min(t, 4 * HOUR))
     run.enter(phase, since=4 * HOUR)
+    # Whoever asks goes on asking.
+    run.count_faster(NOT_READY, since=4 * HOUR, until=12 * HOUR, a_second=1.0)
     for name in ("rayloom_engines_ready", "rayloom_trainer_ranks", "rayloom_environment_actors"):
         run.change(name, since=4 * HOUR, until=math.inf, to=lambda t: 0)
     run.vanish(since=12 * HOUR, until=math.inf)
@@ -181,9 +187,46 @@ def test_a_resumed_run_is_not_stalled_by_the_age_of_its_newest_step(tmp_path: Pa
     run.change(stamp, since=4 * HOUR, until=began + 600, to=lambda t: 2 * HOUR)
     run.enter(Phase.STARTING, since=4 * HOUR)
     run.enter(Phase.TRAINING, since=began)
+    run.enter(Phase.FINISHED, since=5 * HOUR)
+    # A probe a second while it starts, and when it has finished.
+    for since, until in ((4 * HOUR, began), (5 * HOUR, 6 * HOUR)):
+        run.count_faster(NOT_READY, since=since, until=until, a_second=1.0)
     run.vanish(since=2 * HOUR, until=4 * HOUR)
     moments = (4.1 * HOUR, began + 60, began + 500, 5.9 * HOUR)
     check(tmp_path, [run], [firing(run, moment) for moment in moments])
+
+
+def test_a_run_whose_pod_was_replaced_is_one_run(tmp_path: Path) -> None:
+    """The first pod goes while the run trains, the second one when the run has finished."""
+    runs = [
+        SyntheticRun(
+            step_s=60.0, scrape_s=15, seconds=2 * HOUR, run="small",
+            labels={"namespace": namespace, "pod": pod},
+        )
+        for namespace, pod in (("a", "a-1"), ("a", "a-2"), ("b", "b-1"), ("c", "c-1"))
+    ]  # fmt: skip
+    first, second, lost, quick = runs
+    gone = 0.5 * HOUR
+    first.vanish(since=gone, until=math.inf)
+    second.vanish(since=0, until=gone + 300)
+    second.enter(Phase.FINISHED, since=gone + 600)
+    second.vanish(since=gone + 660, until=math.inf)
+    lost.vanish(since=gone, until=math.inf)
+    # Between two looks of the rules, which come each half minute.
+    quick.enter(Phase.FINISHED, since=gone + 615)
+    quick.vanish(since=gone + 630, until=math.inf)
+    query = 'count by (namespace) (ALERTS{alertstate="firing",alertname="RayloomTargetDown"})'
+    looks = [
+        At(moment, query, dict.fromkeys(namespaces, 1.0), "namespace")
+        for moment, namespaces in (
+            (gone - 60, ""),
+            (gone + 200, "ab"),
+            (gone + 400, "b"),
+            *((gone + minutes * 60, "b") for minutes in (14, 20, 40)),
+            (gone + 70 * 60, ""),
+        )
+    ]
+    check(tmp_path, runs, looks)
 
 
 def test_a_service_without_clients_is_quiet_and_so_is_its_first_step_afterwards(
@@ -197,6 +240,22 @@ def test_a_service_without_clients_is_quiet_and_so_is_its_first_step_afterwards(
         runs.append(run)
         looks += [firing(run, hours * HOUR) for hours in (0.9, 2, 5, 7.9, 8.1, 8.5, 9)]
     check(tmp_path, runs, looks)
+
+
+def test_rollouts_that_may_last_an_hour_are_waited_for_and_missed_after_that(
+    tmp_path: Path,
+) -> None:
+    """They begin together and end together, after 45 minutes; the loop waits for them."""
+    lasts_s, ends = 45 * 60, 6 * 45 * 60
+    run = SyntheticRun(step_s=lasts_s, scrape_s=60, seconds=6 * HOUR + 600)
+    run.values["rayloom_trajectory_seconds_limit"] = lambda t: HOUR
+    run.values[COMPLETED] = lambda t: 16 * run.done(min(t, ends))
+    run.values[CONSUMER] = lambda t: 0.99 * t
+    # The limit and 20 minutes; then the window in which the last end is seen, and the wait of 5.
+    missed = ends + HOUR + 20 * 60
+    looks = [firing(run, minutes * 60) for minutes in (44, 89, 134, 200, 269)]
+    looks += [firing(run, missed), firing(run, missed + 12 * 60, "RayloomNoRollouts")]
+    check(tmp_path, [run], looks)
 
 
 Fault = Callable[[SyntheticRun, float, float], None]
@@ -252,6 +311,14 @@ def keep_old_weights(run: SyntheticRun, since: float, until: float) -> None:
     run.change(name, since=since, until=until, to=lambda t: shown)
 
 
+def start_over_and_over(run: SyntheticRun, since: float, until: float) -> None:
+    """Refused, then without an engine that comes up, then from a checkpoint."""
+    for minutes, phase in ((0, Phase.REFUSED), (20, Phase.STARTING), (40, Phase.RECOVERING)):
+        run.enter(phase, since=since + 60 * minutes)
+    run.enter(Phase.TRAINING, since=until)
+    run.count_faster(NOT_READY, since=since, until=until, a_second=1.0)
+
+
 def vanish(run: SyntheticRun, since: float, until: float) -> None:
     run.vanish(since=since, until=until)
 
@@ -265,7 +332,8 @@ def fail(run: SyntheticRun, since: float, until: float) -> None:
 # at once), and for how many it lasts.
 FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
     "RayloomStalled": (stall, 10, 20, 60),
-    "RayloomNoRollouts": (wait_for_rollouts, 30, 40, 60),
+    "RayloomNotTraining": (start_over_and_over, 59, 62, 90),
+    "RayloomNoRollouts": (wait_for_rollouts, 30, 42, 60),
     "RayloomQueueStarved": (collect_longer, 20, 100, 120),
     "RayloomQueueFull": (counting(PRODUCER, 1.8), 30, 90, 100),
     "RayloomPolicyStale": (
@@ -292,7 +360,7 @@ FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
     "RayloomEngineMissing": (showing("rayloom_engines_ready", 0), 14, 20, 60),
     "RayloomLedgerOutOfBalance": (showing("rayloom_ledger_in_flight_rollouts", 7), 1, 6, 60),
     "RayloomDatabaseAway": (showing("rayloom_database_away_seconds", 40), None, 3, 60),
-    "RayloomTargetDown": (vanish, 5, 12, 30),
+    "RayloomTargetDown": (vanish, 1, 4, 30),
     "RayloomRunFailed": (fail, None, 3, 60),
     "RayloomRequestsRefused": (
         counting(series("rayloom_http_requests_total", route="/api", status="429"), 0.5),

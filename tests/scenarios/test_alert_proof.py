@@ -84,7 +84,8 @@ def test_alerts_reach_a_webhook_when_their_faults_begin_and_when_they_end(
         small_model,
         run={"steps": 100_000, "evaluate_every": 100_000},
         trainer={"num_ranks": 1},
-        rollouts={"num_actors": 1, "frozen_after_s": 600},
+        # The deadline is a number of the run, which the rules' scale does not shorten.
+        rollouts={"num_actors": 1, "frozen_after_s": 600, "episode_deadline_s": 60},
         service={"port": 0, "max_waiting_tasks": 8},
     )
     told = Told()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shutil
 import socket
 import subprocess
@@ -19,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from deploy.dashboards.grafana import SHORTEST_STEP, Choice, load_dashboards
+from worlds.missing_tools import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"
@@ -52,17 +51,14 @@ def series_of(metric: Mapping[str, str]) -> Series:
 def find_tools() -> dict[str, str]:
     """Where prometheus and promtool are: installed, or unpacked from Debian's package.
 
-    Unpacking starts no service and needs no root. Skips the test where there is no such package;
-    in CI, as root, that is a failure.
+    Unpacking starts no service and needs no root. Where there is no such package the test is
+    skipped with the reason; where CI is set it fails.
     """
     try:
         return _installed() or _unpacked() or _downloaded()
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or error
-        reason = f"there is no Prometheus, and Debian's package cannot be had: {told}"
-    if os.environ.get("CI") == "true" and os.geteuid() == 0:
-        pytest.fail(reason)
-    pytest.skip(reason)
+        skip_or_fail(f"there is no Prometheus, and Debian's package cannot be had: {told}")
 
 
 def _installed() -> dict[str, str]:
@@ -274,11 +270,12 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def fill(expr: str, *, run: str) -> str:
-    """A panel's query as Grafana sends it, with All chosen wherever there is a choice."""
+def fill(expr: str, *, run: str, namespace: str = ".*") -> str:
+    """A panel's query as Grafana sends it, with All chosen wherever there is a further choice."""
     # Grafana's own rule, with a shortest step of a minute, which stands for the scrapes' interval.
     assert SHORTEST_STEP == "1m"
     filled = expr.replace("$__rate_interval", f"{4 * 60}s").replace("$run", run)
+    filled = filled.replace("$namespace", namespace)
     for choice in Choice:
         filled = filled.replace(f"${choice.value}", ".*")
     assert "$" not in filled

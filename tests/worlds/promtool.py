@@ -12,9 +12,10 @@ import yaml
 from worlds.prometheus_server import find_tools
 
 
-def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+def promtool(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [find_tools()["promtool"], *arguments],
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=300,

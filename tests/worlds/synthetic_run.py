@@ -6,16 +6,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from actors.metrics import Part
 from actors.trajectory_queue.ledger import EvictionReason
 from service.run.health import Phase
 
 # What each step has; its stages are shares of its time.
-STAGES = {"collect": 0.4, "merge": 0.05, "train": 0.35, "publish": 0.2}
+STAGES = {"collect": 0.4, "merge": 0.05, "train": 0.3, "publish": 0.2, "checkpoint": 0.05}
 TRAINED, EVICTED = 15, 1
 SAMPLED_TOKENS, TRAINED_TOKENS = 4000, 3000
 CHECKPOINT_EVERY = 5
+EPISODE_DEADLINE_S = 600
 # What goes on while a run does nothing.
 _OF_TIME = {'rayloom_queue_blocked_seconds_total{side="consumer"}'}
 # Seconds and no more, so that a time means the same to all series.
@@ -30,8 +32,10 @@ class SyntheticRun:
     scrape_s: int
     seconds: int
     run: str = "small"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What Prometheus adds beside the run's, such as a pod."""
     values: dict[str, Value] = field(default_factory=dict)
-    """By series, without the label of the run."""
+    """By series, without the labels of the run and of `labels`."""
 
     def __post_init__(self) -> None:
         self.values = {**self._of_steps(), **self._of_parts()}
@@ -105,12 +109,20 @@ class SyntheticRun:
         self.change(name, since=since, until=math.inf, to=lambda t: since)
 
     def input_series(self) -> list[dict[str, str]]:
-        """As promtool reads them; a scrape each `scrape_s`."""
+        """As promtool reads them; a scrape each `scrape_s`.
+
+        A scrape that lacks a series which the one before had marks it as stale, as Prometheus does.
+        """
         moments = range(0, self.seconds + 1, self.scrape_s)
         found = []
         for name, value in self.values.items():
-            shown = ("_" if (v := value(t)) is None else f"{v:.10g}" for t in moments)
-            found.append({"series": labelled(name, run=self.run), "values": " ".join(shown)})
+            values = [value(t) for t in moments]
+            shown = (
+                f"{v:.10g}" if v is not None else "_" if before is None else "stale"
+                for before, v in pairwise([None, *values])
+            )
+            labels = {"run": self.run, **self.labels}
+            found.append({"series": labelled(name, **labels), "values": " ".join(shown)})
         return found
 
     def _of_steps(self) -> dict[str, Value]:
@@ -176,6 +188,7 @@ class SyntheticRun:
         found |= {
             "rayloom_run_phase_timestamp_seconds": lambda t: 0,
             "rayloom_database_away_seconds": lambda t: 0,
+            "rayloom_trajectory_seconds_limit": lambda t: EPISODE_DEADLINE_S,
             "rayloom_engines_ready": lambda t: 1,
             "rayloom_engines_expected": lambda t: 1,
             "rayloom_trainer_ranks": lambda t: 2,
@@ -193,6 +206,7 @@ class SyntheticRun:
             ),
             series("rayloom_http_requests_total", route="/api", status="200"): lambda t: t,
             series("rayloom_http_requests_total", route="/api", status="429"): lambda t: 0,
+            series("rayloom_http_requests_total", route="/readyz", status="503"): lambda t: 0,
         }
         for part in Part:
             found[series("rayloom_replacements_total", part=part.value)] = lambda t: 0
