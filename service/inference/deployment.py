@@ -5,8 +5,9 @@
     wait_ready("run-t1", timeout_s=420)
     client = ServePolicyClient("run-t1")
 
-A replica asks for its board before it loads an engine: one whose board is gone deletes its own
-application, which Serve would otherwise restart for ever. It is ready only with the current policy
+A replica asks for its board before it loads an engine. Where the board has died it waits for the
+one of the run's next term, by the run's name, and without one deletes its own application, which
+Serve would otherwise restart for ever. It is ready only with the current policy
 version: its constructor waits for it. From then on a background task pulls new versions. A replica
 whose engine or whose pulling has died, or whose loading makes no progress, ends its own process,
 which Serve sees sooner than failed health checks; one that hears nothing of the board for too long
@@ -35,8 +36,9 @@ import psutil
 import ray
 from ray import serve
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OwnerDiedError, RayError
 from ray.serve.config import ProxyLocation, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import ApplicationStatus
@@ -58,6 +60,7 @@ from actors.weights.board import (
 from service.inference.client import Answer, AnswerChunk, as_answer
 from service.inference.settings import EngineSettings
 from service.inference.vllm_metrics import engine_metrics
+from service.launch.cluster import NAMESPACE
 from service.telemetry.endpoint import Reading, push_forever
 
 if TYPE_CHECKING:
@@ -97,6 +100,8 @@ class ReplicaDescription:
     """The processes that it started."""
     term: int | None
     version: int | None
+    settings: EngineSettings
+    """What it was started with."""
 
 
 def session_directory() -> Path:
@@ -146,11 +151,15 @@ class InferenceReplica:
     """Serve's view of one engine."""
 
     async def __init__(  # type: ignore[misc]
-        self, settings: EngineSettings, board: ActorHandle, run_id: str
+        self, settings: EngineSettings, board: ActorHandle, run_id: str, orphan_timeout_s: float
     ) -> None:
-        """run_id: whose endpoint is told vLLM's metrics."""
+        """run_id: whose boards it follows, and whose endpoint is told vLLM's metrics.
+
+        orphan_timeout_s: for how long it is without a board.
+        """
         self._settings = settings
         self._board = board
+        self._run_id, self._orphan_timeout_s = run_id, orphan_timeout_s
         self._name = serve.get_replica_context().replica_id.unique_id
         self._heard_at = self._progress_at = time.monotonic()
         self._is_loading = self._is_ending = False
@@ -170,25 +179,44 @@ class InferenceReplica:
             push_forever(run_id, role=self._name, read=self._read_metrics)
         )
         while self._engine.version is None:
-            await self._pull()
+            await self._pull_from_any_board()
         self._pulling = asyncio.create_task(self._pull_forever())
         self._pulling.add_done_callback(self._end_without_weights)
 
     async def _meet_board(self) -> None:
-        """Raises: PolicyUnavailable when the board is gone, after this application's deletion."""
-        this_actor = ray.get_runtime_context().current_actor
+        """Raises: PolicyUnavailable as `_meet_next_board`."""
+        try:
+            await retry(self._join, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
+        except ActorDiedError:
+            await self._meet_next_board()
 
-        async def join() -> None:
-            await within(RPC_TIMEOUT_S, self._board.join.remote(self._name, this_actor))
+    async def _meet_next_board(self) -> None:
+        """Wait for the board of the run's next term.
+
+        Raises: PolicyUnavailable when none comes, after this application's deletion.
+        """
+        logger.warning("inference: the weight board is gone; waiting for the next one")
+
+        async def find_and_join() -> None:
+            self._board = await asyncio.to_thread(
+                ray.get_actor, board_name(self._run_id), namespace=NAMESPACE
+            )
+            await self._join()
 
         try:
-            await retry(join, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
-        except ActorDiedError as error:
-            # Its supervisor starts another application with another board, if there is one.
+            # ValueError: there is none of that name.
+            errors = (ValueError, RayError, TimeoutError)
+            await retry(find_and_join, on=errors, limit_s=self._orphan_timeout_s)
+        except (ValueError, RayError, TimeoutError) as error:
             serve.delete(serve.get_replica_context().app_name, _blocking=False)
             raise PolicyUnavailable(
-                "inference: the weight board is gone; this application is deleted"
+                f"inference: no weight board for {self._orphan_timeout_s:g} s "
+                "(run.orphan_timeout_s); this application is deleted"
             ) from error
+
+    async def _join(self) -> None:
+        this_actor = ray.get_runtime_context().current_actor
+        await within(RPC_TIMEOUT_S, self._board.join.remote(self._name, this_actor))
         self._heard_at = time.monotonic()
 
     # Serving
@@ -243,6 +271,7 @@ class InferenceReplica:
             engine_pids=tuple(child.pid for child in children),
             term=self._engine.term,
             version=self._engine.version,
+            settings=self._settings,
         )
 
     async def check_health(self) -> None:
@@ -254,7 +283,7 @@ class InferenceReplica:
             raise PolicyUnavailable("inference: pulling weights has ended") from (
                 None if self._pulling.cancelled() else self._pulling.exception()
             )
-        limit_s = self._settings.max_silence_s
+        limit_s = max(self._settings.max_silence_s, self._orphan_timeout_s)
         silent_s = time.monotonic() - self._heard_at
         if silent_s > limit_s and not self._is_loading:
             raise PolicyUnavailable(
@@ -300,9 +329,16 @@ class InferenceReplica:
 
     async def _pull_forever(self) -> None:
         while True:
-            await self._pull()
+            await self._pull_from_any_board()
             # Also while no request comes in.
             await self._engine.check_health()
+
+    async def _pull_from_any_board(self) -> None:
+        try:
+            await self._pull()
+        except (ActorDiedError, OwnerDiedError):
+            # The board, or the owner of the weights that it had: the same process.
+            await self._meet_next_board()
 
     async def _pull(self) -> None:
         """Ask the board once and load what it has. A board that is slow is asked again."""
@@ -461,12 +497,13 @@ def deploy_inference(
     name: str,
     board: ActorHandle,
     run_id: str,
+    orphan_timeout_s: float = 60.0,
     resources: Mapping[str, float] | None = None,
 ) -> DeploymentHandle[InferenceReplica]:
     """Start the deployment under an application name, or change its number of replicas.
 
-    run_id: whose endpoint is told of vLLM's metrics. resources: what a replica asks for beside its
-    CPUs and GPUs.
+    run_id, orphan_timeout_s: as of `InferenceReplica`. resources: what a replica asks for beside
+    its CPUs and GPUs.
 
     Does not wait for it. The replicas become ready once the board has a publication, so publish,
     then `wait_ready`. The same settings but for `num_replicas` leave running replicas as they are.
@@ -490,7 +527,8 @@ def deploy_inference(
     )(InferenceReplica)
     # Without a version of its own Serve takes each deployment for new code and replaces replicas.
     deployment = deployment.options(version=_digest(settings), _internal=True)
-    target = serve.RunTarget(deployment.bind(settings, board, run_id), name=name, route_prefix=None)
+    bound = deployment.bind(settings, board, run_id, orphan_timeout_s)
+    target = serve.RunTarget(bound, name=name, route_prefix=None)
     [handle] = serve.run_many([target], wait_for_applications_running=False)
     return handle
 
@@ -562,13 +600,36 @@ def application_name(run_id: str, *, term: int) -> str:
     return f"{run_id}-t{term}"
 
 
-def delete_leftovers(run_id: str) -> None:
-    """End the deployments that an earlier supervisor of a run left on the cluster, if any."""
-    start_serve_for_engines()
-    for name in serve.status().applications:
-        owner, _, term = name.rpartition("-t")
-        if owner == run_id and term.isdecimal():
+def board_name(run_id: str) -> str:
+    """Of a run's weight board, as an actor; there is one at a time."""
+    return f"{run_id}-board"
+
+
+def find_leftover(run_id: str, settings: EngineSettings) -> str:
+    """Of the deployments that earlier terms of a run left, the one that these settings would start.
+
+    Its engines are asked. Returns: its application's name; empty where none that answers is so.
+    """
+    for name in _leftovers(run_id):
+        with suppress(RayServeException, RayError, TimeoutError):
+            asked = serve.get_app_handle(name).describe.remote()
+            found: ReplicaDescription = asked.result(timeout_s=RPC_TIMEOUT_S)
+            if is_same_engine(found.settings, settings):
+                return name
+    return ""
+
+
+def delete_leftovers(run_id: str, *, but: str = "") -> None:
+    """End the deployments that earlier terms of a run left on the cluster, if any."""
+    for name in _leftovers(run_id):
+        if name != but:
             delete_inference(name)
+
+
+def _leftovers(run_id: str) -> list[str]:
+    start_serve_for_engines()
+    names = [(name, *name.rpartition("-t")) for name in serve.status().applications]
+    return [name for name, owner, _, term in names if owner == run_id and term.isdecimal()]
 
 
 def delete_inference(name: str) -> None:

@@ -2,8 +2,8 @@
 
 Both outlive the run's terms: after a return to a checkpoint the engines load the older weights as
 a newer term's. They outlive a supervisor too that is replaced within `run.orphan_timeout_s`: the
-next one finds the board by its name. They are started anew only with a board that died, since they
-learn of versions from the board alone, or for other settings.
+next one finds the board by its name. Where the board died, the engines wait as long for the next
+one, which has the same name. They are started anew for other settings alone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from service.api.settings import api_application_name
 from service.inference.client import ServePolicyClient
 from service.inference.deployment import (
     application_name,
+    board_name,
     delete_inference,
     delete_leftovers,
     deploy_inference,
+    find_leftover,
     is_same_engine,
     wait_ready,
 )
@@ -92,8 +94,9 @@ class Engines:
         """
         self._term, self._resources = term, resources
         if not await self._take_over():
-            await asyncio.to_thread(delete_leftovers, self._run_id)
-            self.app_name = application_name(self._run_id, term=term)
+            left = await asyncio.to_thread(find_leftover, self._run_id, self.settings)
+            await asyncio.to_thread(delete_leftovers, self._run_id, but=left)
+            self.app_name = left or application_name(self._run_id, term=term)
             self._board = await self._start_board()
             # Engines are slow to start, and need of the board no more than its handle until then.
             await self._deploy()
@@ -144,7 +147,7 @@ class Engines:
     async def _take_over(self) -> bool:
         """Go on with a board, and engines, that an earlier term has left. Returns: whether."""
         is_own = self._board is not None
-        board = self._board or await asyncio.to_thread(_find_actor, self._board_name)
+        board = self._board or await asyncio.to_thread(_find_actor, board_name(self._run_id))
         if board is None:
             return False
         self._board = board
@@ -174,18 +177,15 @@ class Engines:
             name=self.app_name,
             board=self._board,
             run_id=self._run_id,
+            orphan_timeout_s=self._orphan_timeout_s,
             resources=self._resources,
         )
         # A thread cannot be cancelled: `stop` waits for it, or it could deploy after the deletion.
         await asyncio.shield(self._deploying)
 
-    @property
-    def _board_name(self) -> str:
-        return f"{self._run_id}-board"
-
     async def _start_board(self) -> ActorHandle:
         keeping = Keeping(
-            name=self._board_name,
+            name=board_name(self._run_id),
             namespace=NAMESPACE,
             orphan_timeout_s=self._orphan_timeout_s,
             applications=(self.app_name, api_application_name(self._run_id)),

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 ORPHAN_S = 15
 TOLERANCE_NATS = 1e-3
+BOTH = ("WeightBoard", "Supervisor")
 PARTS = r"ray::(ServeReplica:rayloom|rayloom|WeightBoard|Supervisor|Environment|Trainer|Traj)"
 
 
@@ -88,20 +89,26 @@ def stop(run: Run) -> None:
     check_weights(run)
 
 
-def test_engines_outlive_a_supervisor_that_is_killed(tmp_path: Path, small_model: str) -> None:
-    steps = 12
+def test_engines_outlive_a_supervisor_and_a_weight_board_that_are_killed(
+    tmp_path: Path, small_model: str
+) -> None:
+    """The supervisor, the board, and then both, as where the head of a cluster dies."""
+    steps = 24
     config = small_config(tmp_path, small_model, run={"steps": steps, "evaluate_every": 50})
     with running(config, tmp_path / "run") as run:
         run.wait_for_step(2, limit_s=START_S)
         before = run.pids(ENGINE)
-        run.kill_part("ray::Supervisor")
-        run.wait_for_log("the supervisor died; a new one goes on", limit_s=START_S)
-        run.advance(2, limit_s=START_S)
-        assert run.pids(ENGINE) == before
+        for term, killed in enumerate((["Supervisor"], ["WeightBoard"], [*BOTH]), start=2):
+            for part in killed:
+                run.kill_part(f"ray::{part}")
+            run.wait_for_log(f"term {term} goes on from step", limit_s=START_S)
+            run.advance(4, limit_s=START_S)
+            assert run.pids(ENGINE) == before
         assert run.wait(limit_s=START_S + steps * STEP_S) == 0, run.log()
         check_finished(run, steps=steps)
         check_audit(run)
-        assert run.history().num_terms == 2
+        check_weights(run)
+        assert run.history().num_terms == 4
 
 
 def test_engines_outlive_serves_controller_that_is_killed(tmp_path: Path, small_model: str) -> None:
