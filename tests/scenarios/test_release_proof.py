@@ -19,7 +19,13 @@ from worlds.chart_pod import secret, variables_of
 from worlds.helm_chart import Manifest, cluster_of, one, rendered, serve_config_of
 from worlds.nodes import Network, Node, network
 from worlds.prometheus_server import Target, panels_without_data, scraping_all
+from worlds.redis_server import redis_server
 from worlds.run_driver import ENGINE, SMALL
+
+from service.inspect.audit.audit import audit
+from service.inspect.reader import open_journal
+from service.launch.run_dir import RunDir
+from service.store.lineage import read_history
 
 pytestmark = [pytest.mark.proof, pytest.mark.release, pytest.mark.timeout(2400)]
 
@@ -27,6 +33,8 @@ pytestmark = [pytest.mark.proof, pytest.mark.release, pytest.mark.timeout(2400)]
 LIMIT_S = 900.0
 DRAIN_S = 60
 LOADED_S = 30.0
+# A head that starts anew takes a minute and more on a busy machine.
+HEAD_BACK_S = 300
 RUN, NAMESPACE = "release", "rayloom"
 DASHBOARD, API = 8265, 8000
 VALUES = {
@@ -91,10 +99,57 @@ def test_a_release_trains_is_watched_whole_and_a_worker_that_goes_fails_no_reque
             assert empty == ONLY_WHEN_FAILING | OF_A_CRITIC | OF_GPUS
 
 
+def test_a_head_that_is_killed_comes_back_with_its_run_and_the_engines_stay(
+    tmp_path: Path,
+) -> None:
+    """kill -9 of all that runs there: control store, Serve, the run's host, supervisor, board."""
+    with network(tmp_path) as net, redis_server(tmp_path, host=net.gateway) as redis:
+        gcs = {"backend": "redis", "redis": {"address": redis}}
+        run = {**VALUES["config"]["run"], "orphan_timeout_s": HEAD_BACK_S}
+        manifests = rendered({**VALUES, "gcs": gcs, "config": {**VALUES["config"], "run": run}})
+        token = secret(manifests, cluster_of(manifests)["authOptions"]["secretName"], "auth_token")
+        # Both are the operator's to set.
+        waits = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_BACK_S)}
+        of_head = {"RAY_REDIS_ADDRESS": redis}
+        pods = started_pods(net, manifests, token=token, added=waits, of_head=of_head)
+        where = f"http://{net.head.address}"
+        wait_until(lambda: answers(f"{where}:{DASHBOARD}/api/gcs_healthz"))
+        put(f"{where}:{DASHBOARD}", config_in(manifests, tmp_path), token=token)
+        headers = {"authorization": f"Bearer {secret(manifests, 'api-key', 'api-key')}"}
+        run_dir = RunDir(path=tmp_path / "run_dir")
+        with httpx.Client(base_url=f"{where}:{API}", headers=headers, timeout=120) as client:
+            wait_until(lambda: answers(f"{where}:{API}/readyz"))
+            first = [f"first-{number}" for number in range(16)]
+            submit(client, *first)
+            wait_until(lambda: are_trained(client, first))
+            engines = [each for node in pods["inference"] for each in node.processes(ENGINE)]
+            with run_dir.looked_into() as store:
+                before, newest = read_history(store), store.checkpoints()[0].step
+            net.head.kill()
+            net.head.start()
+            wait_until(lambda: answers(f"{where}:{API}/readyz"))
+            later = [f"later-{number}" for number in range(16)]
+            submit(client, *later)
+            wait_until(lambda: are_trained(client, [*first, *later]))
+            assert engines and all(each.is_running() for each in engines)
+        with run_dir.looked_into() as store:
+            after = read_history(store)
+        assert after.num_terms == before.num_terms + 1
+        committed = tuple(each for each in before.steps if each.step <= newest)
+        assert committed and after.steps[: len(committed)] == committed
+        assert audit(open_journal(run_dir.path)).is_clean
+
+
 def started_pods(
-    net: Network, manifests: Sequence[Manifest], *, token: str, twice: str
+    net: Network,
+    manifests: Sequence[Manifest],
+    *,
+    token: str,
+    twice: str = "",
+    added: Mapping[str, str] | None = None,
+    of_head: Mapping[str, str] | None = None,
 ) -> dict[str, list[Node]]:
-    """By group, its pod; two of the group `twice`."""
+    """By group, its pod; two of the group `twice`. added, of_head: variables beside the chart's."""
     cluster = cluster_of(manifests)
     groups = {"head": cluster["headGroupSpec"]}
     groups |= {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
@@ -104,7 +159,9 @@ def started_pods(
         [container] = spec["containers"]
         [shm] = [each for each in spec["volumes"] if each["name"] == "shm"]
         environ = variables_of(container, manifests)
-        environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, **(added or {})}
+        if name == "head":
+            environ |= of_head or {}
         pods[name] = [
             net.add_pod(
                 group["rayStartParams"],
