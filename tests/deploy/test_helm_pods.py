@@ -56,8 +56,10 @@ def test_every_pod_has_what_pods_says(everything: dict[str, Manifest], group: st
     assert {"key": "shared", "operator": "Exists"} in spec["tolerations"]
     assert "nodeAffinity" in spec["affinity"]
     assert (spec["priorityClassName"], spec["schedulerName"]) == ("research", "volcano")
-    [spread] = spec["topologySpreadConstraints"]
+    spread, across = spec["topologySpreadConstraints"]
     assert spread["maxSkew"] == 1
+    # Its own selector stays as it is.
+    assert across["labelSelector"] == {"matchLabels": {"app.kubernetes.io/instance": "demo"}}
     selector = spread["labelSelector"]["matchLabels"]
     others = [everything[other]["metadata"]["labels"] for other in GROUPS if other != group]
     assert selector.items() <= template["metadata"]["labels"].items()
@@ -98,9 +100,12 @@ def test_what_is_written_to_lies_on_volumes() -> None:
             for mount in container["volumeMounts"]
             if not mount.get("readOnly")
         }
-        assert {"/tmp", "/home/rayloom", "/dev/shm", "/checkpoints"} <= set(writable)
+        home = by_name(container["env"])["HOME"]["value"]
+        assert {"/tmp", home, "/dev/shm", "/checkpoints"} <= set(writable)
         volumes = by_name(template["spec"]["volumes"])
         assert set(writable.values()) <= set(volumes)
+        # Not in /tmp, which is smaller: what a pod fetches, and the caches.
+        assert volumes[writable[home]]["emptyDir"] == {"sizeLimit": "50Gi"}
 
 
 @pytest.mark.parametrize(
@@ -121,8 +126,9 @@ def test_the_object_store_fits_into_shared_memory(size: str | int, expected: flo
 def test_models_of_a_hub_are_fetched_once_before_the_head_starts_and_within_a_deadline(
     everything: dict[str, Manifest],
 ) -> None:
-    fetch = everything["head"]["spec"]["initContainers"][0]
-    assert fetch["name"] == "fetch-models"
+    # Last: a sidecar of the pod's own, or what brings certificates, is there before.
+    greet, fetch = everything["head"]["spec"]["initContainers"]
+    assert (greet["name"], fetch["name"]) == ("greet", "fetch-models")
     assert fetch["command"][:3] == ["timeout", "--kill-after=30", "900"]
     script, *models = fetch["args"]
     ast.parse(script)
@@ -133,6 +139,13 @@ def test_models_of_a_hub_are_fetched_once_before_the_head_starts_and_within_a_de
     }
     mounts = by_name(fetch["volumeMounts"])
     assert by_name(fetch["env"])["HF_HOME"]["value"] == mounts["models"]["mountPath"]
+    ray = ray_container(everything["head"])
+    assert by_name(fetch["env"])["HOME"] == by_name(ray["env"])["HOME"]
+    # The hub is asked through a proxy, and known by a certificate, of the pod's own.
+    assert by_name(fetch["env"])["NCCL_DEBUG"] == {"name": "NCCL_DEBUG", "value": "WARN"}
+    assert fetch["envFrom"] == ray["envFrom"]
+    assert mounts["certificates"] == by_name(ray["volumeMounts"])["certificates"]
+    assert "RAYLOOM_DATABASE_URL" not in by_name(fetch["env"])
     claim = one(rendered({}, *EVERYTHING), "PersistentVolumeClaim", "-models")
     for group, template in everything.items():
         variables = by_name(ray_container(template)["env"])
