@@ -55,7 +55,10 @@ from worlds.helm_chart import HelmError, rendered
         ({"rayVersion": 2.6}, ["rayVersion", "string"]),
         ({"image": {"digest": "sha256:12"}}, ["image.digest"]),
         ({"checkpoints": {"mountPath": "data"}}, ["checkpoints.mountPath"]),
-        ({"monitoring": {"rules": {"runbooks": "docs/runbooks.md"}}}, ["monitoring.rules.runbooks"]),
+        (
+            {"monitoring": {"rules": {"runbooks": "docs/runbooks.md"}}},
+            ["monitoring.rules.runbooks"],
+        ),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
 )
