@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from worlds.helm_chart import (
+    CHART,
     VARIANTS,
     Manifest,
     arguments_of,
@@ -184,6 +191,38 @@ def test_a_models_directory_is_not_fetched(path: str) -> None:
         volume = by_name(template["spec"]["volumes"])["models"]
         assert volume["persistentVolumeClaim"]["claimName"] == "cache"
     assert not [each for each in manifests if each["metadata"]["name"].endswith("-models")]
+
+
+def test_a_sidecar_that_the_document_has_shows_the_runs_log_and_ends_when_told_to(
+    tmp_path: Path,
+) -> None:
+    document = (CHART.parent / "docs" / "deploy.md").read_text("utf-8")
+    [text] = [
+        each for each in re.findall(r"```yaml\n(.*?)```", document, re.S) if "run-log" in each
+    ]
+    spec = pod_templates(rendered(yaml.safe_load(text)))["head"]["spec"]
+    sidecar = by_name(spec["containers"])["run-log"]
+    log = tmp_path / "NAME" / "run.log"
+    command = [part.replace("/checkpoints/runs/", f"{tmp_path}/") for part in sidecar["command"]]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        # The container is there before the run.
+        log.parent.mkdir()
+        log.write_text("step 1\n")
+        assert process.stdout.readline() == b"step 1\n"
+        # As a file that is full is put away.
+        log.rename(log.with_suffix(".log.1"))
+        log.write_text("step 2\n")
+        assert process.stdout.readline() == b"step 2\n"
+        process.terminate()
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.stdout.close()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_task_files_and_environments_come_by_the_workspace(
