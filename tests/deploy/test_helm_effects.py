@@ -132,7 +132,7 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "checkpoints.existingClaim": ("a", {}),
     "checkpoints.size": ("9Gi", {}),
     "checkpoints.storageClass": ("a", {}),
-    "checkpoints.accessModes": (["ReadWriteOncePod"], {}),
+    "checkpoints.accessModes": (["ReadWriteMany"], {"database": {"storageClass": "a"}}),
     "checkpoints.keep": (False, {}),
     "checkpoints.mountPath": ("/other", {}),
     "database.existingSecret": ("a", {}),

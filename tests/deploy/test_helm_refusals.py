@@ -55,6 +55,11 @@ from worlds.helm_chart import HelmError, rendered
         ({"rayVersion": 2.6}, ["rayVersion", "string"]),
         ({"image": {"digest": "sha256:12"}}, ["image.digest"]),
         ({"checkpoints": {"mountPath": "data"}}, ["checkpoints.mountPath"]),
+        # Every pod mounts it.
+        (
+            {"checkpoints": {"accessModes": ["ReadWriteOncePod"]}},
+            ["checkpoints.accessModes", "ReadWriteMany"],
+        ),
         (
             {"monitoring": {"rules": {"runbooks": "docs/runbooks.md"}}},
             ["monitoring.rules.runbooks"],
@@ -144,6 +149,10 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             ["trainer.volumeMounts: /checkpoints stands twice"],
         ),
         (
+            {"trainer": {"volumeMounts": [{"name": "checkpoints", "mountPath": "/tmp/"}]}},
+            ["trainer.volumeMounts: /tmp stands twice"],
+        ),
+        (
             {"trainer": {"volumes": [{"name": "shm", "emptyDir": {}}]}},
             ["trainer.volumes: shm stands twice"],
         ),
@@ -192,6 +201,14 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
         ({"config": {"metrics": {"host": "localhost"}}}, ["config.metrics.host: got localhost"]),
         ({"config": {"service": {"port": 8265}}}, ["config.service.port: got 8265", "Ray's own"]),
         ({"config": {"metrics": {"port": 0}}}, ["config.metrics.port: got 0", "1024 or more"]),
+        (
+            {"config": {"metrics": {"port": 8000}}},
+            ["config.metrics.port: got 8000, which is config.service.port too"],
+        ),
+        (
+            {"serviceAccount": {"name": "demo-rayloom-environment"}},
+            ["serviceAccount.name: got demo-rayloom-environment, the account of environment pods"],
+        ),
         ({"gcs": {"backend": "redis"}}, ["gcs.redis.address: got none", "redis:6379"]),
         ({"rayVersion": "2.51.0"}, ["rayVersion: got 2.51.0", "2.52.0 or newer"]),
         (
@@ -203,6 +220,14 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             ["networkPolicy.egress: got none", "could not reach the database, Redis:"],
         ),
         ({"networkPolicy": {"enabled": True}}, ["networkPolicy.operatorNamespace", "namespace"]),
+        # Each environment actor loads the tokenizer.
+        (
+            {
+                "networkPolicy": {"enabled": True, "operatorNamespace": "ray", "egress": [{}]},
+                "config": {"model": {"tiny": None, "path": "Qwen/Qwen3-0.6B"}},
+            },
+            ["networkPolicy.environmentEgress: got none", "modelCache.enabled"],
+        ),
         (
             {"head": {"env": [{"name": "RAY_AUTH_TOKEN", "value": "x"}]}},
             ["head.env: RAY_AUTH_TOKEN", "take it out"],

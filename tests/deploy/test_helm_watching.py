@@ -245,6 +245,20 @@ def test_each_file_of_rules_is_a_prometheus_rule_with_its_templates_untouched(
         assert each["metadata"]["labels"]["release"] == "kube-prometheus-stack"
 
 
+def test_what_is_watched_may_be_chosen_by_a_label_that_the_chart_has_too() -> None:
+    label = {"app.kubernetes.io/part-of": "kube-prometheus"}
+    watched = {
+        name: {"enabled": True, "labels": label} for name in ("podMonitor", "rules", "dashboards")
+    }
+    manifests = rendered({"monitoring": watched})
+    check_core(manifests)
+    kinds = ("PodMonitor", "PrometheusRule", "ConfigMap")
+    chosen_by = [each["metadata"]["labels"] for each in manifests if each["kind"] in kinds]
+    assert len(chosen_by) == 2 + len(list(DASHBOARDS.iterdir()))
+    for labels in chosen_by:
+        assert label.items() <= labels.items() and labels["app.kubernetes.io/instance"] == "demo"
+
+
 def test_nothing_is_watched_unless_it_is_asked_for() -> None:
     kinds = {manifest["kind"] for manifest in rendered()}
     assert not kinds & {"NetworkPolicy", "PodMonitor", "PrometheusRule", "ConfigMap"}
