@@ -258,7 +258,7 @@ capabilities:
 {{- if and (eq .name "head") (not $values.database.existingSecret) }}
 - name: database
   persistentVolumeClaim:
-    claimName: {{ printf "%s-database" $name | quote }}
+    claimName: {{ default (printf "%s-database" $name) $values.database.existingClaim | quote }}
 {{- end }}
 {{- if $values.modelCache.enabled }}
 - name: models

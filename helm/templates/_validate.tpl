@@ -186,8 +186,11 @@
 {{- end }}
 {{- $checkpoints := .Values.checkpoints }}
 {{- $database := .Values.database }}
+{{- if and $database.existingSecret $database.existingClaim }}
+- "database: got existingSecret and existingClaim, expected one of them: a run has its database in PostgreSQL, or on a volume"
+{{- end }}
 {{- /* A class that gives ReadWriteMany is a network file system, where SQLite breaks (docs/storage.md). */}}
-{{- if and (has "ReadWriteMany" $checkpoints.accessModes) (not $checkpoints.existingClaim) (not $database.existingSecret) (eq $database.storageClass $checkpoints.storageClass) }}
+{{- if and (has "ReadWriteMany" $checkpoints.accessModes) (not $checkpoints.existingClaim) (not $database.existingSecret) (not $database.existingClaim) (eq $database.storageClass $checkpoints.storageClass) }}
 - {{ printf "database.storageClass: got %s, the class of checkpoints, which is to give ReadWriteMany; expected block storage: SQLite breaks on a network file system; name another class, or give a PostgreSQL by database.existingSecret" (default "the cluster's default" $database.storageClass) | quote }}
 {{- end }}
 {{- $outside := list }}

@@ -136,6 +136,7 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "checkpoints.keep": (False, {}),
     "checkpoints.mountPath": ("/other", {}),
     "database.existingSecret": ("a", {}),
+    "database.existingClaim": ("a", {}),
     "database.key": ("other", POSTGRES),
     "database.size": ("9Gi", {}),
     "database.storageClass": ("a", {}),

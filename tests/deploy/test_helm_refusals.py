@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
-from worlds.helm_chart import HelmError, rendered
+from worlds.helm_chart import CHART, HelmError, rendered
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,10 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             ["database.storageClass: got nfs, the class of checkpoints"],
         ),
         (
+            {"database": {"existingSecret": "a", "existingClaim": "b"}},
+            ["database: got existingSecret and existingClaim, expected one of them"],
+        ),
+        (
             {"config": {"service": {"host": "127.0.0.1"}}},
             ["config.service.host: got 127.0.0.1", "expected 0.0.0.0"],
         ),
@@ -248,3 +253,17 @@ def test_all_that_does_not_agree_is_told_at_once() -> None:
     with pytest.raises(HelmError) as refusal:
         rendered({"trainer": {"rayCpus": 1}, "rayVersion": "2.40.0"})
     assert "trainer: 1 pods" in str(refusal.value) and "rayVersion" in str(refusal.value)
+
+
+def test_the_document_shows_a_refusal_as_it_is() -> None:
+    document = (CHART.parent / "docs" / "deploy.md").read_text("utf-8")
+    [shown] = re.findall(r"```\n(Error: .*?)\n```", document, re.S)
+    wrong = {
+        "hub": {"existingSecret": "hub"},
+        "trainer": {"env": [{"name": "HF_TOKEN", "value": "x"}]},
+        "config": {"trainer": {"num_ranks": 9}},
+    }
+    with pytest.raises(HelmError) as refusal:
+        rendered(wrong)
+    for line in shown.splitlines():
+        assert line.removesuffix(" ...") in str(refusal.value)
