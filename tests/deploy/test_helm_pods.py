@@ -240,6 +240,12 @@ def test_task_files_and_environments_come_by_the_workspace(
         assert volume["configMap"]["name"] == files["metadata"]["name"]
 
 
+def test_a_file_of_the_workspace_has_every_character_of_its_text() -> None:
+    texts = {"a": " lead\n\n\n", "b": "{{ .Values }}\t<&>\r\n", "c": "null", "d": "", "e": "é\n\n"}
+    files = one(rendered({"workspace": {"files": texts}}), "ConfigMap", "-workspace")
+    assert files["data"] == texts
+
+
 @pytest.mark.parametrize(
     ("key", "volume"),
     [

@@ -200,6 +200,10 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             ["database: got existingSecret and existingClaim, expected one of them"],
         ),
         (
+            {"database": {"existingClaim": "a"}, "checkpoints": {"existingClaim": "a"}},
+            ["database.existingClaim: got a, which is checkpoints.existingClaim too"],
+        ),
+        (
             {"config": {"service": {"host": "127.0.0.1"}}},
             ["config.service.host: got 127.0.0.1", "expected 0.0.0.0"],
         ),
