@@ -16,8 +16,10 @@ from pydantic import ValidationError
 
 from deploy.run_arguments import RunArguments
 from service.config.file import ConfigError, dump_config
-from service.launch.run_dir import RunDir
+from service.launch.run_dir import RunDir, check_new, place_store, prepared_directory, run_id_of
+from service.store.database import PATIENCE_S
 from service.store.errors import StoreError
+from service.store.place import StoreOptions
 
 EXIT_REFUSED = 2
 # Where the configuration says nothing: in it a Prometheus that comes once a minute reads the end.
@@ -25,8 +27,9 @@ LAST_SCRAPES_S = 120.0
 
 
 def train_command(text: str, *, directory: Path) -> list[str]:
-    """The command line. directory: of the configuration's file, which is written there.
+    """The command line, once the database answers.
 
+    directory: of the configuration's file, which is written there.
     Raises: ValidationError, ConfigError, StoreError for what cannot run.
     """
     arguments = RunArguments.model_validate_json(text)
@@ -34,11 +37,16 @@ def train_command(text: str, *, directory: Path) -> list[str]:
     config = arguments.read_config()
     metrics = replace(config.metrics, stays_s=config.metrics.stays_s or LAST_SCRAPES_S)
     file.write_text(dump_config(replace(config, metrics=metrics)), encoding="utf-8")
-    run_dir = RunDir(path=arguments.run_dir)
+    # PostgreSQL may be starting as well.
+    run_dir = RunDir(path=arguments.run_dir, patience_s=PATIENCE_S)
     command = [sys.executable, "-m", "service.cli.main", "train", str(file), "--address", "auto"]
     if run_dir.has_run():
         return [*command, "--resume", str(run_dir.path)]
     state_dir = arguments.state_dir
+    check_new(run_dir)
+    with prepared_directory(run_dir):
+        # The command itself waits for no database. Nothing is left in the directory.
+        place_store(run_dir, run_id_of(config, run_dir), StoreOptions(state_dir=state_dir))
     place = [] if state_dir is None else ["--state-dir", str(state_dir)]
     return [*command, "--run-dir", str(run_dir.path), *place]
 

@@ -55,15 +55,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end -}}
 
 {{/* The metadata of an object. Takes: context; suffix of the name, or the whole name;
-     annotations and further labels, where it has any. */}}
+     annotations, and labels beside the chart's own or in their place, where it has any. */}}
 {{- define "rayloom.metadata" -}}
 name: {{ default (printf "%s%s" (include "rayloom.fullname" .context) (default "" .suffix)) .name | quote }}
 namespace: {{ .context.Release.Namespace | quote }}
-labels:
-  {{- include "rayloom.labels" .context | nindent 2 }}
-  {{- with .labels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+labels: {{- mergeOverwrite (include "rayloom.labels" .context | fromYaml) (default dict .labels) | toYaml | nindent 2 }}
 {{- with .annotations }}
 annotations: {{- toYaml . | nindent 2 }}
 {{- end }}

@@ -46,10 +46,11 @@ spec:
   {{- with $group.topologySpreadConstraints }}
   topologySpreadConstraints:
     {{- range . }}
-    - {{- mergeOverwrite (dict "labelSelector" (dict "matchLabels" $own)) . | toYaml | nindent 6 }}
+    {{- $counted := hasKey . "labelSelector" | ternary (dict) (dict "labelSelector" (dict "matchLabels" $own)) }}
+    - {{- merge $counted . | toYaml | nindent 6 }}
     {{- end }}
   {{- end }}
-  {{- $init := concat (include "rayloom.modelDownload" $pod | fromYamlArray) $group.initContainers }}
+  {{- $init := concat $group.initContainers (include "rayloom.modelDownload" $pod | fromYamlArray) }}
   {{- with $init }}
   initContainers: {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -136,6 +137,7 @@ capabilities:
 {{- if and (eq .name "head") $values.database.existingSecret }}
 {{ include "rayloom.secretVariable" (dict "name" "RAYLOOM_DATABASE_URL" "secret" $values.database.existingSecret "key" $values.database.key) }}
 {{- end }}
+{{- include "rayloom.home" . | nindent 0 }}
 {{- if $values.modelCache.enabled }}
 - name: HF_HOME
   value: {{ $values.modelCache.mountPath | quote }}
@@ -165,6 +167,12 @@ capabilities:
 {{- with .group.env }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* The image's own home directory is in /tmp, which is smaller. */}}
+{{- define "rayloom.home" -}}
+- name: HOME
+  value: /home/rayloom
 {{- end -}}
 
 {{- define "rayloom.hubToken" -}}
@@ -201,7 +209,8 @@ capabilities:
 {{- end -}}
 
 {{/* With a root file system that is read-only, /tmp and the home directory are what is written to beside
-     the volumes: Ray's session and what it spills; the caches of vLLM, torch and Triton. */}}
+     the volumes: Ray's session, what it spills, and what torch compiles; models, and the caches of vLLM, Triton and
+     FlashInfer. */}}
 {{- define "rayloom.mounts" -}}
 {{- $values := .context.Values -}}
 - name: checkpoints
@@ -249,7 +258,7 @@ capabilities:
 {{- if and (eq .name "head") (not $values.database.existingSecret) }}
 - name: database
   persistentVolumeClaim:
-    claimName: {{ printf "%s-database" $name | quote }}
+    claimName: {{ default (printf "%s-database" $name) $values.database.existingClaim | quote }}
 {{- end }}
 {{- if $values.modelCache.enabled }}
 - name: models
@@ -290,7 +299,8 @@ capabilities:
 {{- end -}}
 
 {{/* The head's init container, as a list: workers start once the head is there. It ends within its
-     deadline, and is then started again by Kubernetes, each time later. */}}
+     deadline, and is then started again by Kubernetes, each time later. It has the pod's own variables and
+     volumes (a proxy, certificates), and starts after the pod's own init containers, which may bring them. */}}
 {{- define "rayloom.modelDownload" -}}
 {{- $models := include "rayloom.hubModels" .context | fromJsonArray -}}
 {{- $cache := .context.Values.modelCache -}}
@@ -308,9 +318,16 @@ capabilities:
           print(snapshot_download(name), flush=True)
     {{- toYaml $models | nindent 4 }}
   env:
+    {{- include "rayloom.home" . | nindent 4 }}
     - name: HF_HOME
       value: {{ $cache.mountPath | quote }}
     {{- include "rayloom.hubToken" .context | nindent 4 }}
+    {{- with .group.env }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with .group.envFrom }}
+  envFrom: {{- toYaml . | nindent 4 }}
+  {{- end }}
   resources: {{- include "rayloom.resources" .group | nindent 4 }}
   volumeMounts:
     - name: models
@@ -319,5 +336,8 @@ capabilities:
       mountPath: /tmp
     - name: home
       mountPath: /home/rayloom
+    {{- with .group.volumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end }}
 {{- end -}}

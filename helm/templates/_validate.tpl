@@ -74,7 +74,7 @@
 {{- end }}
 {{- $paths := list }}
 {{- range .container.volumeMounts }}
-{{- $paths = append $paths .mountPath }}
+{{- $paths = append $paths (clean .mountPath) }}
 {{- if not (has .name $.volumes) }}
 - {{ printf "%s.volumeMounts: %s is mounted at %s, and there is no such volume; add it to the group's volumes or to pods.volumes" $where .name .mountPath | quote }}
 {{- end }}
@@ -138,6 +138,9 @@
 {{- else if not (and .Values.config.model .Values.config.tasks) }}
 - "config: has no model or no tasks, expected both; take a whole configuration, such as of the chart's values-cpu-dev.yaml"
 {{- end }}
+{{- if eq (int $config.service.port) (int $config.metrics.port) }}
+- {{ printf "config.metrics.port: got %d, which is config.service.port too; expected two ports of the head: choose another" (int $config.metrics.port) | quote }}
+{{- end }}
 {{- $taken := list 6379 8080 8265 10001 44217 44227 52365 -}}
 {{- range $section := list "service" "metrics" }}
 {{- $host := index $config $section "host" -}}
@@ -171,6 +174,10 @@
 - "workspace.files: got more than a ConfigMap holds, 1 MiB; put them on a volume and name it as existingClaim"
 {{- end }}
 {{- end }}
+{{- $environments := include "rayloom.serviceAccountName" (dict "context" . "name" "environment") }}
+{{- if and .Values.serviceAccount.create (eq .Values.serviceAccount.name $environments) }}
+- {{ printf "serviceAccount.name: got %s, the account of environment pods, which is to have no rights; choose another" $environments | quote }}
+{{- end }}
 {{- if and (eq .Values.gcs.backend "redis") (not .Values.gcs.redis.address) }}
 - "gcs.redis.address: got none with gcs.backend redis; expected one such as redis:6379"
 {{- end }}
@@ -179,8 +186,14 @@
 {{- end }}
 {{- $checkpoints := .Values.checkpoints }}
 {{- $database := .Values.database }}
+{{- if and $database.existingSecret $database.existingClaim }}
+- "database: got existingSecret and existingClaim, expected one of them: a run has its database in PostgreSQL, or on a volume"
+{{- end }}
+{{- if and $database.existingClaim (eq $database.existingClaim $checkpoints.existingClaim) }}
+- {{ printf "database.existingClaim: got %s, which is checkpoints.existingClaim too; expected a volume of its own: every pod has that one" $database.existingClaim | quote }}
+{{- end }}
 {{- /* A class that gives ReadWriteMany is a network file system, where SQLite breaks (docs/storage.md). */}}
-{{- if and (has "ReadWriteMany" $checkpoints.accessModes) (not $checkpoints.existingClaim) (not $database.existingSecret) (eq $database.storageClass $checkpoints.storageClass) }}
+{{- if and (has "ReadWriteMany" $checkpoints.accessModes) (not $checkpoints.existingClaim) (not $database.existingSecret) (not $database.existingClaim) (eq $database.storageClass $checkpoints.storageClass) }}
 - {{ printf "database.storageClass: got %s, the class of checkpoints, which is to give ReadWriteMany; expected block storage: SQLite breaks on a network file system; name another class, or give a PostgreSQL by database.existingSecret" (default "the cluster's default" $database.storageClass) | quote }}
 {{- end }}
 {{- $outside := list }}
@@ -189,6 +202,10 @@
 {{- if include "rayloom.hubModels" . | fromJsonArray }}{{- $outside = append $outside "the model hub" }}{{- end }}
 {{- if and .Values.networkPolicy.enabled $outside (not .Values.networkPolicy.egress) }}
 - {{ printf "networkPolicy.egress: got none with networkPolicy.enabled; the pods could not reach %s: expected rules that allow it" (join ", " $outside) | quote }}
+{{- end }}
+{{- $model := dig "model" "path" "" .Values.config }}
+{{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.environmentEgress) (not .Values.modelCache.enabled) (has $model (include "rayloom.hubModels" . | fromJsonArray)) }}
+- {{ printf "networkPolicy.environmentEgress: got none with networkPolicy.enabled; environment pods load the tokenizer of %s from the model hub: expected rules that allow it, or modelCache.enabled, with which the head alone asks the hub" $model | quote }}
 {{- end }}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.operatorNamespace) }}
 - "networkPolicy.operatorNamespace: got none with networkPolicy.enabled; without it the operator could not reach the head: name the namespace that it runs in"

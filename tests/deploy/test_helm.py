@@ -356,6 +356,22 @@ def test_the_database_lies_with_the_head_alone_or_behind_a_secret() -> None:
             assert "database" not in {volume["name"] for volume in template["spec"]["volumes"]}
 
 
+def test_a_database_that_was_kept_is_gone_on_with_by_the_name_of_its_claim() -> None:
+    manifests = rendered({"database": {"existingClaim": "restored"}})
+    volumes = {each["name"]: each for each in pod_templates(manifests)["head"]["spec"]["volumes"]}
+    assert volumes["database"]["persistentVolumeClaim"] == {"claimName": "restored"}
+    assert arguments_of(manifests)["state_dir"].startswith("/database/")
+    claims = [each for each in manifests if each["kind"] == "PersistentVolumeClaim"]
+    assert [each["metadata"]["name"] for each in claims] == ["demo-rayloom-checkpoints"]
+    # What class it is of, the chart does not know.
+    rendered(
+        {
+            "database": {"existingClaim": "restored"},
+            "checkpoints": {"accessModes": ["ReadWriteMany"]},
+        }
+    )
+
+
 def test_the_claim_outlives_the_release_unless_it_is_told_otherwise() -> None:
     for name in ("checkpoints", "database"):
         claim = one(rendered(), "PersistentVolumeClaim", f"-{name}")

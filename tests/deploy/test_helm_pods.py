@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from worlds.helm_chart import (
+    CHART,
     VARIANTS,
     Manifest,
     arguments_of,
@@ -56,8 +63,10 @@ def test_every_pod_has_what_pods_says(everything: dict[str, Manifest], group: st
     assert {"key": "shared", "operator": "Exists"} in spec["tolerations"]
     assert "nodeAffinity" in spec["affinity"]
     assert (spec["priorityClassName"], spec["schedulerName"]) == ("research", "volcano")
-    [spread] = spec["topologySpreadConstraints"]
+    spread, across = spec["topologySpreadConstraints"]
     assert spread["maxSkew"] == 1
+    # Its own selector stays as it is.
+    assert across["labelSelector"] == {"matchLabels": {"app.kubernetes.io/instance": "demo"}}
     selector = spread["labelSelector"]["matchLabels"]
     others = [everything[other]["metadata"]["labels"] for other in GROUPS if other != group]
     assert selector.items() <= template["metadata"]["labels"].items()
@@ -98,9 +107,12 @@ def test_what_is_written_to_lies_on_volumes() -> None:
             for mount in container["volumeMounts"]
             if not mount.get("readOnly")
         }
-        assert {"/tmp", "/home/rayloom", "/dev/shm", "/checkpoints"} <= set(writable)
+        home = by_name(container["env"])["HOME"]["value"]
+        assert {"/tmp", home, "/dev/shm", "/checkpoints"} <= set(writable)
         volumes = by_name(template["spec"]["volumes"])
         assert set(writable.values()) <= set(volumes)
+        # Not in /tmp, which is smaller: what a pod fetches, and the caches.
+        assert volumes[writable[home]]["emptyDir"] == {"sizeLimit": "50Gi"}
 
 
 @pytest.mark.parametrize(
@@ -121,8 +133,9 @@ def test_the_object_store_fits_into_shared_memory(size: str | int, expected: flo
 def test_models_of_a_hub_are_fetched_once_before_the_head_starts_and_within_a_deadline(
     everything: dict[str, Manifest],
 ) -> None:
-    fetch = everything["head"]["spec"]["initContainers"][0]
-    assert fetch["name"] == "fetch-models"
+    # Last: a sidecar of the pod's own, or what brings certificates, is there before.
+    greet, fetch = everything["head"]["spec"]["initContainers"]
+    assert (greet["name"], fetch["name"]) == ("greet", "fetch-models")
     assert fetch["command"][:3] == ["timeout", "--kill-after=30", "900"]
     script, *models = fetch["args"]
     ast.parse(script)
@@ -133,6 +146,13 @@ def test_models_of_a_hub_are_fetched_once_before_the_head_starts_and_within_a_de
     }
     mounts = by_name(fetch["volumeMounts"])
     assert by_name(fetch["env"])["HF_HOME"]["value"] == mounts["models"]["mountPath"]
+    ray = ray_container(everything["head"])
+    assert by_name(fetch["env"])["HOME"] == by_name(ray["env"])["HOME"]
+    # The hub is asked through a proxy, and known by a certificate, of the pod's own.
+    assert by_name(fetch["env"])["NCCL_DEBUG"] == {"name": "NCCL_DEBUG", "value": "WARN"}
+    assert fetch["envFrom"] == ray["envFrom"]
+    assert mounts["certificates"] == by_name(ray["volumeMounts"])["certificates"]
+    assert "RAYLOOM_DATABASE_URL" not in by_name(fetch["env"])
     claim = one(rendered({}, *EVERYTHING), "PersistentVolumeClaim", "-models")
     for group, template in everything.items():
         variables = by_name(ray_container(template)["env"])
@@ -173,6 +193,38 @@ def test_a_models_directory_is_not_fetched(path: str) -> None:
     assert not [each for each in manifests if each["metadata"]["name"].endswith("-models")]
 
 
+def test_a_sidecar_that_the_document_has_shows_the_runs_log_and_ends_when_told_to(
+    tmp_path: Path,
+) -> None:
+    document = (CHART.parent / "docs" / "deploy.md").read_text("utf-8")
+    [text] = [
+        each for each in re.findall(r"```yaml\n(.*?)```", document, re.S) if "run-log" in each
+    ]
+    spec = pod_templates(rendered(yaml.safe_load(text)))["head"]["spec"]
+    sidecar = by_name(spec["containers"])["run-log"]
+    log = tmp_path / "NAME" / "run.log"
+    command = [part.replace("/checkpoints/runs/", f"{tmp_path}/") for part in sidecar["command"]]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        # The container is there before the run.
+        log.parent.mkdir()
+        log.write_text("step 1\n")
+        assert process.stdout.readline() == b"step 1\n"
+        # As a file that is full is put away.
+        log.rename(log.with_suffix(".log.1"))
+        log.write_text("step 2\n")
+        assert process.stdout.readline() == b"step 2\n"
+        process.terminate()
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.stdout.close()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def test_task_files_and_environments_come_by_the_workspace(
     everything: dict[str, Manifest],
 ) -> None:
@@ -186,6 +238,12 @@ def test_task_files_and_environments_come_by_the_workspace(
         assert mount == {"name": "workspace", "mountPath": "/workspace", "readOnly": True}
         volume = by_name(template["spec"]["volumes"])["workspace"]
         assert volume["configMap"]["name"] == files["metadata"]["name"]
+
+
+def test_a_file_of_the_workspace_has_every_character_of_its_text() -> None:
+    texts = {"a": " lead\n\n\n", "b": "{{ .Values }}\t<&>\r\n", "c": "null", "d": "", "e": "é\n\n"}
+    files = one(rendered({"workspace": {"files": texts}}), "ConfigMap", "-workspace")
+    assert files["data"] == texts
 
 
 @pytest.mark.parametrize(

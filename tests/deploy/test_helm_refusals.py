@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
-from worlds.helm_chart import HelmError, rendered
+from worlds.helm_chart import CHART, HelmError, rendered
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,15 @@ from worlds.helm_chart import HelmError, rendered
         ({"rayVersion": 2.6}, ["rayVersion", "string"]),
         ({"image": {"digest": "sha256:12"}}, ["image.digest"]),
         ({"checkpoints": {"mountPath": "data"}}, ["checkpoints.mountPath"]),
+        # Every pod mounts it.
+        (
+            {"checkpoints": {"accessModes": ["ReadWriteOncePod"]}},
+            ["checkpoints.accessModes", "ReadWriteMany"],
+        ),
+        (
+            {"monitoring": {"rules": {"runbooks": "docs/runbooks.md"}}},
+            ["monitoring.rules.runbooks"],
+        ),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
 )
@@ -140,6 +150,10 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             ["trainer.volumeMounts: /checkpoints stands twice"],
         ),
         (
+            {"trainer": {"volumeMounts": [{"name": "checkpoints", "mountPath": "/tmp/"}]}},
+            ["trainer.volumeMounts: /tmp stands twice"],
+        ),
+        (
             {"trainer": {"volumes": [{"name": "shm", "emptyDir": {}}]}},
             ["trainer.volumes: shm stands twice"],
         ),
@@ -182,12 +196,28 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             ["database.storageClass: got nfs, the class of checkpoints"],
         ),
         (
+            {"database": {"existingSecret": "a", "existingClaim": "b"}},
+            ["database: got existingSecret and existingClaim, expected one of them"],
+        ),
+        (
+            {"database": {"existingClaim": "a"}, "checkpoints": {"existingClaim": "a"}},
+            ["database.existingClaim: got a, which is checkpoints.existingClaim too"],
+        ),
+        (
             {"config": {"service": {"host": "127.0.0.1"}}},
             ["config.service.host: got 127.0.0.1", "expected 0.0.0.0"],
         ),
         ({"config": {"metrics": {"host": "localhost"}}}, ["config.metrics.host: got localhost"]),
         ({"config": {"service": {"port": 8265}}}, ["config.service.port: got 8265", "Ray's own"]),
         ({"config": {"metrics": {"port": 0}}}, ["config.metrics.port: got 0", "1024 or more"]),
+        (
+            {"config": {"metrics": {"port": 8000}}},
+            ["config.metrics.port: got 8000, which is config.service.port too"],
+        ),
+        (
+            {"serviceAccount": {"name": "demo-rayloom-environment"}},
+            ["serviceAccount.name: got demo-rayloom-environment, the account of environment pods"],
+        ),
         ({"gcs": {"backend": "redis"}}, ["gcs.redis.address: got none", "redis:6379"]),
         ({"rayVersion": "2.51.0"}, ["rayVersion: got 2.51.0", "2.52.0 or newer"]),
         (
@@ -199,6 +229,14 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             ["networkPolicy.egress: got none", "could not reach the database, Redis:"],
         ),
         ({"networkPolicy": {"enabled": True}}, ["networkPolicy.operatorNamespace", "namespace"]),
+        # Each environment actor loads the tokenizer.
+        (
+            {
+                "networkPolicy": {"enabled": True, "operatorNamespace": "ray", "egress": [{}]},
+                "config": {"model": {"tiny": None, "path": "Qwen/Qwen3-0.6B"}},
+            },
+            ["networkPolicy.environmentEgress: got none", "modelCache.enabled"],
+        ),
         (
             {"head": {"env": [{"name": "RAY_AUTH_TOKEN", "value": "x"}]}},
             ["head.env: RAY_AUTH_TOKEN", "take it out"],
@@ -219,3 +257,17 @@ def test_all_that_does_not_agree_is_told_at_once() -> None:
     with pytest.raises(HelmError) as refusal:
         rendered({"trainer": {"rayCpus": 1}, "rayVersion": "2.40.0"})
     assert "trainer: 1 pods" in str(refusal.value) and "rayVersion" in str(refusal.value)
+
+
+def test_the_document_shows_a_refusal_as_it_is() -> None:
+    document = (CHART.parent / "docs" / "deploy.md").read_text("utf-8")
+    [shown] = re.findall(r"```\n(Error: .*?)\n```", document, re.S)
+    wrong = {
+        "hub": {"existingSecret": "hub"},
+        "trainer": {"env": [{"name": "HF_TOKEN", "value": "x"}]},
+        "config": {"trainer": {"num_ranks": 9}},
+    }
+    with pytest.raises(HelmError) as refusal:
+        rendered(wrong)
+    for line in shown.splitlines():
+        assert line.removesuffix(" ...") in str(refusal.value)

@@ -11,8 +11,10 @@ import pytest
 import yaml
 from worlds.helm_chart import (
     CHART,
+    CPU_DEV,
     VARIANTS,
     Manifest,
+    helm,
     one,
     pod_templates,
     rendered,
@@ -76,6 +78,15 @@ def test_the_policy_holds_for_every_pod_in_both_directions_and_no_rule_is_open()
         (53, "UDP"),
         (53, "TCP"),
     }
+
+
+def test_the_operators_labels_may_be_taken_out() -> None:
+    """Helm lays an empty map over the default, which then stays; a null takes its key out."""
+    labels = {"app.kubernetes.io/name": None}
+    policy = {"enabled": True, "operatorNamespace": "ray", "operatorLabels": labels}
+    [held] = policies(rendered({"networkPolicy": policy})).values()
+    [peer] = held["ingress"][1]["from"]
+    assert "podSelector" not in peer
 
 
 def test_peers_are_let_in_by_the_names_of_ports_that_the_head_has() -> None:
@@ -155,13 +166,25 @@ def test_each_dashboard_is_a_config_map_that_grafanas_sidecar_finds() -> None:
             # Helm keeps it in etcd beside the rest, where an object has at most 1.5 MiB.
             assert len(json.dumps(each)) < 900_000
             found |= each["data"]
-    assert found == {file.name: file.read_text("utf-8") for file in DASHBOARDS.iterdir()}
+    files = {file.name: json.loads(file.read_text("utf-8")) for file in DASHBOARDS.iterdir()}
+    assert sum(without_runbooks(each) for each in files.values()) > 10
+    assert {name: json.loads(text) for name, text in found.items()} == files
+    # No address of the runbooks is known to it.
+    assert "unbook" not in "".join(found.values())
 
 
-def test_the_dashboards_link_to_where_the_runbooks_stand() -> None:
+def without_runbooks(dashboard: dict[str, Any]) -> int:
+    """Take out what leads to them; returns how many panels had links."""
+    listed = dashboard["templating"]["list"]
+    listed[:] = [each for each in listed if each["name"] != "runbooks"]
+    return len([panel.pop("links") for panel in dashboard["panels"] if "links" in panel])
+
+
+def test_the_dashboards_and_alerts_link_to_where_the_runbooks_stand() -> None:
     dashboards, address = {"enabled": True}, "https://wiki.example/rayloom"
-    values = {"monitoring": {"dashboards": dashboards, "rules": {"runbooks": address}}}
-    found = [each for each in rendered(values) if each["kind"] == "ConfigMap"]
+    rules = {"enabled": True, "runbooks": address}
+    manifests = rendered({"monitoring": {"dashboards": dashboards, "rules": rules}})
+    found = [each for each in manifests if each["kind"] == "ConfigMap"]
     texts = [text for each in found for text in each["data"].values()]
     assert len(texts) == len(list(DASHBOARDS.iterdir()))
     for text in texts:
@@ -169,6 +192,27 @@ def test_the_dashboards_link_to_where_the_runbooks_stand() -> None:
             item for item in json.loads(text)["templating"]["list"] if item["name"] == "runbooks"
         ]
         assert variable["query"] == variable["current"]["value"] == address
+    assert all(rule["annotations"]["runbook_url"].startswith(address) for rule in alerts(manifests))
+
+
+def alerts(manifests: list[Manifest]) -> list[dict[str, Any]]:
+    groups = one(manifests, "PrometheusRule")["spec"]["groups"]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
+
+
+def test_without_an_address_of_the_runbooks_alerts_have_no_link_and_the_notes_say_so() -> None:
+    rules = {"enabled": True}
+    linked = {"monitoring": {"rules": {**rules, "runbooks": "https://wiki.example/rayloom"}}}
+    expected = alerts(rendered(linked))
+    for rule in expected:
+        del rule["annotations"]["runbook_url"]
+    assert expected and alerts(rendered({"monitoring": {"rules": rules}})) == expected
+    for option, is_said in (("rules.enabled=true", True), ("podMonitor.enabled=true", False)):
+        notes = helm(
+            "install", "demo", CHART, "--dry-run=client", "--values", CPU_DEV,
+            "--set", f"monitoring.{option}",
+        )  # fmt: skip
+        assert ("monitoring.rules.runbooks" in notes) == is_said
 
 
 def test_each_file_of_rules_is_a_prometheus_rule_with_its_templates_untouched(
@@ -199,6 +243,20 @@ def test_each_file_of_rules_is_a_prometheus_rule_with_its_templates_untouched(
     for each in rules:
         assert each["spec"] == spec
         assert each["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+
+
+def test_what_is_watched_may_be_chosen_by_a_label_that_the_chart_has_too() -> None:
+    label = {"app.kubernetes.io/part-of": "kube-prometheus"}
+    watched = {
+        name: {"enabled": True, "labels": label} for name in ("podMonitor", "rules", "dashboards")
+    }
+    manifests = rendered({"monitoring": watched})
+    check_core(manifests)
+    kinds = ("PodMonitor", "PrometheusRule", "ConfigMap")
+    chosen_by = [each["metadata"]["labels"] for each in manifests if each["kind"] in kinds]
+    assert len(chosen_by) == 2 + len(list(DASHBOARDS.iterdir()))
+    for labels in chosen_by:
+        assert label.items() <= labels.items() and labels["app.kubernetes.io/instance"] == "demo"
 
 
 def test_nothing_is_watched_unless_it_is_asked_for() -> None:

@@ -10,12 +10,17 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from worlds.helm_chart import CHART
 from worlds.missing_tools import skip_or_fail
 
+from service.launch.run_dir import RunDir
+
 ROOT = CHART.parent
+COMPOSE = ROOT / "deploy" / "stack" / "compose.yaml"
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("Dockerfile.*"))
 every_dockerfile = pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
 
@@ -106,3 +111,43 @@ def test_hadolint_finds_nothing(file: Path) -> None:
         skip_or_fail("there is no hadolint: `make setup` installs it")
     done = subprocess.run([program, file], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.returncode) == ("", 0)
+
+
+def composed() -> dict[str, Any]:
+    """The service of the stack for Docker."""
+    found: dict[str, Any] = yaml.safe_load(COMPOSE.read_text("utf-8"))["services"]["rayloom"]
+    return found
+
+
+def test_the_stacks_runs_lie_where_the_images_user_may_write() -> None:
+    """Docker gives a new volume the owner that its place has in the image; root, where none is."""
+    [place] = [each.split(":")[1] for each in composed()["volumes"] if each.startswith("runs:")]
+    for file in DOCKERFILES:
+        [line] = [line for line in instructions(file) if "useradd" in line]
+        assert f"install --directory --owner=1000 --group=1000 {place}" in " ".join(line.split())
+
+
+def test_the_stack_begins_a_run_and_goes_on_with_the_one_that_is_there(tmp_path: Path) -> None:
+    program = tmp_path / "rayloom"
+    program.write_text("#!/bin/sh\necho $@\n")
+    program.chmod(0o755)
+    # Compose reads $$ as one.
+    *shell, line = (part.replace("$$", "$") for part in composed()["command"])
+    command = [*shell, line.replace("/runs/", f"{tmp_path}/")]
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def told() -> list[str]:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.split()
+
+    run_dir = RunDir(path=tmp_path / "guessing")
+    first = ["serve", "/configs/guessing-cpu.yaml", "--run-dir", str(run_dir.path)]
+    assert told()[:4] == first
+    run_dir.path.mkdir()
+    # A start that was interrupted leaves no run.
+    run_dir.config_file.touch()
+    assert told()[:4] == first
+    run_dir.database_file.touch()
+    assert told()[:4] == [*first[:2], "--resume", str(run_dir.path)]
+    assert "metrics.port=9400" in told()

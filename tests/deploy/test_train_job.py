@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from worlds.breaking_proxy import breaking_proxy
 from worlds.helm_chart import arguments_of, rendered
+from worlds.postgresql_server import PASSWORD, postgresql
 
 from deploy.run_arguments import RunArguments
 from deploy.train_job import LAST_SCRAPES_S, train_command
 from service.config.file import ConfigError, load_config
+from service.launch.run_dir import RunDir, run_id_of
+from service.store.place import VARIABLE, StoreOptions, chosen_url, record
+from service.store.run_store import RunStore
 
 
 def told(directory: Path, **changes: Any) -> str:
@@ -51,11 +57,50 @@ def test_a_job_that_is_started_again_goes_on_with_its_run(tmp_path: Path) -> Non
     assert command[-2:] == ["--resume", str(tmp_path / "run")]
 
 
+def test_a_database_that_is_away_at_the_start_is_waited_for(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    text = told(tmp_path, state_dir=None)
+    config, run_dir = RunArguments.model_validate_json(text).read_config(), tmp_path / "run"
+
+    def tail_of_command() -> list[str]:
+        proxy.cut()
+        threading.Timer(1.0, proxy.mend).start()
+        command = train_command(text, directory=tmp_path)
+        assert not proxy.is_cut
+        return command[-2:]
+
+    with (
+        postgresql(tmp_path_factory.mktemp("database") / "server") as server,
+        breaking_proxy(server.port) as proxy,
+    ):
+        url = server.url.replace(f":{server.port}/", f":{proxy.port}/") + "?sslmode=disable"
+        monkeypatch.setenv(VARIABLE, url)
+        assert tail_of_command() == ["--run-dir", str(run_dir)]
+        # The run is begun by the command alone.
+        assert not run_dir.exists()
+        run_dir.mkdir()
+        place = chosen_url(run_dir, run_id_of(config, RunDir(path=run_dir)), StoreOptions())
+        record(run_dir / "store.json", place)
+        store = RunStore(place)
+        store.acquire_lease(owner="elsewhere:1")
+        store.close()
+        assert tail_of_command() == ["--resume", str(run_dir)]
+
+
 def test_what_cannot_run_is_refused_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="run_dri"):
         train_command(told(tmp_path, run_dri="x"), directory=tmp_path)
     with pytest.raises(ConfigError, match=r"of the arguments is refused:\n  - run\.steps: got 0"):
         train_command(told(tmp_path, overrides=["run.steps=0"]), directory=tmp_path)
+    # What is not the run's stays.
+    foreign = tmp_path / "run" / "config.yaml"
+    foreign.parent.mkdir()
+    foreign.write_text("a: 1")
+    with pytest.raises(ConfigError, match="is not empty"):
+        train_command(told(tmp_path), directory=tmp_path)
+    assert foreign.read_text() == "a: 1"
 
 
 def test_overrides_leave_the_given_tree_as_it_was() -> None:

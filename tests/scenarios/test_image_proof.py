@@ -75,6 +75,8 @@ def test_the_image_says_what_it_is_and_keeps_nothing_of_this_machine(image: Imag
     assert labels["org.opencontainers.image.title"] == "Rayloom on CPU"
     assert labels["org.opencontainers.image.base.name"] == "localhost/base"
     assert image.config["User"] == "1000:1000"
+    # Where deploy/stack/compose.yaml has a volume.
+    assert (image.files / "runs").stat().st_uid == 1000
     pip = image.files / "etc" / "pip.conf"
     assert not pip.exists() or pip.read_text() == ""
 

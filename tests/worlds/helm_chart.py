@@ -43,6 +43,17 @@ GoLoader.add_implicit_resolver(
 )
 
 
+class OnceLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Refuses a key that stands twice, of which PyYAML would take the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise yaml.YAMLError(f"{', '.join(sorted(twice))} twice: {node.start_mark}")
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return mapping
+
+
 class HelmError(Exception):
     """Helm refused; the text is what it printed."""
 
@@ -87,8 +98,7 @@ def rendered(
 
 def parsed(text: str) -> list[Manifest]:
     """The objects of a stream of YAML documents."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return [manifest for manifest in yaml.load_all(text, Loader=loader) if manifest is not None]
+    return [each for each in yaml.load_all(text, Loader=OnceLoader) if each is not None]
 
 
 @cache

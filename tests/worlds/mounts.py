@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from worlds.missing_tools import skip_or_fail
 
 _DETACH = 2
 # Another user's: the kernel then tells the type without asking a daemon, and there is none.
@@ -52,7 +52,8 @@ def _mounted(directory: Path, *, kind: str, options: str) -> Iterator[None]:
     libc = ctypes.CDLL(None, use_errno=True)
     where = os.fsencode(directory)
     if libc.mount(b"test", where, kind.encode(), 0, options.encode()) != 0:
-        _give_up(f"{kind} cannot be mounted here: {os.strerror(ctypes.get_errno())}")
+        # Root of a container may still not be allowed to.
+        skip_or_fail(f"{kind} cannot be mounted here: {os.strerror(ctypes.get_errno())}")
     try:
         yield
     finally:
@@ -61,9 +62,4 @@ def _mounted(directory: Path, *, kind: str, options: str) -> Iterator[None]:
 
 def _need_root(device: str) -> None:
     if not sys.platform.startswith("linux") or os.geteuid() != 0 or not os.path.exists(device):
-        _give_up(f"mounting takes Linux, root and {device}")
-
-
-def _give_up(reason: str) -> None:
-    # Root of a container may still not be allowed to mount.
-    pytest.skip(reason)
+        skip_or_fail(f"mounting takes Linux, root and {device}")

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-import pytest
+
+from worlds.missing_tools import skip_or_fail
 
 # Longer than all tests of a process take on a busy machine.
 LIFE_S = 3600
@@ -33,10 +34,7 @@ def find_program(name: str) -> str:
             return str(folder / name)
     if found := shutil.which(name):
         return found
-    reason = f"there is no {name}: install Debian's postgresql"
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
+    skip_or_fail(f"there is no {name}: install Debian's postgresql")
 
 
 @dataclass
