@@ -39,7 +39,7 @@ from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from sqlalchemy.pool import NullPool
 
 from service.store import tables
-from service.store.errors import StoreError
+from service.store.errors import Damaged, StoreError
 from service.store.place import shown, sqlite_file, with_password
 
 log = logging.getLogger("rayloom.store")
@@ -209,6 +209,9 @@ class Database:
             f"the database {self.location} cannot be {what} ({_reason(error)}); expected {expected}"
         )
 
+    def damaged(self, how: str) -> StoreError:
+        return StoreError(f"the database {self.location} is damaged ({how}); restore a copy")
+
     @contextmanager
     def _reading_connection(self) -> Iterator[Connection]:
         options: dict[str, Any] = {}
@@ -247,6 +250,8 @@ class Database:
         """Try again while the database does not answer. Raises: StoreError."""
         try:
             return self._attempts(what, attempt)
+        except Damaged as error:
+            raise self.damaged(str(error)) from error
         finally:
             self._away_since.pop(threading.get_ident(), None)
 

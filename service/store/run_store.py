@@ -157,7 +157,7 @@ class ReadOnlyStore:
         """
         found = self._database.damage(limit_s=CHECK_LIMIT_S)
         if found:
-            raise StoreError(f"the database {self.location} is damaged ({found}); restore a copy")
+            raise self._database.damaged(found)
 
     def _open(self) -> None:
         def check(connection: Connection) -> None:
@@ -189,9 +189,7 @@ class ReadOnlyStore:
         has_number = self._database.has_table(connection, formats.name)
         number = connection.scalar(select(formats.c.number)) if has_number else 1
         if number is None:
-            raise StoreError(
-                f"the database {self.location} is damaged (no format number); restore a copy"
-            )
+            raise self._database.damaged("no format number")
         if number != tables.FORMAT:
             raise StoreError(
                 f"the run in {self._parent or self.location} was written in format {number}, this "
