@@ -154,9 +154,21 @@ class Database:
 
             return self._patiently("written", attempt)
 
-    def prepare(self, create: Callable[[Connection], None]) -> None:
-        """Run `create` alone, before there is a row to lock. Raises: StoreError."""
-        self._patiently("opened", lambda: self._create(create))
+    def prepare(
+        self, is_ready: Callable[[Connection], bool], create: Callable[[Connection], None]
+    ) -> None:
+        """Run `create` alone, before there is a row to lock, unless a look says `is_ready`.
+
+        Another process may create between the two. Raises: StoreError; what they raise.
+        """
+
+        def attempt() -> None:
+            with self._reading_connection() as connection:
+                if is_ready(connection):
+                    return
+            self._create(create)
+
+        self._patiently("opened", attempt)
 
     def now(self, connection: Connection) -> float:
         """Seconds since 1970 by the store's own clock, which all its users share."""
