@@ -212,11 +212,12 @@ class Database:
         return inspect(connection).has_table(name, schema=self.schema)
 
     def unusable(self, what: str, error: DBAPIError | NoConnectionLeft) -> StoreError:
-        expected = (
-            "a run's own, whole and writable, on a disk that is not full"
-            if self.is_sqlite
-            else "a server that answers, and a user that may use the run's schema"
-        )
+        expected = "a server that answers, and a user that may use the run's schema"
+        if self._file is not None:
+            expected = "a run's own, whole and writable, on a disk that is not full"
+            # Of a run that was cut off, SQLite writes an index before it can read.
+            if not os.access(self._file.parent, os.W_OK):
+                expected += f"; the directory {self._file.parent} cannot be written"
         return StoreError(
             f"the database {self.location} cannot be {what} ({_reason(error)}); expected {expected}"
         )
