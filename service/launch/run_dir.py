@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from actors.trainer.checkpoint import CLAIM
 from service.config.file import ConfigError, dump_config, load_config
 from service.config.preflight import check_with_model, check_without_model
 from service.config.resumable import refused_changes
@@ -300,10 +301,12 @@ def _check_database(run_dir: RunDir, kind: RunKind) -> None:
             _check_not_a_copy(run_dir, store.directory())
     except StoreError as error:
         raise ConfigError(f"--resume {run_dir.path}: {error}") from error
-    if is_blank and any(run_dir.checkpoints.glob("step-*")):
+    # A term that ended before its first checkpoint leaves its claim alone.
+    written = (*run_dir.checkpoints.glob("step-*"), *run_dir.checkpoints.glob(CLAIM))
+    if is_blank and written:
         raise ConfigError(
-            f"--resume {run_dir.path}: the database {place} is empty, but there "
-            f"are checkpoints in {run_dir.checkpoints}; restore a copy of it, or start a new run"
+            f"--resume {run_dir.path}: the database {place} is empty, but a run has written "
+            f"{written[0]}; restore a copy of the database, or start a new run"
         )
 
 

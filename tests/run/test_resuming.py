@@ -16,7 +16,7 @@ from worlds.mounts import fill, make_read_only, small_disk
 from worlds.run_driver import ROOT, SMALL, small_config, write_checkpoint
 from worlds.store_builders import commit, write_under_way
 
-from actors.trainer.checkpoint import MANIFEST
+from actors.trainer.checkpoint import MANIFEST, claim
 from service.cli.artifacts import export_checkpoint
 from service.cli.inspect import InspectRequest, run_inspect
 from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
@@ -226,7 +226,12 @@ def test_a_broken_configuration_or_database_is_refused_before_anything_starts(
         with pytest.raises(ConfigError, match=r"rayloom\.db (cannot be|is damaged)"):
             check_resumable(place, config)
     place.database_file.write_bytes(b"")
-    with pytest.raises(ConfigError, match="is empty, but there are checkpoints"):
+    claim(place.checkpoints, 2)
+    with pytest.raises(ConfigError, match=r"is empty, but a run has written .*/step-0"):
+        check_resumable(place, config)
+    for directory in place.checkpoints.glob("step-*"):
+        shutil.rmtree(directory)
+    with pytest.raises(ConfigError, match=r"is empty, but a run has written .*/\.term;"):
         check_resumable(place, config)
     place = make_run(tmp_path / "another")
     for text in ("run: [", "", "- 1", "run: {steps: no}"):
