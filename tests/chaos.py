@@ -7,7 +7,7 @@ the run has recovered from the last one. At the end the run is stopped by Ctrl-C
 accepted task has ended, and a cancelled one as cancelled, the ledger is balanced, the audit of the
 whole journal is clean (advantages recomputed from the returns, nothing trained twice), every whole
 group has the script's returns, the advantages that the plain formula makes of them, and those that
-a training without faults gave its tasks, and no process or shared memory is left.
+a training without faults gave its tasks, and no process, port or shared memory is left.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import os
 import random
+import re
 import shutil
 import socket
 import statistics
@@ -76,9 +77,10 @@ class Chaos:
         self.plan = plan
         self._command = command
         # The client asks for what it has submitted at the very end.
+        is_service = command == "serve"
         own = {"port": port, "keep_ended_tasks": 1_000_000}
-        service = {"service": own} if command == "serve" else {}
-        self._config = config_in(directory, **service)
+        self._ports = (port,) if is_service else ()
+        self._config = config_in(directory, **({"service": own} if is_service else {}))
         self.advantages: dict[str, list[float]] = {}
         """Of whole groups, as `scripted_advantages` gives them; set at the end."""
 
@@ -123,6 +125,7 @@ class Chaos:
         run.interrupt()
         assert run.wait(limit_s=LIMIT_S) == 130, run.output.read_text()[-4000:]
         assert run.wait_until_gone(limit_s=STEP_S) == []
+        check_ports_free(run, *self._ports)
         check_stopped(run)
         self.advantages = scripted_advantages(run)
         terms, steps = run.history().num_terms, run.summary()["steps"]
@@ -229,6 +232,14 @@ def compare(found: dict[str, list[float]], calm: dict[str, list[float]]) -> None
     differing = [task_id for task_id in both if found[task_id] != calm[task_id]]
     assert not differing, differing
     say(f"train: {len(both)} groups as in a run without faults")
+
+
+def check_ports_free(run: Run, *ports: int) -> None:
+    """Nothing listens where the run showed its metrics last, nor at `ports`, its API's."""
+    shown = re.findall(r"metrics at http://\S+:(\d+)/metrics", run.place.log_file.read_text())
+    for port in (*ports, int(shown[-1])):
+        # Connections that have just ended do not count.
+        socket.create_server(("127.0.0.1", port)).close()
 
 
 def free_port() -> int:

@@ -22,9 +22,21 @@ if TYPE_CHECKING:
 # threads wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What `make proof PART=…` runs.
+PROOF_PARTS = {"training", "nodes", "release", "chart", "images", "chaos"}
+
 # No deadline: machines that run tests are busy.
 settings.register_profile("rayloom", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rayloom")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each proof belongs to a part: all of them together take hours."""
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "proof" in marks and not marks & PROOF_PARTS:
+            parts = ", ".join(sorted(PROOF_PARTS))
+            raise pytest.UsageError(f"{item.nodeid}: a proof, expected a mark of one of {parts}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 FORMAT = 2
 _TEMPORARY = ".tmp-"
-_CLAIM = ".term"
+CLAIM = ".term"
 
 
 class CheckpointError(Exception):
@@ -136,13 +136,13 @@ def finish(root: Path, progress: Progress) -> None:
 
 def _claim(root: Path, term: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
-    path = root / _CLAIM
+    path = root / CLAIM
     # A file without a number was left by a power cut, before its content was on the disk.
     try:
         newest = int(path.read_text() or term) if path.exists() else term
     except ValueError as error:
         raise CheckpointError(
-            f"checkpoint {root}: its file {_CLAIM} holds no number, expected the newest term's; "
+            f"checkpoint {root}: its file {CLAIM} holds no number, expected the newest term's; "
             "remove that file where no other process trains this run"
         ) from error
     if newest > term:
@@ -150,7 +150,7 @@ def _claim(root: Path, term: int) -> None:
             f"checkpoint {root}: got term {term}, expected at least {newest}; this run was "
             "replaced by a newer one and must stop"
         )
-    aside = root / f"{_TEMPORARY}{_CLAIM}-{term}"
+    aside = root / f"{_TEMPORARY}{CLAIM}-{term}"
     with aside.open("w") as file:
         file.write(str(term))
         file.flush()

@@ -31,6 +31,7 @@ from service.launch.run_dir import (
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals
 from service.launch.watcher import POLL_S, SupervisorWatcher
 from service.run.health import Ending, Phase, RunStatus
+from service.run.remote_handles import reason_of
 from service.run.start import start_endpoint, start_supervisor, supervisor_place
 from service.run.supervisor import WhenHeld
 from service.store.place import StoreOptions
@@ -177,7 +178,7 @@ def _show_until_done(
         return _report_failure(str(cause), run_dir, worker_logs=worker_logs)
     except RayError as error:
         display.close()
-        reason = f"the supervisor is gone: {error}"
+        reason = f"the supervisor is gone: {reason_of(error)}"
         return _report_failure(reason, run_dir, worker_logs=worker_logs)
     except KeyboardInterrupt:
         display.close()

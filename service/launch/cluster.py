@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -30,6 +32,11 @@ MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 _FALLBACK_TEMP_DIR = "/tmp"
 # Until a cluster has started a process for the first task.
 AUTHENTICATION_LIMIT_S = 60.0
+# For a head node that is being started, or is busy.
+HEAD_LIMIT_S, HEAD_ANSWER_S = 10.0, 5.0
+# With an empty frame of settings: RFC 9113, sections 3.4 and 4.1.
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+_HTTP2_HEADER_BYTES = 9
 # The longest of Ray's sockets, as its own sessions are named.
 _SESSION = "session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
@@ -176,6 +183,7 @@ def _join(address: str, config: Config) -> None:
 
 
 def _connect(address: str, **options: Any) -> None:
+    _check_answers(address)
     try:
         _init(
             address=address,
@@ -185,11 +193,50 @@ def _connect(address: str, **options: Any) -> None:
             **options,
         )
     except Exception as error:
-        raise ConfigError(
-            f"--address {address}: no Ray cluster answers there ({_first_line(error)}); expected "
-            "the address of a running head node, such as auto or HOST:6379"
-        ) from error
+        raise _unanswered(address, error) from error
     _check_authentication(address)
+
+
+def _unanswered(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"--address {address}: no Ray cluster answers there ({_first_line(error)}); expected "
+        "the address of a running head node, such as auto or HOST:6379"
+    )
+
+
+def _check_answers(address: str) -> None:
+    """Something at HOST:PORT answers as a head node's control store does, by gRPC.
+
+    Ray itself would try for many minutes. Of an address in another form Ray knows where it leads.
+    Raises: ConfigError.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in address:
+        return
+    host = host.strip("[]")
+    if host in ("localhost", "127.0.0.1", "::1"):
+        # As Ray does: a head need not listen on the loopback.
+        host = ray.util.get_node_ip_address()
+    end = time.monotonic() + HEAD_LIMIT_S
+    while True:
+        try:
+            return _greet(host, int(port))
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > end:
+                raise _unanswered(address, error) from error
+        time.sleep(1.0)
+
+
+def _greet(host: str, port: int) -> None:
+    """Raises: OSError where nothing answers within some seconds, or not by HTTP/2."""
+    with socket.create_connection((host, port), timeout=HEAD_ANSWER_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return
+        connection.sendall(_HTTP2_GREETING)
+        with connection.makefile("rb") as answers:
+            # Of a frame's header the fourth byte is its type: 4 for settings, always the first.
+            if answers.read(_HTTP2_HEADER_BYTES)[3:4] != b"\4":
+                raise OSError("what listens there is no head node")
 
 
 def _check_authentication(address: str) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from actors.trainer.checkpoint import CLAIM
 from service.config.file import ConfigError, dump_config, load_config
 from service.config.preflight import check_with_model, check_without_model
 from service.config.resumable import refused_changes
@@ -30,6 +32,8 @@ from service.store.place import (
 from service.store.run_store import ReadOnlyStore, StoreError, check_kind, has_run
 from service.store.tables import RunKind
 
+# More than a full disk's last block has left.
+PROBE_BYTES = 4096
 _RUN_ID = re.compile(r"rayloom-(.+)-[0-9a-f]{8}")
 
 
@@ -150,7 +154,8 @@ def check_new(run_dir: RunDir) -> None:
 def prepared_directory(run_dir: RunDir) -> Iterator[None]:
     """Make the directory of a new run; remove what was made where no run starts.
 
-    Raises: ConfigError, also while another start is at work there.
+    Raises: ConfigError, also while another start is at work there, and for one that cannot be
+        written.
     """
     # os.path.exists: Path.exists raises for a path that cannot be made.
     made = [path for path in (run_dir.path, *run_dir.path.parents) if not os.path.exists(path)]
@@ -158,6 +163,7 @@ def prepared_directory(run_dir: RunDir) -> Iterator[None]:
     try:
         with _refusing(run_dir):
             run_dir.path.mkdir(parents=True, exist_ok=True)
+            _check_writable(run_dir.path)
         with _alone(run_dir):
             try:
                 yield
@@ -168,6 +174,15 @@ def prepared_directory(run_dir: RunDir) -> Iterator[None]:
         with suppress(OSError):
             for directory in made:
                 directory.rmdir()
+
+
+def _check_writable(directory: Path) -> None:
+    """Raises: OSError, for a full disk too."""
+    # Most file systems give it no name, so that a process that is killed here leaves nothing.
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(bytes(PROBE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -217,9 +232,12 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # os.path.isfile: Path.is_file raises for a path that cannot be made.
+        is_there = os.path.isfile(run_dir.config_file)
+        remedy = "make it so" if is_there else "choose another --run-dir"
         raise ConfigError(
             f"run directory {run_dir.path} cannot be used ({error.strerror or error}); expected "
-            "one that can be made and written: choose another --run-dir"
+            f"one that can be made and written, on a disk with space: {remedy}"
         ) from error
     except StoreError as error:
         raise ConfigError(f"run directory {run_dir.path}: {error}") from error
@@ -283,10 +301,12 @@ def _check_database(run_dir: RunDir, kind: RunKind) -> None:
             _check_not_a_copy(run_dir, store.directory())
     except StoreError as error:
         raise ConfigError(f"--resume {run_dir.path}: {error}") from error
-    if is_blank and any(run_dir.checkpoints.glob("step-*")):
+    # A term that ended before its first checkpoint leaves its claim alone.
+    written = (*run_dir.checkpoints.glob("step-*"), *run_dir.checkpoints.glob(CLAIM))
+    if is_blank and written:
         raise ConfigError(
-            f"--resume {run_dir.path}: the database {place} is empty, but there "
-            f"are checkpoints in {run_dir.checkpoints}; restore a copy of it, or start a new run"
+            f"--resume {run_dir.path}: the database {place} is empty, but a run has written "
+            f"{written[0]}; restore a copy of the database, or start a new run"
         )
 
 

@@ -22,7 +22,6 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 
 from actors.deadline import poll
-from actors.metrics import AtomicRegistry, RunMetrics
 from service.config.file import ConfigError
 from service.config.preflight import check_metrics_address
 from service.config.tree import Config
@@ -32,7 +31,7 @@ from service.launch.placement import HEAD_NODE, SHARE
 from service.launch.run_dir import RunDir, check_new, check_resumable, prepared_run, run_id_of
 from service.launch.watcher import SupervisorWatcher
 from service.run.health import FaultCount, Phase
-from service.run.start import start_endpoint, start_supervisor
+from service.run.start import phase_values, start_endpoint, start_supervisor
 from service.run.supervisor import WhenHeld
 from service.store.place import StoreOptions
 from service.store.run_store import LeaseLost, StoreError
@@ -161,9 +160,7 @@ class RunHost:
         """Show it in the metrics, until a supervisor shows its own."""
         if self._endpoint is None:
             return
-        registry = AtomicRegistry()
-        RunMetrics(registry).phase.show({each.value: float(each is phase) for each in Phase})
-        values = tuple(registry.collect())
+        values = phase_values(phase)
         push = Push(role=SUPERVISOR, epoch=time.time_ns(), number=1, values=values, is_last=True)
         with suppress(RayError):
             ray.get(self._endpoint.push.remote(push), timeout=ANSWER_LIMIT_S)

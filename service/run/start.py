@@ -6,23 +6,27 @@ The metrics endpoint, which outlives supervisors, and the supervisor, which star
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import ray
+from prometheus_client import Metric
 
 from actors.deadline import poll
 from actors.environment.rendering import stop_token_ids
+from actors.metrics import AtomicRegistry, RunMetrics
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
 from service.launch.cluster import NAMESPACE, alive_nodes, on_this_node
 from service.launch.placement import Role, roles_of
 from service.launch.run_dir import RunDir
+from service.run.health import Phase
 from service.run.supervisor import Supervisor, WhenHeld
 from service.store.place import sqlite_file
 from service.store.run_store import LeaseLost
-from service.telemetry.endpoint import MetricsEndpoint, endpoint_name
+from service.telemetry.endpoint import SUPERVISOR, MetricsEndpoint, endpoint_name
 
 NAME_LIMIT_S = 30.0
 
@@ -57,6 +61,15 @@ def start_endpoint(config: Config, *, run_id: str, place: dict[str, Any]) -> Any
         lambda: actor_class.remote(config.run.name, host=metrics.host, port=metrics.port),
         name=endpoint_name(run_id),
     )
+
+
+def phase_values(phase: Phase) -> tuple[Metric, ...]:
+    """The phase as a supervisor shows it, for when there is none."""
+    registry = AtomicRegistry()
+    metrics = RunMetrics(registry)
+    metrics.phase.show({each.value: float(each is phase) for each in Phase})
+    metrics.phase_time.set(time.time())
+    return tuple(family for family in registry.collect() if family.samples)
 
 
 def _start_named(start: Callable[[], Any], *, name: str, limit_s: float = NAME_LIMIT_S) -> Any:
@@ -140,4 +153,8 @@ def start_supervisor(
         )
 
     limit_s = math.inf if when_held is WhenHeld.WAIT else NAME_LIMIT_S
-    return _start_named(start, name=run_id, limit_s=limit_s)
+    started = _start_named(start, name=run_id, limit_s=limit_s)
+    if lost is not None:
+        # Until the new one shows its own; not awaited, for the run does not depend on it.
+        endpoint.amend.remote(SUPERVISOR, phase_values(Phase.RECOVERING))
+    return started

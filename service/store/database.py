@@ -39,7 +39,7 @@ from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from sqlalchemy.pool import NullPool
 
 from service.store import tables
-from service.store.errors import StoreError
+from service.store.errors import Damaged, StoreError
 from service.store.place import shown, sqlite_file, with_password
 
 log = logging.getLogger("rayloom.store")
@@ -154,9 +154,21 @@ class Database:
 
             return self._patiently("written", attempt)
 
-    def prepare(self, create: Callable[[Connection], None]) -> None:
-        """Run `create` alone, before there is a row to lock. Raises: StoreError."""
-        self._patiently("opened", lambda: self._create(create))
+    def prepare(
+        self, is_ready: Callable[[Connection], bool], create: Callable[[Connection], None]
+    ) -> None:
+        """Run `create` alone, before there is a row to lock, unless a look says `is_ready`.
+
+        Another process may create between the two. Raises: StoreError; what they raise.
+        """
+
+        def attempt() -> None:
+            with self._reading_connection() as connection:
+                if is_ready(connection):
+                    return
+            self._create(create)
+
+        self._patiently("opened", attempt)
 
     def now(self, connection: Connection) -> float:
         """Seconds since 1970 by the store's own clock, which all its users share."""
@@ -200,14 +212,18 @@ class Database:
         return inspect(connection).has_table(name, schema=self.schema)
 
     def unusable(self, what: str, error: DBAPIError | NoConnectionLeft) -> StoreError:
-        expected = (
-            "a run's own, whole and writable, on a disk that is not full"
-            if self.is_sqlite
-            else "a server that answers, and a user that may use the run's schema"
-        )
+        expected = "a server that answers, and a user that may use the run's schema"
+        if self._file is not None:
+            expected = "a run's own, whole and writable, on a disk that is not full"
+            # Of a run that was cut off, SQLite writes an index before it can read.
+            if not os.access(self._file.parent, os.W_OK):
+                expected += f"; the directory {self._file.parent} cannot be written"
         return StoreError(
             f"the database {self.location} cannot be {what} ({_reason(error)}); expected {expected}"
         )
+
+    def damaged(self, how: str) -> StoreError:
+        return StoreError(f"the database {self.location} is damaged ({how}); restore a copy")
 
     @contextmanager
     def _reading_connection(self) -> Iterator[Connection]:
@@ -247,6 +263,8 @@ class Database:
         """Try again while the database does not answer. Raises: StoreError."""
         try:
             return self._attempts(what, attempt)
+        except Damaged as error:
+            raise self.damaged(str(error)) from error
         finally:
             self._away_since.pop(threading.get_ident(), None)
 

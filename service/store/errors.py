@@ -13,3 +13,7 @@ class LeaseLost(Exception):
 
 class LeaseHeld(LeaseLost):
     """The run has a living owner, and the lease was asked for only if it has none."""
+
+
+class Damaged(Exception):
+    """A row is missing, or holds what no run writes; `Database` makes a StoreError of it."""

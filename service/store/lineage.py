@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Table, and_, func, select
+from sqlalchemy import ColumnElement, Connection, Select, Table, and_, func, select
 
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from service.store import tables
+from service.store.errors import Damaged
+from service.store.tables import word_of
 from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.totals import RunTotals, totals_of
 
@@ -124,11 +126,18 @@ def stored_totals(store: Readable) -> RunTotals:
 
 def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
     """How many events the run ever stored, superseded ones included, by kind and reason."""
-    rows = store.read(lambda connection: connection.execute(select(tables.event_totals)).all())
-    return {
-        (LedgerEventKind(kind), EvictionReason(reason) if reason else None): count
-        for kind, reason, count in rows
-    }
+
+    def read(connection: Connection) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
+        rows = connection.execute(select(tables.event_totals))
+        return {
+            (
+                word_of(LedgerEventKind, kind),
+                word_of(EvictionReason, reason) if reason else None,
+            ): count
+            for kind, reason, count in rows
+        }
+
+    return store.read(read)
 
 
 def totals_at(store: Readable, checkpoint: Checkpoint) -> RunTotals:
@@ -141,14 +150,16 @@ def totals_at(store: Readable, checkpoint: Checkpoint) -> RunTotals:
 def lineage_totals(connection: Connection, term: int, *, last_step: int | None = None) -> RunTotals:
     """Of the steps that the newest `term` holds, up to last_step; None: all of them."""
     commits, leases, steps = tables.checkpoints.c, tables.leases.c, tables.steps.c
-    begun_at, parent = connection.execute(
-        select(leases.acquired_at, leases.parent_checkpoint).where(leases.term == term)
-    ).one()
+    begun_at, parent = _row(
+        connection,
+        select(leases.acquired_at, leases.parent_checkpoint).where(leases.term == term),
+        what=f"term {term}",
+    )
     columns = select(commits.step, commits.totals)
     newest = columns.where(commits.term == term).order_by(commits.id.desc()).limit(1)
     base = connection.execute(newest).first()
     if base is None and parent is not None:
-        base = connection.execute(columns.where(commits.id == parent)).one()
+        base = _row(connection, columns.where(commits.id == parent), what=f"checkpoint {parent}")
     rest = select(steps.record).where(steps.term == term).order_by(steps.step)
     if base is not None:
         rest = rest.where(steps.step > base.step)
@@ -223,9 +234,22 @@ def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | 
     parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())
     by_id = {checkpoint.id: checkpoint for checkpoint in _all_checkpoints(connection)}
     found: list[tuple[int, Checkpoint | None]] = [(term, None)]
-    while (parent := parents[found[-1][0]]) is not None:
-        found.append((by_id[parent].term, by_id[parent]))
-    return found
+    while True:
+        newest = found[-1][0]
+        if newest not in parents:
+            raise Damaged(f"term {newest} is not there")
+        if (parent := parents[newest]) is None:
+            return found
+        commit = by_id.get(parent)
+        if commit is None or commit.term >= newest:
+            raise Damaged(f"checkpoint {parent}, which term {newest} went on from, is not there")
+        found.append((commit.term, commit))
+
+
+def _row(connection: Connection, query: Select[Any], *, what: str) -> Any:
+    if (row := connection.execute(query).first()) is None:
+        raise Damaged(f"{what} is not there")
+    return row
 
 
 def _all_checkpoints(connection: Connection, *, only_usable: bool = False) -> list[Checkpoint]:

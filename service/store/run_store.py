@@ -157,14 +157,10 @@ class ReadOnlyStore:
         """
         found = self._database.damage(limit_s=CHECK_LIMIT_S)
         if found:
-            raise StoreError(f"the database {self.location} is damaged ({found}); restore a copy")
+            raise self._database.damaged(found)
 
     def _open(self) -> None:
-        def check(connection: Connection) -> None:
-            if self._database.has_tables(connection):
-                self._check_format(connection)
-
-        self.read(check)
+        self.read(self._has_tables)
 
     def _newest_lease(self, connection: Connection) -> Row[Any] | None:
         return _newest_lease(connection) if self._database.has_tables(connection) else None
@@ -183,15 +179,20 @@ class ReadOnlyStore:
             is_alive = owner.silent_s < TOLERANCE_S
         return owner if is_alive else None
 
+    def _has_tables(self, connection: Connection) -> bool:
+        """Raises: StoreError where they are of another format."""
+        if not self._database.has_tables(connection):
+            return False
+        self._check_format(connection)
+        return True
+
     def _check_format(self, connection: Connection) -> None:
         """Raises: StoreError."""
         formats = tables.formats
         has_number = self._database.has_table(connection, formats.name)
         number = connection.scalar(select(formats.c.number)) if has_number else 1
         if number is None:
-            raise StoreError(
-                f"the database {self.location} is damaged (no format number); restore a copy"
-            )
+            raise self._database.damaged("no format number")
         if number != tables.FORMAT:
             raise StoreError(
                 f"the run in {self._parent or self.location} was written in format {number}, this "
@@ -238,15 +239,18 @@ class RunStore(ReadOnlyStore):
             for a run of another kind.
         """
 
-        def acquire(connection: Connection) -> Lease:
-            newest = _newest_lease(connection)
-            if follows is not None and (newest is None or newest.term != follows):
-                raise _lost(follows, newest)
+        def check_free(connection: Connection) -> None:
             if unless_held and (held := self._live_owner(connection)) and held.name != replaces:
                 raise LeaseHeld(
                     f"the run is held by {held}; its last sign of life came {held.silent_s:.0f} s "
                     "ago"
                 )
+
+        def acquire(connection: Connection) -> Lease:
+            newest = _newest_lease(connection)
+            if follows is not None and (newest is None or newest.term != follows):
+                raise _lost(follows, newest)
+            check_free(connection)
             check_kind(newest.kind if newest else None, kind)
             parent = _newest_checkpoint(connection, passed_over)
             term = newest.term + 1 if newest else 1
@@ -269,6 +273,8 @@ class RunStore(ReadOnlyStore):
             )
             return Lease(term=term, parent=parent, queue_snapshot=snapshot)
 
+        # Who waits for the owner's end asks again and again, and takes no lock for it.
+        self.read(check_free)
         return self._database.write(acquire)
 
     def check_lease(self, term: int) -> None:
@@ -373,14 +379,12 @@ class RunStore(ReadOnlyStore):
         self.write(term, store)
 
     def _open(self) -> None:
-        self._database.prepare(self._create_tables)
+        self._database.prepare(self._has_tables, self._create_tables)
 
     def _create_tables(self, connection: Connection) -> None:
-        if self._database.has_tables(connection):
-            self._check_format(connection)
-            return
-        tables.metadata.create_all(connection)
-        connection.execute(insert(tables.formats).values(number=tables.FORMAT))
+        if not self._has_tables(connection):
+            tables.metadata.create_all(connection)
+            connection.execute(insert(tables.formats).values(number=tables.FORMAT))
 
 
 def has_run(url: str, *, patience_s: float) -> bool:

@@ -9,15 +9,14 @@ them survive, and `retention.py` for how long. What was ever stored is counted i
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
     Dialect,
-    Enum,
     Float,
     ForeignKey,
     Integer,
@@ -31,6 +30,7 @@ from sqlalchemy import (
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot
 from service.intake.submission import RolloutRequest, RolloutResult, SubmissionView
+from service.store.errors import Damaged
 from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.totals import RunTotals
 
@@ -47,9 +47,14 @@ FORMAT = 5
 
 metadata = MetaData()
 
+Word = TypeVar("Word", bound=StrEnum)
+
 
 class AsJson(TypeDecorator[Any]):
-    """A column of dataclasses, stored as JSON; a float that is not finite is stored as null."""
+    """A column of dataclasses, stored as JSON; a float that is not finite is stored as null.
+
+    Raises: Damaged when it is read.
+    """
 
     impl = Text
     cache_ok = True
@@ -63,17 +68,35 @@ class AsJson(TypeDecorator[Any]):
         return None if value is None else self._adapter.dump_json(value).decode()
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
-        return None if value is None else self._adapter.validate_json(value)
+        try:
+            return None if value is None else self._adapter.validate_json(value)
+        except ValidationError as error:
+            raise Damaged(f"a stored {self.kind.__name__} cannot be read") from error
 
 
-def _enum(kind: type[StrEnum]) -> Enum:
-    """Stored as the value; an unknown one raises LookupError when it is read."""
-    return Enum(
-        kind,
-        native_enum=False,
-        length=64,
-        values_callable=lambda members: [member.value for member in members],
-    )
+class AsWord(TypeDecorator[Any]):
+    """A column of an enum, stored as its value. Raises: Damaged when it is read."""
+
+    impl = String
+    cache_ok = True
+
+    def __init__(self, kind: type[StrEnum]) -> None:
+        super().__init__(length=64)
+        self.kind = kind
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        return None if value is None else self.kind(value).value
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+        return None if value is None else word_of(self.kind, value)
+
+
+def word_of(kind: type[Word], value: str) -> Word:
+    """Raises: Damaged for what is no value of the enum."""
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise Damaged(f"a stored {kind.__name__} is none of {', '.join(kind)}") from error
 
 
 # One row: the format of all other tables and of the records in them. Format 1 had no such table.
@@ -97,7 +120,7 @@ leases = Table(
     # Of the run, as the owner saw it; empty where it did not say.
     Column("directory", String, nullable=False),
     # The same in every term of a run.
-    Column("kind", _enum(RunKind), nullable=False),
+    Column("kind", AsWord(RunKind), nullable=False),
     # By the owner's own clock.
     Column("acquired_at", Float, nullable=False),
     # By the store's clock, when the owner last showed that it is alive; null after its end.
@@ -128,8 +151,8 @@ events = Table(
     Column("term", Integer, ForeignKey("leases.term"), primary_key=True),
     Column("seq", Integer, primary_key=True, autoincrement=False),
     Column("rollout_id", String, nullable=False),
-    Column("kind", _enum(LedgerEventKind), nullable=False),
-    Column("reason", _enum(EvictionReason), nullable=True),
+    Column("kind", AsWord(LedgerEventKind), nullable=False),
+    Column("reason", AsWord(EvictionReason), nullable=True),
     Column("step", Integer, nullable=True),
 )
 

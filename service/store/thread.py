@@ -41,14 +41,18 @@ class StoreThread:
         """Await work that calls the store, to its end in any case."""
         task = asyncio.ensure_future(work)
         self._begun.add(task)
-        task.add_done_callback(self._ended)
-        return await asyncio.shield(task)
+        task.add_done_callback(self._begun.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            # The caller is gone: nobody else tells how it ends.
+            task.add_done_callback(_tell)
+            raise
 
     async def _call(self, function: Callable[[], Answer]) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._begun.discard(task)
-        # Where the caller is gone, nobody else tells of it.
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.info("a call of the store ended with %s: %s", type(error).__name__, error)
+
+def _tell(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.info("a call of the store ended with %s: %s", type(error).__name__, error)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -86,6 +86,17 @@ class PushedMetrics(Collector):
             self._heard[push.role] = _Heard(push=push, at=self._clock())
             for family in push.increments:
                 self._add(family)
+
+    def amend(self, role: str, values: Sequence[Metric]) -> None:
+        """Show these families in place of a dead process's own, until its successor pushes."""
+        names = {family.name for family in values}
+        with self._lock:
+            if (heard := self._heard.get(role)) is None:
+                return
+            kept = [family for family in heard.push.values if family.name not in names]
+            # Still that process's push, and as old: what its successor pushes is newer.
+            push = replace(heard.push, values=(*kept, *values))
+            self._heard[role] = replace(heard, push=push)
 
     def _add(self, family: Metric) -> None:
         _, sums = self._sums.setdefault(family.name, (family, {}))
@@ -172,6 +183,10 @@ class MetricsEndpoint:
         """Returns: the endpoint's URL."""
         self._pushed.push(push)
         return await self.address()
+
+    async def amend(self, role: str, values: Sequence[Metric]) -> None:
+        """As `PushedMetrics.amend`."""
+        self._pushed.amend(role, values)
 
     async def address(self) -> str:
         """The endpoint's URL."""

@@ -14,7 +14,7 @@ from service.cli.train import _show_until_done, report_interrupt
 from service.launch.run_dir import RunDir
 from service.launch.signals import stop_signals
 from service.launch.watcher import SupervisorWatcher
-from service.run.health import Ending, Phase, RunStatus
+from service.run.health import Cursor, Ending, Phase, RunStatus
 from service.store.run_store import LeaseLost, StoreError
 
 STOPPED = status_of(
@@ -74,3 +74,33 @@ def test_what_ended_the_supervisor_is_told_without_its_traceback(
     told = capsys.readouterr().err
     assert code == 1 and str(cause) in told
     assert "Traceback" not in told and "ray::" not in told
+
+
+def test_a_supervisor_that_does_not_come_up_is_told_by_its_error_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cluster: None
+) -> None:
+    @ray.remote(num_cpus=0)
+    class Supervisor:
+        def __init__(self) -> None:
+            raise OSError("no room for run.log")
+
+        def run(self) -> None: ...
+
+        def status(self, cursor: Cursor) -> None: ...
+
+    watcher = SupervisorWatcher(
+        Supervisor.remote(),
+        restart=print,
+        max_restarts=0,
+        show=print,
+        is_stop_asked=lambda: False,
+    )
+    with stop_signals() as signals:
+        code = _show_until_done(
+            watcher, LineDisplay(Console()), RunDir(path=tmp_path), signals, stays=False
+        )
+    # Before it come lines of Ray's own, which this test's driver shows.
+    told = capsys.readouterr().err.partition("rayloom: ")[2].splitlines()
+    assert code == 1
+    assert told[0] == "the run failed: the supervisor is gone: OSError: no room for run.log"
+    assert told[1].lstrip().startswith("log: ")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
 from worlds.run_driver import ROOT
 
+from service.config.file import ConfigError
 from service.launch import cluster
+from service.launch.cluster import _check_answers
 
 
 def test_a_short_temporary_directory_is_rays_own_choice() -> None:
@@ -29,7 +33,9 @@ def test_a_ray_that_does_not_come_up_is_told_in_a_sentence() -> None:
     # In a process of its own: the tests of this one share a Ray, and `joined` ends in its shutdown.
     program = """
 from service.config.file import ConfigError, parse_config
+from service.config.file import ConfigError
 from service.launch import cluster
+from service.launch.cluster import _check_answers
 tree = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
 try:
     with cluster.joined(parse_config(tree, source="test"), address=None):
@@ -93,3 +99,41 @@ def test_a_second_refusal_or_another_one_is_final(
     with pytest.raises(Exception, match=r"timed out|no space"):
         cluster.start_ray()
     assert "not asked a third time" in left
+
+
+def answer_one(server: socket.socket, answer: bytes) -> None:
+    with server.accept()[0] as connection:
+        connection.recv(100)
+        connection.sendall(answer)
+
+
+@pytest.mark.parametrize(
+    ("listens", "answer", "words"),
+    [
+        (False, b"", "Connection refused"),
+        (True, b"", "timed out"),
+        (True, b"HTTP/1.1 400 Bad Request\r\n\r\n", "what listens there is no head node"),
+    ],
+    ids=["nothing", "silence", "another server"],
+)
+def test_an_address_where_no_head_answers_is_refused_within_seconds(
+    monkeypatch: pytest.MonkeyPatch, listens: bool, answer: bytes, words: str
+) -> None:
+    monkeypatch.setattr(cluster, "HEAD_LIMIT_S", 0.0)
+    monkeypatch.setattr(cluster, "HEAD_ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.2", 0)) as server, ThreadPoolExecutor(1) as pool:
+        port = server.getsockname()[1]
+        if not listens:
+            server.close()
+        elif answer:
+            pool.submit(answer_one, server, answer)
+        # `attached` would end the Ray that the tests of this process share.
+        with pytest.raises(ConfigError, match=rf":{port}: no Ray cluster answers .*{words}.*:6379"):
+            cluster._connect(f"127.0.0.2:{port}")
+
+
+def test_a_head_that_answers_is_greeted_at_once(cluster: None) -> None:
+    head = ray.get_runtime_context().gcs_address
+    here = f"127.0.0.1:{head.rpartition(':')[2]}"
+    for address in (head, here, "auto", f"ray://{head}"):
+        _check_answers(address)

@@ -12,10 +12,11 @@ import pytest
 import yaml
 from sqlalchemy import update
 from worlds.journal_builders import group_of, step_of, written
+from worlds.mounts import fill, make_read_only, small_disk
 from worlds.run_driver import ROOT, SMALL, small_config, write_checkpoint
 from worlds.store_builders import commit, write_under_way
 
-from actors.trainer.checkpoint import MANIFEST
+from actors.trainer.checkpoint import MANIFEST, claim
 from service.cli.artifacts import export_checkpoint
 from service.cli.inspect import InspectRequest, run_inspect
 from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
@@ -70,8 +71,8 @@ def names(place: RunDir) -> list[str]:
     return sorted(path.name for path in place.checkpoints.glob("step-*"))
 
 
-def resume(place: RunDir, **sections: dict[str, object]) -> int:
-    config = load_config(small_config(place.path.parent, **sections))
+def resume(place: RunDir, config_in: Path | None = None, **sections: dict[str, object]) -> int:
+    config = load_config(small_config(config_in or place.path.parent, **sections))
     return run_training(TrainRequest(config=config, resume=place.path), StopSignals())
 
 
@@ -184,6 +185,35 @@ def test_a_finished_run_is_said_to_be_done_without_starting(
     assert finished_step(place, steps=3) is None
 
 
+def test_a_run_whose_disk_cannot_be_written_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "disk").mkdir()
+    with small_disk(tmp_path / "disk", kib=2048):
+        place = make_run(tmp_path / "disk" / "run")
+        place.summary_file.write_text('{"steps": 3}')
+        cut_off = make_run(tmp_path / "disk" / "cut-off")
+        copied = make_run(tmp_path / "copied")
+        store = RunStore(copied.database_url)
+        store.acquire_lease(owner="killed")
+        for file in copied.path.glob("rayloom.db*"):
+            if not file.name.endswith("-shm"):
+                shutil.copy(file, cut_off.path)
+        store.close()
+        fill(tmp_path / "disk" / "filler")
+        with pytest.raises(ConfigError, match=r"\(No space left on device\); expected .*: make it"):
+            resume(place, tmp_path)
+        (tmp_path / "disk" / "filler").unlink()
+        make_read_only(tmp_path / "disk")
+        with pytest.raises(ConfigError, match=r"\(Read-only file system\); expected .*: make it"):
+            resume(place, tmp_path)
+        with pytest.raises(ConfigError, match=rf"the directory {cut_off.path} cannot be written"):
+            check_resumable(cut_off, load_config(small_config(tmp_path)))
+        # Nothing is left to do there.
+        assert resume(place, tmp_path, run={"steps": 3}) == EXIT_OK
+        assert "all 3 steps are done already" in capsys.readouterr().out
+
+
 def test_a_broken_configuration_or_database_is_refused_before_anything_starts(
     tmp_path: Path,
 ) -> None:
@@ -196,7 +226,12 @@ def test_a_broken_configuration_or_database_is_refused_before_anything_starts(
         with pytest.raises(ConfigError, match=r"rayloom\.db (cannot be|is damaged)"):
             check_resumable(place, config)
     place.database_file.write_bytes(b"")
-    with pytest.raises(ConfigError, match="is empty, but there are checkpoints"):
+    claim(place.checkpoints, 2)
+    with pytest.raises(ConfigError, match=r"is empty, but a run has written .*/step-0"):
+        check_resumable(place, config)
+    for directory in place.checkpoints.glob("step-*"):
+        shutil.rmtree(directory)
+    with pytest.raises(ConfigError, match=r"is empty, but a run has written .*/\.term;"):
         check_resumable(place, config)
     place = make_run(tmp_path / "another")
     for text in ("run: [", "", "- 1", "run: {steps: no}"):

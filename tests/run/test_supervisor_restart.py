@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import ray
@@ -11,13 +13,15 @@ from ray.exceptions import ActorDiedError
 from worlds.mortal_supervisor import Mortal
 from worlds.run_driver import small_config
 
+from actors.deadline import poll
 from service.config.file import load_config
 from service.launch.cluster import NAMESPACE
 from service.launch.run_dir import RunDir
 from service.launch.watcher import SupervisorWatcher
-from service.run.health import RunStatus
-from service.run.start import start_supervisor
+from service.run.health import Phase, RunStatus
+from service.run.start import phase_values, start_endpoint, start_supervisor
 from service.store.run_store import LeaseLost, RunStore, own_name
+from service.telemetry.endpoint import SUPERVISOR, Push
 
 pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("cluster")]
 
@@ -111,3 +115,34 @@ def test_a_supervisor_that_another_process_has_started_meanwhile_is_left_alone(
             lost=lost,
         )
     assert ray.get(other.run.remote(), timeout=60.0).reason == "all 4 steps are done"
+
+
+def test_a_run_whose_supervisor_was_lost_is_shown_as_recovering(
+    place: RunDir, tiny_models: dict[bool, str]
+) -> None:
+    config = load_config(small_config(place.path.parent))
+    endpoint = start_endpoint(config, run_id="rayloom-lost", place={})
+    training = Push(
+        role=SUPERVISOR, epoch=time.time_ns(), number=1, values=phase_values(Phase.TRAINING)
+    )
+    url = ray.get(endpoint.push.remote(training), timeout=60.0)
+
+    def is_shown(phase: Phase) -> bool:
+        with urlopen(url, timeout=10.0) as reply:
+            text = reply.read().decode()
+        return f'rayloom_run_phase{{phase="{phase.value}",run="small"}} 1.0' in text
+
+    assert is_shown(Phase.TRAINING)
+    # It pushes nothing before its `run` is called.
+    started = start_supervisor(
+        config,
+        place,
+        model=tiny_models[True],
+        run_id="rayloom-lost",
+        endpoint=endpoint,
+        lost=Mortal.remote(dies=False),
+    )
+    assert poll(lambda: is_shown(Phase.RECOVERING) or None, limit_s=30.0)
+    assert not is_shown(Phase.TRAINING)
+    for actor in (started, endpoint):
+        ray.kill(actor)

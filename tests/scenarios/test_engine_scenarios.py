@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray
 from ray import serve
-from worlds.run_checks import check_audit, check_finished, check_lineage
+from worlds.run_checks import check_audit, check_finished, check_stopped
 from worlds.run_driver import ENGINE, ROOT, START_S, STEP_S, Run, running, small_config
 
 from actors.weights.board import BoardStatus
@@ -84,8 +84,7 @@ def stop(run: Run) -> None:
     """Ctrl-C once: the step in hand ends, and what is in flight is kept."""
     os.kill(run.process.pid, signal.SIGINT)
     assert run.wait(limit_s=START_S) == EXIT_INTERRUPTED, run.log()
-    check_lineage(run.events())
-    check_audit(run)
+    check_stopped(run)
     check_weights(run)
 
 
@@ -142,10 +141,18 @@ def test_a_driver_that_is_killed_leaves_nothing_on_the_cluster_that_it_joined(
         os.kill(run.process.pid, signal.SIGKILL)
         if with_board:
             ray.kill(find_board())
+        seen: set[int] = set()
+
+        def is_without_applications() -> bool:
+            seen.update(each.pid for each in processes(ENGINE))
+            return serve.status().applications == {}
+
         # First the applications: between two starts of a replica there is no process either.
-        wait_until(lambda: serve.status().applications == {}, limit_s=ORPHAN_S + 45)
+        wait_until(is_without_applications, limit_s=ORPHAN_S + 45)
         wait_until(lambda: not processes(PARTS), limit_s=30)
         wait_until(lambda: not any(each.is_running() for each in engines), limit_s=10)
+        # A replica that was started meanwhile has ended before it loaded vLLM.
+        assert seen <= {each.pid for each in engines}
         left = ray.util.list_named_actors(all_namespaces=True)
         assert not [each for each in left if "rayloom" in each["name"]]
 

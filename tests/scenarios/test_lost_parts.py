@@ -9,6 +9,7 @@ from worlds.run_checks import check_audit, check_finished
 from worlds.run_driver import ENGINE, START_S, STEP_S, running, small_config
 
 from service.config.file import load_config
+from service.inspect.reader import open_journal
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -63,7 +64,7 @@ def test_a_lost_rank_or_merge_actor_is_replaced_while_every_other_part_goes_on(
 ) -> None:
     """kill -9 of a rank; of the merge actor and then, with batches that it made, of a rank again.
 
-    No new term: all steps are of the first.
+    No new term: all steps are of the first, and no rollout needs a second attempt.
     """
     steps = 20
     config = small_config(
@@ -90,6 +91,10 @@ def test_a_lost_rank_or_merge_actor_is_replaced_while_every_other_part_goes_on(
         assert run.history().num_terms == 1
         check_finished(run, steps=steps)
         check_audit(run)
+        # Nothing that was in flight is played again.
+        journal = open_journal(run.place.path)
+        entries = [entry for step in journal.steps() for entry in step.entries]
+        assert {entry.trajectory.attempt for entry in entries} == {0}
 
 
 def test_a_run_whose_node_is_lost_ends_and_says_how_to_go_on(

@@ -18,7 +18,7 @@ from worlds.run_driver import ROOT, Run, running
 
 from service.cli.artifacts import write_reasoning_gym
 
-pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(3600)]
 
 CONFIGS = ROOT / "deploy" / "configs"
 CLIENT = ROOT / "docs" / "examples" / "submit_rollouts.py"

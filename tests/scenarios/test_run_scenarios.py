@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
     scope="module",
     params=[
         pytest.param(True, id="tied"),
-        pytest.param(False, id="untied", marks=pytest.mark.proof),
+        pytest.param(False, id="untied", marks=[pytest.mark.proof, pytest.mark.training]),
     ],
 )
 def finished(

@@ -28,7 +28,12 @@ from actors.weights.actor import start_board
 from service.run.health import WeightsMoved
 from service.run.restartable_trainer import RestartableTrainer
 
-pytestmark = [pytest.mark.proof, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.proof,
+    pytest.mark.training,
+    pytest.mark.usefixtures("cluster"),
+    pytest.mark.timeout(900),
+]
 
 NUM_STEPS = 3
 REWARD = RewardSettings(kl=KlRewardSettings(coefficient=0.1))

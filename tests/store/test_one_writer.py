@@ -116,6 +116,11 @@ def test_who_looks_neither_waits_for_the_writer_nor_makes_it_wait(
         assert looking.live_owner() is not None and looking.checkpoints() == []
         assert place.newest_term() == term and place.live_owner() is not None
         place.check_lease(term)
+        # A host that waits for the run: it opens the database and asks until the run is free.
+        waiting = RunStore(url, patience_s=0.0)
+        with pytest.raises(LeaseHeld):
+            waiting.acquire_lease(owner="here:2", unless_held=True)
+        waiting.close()
         writing.execute(select(tables.leases))
 
     def look_twice(connection: Connection) -> int:

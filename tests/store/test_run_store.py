@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from worlds.store_builders import OpenStore, commit, queue_snapshot, write_under
 
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
 from service.store import tables
-from service.store.lineage import read_events, read_history
+from service.store.lineage import count_events, newest_records, read_events, read_history
 from service.store.run_store import LeaseLost, ReadOnlyStore, RunStore, StoreError
 
 
@@ -184,6 +185,40 @@ def test_a_database_that_lacks_something_is_refused_in_a_sentence(
         store = open_store(tmp_path)
         store.newest_term()
         store.checkpoints()
+
+
+@pytest.mark.parametrize(
+    ("damage", "look", "words"),
+    [
+        ("UPDATE steps SET record = '{'", read_history, "a stored StepRecord cannot be read"),
+        ("UPDATE steps SET record = '{}'", newest_records, "a stored StepRecord cannot be read"),
+        ("UPDATE leases SET kind = 'x'", RunStore.kind, "a stored RunKind is none of train, serve"),
+        ("UPDATE events SET reason = 'x'", read_events, "a stored EvictionReason is none of .*"),
+        ("UPDATE event_totals SET kind = 'x'", count_events, "a stored LedgerEventKind is none .*"),
+        (
+            "UPDATE checkpoints SET queue_snapshot = 'x' WHERE step = 2",
+            lambda store: store.acquire_lease(owner="c"),
+            "a stored QueueSnapshot cannot be read",
+        ),
+        ("DELETE FROM checkpoints", read_history, "checkpoint 1, which term 2 went on from, is .*"),
+        ("DELETE FROM leases WHERE term = 1", read_events, "term 1 is not there"),
+        ("DELETE FROM leases", lambda store: store.checkpoints(), "term 2 is not there"),
+    ],
+)
+def test_what_no_run_has_written_is_refused_in_a_sentence(
+    tmp_path: Path, damage: str, look: Callable[[RunStore], object], words: str
+) -> None:
+    store = open_store(tmp_path)
+    for owner in "ab":
+        term = store.acquire_lease(owner=owner).term
+        store.add_step(step_record(term), term=term, new_events=[event(term, "r")])
+        commit(store, term=term, step=term, last_event_seq=term)
+    with closing(sqlite3.connect(tmp_path / "run.db")) as connection:
+        connection.execute(damage)
+        connection.commit()
+    with pytest.raises(StoreError, match=rf"run\.db is damaged \({words}\); restore a copy"):
+        look(store)
+    store.close()
 
 
 def test_a_run_of_another_format_is_refused_by_whoever_opens_it(tmp_path: Path) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import pytest
 from sqlalchemy import text
 from worlds.record_builders import step_record
 
 from actors.metrics import Metrics
 from service.store.lineage import read_history
-from service.store.run_store import RunStore
+from service.store.run_store import LeaseLost, RunStore
 from service.store.thread import StoreThread
 from service.telemetry.recorder import RunRecorder
 
@@ -66,3 +68,24 @@ async def test_a_write_whose_caller_is_cancelled_is_made_once_and_counted(tmp_pa
     rows = store.read(lambda connection: connection.execute(query).all())
     assert rows == [(1, 1), (1, 2)]
     assert metrics.values.get_sample_value("rayloom_train_steps_total") == 2
+
+
+async def test_a_failed_write_is_told_only_where_its_caller_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder, store = await begun(tmp_path, Metrics(), StoreThread())
+    store.acquire_lease(owner="another")
+    with caplog.at_level(logging.INFO, logger="rayloom.store"):
+        with pytest.raises(LeaseLost):
+            await recorder.step(step_record(1))
+        assert caplog.messages == []
+        with locked(tmp_path):
+            step = asyncio.create_task(recorder.step(step_record(1)))
+            await asyncio.sleep(TICK_S)
+            step.cancel()
+            await asyncio.wait([step])
+        async with asyncio.timeout(30.0):
+            while not caplog.messages:
+                await asyncio.sleep(TICK_S)
+    [told] = caplog.messages
+    assert told.startswith("a call of the store ended with LeaseLost: taken over by another")

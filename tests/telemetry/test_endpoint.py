@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from worlds.prometheus_server import Series, series
 
 from service.telemetry.endpoint import SILENT_S, Push, PushedMetrics, Pusher, Reading
@@ -138,6 +138,28 @@ async def test_a_successor_goes_on_counting_and_shows_its_values_alone(
     first.done.labels(kind="a").inc(100)
     await first.push()
     assert shown(pushed) == found
+
+
+async def test_what_is_said_of_a_dead_process_is_shown_until_its_successor_speaks(
+    pushed: PushedMetrics, clock: Clock
+) -> None:
+    load = Metric("load", "", "gauge")
+    load.add_sample("load", {"replica": "gone"}, 7.0)
+    amended = series("load", replica="gone", **RUN)
+    pushed.amend("supervisor", [load])
+    assert shown(pushed) == {}
+    process = Process(pushed)
+    process.done.labels(kind="a").inc()
+    await process.push()
+    before = shown(pushed)
+    pushed.amend("supervisor", [load])
+    own = series("load", replica="supervisor", **RUN)
+    assert shown(pushed) == {**{k: v for k, v in before.items() if k != own}, amended: 7.0}
+    clock.now = SILENT_S
+    assert amended not in shown(pushed)
+    # Whatever clock the two hosts have: the epoch is still the dead one's.
+    await process.push()
+    assert shown(pushed) == before
 
 
 async def test_the_values_of_a_process_that_falls_silent_go_and_its_counts_stay(

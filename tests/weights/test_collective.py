@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -65,6 +66,12 @@ def start(trainer: Trainer, directory: Path, name: str, fault: str = "", at: str
 async def wait_until_live(trainer: Trainer, num_members: int) -> None:
     async with asyncio.timeout(LIMIT_S):
         while len((await trainer.board.status.remote()).replicas) < num_members:
+            await asyncio.sleep(0.05)
+
+
+async def wait_until_stopped(pid: int) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
             await asyncio.sleep(0.05)
 
 
@@ -147,20 +154,26 @@ async def test_one_that_never_comes_to_a_broadcast_ends_alone(
 async def test_one_that_is_frozen_for_twenty_seconds_gets_the_version_when_it_is_back(
     trainer: Trainer, tmp_path: Path, at: str
 ) -> None:
+    """And so does one that joins while the others stand still in the broadcast."""
     for name in ("a", "b"):
         start(trainer, tmp_path, name)
     frozen = start(trainer, tmp_path, "frozen", fault="freezes", at=at)
-    pid = await frozen.pid.remote()
+    joining = Member.remote(trainer.board, str(tmp_path), "joining")
+    pid, _ = await frozen.pid.remote(), await joining.pid.remote()
     await wait_until_live(trainer, 3)
     expected = await trainer.publish(1)
+    await wait_until_stopped(pid)
     thawing = asyncio.get_running_loop().call_later(20.0, os.kill, pid, signal.SIGCONT)
+    if at == "broadcast":
+        assert not (await trainer.board.status.remote()).is_loaded
+    joining.pull.remote()
     # The others do not wait for it longer than its lease.
-    status = await trainer.wait_until_loaded(1, num_members=2)
-    assert {each.replica_id for each in status.replicas} == {"a", "b"}
+    status = await trainer.wait_until_loaded(1, num_members=3)
+    assert {each.replica_id for each in status.replicas} == {"a", "b", "joining"}
     check_scores(status, expected)
     thawing.cancel()
     os.kill(pid, signal.SIGCONT)
-    await wait_until_live(trainer, 3)
-    check_scores(await trainer.wait_until_loaded(1, num_members=3), expected)
+    await wait_until_live(trainer, 4)
+    check_scores(await trainer.wait_until_loaded(1, num_members=4), expected)
     expected = await trainer.publish(2)
-    check_scores(await trainer.wait_until_loaded(2, num_members=3), expected)
+    check_scores(await trainer.wait_until_loaded(2, num_members=4), expected)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from worlds.missing_tools import skip_or_fail
 
-_DETACH = 2
+_READ_ONLY, _REMOUNT, _DETACH = 1, 32, 2
 # Another user's: the kernel then tells the type without asking a daemon, and there is none.
 _FUSE_OPTIONS = "fd={},rootmode=40000,user_id=12345,group_id=12345"
 
@@ -35,6 +35,14 @@ def small_disk(directory: Path, *, kib: int) -> Iterator[None]:
     _need_root("/proc/self/mounts")
     with _mounted(directory, kind="tmpfs", options=f"size={kib}k"):
         yield
+
+
+def make_read_only(directory: Path) -> None:
+    """Of a small disk, on which no file is open for writing."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    where = os.fsencode(directory)
+    if libc.mount(b"test", where, b"tmpfs", _REMOUNT | _READ_ONLY, None) != 0:
+        _give_up(f"cannot be made read-only: {os.strerror(ctypes.get_errno())}")
 
 
 def fill(file: Path) -> None:
