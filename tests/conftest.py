@@ -30,13 +30,12 @@ settings.register_profile("rayloom", deadline=None, suppress_health_check=[Healt
 settings.load_profile("rayloom")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Each proof belongs to a part: all of them together take hours."""
-    for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if "proof" in marks and not marks & PROOF_PARTS:
-            parts = ", ".join(sorted(PROOF_PARTS))
-            raise pytest.UsageError(f"{item.nodeid}: a proof, expected a mark of one of {parts}")
+    marks = {mark.name for mark in item.iter_markers()}
+    if "proof" in marks and not marks & PROOF_PARTS:
+        parts = ", ".join(sorted(PROOF_PARTS))
+        raise pytest.UsageError(f"{item.nodeid}: a proof, expected a mark of one of {parts}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,7 @@ import pytest
 import ray
 from ray import serve
 from worlds.run_checks import check_audit, check_finished, check_stopped
-from worlds.run_driver import ENGINE, ROOT, START_S, STEP_S, Run, running, small_config
+from worlds.run_driver import ENGINE, FOUND_S, ROOT, START_S, STEP_S, Run, running, small_config
 
 from actors.weights.board import BoardStatus
 from service.inference.deployment import deploy_inference
@@ -130,7 +130,7 @@ def test_engines_outlive_serves_controller_that_is_killed(tmp_path: Path, small_
 def test_a_driver_that_is_killed_leaves_nothing_on_the_cluster_that_it_joined(
     tmp_path: Path, small_model: str, address: str, with_board: bool
 ) -> None:
-    """Without its board the engine is restarted once, asks for it, and ends before it loads."""
+    """Without its board the engine waits for the next one, and deletes its application itself."""
     config = small_config(
         tmp_path, small_model, run={"steps": 400, "orphan_timeout_s": ORPHAN_S}
     )  # fmt: skip
@@ -169,10 +169,11 @@ def test_a_run_that_is_resumed_in_time_takes_its_engines_over_and_may_ask_for_mo
     config = small_config(tmp_path, small_model, inference={"num_replicas": 2}, **sections)
     with running(config, tmp_path / "run", ["--resume", "--address", address]) as run:
         run.advance(2, limit_s=START_S)
-        assert before <= pids(processes(ENGINE))
+        # A table that is read while processes come and go may lack one for once.
+        wait_until(lambda: before <= pids(processes(ENGINE)), limit_s=FOUND_S)
         wait_until(lambda: len(processes(ENGINE)) == 2, limit_s=START_S)
         run.advance(2, limit_s=START_S)
-        assert before <= pids(processes(ENGINE))
+        wait_until(lambda: before <= pids(processes(ENGINE)), limit_s=FOUND_S)
         stop(run)
     wait_until(lambda: not processes(PARTS), limit_s=60)
 
@@ -190,7 +191,7 @@ def test_serve_scales_the_engines_up_and_down_while_a_run_trains(
             wait_until(lambda n=num_replicas: num_holders(board) == n, limit_s=START_S)
             run.advance(3, limit_s=START_S)
             if num_replicas == 2:
-                assert first < pids(processes(ENGINE))
+                wait_until(lambda: first < pids(processes(ENGINE)), limit_s=FOUND_S)
         assert "was lost" not in run.place.log_file.read_text()
         stop(run)
 
@@ -211,7 +212,7 @@ def test_two_runs_on_one_cluster_do_not_know_each_other(
             check_finished(second, steps=steps)
             check_audit(second)
         first.advance(2, limit_s=START_S)
-        assert pids(processes(ENGINE)) == engines
+        wait_until(lambda: pids(processes(ENGINE)) == engines, limit_s=FOUND_S)
         assert first.history().num_terms == 1
         stop(first)
 

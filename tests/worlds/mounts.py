@@ -42,7 +42,7 @@ def make_read_only(directory: Path) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     where = os.fsencode(directory)
     if libc.mount(b"test", where, b"tmpfs", _REMOUNT | _READ_ONLY, None) != 0:
-        _give_up(f"cannot be made read-only: {os.strerror(ctypes.get_errno())}")
+        skip_or_fail(f"cannot be made read-only: {os.strerror(ctypes.get_errno())}")
 
 
 def fill(file: Path) -> None:
