@@ -70,7 +70,9 @@ class EnvironmentActor:
         self._make_policy = make_policy
         self._policy: PolicyClient | None = None
         self._renderer = load_renderer(
-            tokenizer_path, template_options=settings.rollouts.template_options
+            tokenizer_path,
+            template_options=settings.rollouts.template_options,
+            history=settings.rollouts.history,
         )
         self._makers = {
             name: resolve(name, options) for name, options in settings.environments.items()

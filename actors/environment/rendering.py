@@ -24,6 +24,7 @@ import jinja2.meta
 import numpy as np
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
+from actors.environment.settings import History
 from actors.types import TokenIds
 
 _CACHE_ENTRIES = 4096
@@ -69,7 +70,9 @@ def load_tokenizer(path: str) -> ChatTokenizer:
     return tokenizer
 
 
-def load_renderer(model: str, *, template_options: Mapping[str, Any]) -> ChatRenderer:
+def load_renderer(
+    model: str, *, template_options: Mapping[str, Any], history: History
+) -> ChatRenderer:
     """Make the renderer of a model's chats.
 
     Args: model: a directory or hub name. Raises: OSError, ValueError.
@@ -79,6 +82,7 @@ def load_renderer(model: str, *, template_options: Mapping[str, Any]) -> ChatRen
         tokenizer,
         template_options=template_options,
         stop_token_ids=_stop_token_ids(model, tokenizer),
+        history=history,
     )
 
 
@@ -122,6 +126,9 @@ class BreakReason(StrEnum):
     TEMPLATE_REFUSED = "template_refused"
     TEMPLATE_LOOKS_BACK = "template_looks_back"
     RETOKENISED = "retokenised"
+    HISTORY_RENDERED = "history_rendered"
+    """None was asked for (`History.AS_RENDERED`), and the template shows what was sampled in
+    another way."""
 
 
 class RenderError(Exception):
@@ -233,6 +240,7 @@ class ChatRenderer:
 
     template_options: passed to the chat template, such as {"enable_thinking": False}.
     stop_token_ids: what ends a turn beside the tokenizer's own end of sequence.
+    history: as_rendered renders the whole chat at each turn.
     """
 
     def __init__(
@@ -241,8 +249,10 @@ class ChatRenderer:
         *,
         template_options: Mapping[str, Any] | None = None,
         stop_token_ids: Iterable[int] = (),
+        history: History = History.APPENDED,
     ) -> None:
         self._tokenizer = tokenizer
+        self._history = history
         self._template_options = dict(template_options or {})
         self._end_ids = frozenset((tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids))
         self._knows_ids = _may_know_ids(getattr(tokenizer, "chat_template", None))
@@ -277,6 +287,12 @@ class ChatRenderer:
         cannot be used. Empty: the reply is plain text. new_messages: what follows; may be empty.
         Raises: RenderError when that is needed and the template refuses.
         """
+        if self._history is History.AS_RENDERED:
+            whole = self.first_prompt((*history, *new_messages), tools)
+            known = previous.shape[0] + sampled.shape[0]
+            is_kept = np.array_equal(whole[:known], np.concatenate((previous, sampled)))
+            reason = None if is_kept else BreakReason.HISTORY_RENDERED
+            return Extension(prompt_token_ids=whole, break_reason=reason)
         ending, new = _ending(history), tuple(new_messages)
         if not self._knows_ids:
             # They differ in every chat, and would leave nothing to be rendered once.

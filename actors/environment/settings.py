@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from actors.limits import STRICT, NotNegative, Positive, Seconds, Temperature
 from actors.outcomes import OutcomeRule
 from actors.types import Outcome
+
+
+class History(StrEnum):
+    """What stands in a prompt of what was said before."""
+
+    APPENDED = "appended"
+    """What was sampled, token by token."""
+    AS_RENDERED = "as_rendered"
+    """What the chat template makes of it, as where the model is used later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +51,9 @@ class RolloutSettings:
     """Such a row is borne for as long, whatever its length."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """For the chat template, such as enable_thinking: false."""
+    history: History = History.APPENDED
+    """appended: earlier replies stay as they were sampled; as_rendered: as the template shows them,
+    with a new sample for each turn whose history that changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

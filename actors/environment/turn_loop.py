@@ -61,6 +61,7 @@ _BRANCH_REASONS = {
     BreakReason.TEMPLATE_REFUSED: BranchReason.TEMPLATE,
     BreakReason.TEMPLATE_LOOKS_BACK: BranchReason.TEMPLATE,
     BreakReason.RETOKENISED: BranchReason.RETOKENISED,
+    BreakReason.HISTORY_RENDERED: BranchReason.TEMPLATE,
 }
 # One for the process: its episodes share an environment, and so its faults.
 _faults = FaultLog(logging.getLogger(__name__))

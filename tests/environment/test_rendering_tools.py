@@ -15,6 +15,7 @@ from worlds.tool_families import FAMILIES, Family
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.protocol import Message, Role, ToolCall
 from actors.environment.rendering import BreakReason, ChatRenderer, Extension, RenderError
+from actors.environment.settings import History
 from actors.types import TokenIds
 
 QWEN3 = FAMILIES["qwen3"]
@@ -175,6 +176,22 @@ def test_an_earlier_thought_that_the_template_strips_makes_no_fork() -> None:
     assert "<think>\nwell\n</think>\n\n4<|im_end|>" in text(QWEN3, extension.prompt_token_ids)
     whole = QWEN3.renderer.first_prompt([*history, user("lower")], (CALCULATOR,))
     assert "well" not in text(QWEN3, whole)
+
+
+def test_history_as_rendered_is_what_the_template_shows() -> None:
+    renderer = ChatRenderer(QWEN3.tokenizer, history=History.AS_RENDERED)
+    for said, reason in (
+        (reply("4", reasoning="well"), BreakReason.HISTORY_RENDERED),
+        (reply("4"), None),
+    ):
+        history = [user("hi"), said]
+        extension, num_before = extend(
+            QWEN3, QWEN3.say(said), history, user("lower"), renderer=renderer
+        )
+        whole = QWEN3.renderer.first_prompt([*history, user("lower")], (CALCULATOR,))
+        np.testing.assert_array_equal(extension.prompt_token_ids, whole)
+        assert extension.break_reason is reason and extension.num_inserted == 0
+        assert len(whole) > num_before or reason
 
 
 @pytest.mark.parametrize("echo", [None, "", "hm", " hm\n", "hm, and more"])

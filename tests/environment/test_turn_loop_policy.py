@@ -13,6 +13,7 @@ from worlds.same import assert_same_samples
 from worlds.trajectory_builders import whole_turns
 
 from actors.environment.rendering import ChatRenderer
+from actors.environment.settings import History
 from actors.merge.prefix import merge_turns
 from actors.policy import PolicyDeadlineExceeded, PolicyUnavailable
 from actors.types import BranchReason, FinishReason, Outcome, VersionSpan
@@ -121,6 +122,22 @@ async def test_a_template_that_looks_back_in_vain_goes_on_with_the_same_sample()
     trajectory = await play(FakeEnvironment(GO_ON, GO_ON, DONE), chat=numbers_questions)
     assert trajectory.render_breaks == {"template_looks_back": 2}
     assert len(trajectory.turns) == 3 and len(trajectory.samples) == 1
+
+
+async def test_history_as_rendered_begins_a_sample_for_each_turn_whose_history_changes() -> None:
+    tokenizer = chatml_tokenizer()
+    # A reply is shown without its first word, if it has two.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content.split(' ')[-1] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    chat = ChatRenderer(tokenizer, history=History.AS_RENDERED)
+    policy = FakePolicy(*(reply(f"{words}<|im_end|>") for words in ("7", "hm 5", "4")))
+    trajectory = await play(FakeEnvironment(GO_ON, GO_ON, DONE), policy, chat=chat)
+    assert trajectory.render_breaks == {"history_rendered": 1}
+    assert [sample.branch_reason for sample in trajectory.samples] == [None, BranchReason.TEMPLATE]
+    compared = merge_turns(whole_turns(trajectory))
+    assert [[turn.index for turn in sample.turns] for sample in compared] == [[0, 1], [2]]
 
 
 async def test_an_episode_keeps_each_token_once_and_sends_each_prompt_whole() -> None:
