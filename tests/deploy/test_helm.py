@@ -416,6 +416,8 @@ def test_the_notes_tell_how_to_reach_the_api() -> None:
 MISREAD = ["20261122", "1e3", "true", "0x1f", "null", "1_000"]
 
 
+@pytest.mark.proof
+@pytest.mark.chart
 @pytest.mark.parametrize("text", MISREAD)
 def test_a_text_that_looks_like_a_number_stays_a_text(text: str) -> None:
     label = text.replace("_", "-")

@@ -26,6 +26,8 @@ from worlds.json_server import answering
 
 from service.api.schemas import RolloutAnswer, SampleAnswer, SubmitBody
 
+pytestmark = [pytest.mark.proof, pytest.mark.chart]
+
 KEY, TOKEN = "the key of the API", "the token of Ray"
 
 

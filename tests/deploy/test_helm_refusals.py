@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from worlds.helm_chart import CHART, HelmError, rendered
 
+pytestmark = [pytest.mark.proof, pytest.mark.chart]
+
 
 @pytest.mark.parametrize(
     ("values", "words"),
