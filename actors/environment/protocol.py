@@ -53,30 +53,41 @@ class Message:
     True, or two orders of its keys, for equal."""
 
     def __post_init__(self) -> None:
-        _check_text(self.content, "content")
+        if not isinstance(self.role, Role):
+            object.__setattr__(self, "role", _as_role(self.role))
+        _check_text(self.content, "message: content")
         if self.name is not None:
-            _check_text(self.name, "name")
+            _check_text(self.name, "message: name")
         if self.tool_call_id is not None:
             _check_role(self.role, Role.TOOL, "tool_call_id")
-            _check_text(self.tool_call_id, "tool_call_id")
+            _check_text(self.tool_call_id, "message: tool_call_id")
         if self.reasoning is not None:
             _check_role(self.role, Role.ASSISTANT, "reasoning")
-            _check_text(self.reasoning, "reasoning")
+            _check_text(self.reasoning, "message: reasoning")
         if self.tool_calls != ():
             _check_role(self.role, Role.ASSISTANT, "tool_calls")
             object.__setattr__(self, "call_texts", _call_texts(self.tool_calls))
 
 
-def _check_text(text: str, name: str) -> None:
+def _as_role(name: object) -> Role:
+    try:
+        return Role(name)
+    except ValueError:
+        raise ValueError(
+            f"message: role: got {name!r}, expected one of {', '.join(Role)}"
+        ) from None
+
+
+def _check_text(text: str, what: str) -> None:
     if not isinstance(text, str):
-        raise TypeError(f"message: {name}: got a {type(text).__name__}, expected text")
+        raise TypeError(f"{what}: got a {type(text).__name__}, expected text")
     # Neither a tokenizer nor the run's database takes half a character.
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"message: {name}: got a lone surrogate {text[error.start]!r} at character "
-            f"{error.start}, expected text that UTF-8 can hold; decode it with errors='replace'"
+            f"{what}: got a lone surrogate {text[error.start]!r} at character {error.start}, "
+            "expected text that UTF-8 can hold; decode it with errors='replace'"
         ) from None
 
 
@@ -96,23 +107,23 @@ def _call_texts(calls: tuple[ToolCall, ...]) -> tuple[tuple[str, str, str], ...]
             raise TypeError(
                 f"message: tool_calls: got a {type(call).__name__}, expected ToolCall values"
             )
-        _check_text(call.id, "the id of a tool call")
-        _check_text(call.name, "the name of a tool call")
-    return tuple((call.id, call.name, _arguments_text(call.arguments)) for call in calls)
+        _check_text(call.id, "message: the id of a tool call")
+        _check_text(call.name, "message: the name of a tool call")
+    what = "message: the arguments of a tool call"
+    return tuple((call.id, call.name, _json_text(call.arguments, what)) for call in calls)
 
 
-def _arguments_text(arguments: Mapping[str, Any]) -> str:
-    name = "the arguments of a tool call"
-    if not isinstance(arguments, Mapping):
-        raise TypeError(f"message: {name}: got a {type(arguments).__name__}, expected a mapping")
+def _json_text(tree: Mapping[str, Any], what: str) -> str:
+    if not isinstance(tree, Mapping):
+        raise TypeError(f"{what}: got a {type(tree).__name__}, expected a mapping")
     try:
-        text = json.dumps(dict(arguments), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(dict(tree), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"message: {name}: got a value that is no JSON ({type(error).__name__}), expected "
+            f"{what}: got a value that is no JSON ({type(error).__name__}), expected "
             "texts, finite numbers, true, false, null, and lists and objects of them"
         ) from error
-    _check_text(text, name)
+    _check_text(text, what)
     return text
 
 
@@ -126,12 +137,28 @@ class ToolSchema:
     """The JSON schema of its arguments object."""
 
     def __post_init__(self) -> None:
+        _check_text(self.name, "tool: name")
+        what = f"tool {self.name}"
+        _check_text(self.description, f"{what}: description")
+        _json_text(self.parameters, f"{what}: parameters")
         properties = self.parameters.get("properties", {})
-        if not all(isinstance(schema, Mapping) for schema in properties.values()):
+        if not isinstance(properties, Mapping) or not all(
+            isinstance(name, str) and isinstance(schema, Mapping)
+            for name, schema in properties.items()
+        ):
             raise TypeError(
-                f"tool {self.name}: expected parameters.properties to hold one JSON schema for "
-                "each argument"
+                f"{what}: expected parameters.properties to hold one JSON schema for each argument"
             )
+        if not _are_names(required := self.parameters.get("required", ())):
+            raise TypeError(
+                f"{what}: parameters.required: got {required!r}, expected a list of arguments"
+            )
+        for name, schema in properties.items():
+            kind = schema.get("type", ())
+            if not (isinstance(kind, str) or _are_names(kind)):
+                raise TypeError(
+                    f"{what}: the type of {name}: got {kind!r}, expected one of JSON's, or a list"
+                )
 
     def for_template(self) -> dict[str, Any]:
         """The form that chat templates expect."""
@@ -196,6 +223,17 @@ class Observation:
 
     def __post_init__(self) -> None:
         _check_messages(self.messages)
+        if not isinstance(self.tools, list | tuple):
+            raise TypeError(
+                f"observation: tools: got a {type(self.tools).__name__}, expected a tuple of "
+                "ToolSchema values"
+            )
+        for tool in self.tools:
+            if not isinstance(tool, ToolSchema):
+                raise TypeError(
+                    f"observation: tools: got a {type(tool).__name__}, expected ToolSchema values"
+                )
+        object.__setattr__(self, "tools", tuple(self.tools))
         best = self.best_return
         if best is not None and not (isinstance(best, Real) and math.isfinite(best)):
             raise TypeError("observation: best_return: expected None or a finite number")
@@ -222,6 +260,11 @@ class StepResult:
 
     def __post_init__(self) -> None:
         _check_messages(self.messages)
+        if not isinstance(self.reward_components, Mapping):
+            raise TypeError(
+                f"step result: reward_components: got a {type(self.reward_components).__name__}, "
+                "expected a mapping of names to numbers"
+            )
         if self.terminated and self.truncated:
             raise ValueError(
                 "step result: terminated and truncated are both set; expected at most one: an "
@@ -274,7 +317,13 @@ def is_finite_reward(result: StepResult) -> bool:
     return all(isinstance(part, Real) and math.isfinite(part) for part in parts)
 
 
+def _are_names(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+
+
 def _check_messages(messages: tuple[Message, ...]) -> None:
+    if not isinstance(messages, list | tuple):
+        raise TypeError(f"messages: got a {type(messages).__name__}, expected a tuple of Message")
     for message in messages:
         if not isinstance(message, Message):
             raise TypeError(f"messages: got a {type(message).__name__}, expected Message values")

@@ -104,17 +104,21 @@ async def play_episode(
         keeps_last_observation=keeps_last_observation,
     )
     try:
-        await episode.play(make_environment)
-        end = _Ended(Outcome.MAX_TURNS, f"no end after {settings.max_turns} turns")
+        return episode.trajectory(await _end_of(episode, make_environment))
+    finally:
+        # After a defect of ours, too.
+        await episode.close()
+
+
+async def _end_of(episode: _Episode, make_environment: Callable[[], Environment]) -> _Ended:
+    try:
+        return await episode.play(make_environment)
     except _Ended as ended:
-        end = ended
         if isinstance(ended.__cause__, CallFailed | RenderError):
-            _faults.log(f"{assignment.trajectory_id}: {ended.outcome}: {ended}", ended.__cause__)
+            _faults.log(f"{episode.name}: {ended.outcome}: {ended}", ended.__cause__)
+        return ended
     except asyncio.CancelledError:
-        end = _Ended(Outcome.CANCELLED, "the episode's task was cancelled")
-    trajectory = episode.trajectory(end)
-    await episode.close()
-    return trajectory
+        return _Ended(Outcome.CANCELLED, "the episode's task was cancelled")
 
 
 class _Episode:
@@ -149,8 +153,12 @@ class _Episode:
         self._episode_end = self._started + settings.episode_deadline_s
         self._turn_end = self._started
 
-    async def play(self, make_environment: Callable[[], Environment]) -> None:
-        """Play up to max_turns turns; returning means that they did not end the episode."""
+    @property
+    def name(self) -> str:
+        return self._assignment.trajectory_id
+
+    async def play(self, make_environment: Callable[[], Environment]) -> _Ended:
+        """Play up to max_turns turns; returns when they have not ended the episode."""
         self._start_turn()
         start = await self._reset(make_environment)
         history = list(start.messages)
@@ -163,10 +171,11 @@ class _Episode:
             action = Action(text=text, calls=calls)
             result = await self._step(action)
             if number == self._settings.max_turns:
-                return
+                break
             history.append(_as_message(action, parsed))
             prompt = self._extend(turn, history, result, start)
             history.extend(result.messages)
+        return _Ended(Outcome.MAX_TURNS, f"no end after {self._settings.max_turns} turns")
 
     def trajectory(self, end: _Ended) -> Trajectory:
         return replace(

@@ -21,6 +21,13 @@ def with_arguments(arguments: Any) -> Message:
     return calling(ToolCall(name="calculator", arguments=arguments))
 
 
+def test_a_role_by_its_text_is_a_role_and_an_unknown_one_is_refused() -> None:
+    message = Message(role="user", content="x")  # type: ignore[arg-type]
+    assert message.role is Role.USER
+    with pytest.raises(ValueError, match="role: got 'developer', expected one of system, user"):
+        Message(role="developer", content="x")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

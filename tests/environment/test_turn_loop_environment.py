@@ -6,6 +6,8 @@ import asyncio
 import math
 import sys
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 from worlds.episode_builders import (
@@ -22,6 +24,7 @@ from worlds.episode_builders import (
     raising,
     renderer,
     returning,
+    tokenizer,
 )
 
 from actors.environment.protocol import (
@@ -32,12 +35,87 @@ from actors.environment.protocol import (
     RewardError,
     Role,
     StepResult,
+    ToolSchema,
 )
+from actors.environment.rendering import ChatRenderer
 from actors.environment.turn_loop import play_episode
 from actors.environment.user_code import num_abandoned
-from actors.types import Outcome
+from actors.types import Outcome, TokenIds
 
 IMPATIENT = replace(SETTINGS, turn_deadline_s=0.5)
+
+
+ECHO: dict[str, Any] = {"name": "echo", "description": "Say it.", "parameters": {}}
+
+
+def with_tools(tools: Any) -> Behaviour:
+    async def reset() -> Observation:
+        return Observation(messages=HELLO.messages, tools=tools)
+
+    return reset
+
+
+def with_tool(**fields: Any) -> Behaviour:
+    async def reset() -> Observation:
+        return Observation(messages=HELLO.messages, tools=(ToolSchema(**{**ECHO, **fields}),))
+
+    return reset
+
+
+def with_schema(**schema: Any) -> Behaviour:
+    return with_tool(parameters=schema)
+
+
+@pytest.mark.parametrize(
+    ("on_reset", "words"),
+    [
+        (
+            with_tools(({"type": "function"},)),
+            "tools: got a dict, expected ToolSchema",
+        ),
+        (with_tools(None), "observation: tools: got a NoneType"),
+        (with_tool(name=["echo"]), "tool: name: got a list, expected text"),
+        (with_tool(description="\ud800"), "tool echo: description: got a lone surrogate"),
+        (with_tool(parameters=None), "tool echo: parameters: got a NoneType, expected a mapping"),
+        (with_schema(default=b"x"), "tool echo: parameters: got a value that is no JSON"),
+        (with_schema(required=5), "tool echo: parameters.required: got 5, expected a list"),
+        (with_schema(required=None), "parameters.required: got None"),
+        (with_schema(properties={1: {}}), "expected parameters.properties to hold one JSON schema"),
+        (with_schema(properties=[]), "expected parameters.properties to hold one JSON schema"),
+        (with_schema(properties={"x": {"type": 5}}), "the type of x: got 5"),
+    ],
+)
+async def test_tools_that_are_none_are_the_environments_error_and_it_is_closed(
+    on_reset: Behaviour, words: str
+) -> None:
+    # `play` sees that it was closed.
+    trajectory = await play(FakeEnvironment(DONE, on_reset=on_reset))
+    assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+    assert words in trajectory.detail
+
+
+async def test_results_that_are_none_are_the_environments_error() -> None:
+    async def odd(**fields: Any) -> StepResult:
+        return StepResult(**fields)
+
+    for fields, words in (
+        ({"reward_components": None}, "reward_components: got a NoneType, expected a mapping"),
+        ({"messages": None}, "messages: got a NoneType, expected a tuple of Message"),
+    ):
+        trajectory = await play(FakeEnvironment(partial(odd, **fields)))
+        assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+        assert words in trajectory.detail
+
+
+async def test_a_defect_of_the_turn_loop_leaves_no_environment_open() -> None:
+    class Defect(ChatRenderer):
+        def decode(self, sampled: TokenIds) -> str:
+            raise AssertionError("a defect")
+
+    environment = FakeEnvironment(DONE)
+    with pytest.raises(AssertionError, match="a defect"):
+        await play(environment, chat=Defect(tokenizer()))
+    assert environment.num_closed == 1
 
 
 @pytest.mark.parametrize(
