@@ -72,6 +72,8 @@ class Client:
                 if error.code not in (429, 503) or wait_s is None:
                     sys.exit(f"{method} {path}: {error.code} {error.read().decode()}")
                 time.sleep(float(wait_s))
+            except urllib.error.URLError as error:
+                sys.exit(f"{method} {path}: {error.reason}; is the service still there?")
 
 
 def batches(prefix: str, num_tasks: int, size: int) -> Iterator[list[dict[str, Any]]]:

@@ -192,6 +192,9 @@
 {{- if and $database.existingClaim (eq $database.existingClaim $checkpoints.existingClaim) }}
 - {{ printf "database.existingClaim: got %s, which is checkpoints.existingClaim too; expected a volume of its own: every pod has that one" $database.existingClaim | quote }}
 {{- end }}
+{{- if and $database.existingClaim .Values.modelCache.enabled (eq $database.existingClaim .Values.modelCache.existingClaim) }}
+- {{ printf "database.existingClaim: got %s, which is modelCache.existingClaim too; expected a volume of its own: every pod has that one" $database.existingClaim | quote }}
+{{- end }}
 {{- /* A class that gives ReadWriteMany is a network file system, where SQLite breaks (docs/storage.md). */}}
 {{- if and (has "ReadWriteMany" $checkpoints.accessModes) (not $checkpoints.existingClaim) (not $database.existingSecret) (not $database.existingClaim) (eq $database.storageClass $checkpoints.storageClass) }}
 - {{ printf "database.storageClass: got %s, the class of checkpoints, which is to give ReadWriteMany; expected block storage: SQLite breaks on a network file system; name another class, or give a PostgreSQL by database.existingSecret" (default "the cluster's default" $database.storageClass) | quote }}

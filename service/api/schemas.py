@@ -99,6 +99,7 @@ class StopBody(_Strict):
     grace_seconds: float | None = Field(
         None,
         ge=0,
+        allow_inf_nan=False,
         description="a step that is not trained by then is given up, and its rollouts are played "
         "again when the run goes on; null: wait for it",
     )

@@ -24,6 +24,8 @@ from service.store.errors import StoreError
 from service.store.place import StoreOptions
 from service.store.tables import RunKind
 
+# A month.
+MAX_GRACE_S = 2_678_400
 app = typer.Typer(
     help="Train language-model agents by reinforcement learning, on a laptop or a Ray cluster.",
     no_args_is_help=True,
@@ -193,6 +195,7 @@ def stop(
         typer.Option(
             metavar="SECONDS",
             min=0,
+            max=MAX_GRACE_S,
             help="give up a step that is not trained by then; default: wait for it",
         ),
     ] = None,

@@ -501,5 +501,8 @@ async def test_a_run_is_told_to_stop_with_a_grace_or_without(
         answer = await client.post("/api/v1/stop", json=body)
         assert answer.status_code == 202 and answer.json() == {"phase": "training"}
     assert run.stops == [None, 1.5]
-    problem(await client.post("/api/v1/stop", json={"grace_seconds": -1}), 422, "invalid-request")
+    for body in ('{"grace_seconds": -1}', '{"grace_seconds": 1e999}'):
+        headers = {"content-type": "application/json"}
+        answer = await client.post("/api/v1/stop", content=body, headers=headers)
+        problem(answer, 422, "invalid-request")
     assert run.stops == [None, 1.5]

@@ -67,6 +67,12 @@ pytestmark = [pytest.mark.proof, pytest.mark.chart]
             {"monitoring": {"rules": {"runbooks": "docs/runbooks.md"}}},
             ["monitoring.rules.runbooks"],
         ),
+        # It stands in JSON.
+        (
+            {"monitoring": {"rules": {"runbooks": 'https://x/"'}}},
+            ["monitoring.rules.runbooks"],
+        ),
+        ({"gcs": {"backend": "redis", "redis": {"address": "redis"}}}, ["gcs.redis.address"]),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
 )
@@ -221,6 +227,13 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             ["serviceAccount.name: got demo-rayloom-environment, the account of environment pods"],
         ),
         ({"gcs": {"backend": "redis"}}, ["gcs.redis.address: got none", "redis:6379"]),
+        (
+            {
+                "database": {"existingClaim": "one"},
+                "modelCache": {"enabled": True, "existingClaim": "one"},
+            },
+            ["database.existingClaim: got one, which is modelCache.existingClaim too"],
+        ),
         ({"rayVersion": "2.51.0"}, ["rayVersion: got 2.51.0", "2.52.0 or newer"]),
         (
             {

@@ -7,16 +7,20 @@ machine's file system, which all nodes share.
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from worlds.chart_pod import secret, variables_of
-from worlds.helm_chart import Manifest, cluster_of, one, rendered, serve_config_of
+from worlds.helm_chart import Manifest, cluster_of, one, pod_templates, rendered, serve_config_of
 from worlds.nodes import Network, Node, network
 from worlds.prometheus_server import Target, panels_without_data, scraping_all
 from worlds.redis_server import redis_server
@@ -112,13 +116,8 @@ def test_a_head_that_is_killed_comes_back_with_its_run_and_the_engines_stay(
         waits = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_BACK_S)}
         of_head = {"RAY_REDIS_ADDRESS": redis}
         pods = started_pods(net, manifests, token=token, added=waits, of_head=of_head)
-        where = f"http://{net.head.address}"
-        wait_until(lambda: answers(f"{where}:{DASHBOARD}/api/gcs_healthz"))
-        put(f"{where}:{DASHBOARD}", config_in(manifests, tmp_path), token=token)
-        headers = {"authorization": f"Bearer {secret(manifests, 'api-key', 'api-key')}"}
         run_dir = RunDir(path=tmp_path / "run_dir")
-        with httpx.Client(base_url=f"{where}:{API}", headers=headers, timeout=120) as client:
-            wait_until(lambda: answers(f"{where}:{API}/readyz"))
+        with serving(net, manifests, tmp_path, token=token) as client:
             first = [f"first-{number}" for number in range(16)]
             submit(client, *first)
             wait_until(lambda: are_trained(client, first))
@@ -127,7 +126,7 @@ def test_a_head_that_is_killed_comes_back_with_its_run_and_the_engines_stay(
                 before, newest = read_history(store), store.checkpoints()[0].step
             net.head.kill()
             net.head.start()
-            wait_until(lambda: answers(f"{where}:{API}/readyz"))
+            wait_until(lambda: answers(f"{client.base_url}/readyz"))
             later = [f"later-{number}" for number in range(16)]
             submit(client, *later)
             wait_until(lambda: are_trained(client, [*first, *later]))
@@ -138,6 +137,77 @@ def test_a_head_that_is_killed_comes_back_with_its_run_and_the_engines_stay(
         committed = tuple(each for each in before.steps if each.step <= newest)
         assert committed and after.steps[: len(committed)] == committed
         assert audit(open_journal(run_dir.path)).is_clean
+
+
+def test_a_release_that_is_suspended_loses_nothing_and_goes_on_when_it_is_resumed(
+    tmp_path: Path,
+) -> None:
+    """All pods are told to go at once, in the middle of steps; later there is a new cluster."""
+    manifests = rendered(VALUES)
+    token = secret(manifests, cluster_of(manifests)["authOptions"]["secretName"], "auth_token")
+    run_dir = RunDir(path=tmp_path / "run_dir")
+    first, later = ([f"{name}-{number}" for number in range(16)] for name in ("first", "later"))
+    with network(tmp_path) as net:
+        pods = started_pods(net, manifests, token=token)
+        with serving(net, manifests, tmp_path, token=token) as client:
+            submit(client, *first)
+            wait_until(lambda: are_trained(client, first))
+            submit(client, *later)
+        end_all(pods, hook_of_head(manifests))
+        with run_dir.looked_into() as store:
+            before = read_history(store).steps
+            assert store.checkpoints()[0].step == before[-1].step
+            assert store.live_owner() is None
+        net.start()
+        with serving(net, manifests, tmp_path, token=token) as client:
+            wait_until(lambda: are_trained(client, [*first, *later]))
+    with run_dir.looked_into() as store:
+        assert read_history(store).steps[: len(before)] == before
+    assert audit(open_journal(run_dir.path)).is_clean
+
+
+def hook_of_head(manifests: Sequence[Manifest]) -> list[str]:
+    """What the kubelet runs before it ends the head's pod."""
+    [container] = pod_templates(manifests)["head"]["spec"]["containers"]
+    hook: list[str] = container["lifecycle"]["preStop"]["exec"]["command"]
+    return hook
+
+
+def end_all(pods: Mapping[str, Sequence[Node]], hook: Sequence[str]) -> None:
+    """As the kubelets do at once: the head's hook, and SIGTERM, to the head once that is over."""
+    nodes = [node for group in pods.values() for node in group]
+    with ThreadPoolExecutor(max_workers=len(nodes)) as kubelets:
+        ends = [
+            kubelets.submit(end_pod, node, hook if node.is_head else (), limit_s=2 * DRAIN_S + 60)
+            for node in nodes
+        ]
+        for end in ends:
+            end.result()
+
+
+def end_pod(node: Node, hook: Sequence[str], *, limit_s: float) -> None:
+    if hook:
+        program = str(Path(sys.executable).with_name(hook[0]))
+        done = subprocess.run(
+            [*node.entrance, program, *hook[1:]],
+            capture_output=True, text=True, timeout=limit_s, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and ": has ended\n" in done.stdout, done
+    node.end_by_sigterm(limit_s=limit_s)
+
+
+@contextlib.contextmanager
+def serving(
+    net: Network, manifests: Sequence[Manifest], directory: Path, *, token: str
+) -> Iterator[httpx.Client]:
+    """Configure Serve as the operator does; yields a client once the run is ready."""
+    where = f"http://{net.head.address}"
+    wait_until(lambda: answers(f"{where}:{DASHBOARD}/api/gcs_healthz"))
+    put(f"{where}:{DASHBOARD}", config_in(manifests, directory), token=token)
+    headers = {"authorization": f"Bearer {secret(manifests, 'api-key', 'api-key')}"}
+    with httpx.Client(base_url=f"{where}:{API}", headers=headers, timeout=120) as client:
+        wait_until(lambda: answers(f"{where}:{API}/readyz"))
+        yield client
 
 
 def started_pods(
