@@ -69,7 +69,7 @@ class Message:
             object.__setattr__(self, "call_texts", _call_texts(self.tool_calls))
 
 
-def _as_role(name: object) -> Role:
+def _as_role(name: str) -> Role:
     try:
         return Role(name)
     except ValueError:
