@@ -148,7 +148,8 @@ def check_traces(collector: Collector, submitted: list[str]) -> None:
     traces = collector.traces()
     trained = [each for each in traces.values() if "optimiser step" in each.spans]
     tasks = {attributes(each.root)["rayloom.task_id"] for each in trained}
-    assert tasks <= set(submitted) and len(tasks) >= 8
+    # Not of groups without a signal, which may be most: nothing is trained of them.
+    assert tasks and tasks <= set(submitted)
     assert len(trained) == 4 * len(tasks)
     for each in trained:
         assert {"wait for admission", "attempt", "wait for the step", "train"} <= each.spans.keys()
