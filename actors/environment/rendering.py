@@ -127,8 +127,7 @@ class BreakReason(StrEnum):
     TEMPLATE_LOOKS_BACK = "template_looks_back"
     RETOKENISED = "retokenised"
     HISTORY_RENDERED = "history_rendered"
-    """None was asked for (`History.AS_RENDERED`), and the template shows what was sampled in
-    another way."""
+    """With `History.AS_RENDERED`: the template shows the history otherwise than it was sampled."""
 
 
 class RenderError(Exception):
