@@ -22,6 +22,8 @@ TokenIds = NDArray[np.int32]
 LogProbs = NDArray[np.float32]
 # In a sample's versions: the token is not trained.
 NO_VERSION = -1
+# The environment of the tasks that agents outside play, over HTTP.
+SESSION = "session"
 
 
 class FinishReason(StrEnum):

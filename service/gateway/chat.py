@@ -1,0 +1,118 @@
+"""One model call as every dialect means it, its answer, and why there is none.
+
+Each dialect (`service.gateway.dialects`) translates a client's body to a `ChatRequest` and a
+`ChatReply` back to its own words; a session's tree (`tree`) knows these alone, so that a session may
+mix dialects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from actors.environment.protocol import Message, ToolSchema
+from actors.types import LogProbs, TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """What a client asks of the policy."""
+
+    messages: tuple[Message, ...]
+    """The whole conversation, or with `continues` what follows that turn; not empty."""
+    tools: tuple[ToolSchema, ...] = ()
+    max_tokens: int | None = None
+    """Sampled tokens at most, >= 1; None: the session's own limit."""
+    continues: str = ""
+    """The id of the turn that the messages follow, where the client names one; empty: it sends the
+    whole conversation."""
+    is_auxiliary: bool = False
+    """The client says that this call is no part of the task (a title, a classifier)."""
+    is_retry: bool = False
+    """The client says that it has sent this very request before, and got no answer."""
+    idempotency_key: str = ""
+    """Names the request; the same key again is the same request. Empty: unnamed."""
+
+
+class StopReason(StrEnum):
+    """Why a reply ends."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    """It was cut off; the last call that it began is not among its calls."""
+    CALLS = "calls"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatReply:
+    """One sampled turn, as a client is shown it."""
+
+    turn_id: str
+    """Unique in the run: the session's id, a dot, the turn's number."""
+    message: Message
+    """Of the assistant: content, reasoning and calls."""
+    stop_reason: StopReason
+    num_prompt_tokens: int
+    num_sampled_tokens: int
+    policy_version: int
+    """The newest that sampled a token of it."""
+    created_at: float
+    """Seconds since 1970."""
+    sampled_token_ids: TokenIds | None = None
+    """[A] int32; None where the session does not show its tokens."""
+    logprobs: LogProbs | None = None
+    """[A] float32, nats; None likewise."""
+
+
+class RefusalCode(StrEnum):
+    """Why a request of a session is refused; stable, for programs."""
+
+    INVALID_REQUEST = "invalid_request"
+    UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    ROLLOUT_STOPPED = "rollout_stopped"
+    """A limit of the session is reached: it can be finished, and samples nothing more."""
+    INVALID_KEY = "invalid_key"
+    FORBIDDEN = "forbidden"
+    """The key is a session's own, but not for this."""
+    UNKNOWN_SESSION = "unknown_session"
+    CONFLICT = "conflict"
+    SESSION_CLOSED = "session_closed"
+    TOO_MANY_REQUESTS = "too_many_requests"
+    NOT_AVAILABLE = "not_available"
+    """Neither engine nor store answered in time; the same request may be sent again."""
+
+    @property
+    def status(self) -> int:
+        """Of HTTP."""
+        return _STATUS[self]
+
+
+_STATUS = {
+    RefusalCode.INVALID_REQUEST: 400,
+    RefusalCode.UNSUPPORTED_PARAMETER: 400,
+    RefusalCode.CONTEXT_LENGTH_EXCEEDED: 400,
+    RefusalCode.ROLLOUT_STOPPED: 400,
+    RefusalCode.INVALID_KEY: 401,
+    RefusalCode.FORBIDDEN: 403,
+    RefusalCode.UNKNOWN_SESSION: 404,
+    RefusalCode.CONFLICT: 409,
+    RefusalCode.SESSION_CLOSED: 410,
+    RefusalCode.TOO_MANY_REQUESTS: 429,
+    RefusalCode.NOT_AVAILABLE: 503,
+}
+
+
+class Refused(Exception):
+    """A request of a session that is not answered; the text has what was got and the remedy."""
+
+    def __init__(
+        self, code: RefusalCode, message: str, *, param: str = "", retry_after_s: int | None = None
+    ) -> None:
+        """param: the part of the body that is at fault; empty: none."""
+        super().__init__(code, message, param, retry_after_s)
+        self.code, self.message, self.param = code, message, param
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message

@@ -1,0 +1,57 @@
+"""What a session keeps of each turn: the record that the store holds and the tree is built of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.environment.protocol import Message, ToolSchema
+from actors.environment.rendering import BreakReason
+from actors.expert_records import ExpertIndices
+from actors.types import FinishReason, LogProbs, TokenIds, VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTurn:
+    """One sampled turn; nothing in it grows with the history before it."""
+
+    number: int
+    """0, 1, 2, … in the order in which the session's turns were stored."""
+    parent: int | None
+    """The number of the turn that it goes on from; None: a conversation begins with it."""
+    tools: tuple[ToolSchema, ...]
+    """Declared in the conversation; empty where there is a parent, whose tools they are."""
+    new_messages: tuple[Message, ...]
+    """What the request brought behind the parent's reply; the whole chat without a parent."""
+    reply: Message
+    """Of the assistant, as the client is shown it and as a later prompt's history has it."""
+    extends_parent: bool
+    """Whether its prompt begins with all ids of the parent; False where the chat was rendered anew,
+    and without a parent."""
+    new_token_ids: TokenIds
+    """[N] int32: what follows the parent's ids in the prompt; else the whole prompt."""
+    sampled_token_ids: TokenIds
+    """[A] int32."""
+    logprobs: LogProbs
+    """[A] float32, nats."""
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    num_inserted: int = 0
+    """Closing tokens among the new ids that the policy did not sample."""
+    break_reason: BreakReason | None = None
+    """Why the chat was rendered anew."""
+    is_malformed: bool = False
+    """A call in it could not be read, or is of no declared tool."""
+    is_auxiliary: bool = False
+    """The client said that it is no part of the task."""
+    is_unseen: bool = False
+    """The client was gone before it was answered, and has not asked again."""
+    expert_indices: ExpertIndices | None = None
+    cache_salt: str = ""
+    replica: str = ""
+    request_id: str = ""
+    """Of the HTTP request that it answers; a request that is sent on again has the same."""
+    request_digest: str = ""
+    """Equal for an equal request at the same place of the conversation."""
+    idempotency_key: str = ""
+    created_at: float = 0.0
+    """Seconds since 1970."""

@@ -1,0 +1,91 @@
+"""Sessions: rollouts that an agent outside plays over HTTP; what a client asks for, and their end.
+
+A session is member `member` of a submission (`service.intake.submission`), whose task has the
+environment `SESSION`. Its turns are `service.gateway.turns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from actors.types import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSpec:
+    """What holds for every session of a submission."""
+
+    max_turns: int
+    max_tokens_per_turn: int
+    ttl_s: float
+    """Seconds from the admission of its group to the end of a session that nobody finishes."""
+    idle_s: float
+    """Seconds without a request that end it."""
+    reward_deadline_s: float
+    """Seconds from its finish, within which a reward that is to come has to be given."""
+    shows_tokens: bool = False
+    """Answers carry the sampled ids and their log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionKeys:
+    """SHA-256 of a session's keys, hexadecimal: the keys themselves are kept nowhere."""
+
+    agent: str
+    reward: str
+
+
+class SessionStatus(StrEnum):
+    """Where a session stands."""
+
+    QUEUED = "queued"
+    """Its group waits for a place in the window; requests are held."""
+    OPEN = "open"
+    FINISHED = "finished"
+    DISCARDED = "discarded"
+    EXPIRED = "expired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnd:
+    """How a session ended."""
+
+    status: SessionStatus
+    """finished, discarded or expired."""
+    outcome: Outcome
+    reward: float | None
+    """Of the whole session, beside those by turn; None: it is to come, or there is none."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)
+    """By the number of the turn."""
+    detail: str = ""
+    ended_at: float
+    """Seconds since 1970."""
+    reward_until: float | None = None
+    """Until when a reward that is to come is waited for; None: it has come, or none will."""
+    digest: str = ""
+    """Of the request that ended it: the same one again changes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSession:
+    """A session as the store knows it, without its turns."""
+
+    id: str
+    submission_id: str
+    member: int
+    spec: SessionSpec
+    keys: SessionKeys
+    created_at: float
+    """Seconds since 1970."""
+    opened_at: float | None = None
+    """When its group was first admitted; None: it waits."""
+    end: SessionEnd | None = None
+    """None: it is not over."""
+
+
+def session_id(submission_id: str, member: int) -> str:
+    """Example: session_id("prompt-9", 3) -> "prompt-9-3"."""
+    return f"{submission_id}-{member}"
