@@ -1,8 +1,8 @@
 """One model call as every dialect means it, its answer, and why there is none.
 
 Each dialect (`service.gateway.dialects`) translates a client's body to a `ChatRequest` and a
-`ChatReply` back to its own words; a session's tree (`tree`) knows these alone, so that a session may
-mix dialects.
+`ChatReply` back to its own words; a session's tree (`tree`) knows these alone, so that a session
+may mix dialects.
 """
 
 from __future__ import annotations
