@@ -107,15 +107,29 @@ def _check_call(
         return _malformed(
             MalformedReason.UNKNOWN_TOOL, f"No such tool. Tools: {', '.join(tools) or 'none'}."
         )
-    # A parser gives a text. Some models write a JSON text within the JSON, as the OpenAI API does.
-    for _ in range(2):
-        if isinstance(arguments, str):
-            arguments = _load(arguments)
+    arguments = _unpacked(arguments)
     if isinstance(arguments, MalformedCall):
         return arguments
     if not isinstance(arguments, dict):
         return _malformed(MalformedReason.NOT_AN_OBJECT, "Arguments must be a JSON object.")
     return _check_arguments(name, arguments, tools[name].parameters, call_id=call_id)
+
+
+def arguments_of(call: ParsedCall) -> dict[str, Any] | None:
+    """The arguments of a call that a parser read, held to no schema; None: they are no object."""
+    arguments = _unpacked(call.arguments)
+    return arguments if isinstance(arguments, dict) else None
+
+
+def _unpacked(arguments: Any) -> Any:
+    """A parser gives a text. Some models write a JSON text within the JSON, as OpenAI's API does.
+
+    Returns: a MalformedCall for a text that is no JSON.
+    """
+    for _ in range(2):
+        if isinstance(arguments, str):
+            arguments = _load(arguments)
+    return arguments
 
 
 def _load(text: str) -> Any:

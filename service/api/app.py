@@ -62,6 +62,7 @@ def create_app(
     app.add_middleware(
         Guards,
         max_body_bytes=settings.service.max_body_kib << 10,
+        max_session_body_bytes=settings.sessions.max_body_mib << 20,
         key_digest=settings.key_digest,
         hosts=settings.hosts,
     )
@@ -101,7 +102,7 @@ def _add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         requests = body.requests(num_samples=settings.algorithm.group_size)
         _check(body.environment, requests, settings)
         reply = await run.submit(requests)
-        _refuse_if_needed(reply)
+        refuse_if_needed(reply)
         if len(requests) == 1:
             response.headers["Location"] = f"{PREFIX}/rollouts/{requests[0].id}"
         return SubmitAnswer.of(reply)
@@ -167,21 +168,27 @@ def _check(environment: str, requests: Sequence[RolloutRequest], settings: HttpS
             f"got {len(requests)} tasks, expected at most {most} a request; split the "
             "batch, or raise service.max_tasks_per_request",
         )
-    lowest, most = settings.algorithm.min_group_size, settings.service.max_samples_per_task
     for item in requests:
-        least = item.min_usable_samples or item.num_samples
-        if not lowest <= least <= item.num_samples <= most:
-            raise Problem(
-                422,
-                "num-samples",
-                f"task {item.id!r} asks for {item.num_samples} rollouts, "
-                f"min_usable_samples {item.min_usable_samples}; expected {lowest} "
-                f"(algorithm.min_group_size) <= min_usable_samples <= num_samples <= "
-                f"{most} (service.max_samples_per_task)",
-            )
+        check_samples(item, settings)
 
 
-def _refuse_if_needed(reply: SubmitReply) -> None:
+def check_samples(item: RolloutRequest, settings: HttpSettings) -> None:
+    """Raises: Problem for a group that could never be trained, or is too large."""
+    lowest, most = settings.algorithm.min_group_size, settings.service.max_samples_per_task
+    least = item.min_usable_samples or item.num_samples
+    if not lowest <= least <= item.num_samples <= most:
+        raise Problem(
+            422,
+            "num-samples",
+            f"task {item.id!r} asks for {item.num_samples} rollouts, "
+            f"min_usable_samples {item.min_usable_samples}; expected {lowest} "
+            f"(algorithm.min_group_size) <= min_usable_samples <= num_samples <= "
+            f"{most} (service.max_samples_per_task)",
+        )
+
+
+def refuse_if_needed(reply: SubmitReply) -> None:
+    """Raises: Problem for a request of which nothing was accepted."""
     if reply.conflicts:
         raise Problem(
             409,

@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.problems import Problem, internal_error, problem_response, shown
-from service.api.settings import digest_of
+from service.api.settings import bearer_of, digest_of
 
 log = logging.getLogger("rayloom.api")
 
 # What probes and people may read without a key.
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+# Where a session's own keys are asked for, by the routes.
+_SESSION_PATH = re.compile(r"(/sessions/|/v1/|/api/v1/sessions/[^/]+/(finish|reward)$)")
 # From the first look at a body to its end.
 BODY_LIMIT_S = 30.0
 
@@ -32,6 +35,7 @@ class Guards:
         app: ASGIApp,
         *,
         max_body_bytes: int,
+        max_session_body_bytes: int,
         key_digest: str | None,
         hosts: frozenset[str] | None = None,
         body_limit_s: float = BODY_LIMIT_S,
@@ -40,6 +44,7 @@ class Guards:
         self._app = app
         self._hosts = hosts
         self._max_body_bytes = max_body_bytes
+        self._max_session_body_bytes = max_session_body_bytes
         self._key_digest = key_digest
         self._body_limit_s = body_limit_s
 
@@ -73,15 +78,17 @@ class Guards:
         headers = Headers(scope=scope)
         if self._hosts is not None and _host_of(headers) not in self._hosts:
             raise _wrong_host(headers)
-        if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
+        has_own_keys = _SESSION_PATH.match(scope["path"]) is not None
+        if scope["path"] not in OPEN_PATHS and not has_own_keys and not self._has_key(headers):
             raise _wrong_key(headers)
+        most = self._max_session_body_bytes if has_own_keys else self._max_body_bytes
         announced = headers.get("content-length", "0")
         # Digits beyond these make no length that could be taken.
-        if announced.isdecimal() and int(announced[:20]) > self._max_body_bytes:
-            raise self._too_large()
+        if announced.isdecimal() and int(announced[:20]) > most:
+            raise _too_large(most)
         try:
             async with asyncio.timeout(self._body_limit_s):
-                body = await self._read(receive)
+                body = await _read(receive, most)
         except TimeoutError:
             raise self._too_slow() from None
         if body:
@@ -89,33 +96,8 @@ class Guards:
         return body
 
     def _has_key(self, headers: Headers) -> bool:
-        if self._key_digest is None:
-            return True
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        is_bearer = scheme.lower() == "bearer"
-        return is_bearer and hmac.compare_digest(digest_of(key.strip()), self._key_digest)
-
-    async def _read(self, receive: Receive) -> bytes:
-        """Raises: Problem when the body is too large."""
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            part = message.get("body", b"")
-            size += len(part)
-            if size > self._max_body_bytes:
-                raise self._too_large()
-            parts.append(part)
-            if not message.get("more_body", False):
-                return b"".join(parts)
-
-    def _too_large(self) -> Problem:
-        return Problem(
-            413,
-            "body-too-large",
-            f"the body is larger than {self._max_body_bytes} bytes; send fewer tasks a request, or "
-            "raise service.max_body_kib",
-        )
+        key = bearer_of(headers)
+        return self._key_digest is None or hmac.compare_digest(digest_of(key), self._key_digest)
 
     def _too_slow(self) -> Problem:
         return Problem(
@@ -125,6 +107,30 @@ class Guards:
             "piece or with fewer tasks",
             headers={"Connection": "close"},
         )
+
+
+async def _read(receive: Receive, most: int) -> bytes:
+    """Raises: Problem when the body is larger than `most` bytes."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        part = message.get("body", b"")
+        size += len(part)
+        if size > most:
+            raise _too_large(most)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_large(most: int) -> Problem:
+    return Problem(
+        413,
+        "body-too-large",
+        f"the body is larger than {most} bytes; send fewer tasks a request, or raise "
+        "service.max_body_kib, for sessions sessions.max_body_mib",
+    )
 
 
 def _check_format(headers: Headers) -> None:

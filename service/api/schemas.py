@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from actors.environment.tasks import derived_seed
 from actors.limits import MAX_TASK_SEED
@@ -28,39 +28,41 @@ RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
 NumSamples = Annotated[int, Field(ge=1, strict=True)]
 
 
-class _Strict(BaseModel):
+def _storable(data: dict[str, Any]) -> dict[str, Any]:
+    if is_deeper(data, MAX_DEPTH):
+        raise ValueError(
+            f"expected at most {MAX_DEPTH} objects and lists inside each other; flatten it, "
+            "or give it as one text"
+        )
+    try:
+        json.dumps(data, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise ValueError(f"expected plain JSON, finite and in UTF-8 ({error})") from error
+    return data
+
+
+TaskData = Annotated[dict[str, Any], AfterValidator(_storable)]
+
+
+class StrictBody(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class TaskBody(_Strict):
+class TaskBody(StrictBody):
     """One task. The same id with the same content is the same task, however often it is sent."""
 
     id: RolloutId = Field(description="yours; unique in the run")
     seed: Annotated[int, Field(ge=0, le=MAX_TASK_SEED, strict=True)] | None = Field(
         None, description="of every random choice of the environment; null: derived from the id"
     )
-    data: dict[str, Any] = Field(default_factory=dict, description="for the environment")
+    data: TaskData = Field(default_factory=dict, description="for the environment")
     num_samples: NumSamples | None = Field(None, description="rollouts of it; null: the batch's")
     min_usable_samples: NumSamples | None = Field(
         None, description="train as soon as so many can be used; null: wait for all"
     )
 
-    @field_validator("data")
-    @classmethod
-    def _is_storable(cls, data: dict[str, Any]) -> dict[str, Any]:
-        if is_deeper(data, MAX_DEPTH):
-            raise ValueError(
-                f"expected at most {MAX_DEPTH} objects and lists inside each other; flatten it, "
-                "or give it as one text"
-            )
-        try:
-            json.dumps(data, allow_nan=False, ensure_ascii=False).encode()
-        except ValueError as error:
-            raise ValueError(f"expected plain JSON, finite and in UTF-8 ({error})") from error
-        return data
 
-
-class SubmitBody(_Strict):
+class SubmitBody(StrictBody):
     """A batch of tasks for one environment: all are accepted, or none."""
 
     environment: str = Field(description="a registered name")
@@ -95,7 +97,7 @@ class SubmitBody(_Strict):
         ]
 
 
-class StopBody(_Strict):
+class StopBody(StrictBody):
     grace_seconds: float | None = Field(
         None,
         ge=0,
@@ -105,7 +107,7 @@ class StopBody(_Strict):
     )
 
 
-class StopAnswer(_Strict):
+class StopAnswer(StrictBody):
     phase: str = Field(description="of the run; GET /readyz says when it has ended")
 
 
@@ -118,7 +120,7 @@ def is_deeper(tree: Any, limit: int) -> bool:
     return bool(level)
 
 
-class SampleAnswer(_Strict):
+class SampleAnswer(StrictBody):
     """One rollout of a task."""
 
     index: int
@@ -151,7 +153,7 @@ class SampleAnswer(_Strict):
         )
 
 
-class _Positioned(_Strict):
+class _Positioned(StrictBody):
     id: str
     place: int = Field(description="1, 2, 3, … in the order of acceptance")
     ahead: int = Field(description="tasks that will be played before it; 0 once it is admitted")
@@ -190,7 +192,7 @@ class RolloutAnswer(_Positioned):
         )
 
 
-class SubmitAnswer(_Strict):
+class SubmitAnswer(StrictBody):
     """Every task of the request is stored."""
 
     accepted: int = Field(description="tasks that were new")
@@ -216,7 +218,7 @@ class SubmitAnswer(_Strict):
         )
 
 
-class ReadyAnswer(_Strict):
+class ReadyAnswer(StrictBody):
     """Whether rollouts are played and trained on now."""
 
     ready: bool

@@ -9,12 +9,15 @@ import ctypes
 import ipaddress
 import os
 import socket
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 from actors.algorithm import AlgorithmSettings
+from actors.environment.settings import RolloutSettings
 from service.config.file import ConfigError
 from service.config.tree import Config, ServiceSettings
+from service.gateway.settings import SessionSettings
 
 KEY_VARIABLE = "RAYLOOM_API_KEY"
 MIN_KEY_CHARACTERS = 16
@@ -27,6 +30,8 @@ class HttpSettings:
 
     service: ServiceSettings
     algorithm: AlgorithmSettings
+    rollouts: RolloutSettings = field(default_factory=RolloutSettings)
+    sessions: SessionSettings = field(default_factory=SessionSettings)
     environments: tuple[str, ...]
     """Whose tasks are accepted."""
     key_digest: str | None = None
@@ -108,6 +113,8 @@ def http_settings(config: Config) -> HttpSettings:
     return HttpSettings(
         service=service,
         algorithm=config.algorithm,
+        rollouts=config.rollouts,
+        sessions=config.sessions,
         environments=(config.tasks.environment,),
         key_digest=None if key is None else digest_of(key),
     )
@@ -134,6 +141,12 @@ def take_key() -> str | None:
 def digest_of(key: str) -> str:
     """SHA-256 of a key, hexadecimal: the key itself is kept nowhere."""
     return sha256(key.encode()).hexdigest()
+
+
+def bearer_of(headers: Mapping[str, str]) -> str:
+    """The bearer key of a request; empty: there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def is_loopback(host: str) -> bool:

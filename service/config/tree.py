@@ -25,6 +25,7 @@ from actors.outcomes import Disposition, OutcomePolicy
 from actors.trainer.settings import Dtype, TrainerSettings
 from actors.trajectory_queue.settings import QueueSettings
 from actors.types import TRUNCATIONS
+from service.gateway.settings import SessionSettings
 from service.inference.settings import InferenceSettings
 
 HttpUrl = Annotated[str, Field(pattern=r"^(https?://\S+)?$")]
@@ -157,6 +158,9 @@ class ServiceSettings:
     """Rollouts of one task."""
     max_body_kib: Positive = 1024
     """KiB of one request's body; more are refused."""
+    public_url: HttpUrl = ""
+    """Where agents reach the API, such as https://train.example.org; empty: under the name that the
+    request which creates a session came for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +180,7 @@ class Config:
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
     service: ServiceSettings = field(default_factory=ServiceSettings)
+    sessions: SessionSettings = field(default_factory=SessionSettings)
 
     @property
     def outcome_policy(self) -> OutcomePolicy:

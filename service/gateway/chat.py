@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from typing import Any
 
 from actors.environment.protocol import Message, ToolSchema
 from actors.types import LogProbs, TokenIds
@@ -116,3 +118,7 @@ class Refused(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    def __reduce__(self) -> Any:
+        make = partial(type(self), param=self.param, retry_after_s=self.retry_after_s)
+        return make, (self.code, self.message)

@@ -101,6 +101,13 @@ class SupervisorClient:
     async def readiness(self) -> Readiness:
         return await self._ask("readiness")
 
+    async def gateway(self) -> Any:
+        """The handle of the run's gateway. Raises: RunUnavailable while there is none."""
+        found = await self._ask("gateway")
+        if found is None:
+            raise RunUnavailable("the run has no gateway for sessions now: it starts, or recovers")
+        return found
+
     async def _ask(self, method: str, *arguments: Any) -> Any:
         try:
             call = getattr(await self._find(), method).remote(*arguments)

@@ -318,6 +318,10 @@ class Supervisor:
         """Cancel what no step has taken. Raises: LeaseLost, StoreError."""
         return await self._own_submissions.cancel(submission_id, evict=self._evict)
 
+    async def gateway(self) -> Any:
+        """The handle of the actor that plays sessions; None while there is none."""
+        return None if self._term is None else self._term.gateway
+
     async def _evict(self, group_id: str) -> bool:
         """Returns: False when a step has it. Without a term, or when its queue is lost, True: the
         next term cancels the group at its start."""

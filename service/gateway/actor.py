@@ -1,0 +1,107 @@
+"""The gateway as a Ray actor: it plays the run's sessions, as environment actors play games.
+
+One for a run, on the supervisor's node, where the run's database may be a file. What it holds is in
+the store, so that one that dies is replaced: its successor takes its rollouts again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from actors.trajectory_queue.exchange import ExchangeSettings, PolicyFactory, RolloutExchange
+
+from actors.environment.rendering import load_renderer
+from actors.types import SESSION
+from service.gateway.calls import ChatCall, Finish, SessionView
+from service.gateway.chat import ChatReply, Refused
+from service.gateway.commits import GroupCommit
+from service.gateway.sessions import GatewaySettings, Sessions
+from service.store.run_store import RunStore
+from service.store.sessions import SessionStore
+
+
+class Gateway:
+    """An asynchronous Ray actor. Refusals are returned, not raised: Ray would log them as errors."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        *,
+        actor_id: str,
+        tokenizer_path: str,
+        make_policy: PolicyFactory,
+        queue: Any,
+        database_url: str,
+        term: int,
+    ) -> None:
+        """tokenizer_path: a directory or hub name. queue: handle of the trajectory queue actor.
+
+        term: whose lease the turns are stored under. Raises: StoreError.
+        """
+        store = RunStore(database_url)
+        self._commits = GroupCommit(SessionStore(store), term=term, hold_s=settings.sessions.hold_s)
+        self._sessions = Sessions(
+            settings,
+            renderer=load_renderer(
+                tokenizer_path,
+                template_options=settings.rollouts.template_options,
+                history=settings.rollouts.history,
+            ),
+            make_policy=make_policy,
+            store=SessionStore(store),
+            commits=self._commits,
+        )
+        self._exchange = RolloutExchange(
+            ExchangeSettings(slots=settings.sessions.max_open, environments=(SESSION,)),
+            actor_id=actor_id,
+            queue=queue,
+            play=self._sessions.play,
+        )
+
+    async def run(self) -> None:
+        """Take rollouts and hand trajectories over until `stop`. Raises: QueueUnreachable."""
+        looking = asyncio.create_task(self._sessions.look_forever())
+        try:
+            await self._exchange.run()
+        finally:
+            looking.cancel()
+
+    async def ping(self) -> None:
+        """Answer; an actor whose event loop is blocked does not."""
+
+    async def stop(self) -> None:
+        """Take nothing more, and let what is being stored be stored."""
+        await self._exchange.stop()
+        self._sessions.close()
+        await self._commits.close()
+
+    async def chat(self, call: ChatCall) -> ChatReply | Refused:
+        """As `Sessions.chat`; like all that follow."""
+        return await _answer(self._sessions.chat(call))
+
+    async def abandon(self, session_id: str, request_id: str) -> None:
+        await self._sessions.abandon(session_id, request_id)
+
+    async def finish(
+        self, session_id: str, key_digest: str, finish: Finish
+    ) -> SessionView | Refused:
+        return await _answer(self._sessions.finish(session_id, key_digest, finish))
+
+    async def give_reward(
+        self, session_id: str, key_digest: str, given: Finish
+    ) -> SessionView | Refused:
+        return await _answer(self._sessions.give_reward(session_id, key_digest, given))
+
+    async def discard(self, session_id: str) -> SessionView | Refused | None:
+        return await _answer(self._sessions.discard(session_id))
+
+    async def view(self, session_id: str) -> SessionView | Refused | None:
+        return await _answer(self._sessions.view(session_id))
+
+
+async def _answer(work: Any) -> Any:
+    try:
+        return await work
+    except Refused as refused:
+        return refused

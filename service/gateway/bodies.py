@@ -1,0 +1,289 @@
+"""The bodies of the session routes, and their answers. Unknown fields are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from actors.environment.settings import RolloutSettings
+from actors.environment.tasks import derived_seed
+from actors.types import SESSION, Outcome, Task
+from service.api.schemas import NumSamples, StrictBody, TaskData
+from service.gateway.calls import Finish, SessionView
+from service.gateway.keys import AGENT, REWARD, key_digests, session_key
+from service.gateway.settings import SessionSettings
+from service.intake.session import SessionRequest, SessionSpec, SessionStatus, session_id
+from service.intake.submission import RolloutRequest
+
+# Room for the member's number, within the length of any id.
+SESSIONS_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,119}$"
+# How an agent's holder may say that a session ended; the rest is for the gateway to say.
+STATED_OUTCOMES = frozenset(
+    {
+        Outcome.COMPLETED,
+        Outcome.MAX_TURNS,
+        Outcome.MALFORMED_TOOL_CALL,
+        Outcome.WALL_TIMEOUT,
+        Outcome.AGENT_ERROR,
+        Outcome.ENVIRONMENT_ERROR,
+        Outcome.REWARD_ERROR,
+    }
+)
+
+Reward = Annotated[float, Field(allow_inf_nan=False)]
+WholeNumber = Annotated[int, Field(ge=1, strict=True)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class LimitsBody(StrictBody):
+    """What one session may cost; each at most what the run allows, which null asks for."""
+
+    max_turns: WholeNumber | None = Field(None, description="rollouts.max_turns at most")
+    max_tokens_per_turn: WholeNumber | None = Field(
+        None, description="sampled tokens; rollouts.max_tokens_per_turn at most"
+    )
+    ttl_seconds: Seconds | None = Field(
+        None, description="from its admission to its end; rollouts.episode_deadline_s at most"
+    )
+    idle_seconds: Seconds | None = Field(
+        None, description="without a request; sessions.idle_s at most"
+    )
+    reward_seconds: Seconds | None = Field(
+        None,
+        description="from the finish to a reward that is to come; sessions.reward_deadline_s at "
+        "most",
+    )
+
+
+class SamplingBody(StrictBody):
+    """What training samples with; given to be checked, since the loss assumes the run's own."""
+
+    temperature: float | None = Field(None, description="rollouts.temperature")
+    top_p: float | None = Field(None, description="1")
+    top_k: int | None = Field(None, description="-1 or 0: off")
+
+
+class SessionsBody(StrictBody):
+    """A task that agents outside play, in several sessions that share a baseline."""
+
+    id: str = Field(pattern=SESSIONS_ID_PATTERN, description="yours; unique in the run")
+    task: TaskData = Field(
+        default_factory=dict, description="what is played; kept beside the sessions, for people"
+    )
+    num_sessions: NumSamples | None = Field(
+        None, description="members of the group; null: algorithm.group_size"
+    )
+    min_usable_sessions: NumSamples | None = Field(
+        None, description="train as soon as so many can be used; null: wait for all"
+    )
+    limits: LimitsBody = LimitsBody()
+    sampling: SamplingBody = SamplingBody()
+    shows_tokens: bool = Field(
+        False, description="answers carry the sampled ids and their log-probabilities"
+    )
+
+    def request(
+        self,
+        *,
+        client_key: str,
+        group_size: int,
+        rollouts: RolloutSettings,
+        sessions: SessionSettings,
+    ) -> RolloutRequest:
+        """client_key: from which the sessions' keys are derived. group_size: the default.
+
+        Raises: ValueError for limits beyond the run's, and for sampling that it does not use.
+        """
+        self._check_sampling(rollouts)
+        task = Task(
+            task_id=self.id,
+            environment=SESSION,
+            seed=derived_seed("submitted", self.id),
+            data=self.task,
+        )
+        num_sessions = self.num_sessions or group_size
+        asked: dict[str, float | bool] = {
+            name: value for name, value in self.limits.model_dump().items() if value is not None
+        }
+        if self.shows_tokens:
+            asked["shows_tokens"] = True
+        return RolloutRequest.of(
+            task,
+            asked_samples=self.num_sessions,
+            default_samples=group_size,
+            min_usable_samples=self.min_usable_sessions,
+            sessions=SessionRequest(
+                spec=self._spec(rollouts, sessions),
+                keys=tuple(
+                    key_digests(client_key, session_id(self.id, member))
+                    for member in range(num_sessions)
+                ),
+                asked=asked,
+            ),
+        )
+
+    def _spec(self, rollouts: RolloutSettings, sessions: SessionSettings) -> SessionSpec:
+        limits = self.limits
+        return SessionSpec(
+            max_turns=_at_most("max_turns", limits.max_turns, rollouts.max_turns),
+            max_tokens_per_turn=_at_most(
+                "max_tokens_per_turn", limits.max_tokens_per_turn, rollouts.max_tokens_per_turn
+            ),
+            ttl_s=_at_most("ttl_seconds", limits.ttl_seconds, rollouts.episode_deadline_s),
+            idle_s=_at_most("idle_seconds", limits.idle_seconds, sessions.idle_s),
+            reward_deadline_s=_at_most(
+                "reward_seconds", limits.reward_seconds, sessions.reward_deadline_s
+            ),
+            shows_tokens=self.shows_tokens,
+        )
+
+    def _check_sampling(self, rollouts: RolloutSettings) -> None:
+        sampling = self.sampling
+        wanted = {
+            "temperature": (sampling.temperature, {rollouts.temperature}),
+            "top_p": (sampling.top_p, {1.0}),
+            "top_k": (sampling.top_k, {-1, 0}),
+        }
+        for name, (value, allowed) in wanted.items():
+            if value is not None and value not in allowed:
+                raise ValueError(
+                    f"sampling.{name} is {value:g}, expected {min(allowed):g}, by which the run "
+                    "samples and trains; leave it out"
+                )
+
+
+def _at_most(name: str, asked: Any, limit: Any) -> Any:
+    if asked is not None and asked > limit:
+        raise ValueError(
+            f"limits.{name} is {asked:g}, expected at most {limit:g}, the run's own; lower it, or "
+            "raise the run's setting"
+        )
+    return limit if asked is None else asked
+
+
+class FinishBody(StrictBody):
+    """How a session ends. The same body again changes nothing."""
+
+    reward: Reward | None = Field(None, description="of the whole session")
+    reward_pending: bool = Field(
+        False, description="it is given later, with PUT …/reward; then reward is null"
+    )
+    components: dict[str, Reward] = Field(
+        default_factory=dict, description="named parts of the reward, for curves"
+    )
+    turn_rewards: dict[int, Reward] = Field(
+        default_factory=dict, description="by the number of the turn, beside the session's"
+    )
+    outcome: Outcome | None = Field(None, description="null: as the gateway saw it")
+    detail: str = Field("", max_length=2000, description="why, for people")
+
+    @model_validator(mode="after")
+    def _agree(self) -> FinishBody:
+        if self.reward_pending and self.reward is not None:
+            raise ValueError("reward_pending with a reward; expected one of them")
+        if self.outcome is not None and self.outcome not in STATED_OUTCOMES:
+            allowed = ", ".join(sorted(STATED_OUTCOMES))
+            raise ValueError(f"outcome is {self.outcome}, expected null or one of {allowed}")
+        return self
+
+    def finish(self) -> Finish:
+        return Finish(
+            reward=self.reward,
+            is_reward_pending=self.reward_pending,
+            components=self.components,
+            turn_rewards=self.turn_rewards,
+            outcome=self.outcome,
+            detail=self.detail,
+        )
+
+
+class RewardBody(StrictBody):
+    """The reward that a finished session waits for."""
+
+    reward: Reward | None = Field(description="null: it could not be had, a reward_error")
+    components: dict[str, Reward] = Field(default_factory=dict)
+    turn_rewards: dict[int, Reward] = Field(default_factory=dict)
+
+    def finish(self) -> Finish:
+        return Finish(
+            reward=self.reward, components=self.components, turn_rewards=self.turn_rewards
+        )
+
+
+class NewSession(StrictBody):
+    """How an agent reaches its session."""
+
+    id: str
+    base_url: str = Field(description="of the OpenAI protocols; Anthropic's is without /v1")
+    agent_key: str = Field(description="for the agent: it samples, and can give no reward")
+    reward_key: str = Field(description="for whoever judges: it ends the session and rewards it")
+    env: dict[str, str] = Field(description="the variables to start an agent with")
+
+    @classmethod
+    def of(cls, name: str, *, client_key: str, address: str) -> NewSession:
+        """address: of the API, without a slash at its end."""
+        root = f"{address}/sessions/{name}"
+        agent_key = session_key(client_key, name, AGENT)
+        return cls(
+            id=name,
+            base_url=f"{root}/v1",
+            agent_key=agent_key,
+            reward_key=session_key(client_key, name, REWARD),
+            env={
+                "OPENAI_BASE_URL": f"{root}/v1",
+                "OPENAI_API_KEY": agent_key,
+                "ANTHROPIC_BASE_URL": root,
+                "ANTHROPIC_API_KEY": agent_key,
+            },
+        )
+
+
+class SessionsAnswer(StrictBody):
+    """The sessions of a group; nothing of them is shown again but to the same request."""
+
+    id: str
+    is_new: bool = Field(description="false: this very group was created before")
+    sessions: list[NewSession]
+
+
+class SessionAnswer(StrictBody):
+    """Where a session stands."""
+
+    id: str
+    group: str = Field(description="whose member it is; GET /api/v1/rollouts/GROUP tells the rest")
+    member: int
+    status: SessionStatus
+    created_at: float = Field(description="seconds since 1970")
+    opened_at: float | None = Field(description="when its group was admitted")
+    ended_at: float | None
+    turns: int
+    sampled_tokens: int
+    samples: int = Field(description="rows of training data that its turns make")
+    left_out: int = Field(description="turns that are not trained: auxiliary or never seen")
+    malformed: int = Field(description="turns with a call that could not be read")
+    reward: float | None
+    reward_pending: bool
+    outcome: Outcome | None
+    detail: str
+
+    @classmethod
+    def of(cls, view: SessionView) -> SessionAnswer:
+        return cls(
+            id=view.id,
+            group=view.submission_id,
+            member=view.member,
+            status=view.status,
+            created_at=view.created_at,
+            opened_at=view.opened_at,
+            ended_at=view.ended_at,
+            turns=view.num_turns,
+            sampled_tokens=view.num_sampled_tokens,
+            samples=view.num_samples,
+            left_out=view.num_left_out,
+            malformed=view.num_malformed,
+            reward=view.reward,
+            reward_pending=view.is_reward_pending,
+            outcome=view.outcome,
+            detail=view.detail,
+        )

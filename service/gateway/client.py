@@ -1,0 +1,114 @@
+"""The gateway as the API's replicas call it: found through the supervisor, and waited for.
+
+A request for a turn outlives the gateway that had it: it is sent on to the next one, under its id,
+until its time is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from ray.exceptions import RayError
+
+from actors.deadline import ActorLost
+from service.api.problems import RunUnavailable
+from service.gateway.calls import ChatCall, Finish, SessionView
+from service.gateway.chat import ChatReply, RefusalCode, Refused
+from service.run.remote_handles import SUPERVISOR_DEADLINE_S, await_reply
+
+# The gateway ends a request itself when its time is up; only one that does not is given up.
+ANSWER_MARGIN_S = 2.0
+AGAIN_S = 0.5
+RETRY_AFTER_S = 5
+Answer = TypeVar("Answer")
+
+
+class FindsGateway(Protocol):
+    """Who knows the run's gateway."""
+
+    async def gateway(self) -> Any:
+        """The actor's handle. Raises: RunUnavailable while there is none."""
+        ...
+
+
+class GatewayClient:
+    """`service.gateway.routes.SessionPort` in any process."""
+
+    def __init__(self, run: FindsGateway) -> None:
+        self._run = run
+        self._actor: Any = None
+
+    async def chat(self, call: ChatCall) -> ChatReply:
+        """Raises: Refused."""
+        loop = asyncio.get_running_loop()
+        deadline_at = loop.time() + call.deadline_s
+        while True:
+            left_s = deadline_at - loop.time()
+            try:
+                actor = await self._find()
+                reply = actor.chat.remote(replace(call, deadline_s=max(left_s, 0.0)))
+                try:
+                    return _raised(await self._reply(reply, left_s + ANSWER_MARGIN_S))
+                except asyncio.CancelledError:
+                    actor.abandon.remote(call.session_id, call.request_id)
+                    raise
+            except RunUnavailable as error:
+                if loop.time() + AGAIN_S >= deadline_at:
+                    raise Refused(
+                        RefusalCode.NOT_AVAILABLE,
+                        f"{error}; send the request again",
+                        retry_after_s=RETRY_AFTER_S,
+                    ) from error
+                await asyncio.sleep(AGAIN_S)
+
+    def abandon(self, session_id: str, request_id: str) -> None:
+        """The client has gone, and may not have got its answer."""
+        if self._actor is not None:
+            with suppress(RayError):
+                self._actor.abandon.remote(session_id, request_id)
+
+    async def finish(self, session_id: str, key_digest: str, finish: Finish) -> SessionView:
+        """Raises: Refused; RunUnavailable."""
+        found: SessionView = await self._ask("finish", session_id, key_digest, finish)
+        return found
+
+    async def give_reward(self, session_id: str, key_digest: str, given: Finish) -> SessionView:
+        """Raises: Refused; RunUnavailable."""
+        found: SessionView = await self._ask("give_reward", session_id, key_digest, given)
+        return found
+
+    async def discard(self, session_id: str) -> SessionView | None:
+        """None: there is none. Raises: Refused; RunUnavailable."""
+        found: SessionView | None = await self._ask("discard", session_id)
+        return found
+
+    async def view(self, session_id: str) -> SessionView | None:
+        """None: there is none. Raises: Refused; RunUnavailable."""
+        found: SessionView | None = await self._ask("view", session_id)
+        return found
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        call = getattr(await self._find(), method).remote(*arguments)
+        return _raised(await self._reply(call, SUPERVISOR_DEADLINE_S))
+
+    async def _reply(self, call: Awaitable[Answer], deadline_s: float) -> Answer:
+        try:
+            return await await_reply(call, name="gateway", deadline_s=deadline_s)
+        except ActorLost as error:
+            self._actor = None
+            raise RunUnavailable(str(error)) from error
+
+    async def _find(self) -> Any:
+        if self._actor is None:
+            self._actor = await self._run.gateway()
+        return self._actor
+
+
+def _raised(answer: Answer | Refused) -> Answer:
+    if isinstance(answer, Refused):
+        raise answer
+    return answer

@@ -1,0 +1,43 @@
+"""The two keys of a session: one for its agent, one for who rewards it.
+
+Each names its session, so that an agent may be told the key alone.
+
+They are derived from the key of the client that creates the session, so that the same request again
+is answered with the same keys, and only digests of them are kept. Where the API asks for no key,
+on loopback, whoever can reach it can create and end sessions anyway.
+"""
+
+from __future__ import annotations
+
+import hmac
+from hashlib import sha256
+
+from service.api.settings import digest_of
+from service.intake.session import SessionKeys
+
+AGENT, REWARD = "agent", "reward"
+
+
+def session_key(client_key: str, session_id: str, scope: str) -> str:
+    """A session's key: rl.SCOPE.SESSION.HMAC-SHA256(client's key, scope and session).
+
+    Args: client_key: empty where the API asks for none. scope: agent or reward.
+    """
+    text = f"rayloom session\n{scope}\n{session_id}"
+    mark = hmac.new(client_key.encode(), text.encode(), sha256).hexdigest()
+    return f"rl.{scope}.{session_id}.{mark}"
+
+
+def session_of_key(key: str) -> str:
+    """The session that a key names; empty: none. Example: rl.agent.task-9-3.f00… -> task-9-3"""
+    kind, _, rest = key.partition(".")
+    _, _, rest = rest.partition(".")
+    return rest.rpartition(".")[0] if kind == "rl" else ""
+
+
+def key_digests(client_key: str, session_id: str) -> SessionKeys:
+    """What is kept of a session's keys."""
+    return SessionKeys(
+        agent=digest_of(session_key(client_key, session_id, AGENT)),
+        reward=digest_of(session_key(client_key, session_id, REWARD)),
+    )

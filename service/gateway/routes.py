@@ -1,0 +1,298 @@
+"""The routes of sessions: what creates and ends them, and the dialects that agents speak.
+
+A request for a turn is answered whole, or as the dialect's own stream of events, which are made
+once the turn has been sampled. Until then a stream carries heartbeats, from the first second on; an
+error before that keeps its status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+from fastapi import FastAPI, Path, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from service.api.app import PREFIX, RunPort, check_samples, refuse_if_needed
+from service.api.problems import Problem
+from service.api.schemas import ID_PATTERN
+from service.api.settings import HttpSettings, bearer_of, digest_of
+from service.gateway.bodies import (
+    FinishBody,
+    NewSession,
+    RewardBody,
+    SessionAnswer,
+    SessionsAnswer,
+    SessionsBody,
+)
+from service.gateway.calls import ChatCall, Finish, SessionView
+from service.gateway.chat import ChatReply, RefusalCode, Refused
+from service.gateway.dialects import DIALECTS, Dialect
+from service.gateway.keys import session_of_key
+from service.intake.session import session_id
+
+# A stream begins with its first heartbeat; until then an error has a status of its own.
+FIRST_HEARTBEAT_S = 1.0
+HEARTBEAT_EVERY_S = 5.0
+SESSION_HEADER = "x-rayloom-session"
+# The SDKs repeat some refusals by themselves; of these nothing else would come.
+_FINAL = frozenset({RefusalCode.CONFLICT, RefusalCode.SESSION_CLOSED})
+# Parsing a large body would hold up every other request.
+THREAD_BYTES = 1 << 18
+
+
+class SessionPort(Protocol):
+    """What the routes need of the gateway. Every call may raise Refused and RunUnavailable."""
+
+    async def chat(self, call: ChatCall) -> ChatReply: ...
+
+    def abandon(self, session_id: str, request_id: str) -> None:
+        """The client may not have got its answer."""
+        ...
+
+    async def finish(self, session_id: str, key_digest: str, finish: Finish) -> SessionView: ...
+
+    async def give_reward(self, session_id: str, key_digest: str, given: Finish) -> SessionView: ...
+
+    async def discard(self, session_id: str) -> SessionView | None: ...
+
+    async def view(self, session_id: str) -> SessionView | None: ...
+
+
+def add_sessions(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
+    """Add the routes of sessions."""
+    _add_lifecycle(app, run, port, settings)
+    for dialect in DIALECTS:
+        _add_dialect(app, dialect, port, settings)
+    _add_models(app)
+
+
+def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
+    @app.post(f"{PREFIX}/sessions", status_code=201)
+    async def create(body: SessionsBody, request: Request, response: Response) -> SessionsAnswer:
+        """Accept a task for agents outside: durable when answered. The same body again is answered
+        with the same keys, with status 200."""
+        client_key = bearer_of(request.headers) if settings.key_digest else ""
+        try:
+            wanted = body.request(
+                client_key=client_key,
+                group_size=settings.algorithm.group_size,
+                rollouts=settings.rollouts,
+                sessions=settings.sessions,
+            )
+        except ValueError as error:
+            raise Problem(422, "invalid-request", str(error)) from error
+        check_samples(wanted, settings)
+        reply = await run.submit([wanted])
+        refuse_if_needed(reply)
+        is_new = wanted.id in reply.new_ids
+        if not is_new:
+            response.status_code = 200
+        response.headers["Location"] = f"{PREFIX}/rollouts/{wanted.id}"
+        address = settings.service.public_url or str(request.base_url)
+        return SessionsAnswer(
+            id=wanted.id,
+            is_new=is_new,
+            sessions=[
+                NewSession.of(
+                    session_id(wanted.id, member),
+                    client_key=client_key,
+                    address=address.rstrip("/"),
+                )
+                for member in range(wanted.num_samples)
+            ],
+        )
+
+    @app.get(f"{PREFIX}/sessions/{{name}}")
+    async def show(name: str = Path(pattern=ID_PATTERN)) -> SessionAnswer:
+        """Where a session stands."""
+        return _shown(name, await _native(port.view(name)))
+
+    @app.delete(f"{PREFIX}/sessions/{{name}}")
+    async def discard(name: str = Path(pattern=ID_PATTERN)) -> SessionAnswer:
+        """End a session that is not to be trained; one that has ended stays as it is."""
+        return _shown(name, await _native(port.discard(name)))
+
+    @app.post(f"{PREFIX}/sessions/{{name}}/finish")
+    async def finish(
+        body: FinishBody, request: Request, name: str = Path(pattern=ID_PATTERN)
+    ) -> SessionAnswer:
+        """End a session, by the reward's key."""
+        key = digest_of(_key_of(request.headers))
+        return SessionAnswer.of(await _native(port.finish(name, key, body.finish())))
+
+    @app.put(f"{PREFIX}/sessions/{{name}}/reward")
+    async def reward(
+        body: RewardBody, request: Request, name: str = Path(pattern=ID_PATTERN)
+    ) -> SessionAnswer:
+        """Give a finished session the reward that it waits for, by the reward's key."""
+        key = digest_of(_key_of(request.headers))
+        return SessionAnswer.of(await _native(port.give_reward(name, key, body.finish())))
+
+
+async def _native(work: Any) -> Any:
+    """Raises: Problem in place of Refused."""
+    try:
+        return await work
+    except Refused as refused:
+        raise Problem(
+            refused.code.status,
+            refused.code.value.replace("_", "-"),
+            refused.message,
+            errors=[{"loc": ["body", refused.param]}] if refused.param else (),
+            headers=_headers_of(refused),
+        ) from refused
+
+
+def _shown(name: str, view: SessionView | None) -> SessionAnswer:
+    if view is None:
+        raise Problem(
+            404,
+            "unknown-session",
+            f"this run knows no session {name!r}: it was never created, or its group is over and "
+            "no longer among the newest service.keep_ended_tasks",
+        )
+    return SessionAnswer.of(view)
+
+
+def _add_dialect(app: FastAPI, dialect: Dialect, port: SessionPort, settings: HttpSettings) -> None:
+    """A dialect's route, with the session in the path, and in a header or the key."""
+
+    async def bound(request: Request, name: str) -> Response:
+        return await _chat(dialect, port, settings, request, name)
+
+    async def free(request: Request) -> Response:
+        key = _key_of(request.headers)
+        name = request.headers.get(SESSION_HEADER) or session_of_key(key)
+        return await _chat(dialect, port, settings, request, name)
+
+    words = {"summary": f"Sample a turn: {dialect.title}", "response_class": Response}
+    app.post(f"/sessions/{{name}}{dialect.path}", **words)(bound)  # type: ignore[arg-type]
+    app.post(dialect.path, **words)(free)  # type: ignore[arg-type]
+
+
+def _add_models(app: FastAPI) -> None:
+    async def models(request: Request) -> dict[str, Any]:
+        """The one model that a session has; agents may ask for any name."""
+        is_anthropic = "anthropic-version" in request.headers
+        return {
+            "object": "list",
+            "data": [
+                {"id": "policy", "type": "model", "display_name": "policy"}
+                if is_anthropic
+                else {"id": "policy", "object": "model", "created": 0, "owned_by": "rayloom"}
+            ],
+            **({"has_more": False} if is_anthropic else {}),
+        }
+
+    app.get("/sessions/{name}/v1/models")(models)
+    app.get("/v1/models")(models)
+
+
+async def _chat(
+    dialect: Dialect, port: SessionPort, settings: HttpSettings, request: Request, name: str
+) -> Response:
+    try:
+        body = await _parsed(await request.body())
+        wanted, style = await asyncio.to_thread(dialect.read, body, request.headers)
+    except Refused as refused:
+        return _error(dialect, refused)
+    call = ChatCall(
+        session_id=name,
+        key_digest=digest_of(_key_of(request.headers)),
+        request_id=uuid.uuid4().hex,
+        request=wanted,
+        deadline_s=settings.sessions.hold_s,
+    )
+    work = asyncio.create_task(port.chat(call))
+    gone = asyncio.create_task(_until_gone(request))
+    try:
+        limit_s = FIRST_HEARTBEAT_S if style.streams else None
+        await asyncio.wait({work, gone}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            reply = work.result()
+            headers = {"x-policy-version": str(reply.policy_version)}
+            if not style.streams:
+                return JSONResponse(dialect.answer(reply, style), headers=headers)
+        elif gone.done():
+            # Nobody reads this; the turn is stored as one that no client has seen.
+            work.cancel()
+            return Response(status_code=499)
+    except Refused as refused:
+        return _error(dialect, refused)
+    except asyncio.CancelledError:
+        work.cancel()
+        raise
+    finally:
+        gone.cancel()
+    return StreamingResponse(
+        _events(dialect, style, work, lambda: port.abandon(call.session_id, call.request_id)),
+        media_type="text/event-stream",
+        headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+    )
+
+
+async def _events(
+    dialect: Dialect, style: Any, work: asyncio.Task[ChatReply], abandon: Callable[[], None]
+) -> AsyncIterator[bytes]:
+    """Heartbeats until the turn is there, then its events."""
+    is_whole = False
+    try:
+        while not work.done():
+            yield dialect.heartbeat
+            await asyncio.wait({work}, timeout=HEARTBEAT_EVERY_S)
+        try:
+            reply = work.result()
+        except Refused as refused:
+            yield dialect.error_event(refused)
+            is_whole = True
+            return
+        for event in dialect.events(reply, style):
+            yield event
+        is_whole = True
+    finally:
+        if not work.done():
+            work.cancel()
+        elif not is_whole:
+            abandon()
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _parsed(body: bytes) -> object:
+    """Raises: Refused."""
+    try:
+        if len(body) > THREAD_BYTES:
+            return await asyncio.to_thread(msgspec.json.decode, body)
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(
+            RefusalCode.INVALID_REQUEST,
+            f"the body is not JSON that can be read ({error}); send one JSON object in UTF-8",
+        ) from None
+
+
+def _error(dialect: Dialect, refused: Refused) -> JSONResponse:
+    return JSONResponse(
+        dialect.error(refused), status_code=refused.code.status, headers=_headers_of(refused)
+    )
+
+
+def _headers_of(refused: Refused) -> dict[str, str]:
+    headers = {}
+    if refused.retry_after_s is not None:
+        headers["Retry-After"] = str(refused.retry_after_s)
+    if refused.code in _FINAL:
+        headers["x-should-retry"] = "false"
+    return headers
+
+
+def _key_of(headers: Mapping[str, str]) -> str:
+    """The key that a client sent: as a bearer's, or as Anthropic's clients do."""
+    return bearer_of(headers) or headers.get("x-api-key", "")

@@ -1,0 +1,720 @@
+"""The open sessions of a run: requests in, turns out, and at the end a trajectory.
+
+Invariants: a turn is stored before a client is shown it; what a session holds in memory is what the
+store has of it, so that another gateway can go on after a kill; a trajectory holds each turn that a
+client may have seen once. Tokenising and hashing run in a thread. Nothing here knows Ray: the actor
+(`service.gateway.actor`) hands its calls on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from actors.algorithm import AlgorithmSettings
+from actors.environment.rendering import ChatRenderer, RenderError
+from actors.environment.settings import RolloutSettings
+from actors.policy import (
+    GenerateRequest,
+    PolicyClient,
+    PolicyDeadlineExceeded,
+    PolicyUnavailable,
+    UnusableReply,
+    check_reply,
+)
+from actors.trajectory_queue.window import oldest_admitted_version
+from actors.types import FinishReason, Outcome, RolloutAssignment, Timings, Trajectory
+from service.gateway.calls import ChatCall, Finish, SessionView
+from service.gateway.chat import ChatReply, RefusalCode, Refused
+from service.gateway.commits import GroupCommit, StoreUnavailable
+from service.gateway.replies import shown_reply, stop_reason
+from service.gateway.settings import SessionSettings
+from service.gateway.tree import Place, SessionTree
+from service.gateway.turns import SessionTurn
+from service.intake.session import (
+    SessionEnd,
+    SessionKeys,
+    SessionStatus,
+    StoredSession,
+    session_id,
+)
+from service.store.sessions import (
+    IntentAdded,
+    SessionEnded,
+    SessionOpened,
+    SessionStore,
+    TurnAdded,
+    TurnUnseen,
+)
+
+log = logging.getLogger("rayloom.gateway")
+
+LOOK_EVERY_S = 1.0
+RETRY_AFTER_S = 5
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """What the gateway is told of the configuration."""
+
+    sessions: SessionSettings
+    rollouts: RolloutSettings
+    algorithm: AlgorithmSettings
+    max_context_tokens: int
+    """Prompt and reply together, as the engine allows."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sampling:
+    """A turn that is being sampled, and who waits for it."""
+
+    digest: str
+    idempotency_key: str
+    task: asyncio.Task[SessionTurn] = field(init=False)
+    is_abandoned: bool = False
+    """The client that asked for it last is gone."""
+    is_committing: bool = False
+    """It has been sampled: its turn counts, whatever happens to the session."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Session:
+    """A session in memory."""
+
+    stored: StoredSession
+    tree: SessionTree
+    next_number: int
+    last_request_at: float
+    cut: Outcome | None = None
+    """What a client was told to end by: a limit, or a context that is full."""
+    is_closing: bool = False
+    admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """It has ended, and its reward is known or will never be."""
+    sampling: dict[str, _Sampling] = field(default_factory=dict)
+    """By request id."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.stored.end is None and not self.is_closing
+
+
+class Sessions:
+    """All sessions of a run; belongs to one event loop."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        *,
+        renderer: ChatRenderer,
+        make_policy: Callable[[], PolicyClient],
+        store: SessionStore,
+        commits: GroupCommit,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """now: seconds since 1970."""
+        self._settings = settings
+        self._renderer = renderer
+        self._make_policy = make_policy
+        self._policy: PolicyClient | None = None
+        self._store = store
+        self._commits = commits
+        self._now = now
+        self._known: dict[str, asyncio.Task[_Session | None]] = {}
+        """Sessions that are in memory, or on the way there."""
+        # One thread: a tokenizer is not for two at once.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+        self._begun: set[asyncio.Task[Any]] = set()
+
+    # -- what agents ask ----------------------------------------------------------------------
+
+    async def chat(self, call: ChatCall) -> ChatReply:
+        """Sample a turn, or give the one that this request has got already. Raises: Refused."""
+        deadline_at = asyncio.get_running_loop().time() + call.deadline_s
+        session = await self._of_agent(call.session_id, call.key_digest)
+        session.last_request_at = self._now()
+        await self._until_admitted(session, deadline_at)
+        place = await self._in_thread(session.tree.find, call.request)
+        turn = session.tree.answered(
+            request_id=call.request_id,
+            idempotency_key=call.request.idempotency_key,
+            is_retry=call.request.is_retry,
+            digest=place.request_digest,
+        )
+        if turn is not None:
+            return _as_reply(session, turn)
+        sampling = _under_way(session, call, place.request_digest)
+        if sampling is None:
+            sampling = self._begin(session, call, place, deadline_at)
+        sampling.is_abandoned = False
+        left_s = deadline_at - asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(left_s):
+                turn = await asyncio.shield(sampling.task)
+        except TimeoutError:
+            sampling.is_abandoned = True
+            raise _unavailable("the turn was not sampled in time; send the request again") from None
+        except asyncio.CancelledError:
+            if sampling.task.cancelled():
+                raise _closed(session) from None
+            raise
+        return _as_reply(session, turn)
+
+    async def abandon(self, session_id: str, request_id: str) -> None:
+        """The client of this request has gone before it was answered."""
+        session = await self._find(session_id)
+        if session is None:
+            return
+        if (sampling := session.sampling.get(request_id)) is not None:
+            sampling.is_abandoned = True
+        elif (turn := session.tree.of_request(request_id)) is not None and session.is_open:
+            session.tree.mark_unseen(turn.number)
+            self._commits.add([TurnUnseen(session_id=session_id, number=turn.number)])
+
+    # -- what the holder of the reward's key asks ---------------------------------------------
+
+    async def finish(self, session_id: str, key_digest: str, finish: Finish) -> SessionView:
+        """End a session. The same request again changes nothing. Raises: Refused."""
+        session = await self._of_reward(session_id, key_digest)
+        end = session.stored.end
+        if end is not None:
+            if end.digest == finish.digest:
+                return await self._view(session)
+            raise _ended_otherwise(session)
+        _check_turns(session, finish)
+        until = self._now() + session.stored.spec.reward_deadline_s
+        await self._end(
+            session,
+            SessionEnd(
+                status=SessionStatus.FINISHED,
+                outcome=finish.outcome or Outcome.COMPLETED,
+                reward=finish.reward,
+                components=finish.components,
+                turn_rewards=finish.turn_rewards,
+                detail=finish.detail,
+                ended_at=self._now(),
+                reward_until=until if finish.is_reward_pending else None,
+                digest=finish.digest,
+            ),
+            is_stated=finish.outcome is not None,
+        )
+        return await self._view(session)
+
+    async def give_reward(self, session_id: str, key_digest: str, given: Finish) -> SessionView:
+        """Give the reward that a finished session waits for. Raises: Refused."""
+        session = await self._of_reward(session_id, key_digest)
+        end = session.stored.end
+        if end is None:
+            raise Refused(
+                RefusalCode.CONFLICT,
+                f"session {session_id} is not finished; finish it, with the reward or with "
+                "reward_pending",
+            )
+        if end.reward_until is None:
+            is_same = (end.reward, dict(end.components)) == (given.reward, dict(given.components))
+            if is_same:
+                return await self._view(session)
+            raise _ended_otherwise(session)
+        _check_turns(session, given)
+        await self._keep_end(
+            session,
+            replace(
+                end,
+                reward=given.reward,
+                components=given.components,
+                turn_rewards={**end.turn_rewards, **given.turn_rewards},
+                reward_until=None,
+            ),
+        )
+        return await self._view(session)
+
+    async def discard(self, session_id: str) -> SessionView | None:
+        """End a session that is not to be trained; nothing where it has ended. None: unknown."""
+        session = await self._find(session_id)
+        if session is None:
+            return None
+        if session.stored.end is None:
+            await self._end(session, self._broken_off(SessionStatus.DISCARDED, "it was discarded"))
+        return await self._view(session)
+
+    async def view(self, session_id: str) -> SessionView | None:
+        """None: there is no such session."""
+        session = await self._find(session_id)
+        return None if session is None else await self._view(session)
+
+    # -- what the queue asks ------------------------------------------------------------------
+
+    async def play(self, assignment: RolloutAssignment) -> Trajectory:
+        """Open the session of a rollout, and wait for its end."""
+        member = int(assignment.rollout_id.rpartition("-")[2])
+        name = session_id(assignment.task.task_id, member)
+        session = await self._find(name)
+        if session is None:
+            return Trajectory.of(
+                assignment,
+                Outcome.INFRASTRUCTURE_ERROR,
+                detail=f"the store knows no session {name}",
+            )
+        if session.stored.opened_at is None and session.stored.end is None:
+            opened_at = self._now()
+            session.stored = replace(session.stored, opened_at=opened_at)
+            self._commits.add([SessionOpened(session_id=name, opened_at=opened_at)])
+        session.last_request_at = self._now()
+        session.admitted.set()
+        await session.over.wait()
+        trajectory = await self._in_thread(self._trajectory, session, assignment)
+        # What is asked of it from here on is read from the store.
+        self._known.pop(name, None)
+        return trajectory
+
+    async def look_forever(self) -> None:
+        """End the sessions whose time is up; never returns."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for task in list(self._known.values()):
+                is_there = task.done() and not task.cancelled() and task.exception() is None
+                session = task.result() if is_there else None
+                if session is None or session.is_closing:
+                    continue
+                if (end := self._overdue(session)) is not None:
+                    self._keep_going(self._end_overdue(session, end))
+
+    def close(self) -> None:
+        for task in self._begun:
+            task.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # -- sampling -----------------------------------------------------------------------------
+
+    def _begin(
+        self, session: _Session, call: ChatCall, place: Place, deadline_at: float
+    ) -> _Sampling:
+        if not session.is_open:
+            raise _closed(session)
+        spec, num_begun = session.stored.spec, len(session.sampling)
+        if session.tree.num_counted + num_begun >= spec.max_turns:
+            session.cut = Outcome.MAX_TURNS
+            raise Refused(
+                RefusalCode.ROLLOUT_STOPPED,
+                f"session {call.session_id} has {session.tree.num_counted + num_begun} turns, "
+                f"expected at most {spec.max_turns}; finish it",
+            )
+        session.tree.note_request(place.request_digest)
+        sampling = _Sampling(
+            digest=place.request_digest,
+            idempotency_key=call.request.idempotency_key,
+        )
+        sampling.task = self._keep_going(self._sample(session, call, place, sampling, deadline_at))
+        session.sampling[call.request_id] = sampling
+        sampling.task.add_done_callback(lambda _: session.sampling.pop(call.request_id, None))
+        return sampling
+
+    async def _sample(
+        self,
+        session: _Session,
+        call: ChatCall,
+        place: Place,
+        sampling: _Sampling,
+        deadline_at: float,
+    ) -> SessionTurn:
+        """Raises: Refused."""
+        try:
+            prompt = await self._in_thread(session.tree.next_prompt, place, self._renderer)
+        except RenderError as error:
+            raise Refused(
+                RefusalCode.INVALID_REQUEST,
+                f"the model's chat template cannot render these messages: {error}",
+                param="messages",
+            ) from error
+        room = self._settings.max_context_tokens - prompt.token_ids.shape[0]
+        if room < 1:
+            session.cut = Outcome.TRUNCATED_CONTEXT
+            raise Refused(
+                RefusalCode.CONTEXT_LENGTH_EXCEEDED,
+                f"the messages have {prompt.token_ids.shape[0]} tokens, which leaves no room for a "
+                f"reply; expected less than {self._settings.max_context_tokens}; shorten them",
+                param="messages",
+            )
+        most = min(room, session.stored.spec.max_tokens_per_turn)
+        parent = None if place.parent is None else session.tree.turn(place.parent)
+        request = GenerateRequest(
+            prompt_token_ids=prompt.token_ids,
+            max_tokens=min(most, call.request.max_tokens or most),
+            temperature=self._settings.rollouts.temperature,
+            deadline_s=max(0.001, deadline_at - asyncio.get_running_loop().time()),
+            cache_salt=parent.cache_salt or None if parent else None,
+            replica=parent.replica if parent else "",
+            tools=place.tools,
+        )
+        self._commits.add(
+            [
+                IntentAdded(
+                    session_id=session.stored.id,
+                    request_id=call.request_id,
+                    digest=place.request_digest,
+                    parent=place.parent,
+                    created_at=self._now(),
+                )
+            ]
+        )
+        try:
+            reply = await self._client().generate(request)
+            turn = check_reply(request, reply)
+        except (PolicyUnavailable, PolicyDeadlineExceeded) as error:
+            raise _unavailable(f"no engine answered in time ({error})") from error
+        except UnusableReply as error:
+            log.warning("session %s: a reply cannot be used: %s", session.stored.id, error)
+            raise _unavailable(f"the engine's reply cannot be used ({error})") from error
+        except ValueError as error:
+            raise Refused(RefusalCode.INVALID_REQUEST, str(error), param="messages") from error
+        if turn.finish_reason is FinishReason.ABORT:
+            raise _unavailable("the engine gave the turn up")
+        text = self._renderer.decode(turn.sampled_token_ids)
+        shown = shown_reply(text, reply.parsed, place.tools, turn.finish_reason)
+        if not session.is_open:
+            raise _closed(session)
+        sampling.is_committing = True
+        stored = SessionTurn(
+            number=session.next_number,
+            parent=place.parent,
+            tools=() if place.parent is not None else place.tools,
+            new_messages=place.new_messages,
+            reply=shown.message,
+            extends_parent=prompt.extends_parent,
+            new_token_ids=prompt.new_token_ids,
+            sampled_token_ids=turn.sampled_token_ids,
+            logprobs=turn.logprobs,
+            version_spans=turn.version_spans,
+            finish_reason=turn.finish_reason,
+            num_inserted=prompt.num_inserted,
+            break_reason=prompt.break_reason,
+            is_malformed=shown.is_malformed,
+            is_auxiliary=call.request.is_auxiliary,
+            is_unseen=sampling.is_abandoned,
+            expert_indices=turn.expert_indices,
+            cache_salt=reply.cache_salt,
+            replica=reply.replica,
+            request_id=call.request_id,
+            request_digest=place.request_digest,
+            idempotency_key=call.request.idempotency_key,
+            created_at=self._now(),
+        )
+        session.next_number += 1
+        await self._commit([TurnAdded(session_id=session.stored.id, turn=stored)])
+        session.tree.add(stored)
+        return stored
+
+    # -- the end ------------------------------------------------------------------------------
+
+    async def _end(self, session: _Session, end: SessionEnd, *, is_stated: bool = False) -> None:
+        """Give up what is being sampled, wait for what is being stored, and store the end."""
+        if not session.is_open:
+            raise _ended_otherwise(session)
+        session.is_closing = True
+        try:
+            for sampling in list(session.sampling.values()):
+                if not sampling.is_committing:
+                    sampling.task.cancel()
+            tasks = [sampling.task for sampling in session.sampling.values()]
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if not is_stated and end.status is SessionStatus.FINISHED:
+                end = replace(end, outcome=self._seen_outcome(session))
+            await self._keep_end(session, end)
+        finally:
+            session.is_closing = False
+
+    async def _keep_end(self, session: _Session, end: SessionEnd) -> None:
+        await self._commit([SessionEnded(session_id=session.stored.id, end=end)])
+        session.stored = replace(session.stored, end=end)
+        if end.reward_until is None:
+            session.over.set()
+
+    async def _end_overdue(self, session: _Session, end: SessionEnd) -> None:
+        if session.stored.end is None:
+            await self._end(session, end)
+            return
+        session.is_closing = True
+        try:
+            await self._keep_end(session, end)
+        finally:
+            session.is_closing = False
+
+    def _seen_outcome(self, session: _Session) -> Outcome:
+        """How a session ended of which the client says nothing."""
+        last = session.tree.last_counted
+        if last is None:
+            return Outcome.EMPTY
+        if session.cut is not None:
+            return session.cut
+        if last.finish_reason is FinishReason.LENGTH:
+            return Outcome.TRUNCATED_TOKENS
+        return Outcome.COMPLETED
+
+    def _overdue(self, session: _Session) -> SessionEnd | None:
+        """The end of a session whose time is up; None: it has some left."""
+        now, stored = self._now(), session.stored
+        if stored.end is not None:
+            until = stored.end.reward_until
+            if until is None or now < until:
+                return None
+            return replace(stored.end, reward_until=None, detail="no reward came in time")
+        if stored.opened_at is None or not session.is_open:
+            return None
+        if now >= stored.opened_at + stored.spec.ttl_s:
+            why = f"it was not finished within {stored.spec.ttl_s:g} s"
+        elif not session.sampling and now >= session.last_request_at + stored.spec.idle_s:
+            why = f"nothing was asked of it for {stored.spec.idle_s:g} s"
+        else:
+            return None
+        return self._broken_off(SessionStatus.EXPIRED, why)
+
+    def _broken_off(self, status: SessionStatus, why: str) -> SessionEnd:
+        is_expired = status is SessionStatus.EXPIRED
+        return SessionEnd(
+            status=status,
+            outcome=Outcome.WALL_TIMEOUT if is_expired else Outcome.CANCELLED,
+            reward=None,
+            detail=why,
+            ended_at=self._now(),
+        )
+
+    def _trajectory(self, session: _Session, assignment: RolloutAssignment) -> Trajectory:
+        stored, end = session.stored, session.stored.end
+        assert end is not None, "a trajectory of a session that is not over"
+        samples = session.tree.samples(
+            assignment.trajectory_id,
+            reward=end.reward or 0.0,
+            components=end.components,
+            turn_rewards=end.turn_rewards,
+        )
+        counts = session.tree.counts()
+        trajectory = replace(
+            Trajectory.of(assignment, end.outcome, detail=end.detail),
+            samples=samples,
+            num_inserted_tokens=counts.num_inserted,
+            render_breaks=counts.render_breaks,
+            timings=Timings(wall_s=max(0.0, end.ended_at - (stored.opened_at or end.ended_at))),
+        )
+        outcome, detail = end.outcome, end.detail
+        versions = trajectory.versions
+        oldest = oldest_admitted_version(assignment.group_number, self._settings.algorithm)
+        if end.status is SessionStatus.FINISHED and not samples:
+            outcome, detail = Outcome.EMPTY, detail or "no turn of it was sampled"
+        elif end.status is SessionStatus.FINISHED and end.reward is None:
+            outcome, detail = Outcome.REWARD_ERROR, detail or "it was finished without a reward"
+        elif versions is not None and versions[0] < oldest:
+            outcome = Outcome.STALE
+            detail = f"sampled by version {versions[0]}, expected at least {oldest}"
+        return replace(trajectory, outcome=outcome, detail=detail)
+
+    # -- finding and keeping ------------------------------------------------------------------
+
+    async def _of_agent(self, name: str, key_digest: str) -> _Session:
+        """Raises: Refused."""
+        session = await self._known_or_refused(name)
+        keys = session.stored.keys
+        if not hmac.compare_digest(keys.agent, key_digest):
+            raise _wrong_key(name, keys, key_digest, wanted="agent")
+        if not session.is_open:
+            raise _closed(session)
+        return session
+
+    async def _of_reward(self, name: str, key_digest: str) -> _Session:
+        """Raises: Refused."""
+        session = await self._known_or_refused(name)
+        keys = session.stored.keys
+        if not hmac.compare_digest(keys.reward, key_digest):
+            raise _wrong_key(name, keys, key_digest, wanted="reward")
+        return session
+
+    async def _known_or_refused(self, name: str) -> _Session:
+        session = await self._find(name)
+        if session is None:
+            raise Refused(
+                RefusalCode.UNKNOWN_SESSION,
+                f"this run knows no session {name!r}; create it with POST /api/v1/sessions",
+            )
+        return session
+
+    async def _find(self, name: str) -> _Session | None:
+        task = self._known.get(name)
+        if task is None:
+            task = self._known[name] = self._keep_going(self._load(name))
+        try:
+            session = await asyncio.shield(task)
+        except StoreUnavailable as error:
+            self._known.pop(name, None)
+            raise _unavailable(str(error)) from error
+        if session is None or session.over.is_set():
+            # Kept only while somebody plays it: the store has the rest.
+            self._known.pop(name, None)
+        return session
+
+    async def _load(self, name: str) -> _Session | None:
+        found = await self._commits.read(self._store.load, name)
+        if found is None:
+            return None
+        session = _Session(
+            stored=found.session,
+            tree=SessionTree(name, trains_single_turns=self._settings.sessions.trains_single_turns),
+            next_number=1 + max((turn.number for turn in found.turns), default=-1),
+            last_request_at=self._now(),
+        )
+        for turn in found.turns:
+            session.tree.add(turn)
+        end = found.session.end
+        if end is not None and end.reward_until is None:
+            session.over.set()
+        return session
+
+    async def _until_admitted(self, session: _Session, deadline_at: float) -> None:
+        left_s = deadline_at - asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(left_s):
+                await session.admitted.wait()
+        except TimeoutError:
+            raise _unavailable(
+                f"session {session.stored.id} waits for its group's place in the window; look at "
+                f"GET /api/v1/sessions/{session.stored.id} before its agent is started"
+            ) from None
+        if not session.is_open:
+            raise _closed(session)
+
+    async def _view(self, session: _Session) -> SessionView:
+        stored, end, counts = session.stored, session.stored.end, session.tree.counts()
+        status = SessionStatus.QUEUED if stored.opened_at is None else SessionStatus.OPEN
+        return SessionView(
+            id=stored.id,
+            submission_id=stored.submission_id,
+            member=stored.member,
+            status=end.status if end else status,
+            created_at=stored.created_at,
+            opened_at=stored.opened_at,
+            ended_at=end.ended_at if end else None,
+            num_turns=counts.num_turns,
+            num_sampled_tokens=counts.num_sampled,
+            num_samples=counts.num_samples,
+            num_left_out=counts.num_turns - counts.num_counted,
+            num_malformed=counts.num_malformed,
+            reward=end.reward if end else None,
+            is_reward_pending=end is not None and end.reward_until is not None,
+            outcome=end.outcome if end else None,
+            detail=end.detail if end else "",
+        )
+
+    async def _commit(self, changes: Sequence[Any]) -> None:
+        """Raises: Refused."""
+        try:
+            await self._commits.commit(changes)
+        except StoreUnavailable as error:
+            raise _unavailable(str(error)) from error
+
+    def _client(self) -> PolicyClient:
+        # Made within the event loop that uses it.
+        if self._policy is None:
+            self._policy = self._make_policy()
+        return self._policy
+
+    async def _in_thread(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: function(*arguments))
+
+    def _keep_going(self, work: Any) -> asyncio.Task[Any]:
+        """Begin work that goes on without its caller."""
+        task = asyncio.create_task(work)
+        self._begun.add(task)
+        task.add_done_callback(self._let_go)
+        return task
+
+    def _let_go(self, task: asyncio.Task[Any]) -> None:
+        self._begun.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            level = logging.DEBUG if isinstance(error, Refused) else logging.ERROR
+            log.log(level, "%s: %s", type(error).__name__, error)
+
+
+def _under_way(session: _Session, call: ChatCall, digest: str) -> _Sampling | None:
+    """What is being sampled for this very request; None: nothing."""
+    if (same := session.sampling.get(call.request_id)) is not None:
+        return same
+    for sampling in session.sampling.values():
+        key = call.request.idempotency_key
+        if key and sampling.idempotency_key == key:
+            if sampling.digest != digest:
+                raise Refused(
+                    RefusalCode.CONFLICT,
+                    "this Idempotency-Key names another request, which is being answered; take a "
+                    "key of its own for each request",
+                )
+            return sampling
+        if call.request.is_retry and sampling.digest == digest:
+            return sampling
+    return None
+
+
+def _check_turns(session: _Session, finish: Finish) -> None:
+    unknown = [number for number in finish.turn_rewards if not session.tree.has(number)]
+    if unknown:
+        raise Refused(
+            RefusalCode.INVALID_REQUEST,
+            f"turn_rewards names turns {sorted(unknown)[:8]}, expected numbers of turns that the "
+            f"session has, which are below {session.next_number}",
+            param="turn_rewards",
+        )
+
+
+def _as_reply(session: _Session, turn: SessionTurn) -> ChatReply:
+    shows = session.stored.spec.shows_tokens
+    return ChatReply(
+        turn_id=f"{session.stored.id}.{turn.number}",
+        message=turn.reply,
+        stop_reason=stop_reason(turn.reply, turn.finish_reason),
+        num_prompt_tokens=session.tree.num_prompt_tokens(turn.number),
+        num_sampled_tokens=int(turn.sampled_token_ids.shape[0]),
+        policy_version=max((span.version for span in turn.version_spans), default=0),
+        created_at=turn.created_at,
+        sampled_token_ids=turn.sampled_token_ids if shows else None,
+        logprobs=turn.logprobs if shows else None,
+    )
+
+
+def _unavailable(why: str) -> Refused:
+    return Refused(RefusalCode.NOT_AVAILABLE, why, retry_after_s=RETRY_AFTER_S)
+
+
+def _closed(session: _Session) -> Refused:
+    end = session.stored.end
+    how = f"is {end.status}" if end else "is being ended"
+    return Refused(
+        RefusalCode.SESSION_CLOSED,
+        f"session {session.stored.id} {how} and takes no more requests; create another",
+    )
+
+
+def _ended_otherwise(session: _Session) -> Refused:
+    end = session.stored.end
+    how = f"is {end.status} already, with another content" if end else "is being ended by another"
+    return Refused(
+        RefusalCode.CONFLICT,
+        f"session {session.stored.id} {how}; a session ends once, and gets one reward",
+    )
+
+
+def _wrong_key(name: str, keys: SessionKeys, key_digest: str, *, wanted: str) -> Refused:
+    other = keys.reward if wanted == "agent" else keys.agent
+    if hmac.compare_digest(other, key_digest):
+        return Refused(
+            RefusalCode.FORBIDDEN,
+            f"this needs the {wanted}'s key of session {name}, got the session's other one",
+        )
+    return Refused(
+        RefusalCode.INVALID_KEY,
+        f"this needs the {wanted}'s key of session {name}, got another one or none",
+    )

@@ -1,0 +1,30 @@
+"""The sessions' part of the configuration. Plain values: the configuration imports it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.limits import STRICT, Positive, Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """Sessions: rollouts that agents outside play over HTTP. What one may cost is bounded by
+    rollouts.max_turns, rollouts.max_tokens_per_turn and rollouts.episode_deadline_s."""
+
+    __pydantic_config__ = STRICT
+
+    max_open: Positive = 1024
+    """Sessions that are open at once; more wait, although their group is admitted."""
+    idle_s: Seconds = 600
+    """A session without a request for as long is ended, as a rollout that ran out of time."""
+    hold_s: Seconds = 300
+    """How long a request is held while its session waits for admission, weights are loaded, or an
+    engine or the database is away; then it is answered with status 503."""
+    reward_deadline_s: Seconds = 3600
+    """How long after its finish a session may wait for a reward that is to come."""
+    max_body_mib: Positive = 48
+    """MiB of one request's body."""
+    trains_single_turns: bool = False
+    """Train conversations of one turn beside a longer one too; they are mostly titles and
+    classifiers, which the session's reward says nothing of."""
