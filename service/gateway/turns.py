@@ -1,4 +1,7 @@
-"""What a session keeps of each turn: the record that the store holds and the tree is built of."""
+"""What a session keeps: its turns, what it is about to sample, and the changes of both.
+
+The store holds these records (`service.store.sessions`), and a session's tree is built of them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from actors.environment.protocol import Message, ToolSchema
 from actors.environment.rendering import BreakReason
 from actors.expert_records import ExpertIndices
 from actors.types import FinishReason, LogProbs, TokenIds, VersionSpan
+from service.intake.session import SessionEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +59,82 @@ class SessionTurn:
     idempotency_key: str = ""
     created_at: float = 0.0
     """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionIntent:
+    """The engine is about to be asked; stored until there is the turn, or there will be none.
+
+    One that a crash left behind says that a turn may have been sampled which nobody has.
+    """
+
+    request_id: str
+    request_digest: str
+    parent: int | None
+    """As the turn's."""
+    policy_version: int | None
+    """Loaded when the engine was asked; None: not known."""
+    created_at: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntentAdded:
+    """A second one of the same request replaces the first."""
+
+    session_id: str
+    intent: SessionIntent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntentDropped:
+    """Nothing was sampled for the request."""
+
+    session_id: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnAdded:
+    """It takes the place of its request's intent."""
+
+    session_id: str
+    turn: SessionTurn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSeen:
+    """The client has been answered with it."""
+
+    session_id: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnUnseen:
+    """The client has not been answered with it."""
+
+    session_id: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOpened:
+    """The first of a session counts; later ones change nothing."""
+
+    session_id: str
+    opened_at: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnded:
+    """Given once; one whose reward was to come may be followed by one in which it has come."""
+
+    session_id: str
+    end: SessionEnd
+
+
+Change = (
+    IntentAdded | IntentDropped | TurnAdded | TurnSeen | TurnUnseen | SessionOpened | SessionEnded
+)

@@ -37,6 +37,18 @@ class SessionKeys:
     reward: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRequest:
+    """The sessions of a submission, as they are asked for."""
+
+    spec: SessionSpec
+    keys: tuple[SessionKeys, ...]
+    """Of each member, in order; derived from the client's key."""
+    asked: Mapping[str, float | bool] = field(default_factory=dict)
+    """What of `spec` the client named; the rest are the run's defaults, which may be others when
+    the run is resumed."""
+
+
 class SessionStatus(StrEnum):
     """Where a session stands."""
 

@@ -15,6 +15,7 @@ from hashlib import sha256
 
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.types import Outcome, Task, TrajectorySummary
+from service.intake.session import SessionRequest
 
 
 class Status(StrEnum):
@@ -46,6 +47,8 @@ class RolloutRequest:
     """Equal for a repeated request, different for a changed one."""
     num_bytes: int
     """About as many are stored of it."""
+    sessions: SessionRequest | None = None
+    """For a task that agents outside play, of as many members as there are samples."""
 
     @classmethod
     def of(
@@ -55,19 +58,31 @@ class RolloutRequest:
         asked_samples: int | None,
         default_samples: int,
         min_usable_samples: int | None = None,
+        sessions: SessionRequest | None = None,
     ) -> RolloutRequest:
         """asked_samples: what the client named; None: nothing, so that it gets the run's default.
 
-        The digest is of what the client sent: a run that is resumed may have another default.
+        The digest is of what the client sent: a run that is resumed may have other defaults. Of the
+        keys the first is in it, since one key of the client's gives them all.
+        Raises: ValueError for sessions of more or fewer members than samples.
         """
-        sent = (asdict(task), asked_samples, min_usable_samples)
+        num_samples = asked_samples or default_samples
+        sent: tuple[object, ...] = (asdict(task), asked_samples, min_usable_samples)
+        if sessions is not None:
+            if len(sessions.keys) != num_samples:
+                raise ValueError(
+                    f"submission {task.task_id}: got keys of {len(sessions.keys)} sessions, "
+                    f"expected {num_samples}, one for each sample"
+                )
+            sent += (dict(sessions.asked), asdict(sessions.keys[0]))
         content = json.dumps(sent, sort_keys=True, ensure_ascii=False).encode()
         return cls(
             task=task,
-            num_samples=asked_samples or default_samples,
+            num_samples=num_samples,
             min_usable_samples=min_usable_samples,
             digest=sha256(content).hexdigest(),
             num_bytes=len(content),
+            sessions=sessions,
         )
 
     @property

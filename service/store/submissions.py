@@ -2,7 +2,7 @@
 
 Every write carries the term of the lease. Reading back keeps what lies along the surviving lineage.
 A submission that is over leaves its id, its digest and how it ended, for as long as it is among the
-newest ones; its task, its bindings and its results go.
+newest ones, and so do its sessions; its task, its bindings, its results and its sessions' turns go.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
+from service.intake.session import session_id
 from service.intake.submission import (
     KnownSubmission,
     RolloutRequest,
@@ -25,7 +26,8 @@ from service.store.run_store import RunStore
 
 
 class SubmissionStore:
-    """Tables `submissions`, `bindings` and `results` of a run's database."""
+    """Tables `submissions`, `bindings` and `results` of a run's database; of `sessions`, the rows'
+    beginning and end."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
@@ -45,9 +47,28 @@ class SubmissionStore:
             }
             for item in requests
         ]
-        positions = self._store.write(
-            term, lambda connection: connection.scalars(statement, rows).all()
-        )
+        session_rows = [
+            {
+                "id": session_id(item.id, member),
+                "submission_id": item.id,
+                "member": member,
+                "spec": item.sessions.spec,
+                "agent_key": keys.agent,
+                "reward_key": keys.reward,
+                "created_at": accepted_at,
+            }
+            for item in requests
+            if item.sessions is not None
+            for member, keys in enumerate(item.sessions.keys)
+        ]
+
+        def accept(connection: Connection) -> Sequence[int]:
+            positions = connection.scalars(statement, rows).all()
+            if session_rows:
+                connection.execute(insert(tables.sessions), session_rows)
+            return positions
+
+        positions = self._store.write(term, accept)
         return [
             Submission(
                 id=request.id,
@@ -77,12 +98,18 @@ class SubmissionStore:
         return self._store.write(term, bind)
 
     def cancel(self, submission_id: str, *, term: int) -> None:
-        """What is cancelled is never played again, so that its task goes. Raises: LeaseLost."""
+        """What is cancelled is never played again, so that its task goes, and what its sessions
+        have played. Raises: LeaseLost."""
         table = tables.submissions
         statement = (
             update(table).where(table.c.id == submission_id).values(is_cancelled=True, request=None)
         )
-        self._store.write(term, lambda connection: connection.execute(statement))
+
+        def cancel(connection: Connection) -> None:
+            connection.execute(statement)
+            _forget_turns(connection, [submission_id])
+
+        self._store.write(term, cancel)
 
     def archive(
         self,
@@ -116,16 +143,17 @@ class SubmissionStore:
                     delete(results).where(results.c.rollout_id == bindparam("rollout")),
                     [{"rollout": rollout_id} for rollout_id in rollout_ids],
                 )
+            _forget_turns(connection, [view.id for view in views])
             over = select(table.c.position).where(table.c.ended.is_not(None))
             first_left_out = connection.scalar(
                 over.order_by(table.c.position.desc()).offset(keep).limit(1)
             )
             if first_left_out is not None:
-                connection.execute(
-                    delete(table).where(
-                        table.c.ended.is_not(None), table.c.position <= first_left_out
-                    )
-                )
+                is_left_out = table.c.ended.is_not(None) & (table.c.position <= first_left_out)
+                sessions = tables.sessions
+                left_out = select(table.c.id).where(is_left_out)
+                connection.execute(delete(sessions).where(sessions.c.submission_id.in_(left_out)))
+                connection.execute(delete(table).where(is_left_out))
 
         self._store.write(term, let_go)
 
@@ -181,3 +209,12 @@ class SubmissionStore:
             )
 
         return self._store.read(read)
+
+
+def _forget_turns(connection: Connection, submission_ids: Sequence[str]) -> None:
+    """`SessionStore.apply` adds none to a submission without a request."""
+    sessions = tables.sessions.c
+    of_them = select(sessions.id).where(sessions.submission_id == bindparam("of_submission"))
+    rows = [{"of_submission": submission_id} for submission_id in submission_ids]
+    for table in (tables.session_turns, tables.session_intents):
+        connection.execute(delete(table).where(table.c.session_id.in_(of_them)), rows)

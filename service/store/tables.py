@@ -1,16 +1,21 @@
-"""The tables of a run's database: leases, checkpoints, ledger events, records, submissions.
+"""The tables of a run's database: leases, checkpoints, ledger events, records, submissions and
+sessions.
 
 A row of `checkpoints` is the commit point: what its ledger names as trained is trained. Rows of
 `events`, `steps` and `evaluations` carry the term that wrote them; `lineage.py` says which of
 them survive, and `retention.py` for how long. What was ever stored is counted in `event_totals` and
-`step_totals`. A row of `submissions` is a promise to a client and belongs to no term.
+`step_totals`. A row of `submissions` is a promise to a client and belongs to no term; neither do a
+session and its turns, which every later term goes on with.
 """
 
 from __future__ import annotations
 
+import struct
 from enum import StrEnum
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import (
     BigInteger,
@@ -20,6 +25,7 @@ from sqlalchemy import (
     Float,
     ForeignKey,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -27,8 +33,12 @@ from sqlalchemy import (
     TypeDecorator,
 )
 
+from actors.environment.protocol import Message, ToolSchema
+from actors.environment.rendering import BreakReason
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot
+from actors.types import FinishReason, VersionSpan
+from service.intake.session import SessionEnd, SessionSpec
 from service.intake.submission import RolloutRequest, RolloutResult, SubmissionView
 from service.store.errors import Damaged
 from service.telemetry.records import EvaluationRecord, StepRecord
@@ -43,7 +53,7 @@ class RunKind(StrEnum):
 
 
 # Raise it with every change of a table or of a stored record that an older Rayloom cannot read.
-FORMAT = 5
+FORMAT = 6
 
 metadata = MetaData()
 
@@ -59,19 +69,26 @@ class AsJson(TypeDecorator[Any]):
     impl = Text
     cache_ok = True
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: Any, *, left_out: Any = None) -> None:
+        """left_out: what follows from the rest, as pydantic's `exclude`."""
         super().__init__()
         self.kind = kind
         self._adapter: TypeAdapter[Any] = TypeAdapter(kind)
+        self._left_out = left_out
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
-        return None if value is None else self._adapter.dump_json(value).decode()
+        return (
+            None
+            if value is None
+            else self._adapter.dump_json(value, exclude=self._left_out).decode()
+        )
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         try:
             return None if value is None else self._adapter.validate_json(value)
         except ValidationError as error:
-            raise Damaged(f"a stored {self.kind.__name__} cannot be read") from error
+            kind = self.kind.__name__ if isinstance(self.kind, type) else self.kind
+            raise Damaged(f"a stored {kind} cannot be read") from error
 
 
 class AsWord(TypeDecorator[Any]):
@@ -89,6 +106,71 @@ class AsWord(TypeDecorator[Any]):
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         return None if value is None else word_of(self.kind, value)
+
+
+class AsColumn(TypeDecorator[NDArray[Any]]):
+    """A column of token ids or of numbers of them, stored as little-endian bytes.
+
+    What is read is read-only. Raises: Damaged when it is read.
+    """
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def __init__(self, kind: type[np.int32] | type[np.float32]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def process_bind_param(self, value: NDArray[Any] | None, dialect: Dialect) -> bytes | None:
+        return None if value is None else _bytes_of(value, np.dtype(self.kind))
+
+    def process_result_value(self, value: bytes | None, dialect: Dialect) -> NDArray[Any] | None:
+        return None if value is None else _array_of(value, np.dtype(self.kind))
+
+
+# By the first byte of what is stored.
+_EXPERT_TYPES: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.int16)}
+# Which of these, and the three lengths.
+_EXPERT_HEAD = struct.Struct("<B3I")
+
+
+class AsExperts(TypeDecorator[NDArray[Any]]):
+    """A column of recorded experts, [R, L, K] uint8 or int16, stored as its type, its shape and
+    little-endian bytes. What is read is read-only. Raises: Damaged when it is read.
+    """
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def process_bind_param(self, value: NDArray[Any] | None, dialect: Dialect) -> bytes | None:
+        if value is None:
+            return None
+        [code] = [code for code, dtype in _EXPERT_TYPES.items() if dtype == value.dtype]
+        return _EXPERT_HEAD.pack(code, *value.shape) + _bytes_of(value, value.dtype)
+
+    def process_result_value(self, value: bytes | None, dialect: Dialect) -> NDArray[Any] | None:
+        if value is None:
+            return None
+        if len(value) < _EXPERT_HEAD.size or value[0] not in _EXPERT_TYPES:
+            raise Damaged("stored experts begin with no type and shape")
+        code, *shape = _EXPERT_HEAD.unpack_from(value)
+        indices = _array_of(value[_EXPERT_HEAD.size :], _EXPERT_TYPES[code])
+        # In Python's numbers, which do not overflow.
+        if len(indices) != shape[0] * shape[1] * shape[2]:
+            raise Damaged(f"{len(indices)} experts are stored, expected {shape}")
+        return indices.reshape(shape)
+
+
+def _bytes_of(array: NDArray[Any], dtype: np.dtype[Any]) -> bytes:
+    return np.ascontiguousarray(array, dtype.newbyteorder("<")).tobytes()
+
+
+def _array_of(stored: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if len(stored) % dtype.itemsize:
+        raise Damaged(f"{len(stored)} bytes are stored, expected a multiple of {dtype.itemsize}")
+    array = np.frombuffer(stored, dtype.newbyteorder("<")).astype(dtype, copy=False)
+    array.flags.writeable = False
+    return array
 
 
 def word_of(kind: type[Word], value: str) -> Word:
@@ -224,4 +306,74 @@ results = Table(
     Column("rollout_id", String, primary_key=True, index=True),
     Column("attempt", Integer, primary_key=True, autoincrement=False),
     Column("result", AsJson(RolloutResult), nullable=False),
+)
+
+# One for each member of a submission whose task agents outside play; gone with the submission's
+# row.
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("submission_id", String, ForeignKey("submissions.id"), nullable=False, index=True),
+    Column("member", Integer, nullable=False),
+    Column("spec", AsJson(SessionSpec), nullable=False),
+    # SHA-256, hexadecimal.
+    Column("agent_key", String, nullable=False),
+    Column("reward_key", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("opened_at", Float, nullable=True),
+    Column("end", AsJson(SessionEnd), nullable=True),
+)
+
+# The columns are the fields of `SessionTurn`. Gone once nothing can play the submission again.
+# Not "without rowid" in SQLite: there a new row goes behind all others, so that pages are filled in
+# order, while the key's own index stays small. The blobs stand last: a look at the columns before
+# them, or a change of is_unseen, reads none of the pages that they fill.
+session_turns = Table(
+    "session_turns",
+    metadata,
+    Column("session_id", String, ForeignKey("sessions.id"), primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    # That wrote it.
+    Column("term", Integer, ForeignKey("leases.term"), nullable=False),
+    Column("is_unseen", Boolean, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("request_id", String, nullable=False),
+    Column("request_digest", String, nullable=False),
+    Column("idempotency_key", String, nullable=False),
+    Column("parent", Integer, nullable=True),
+    Column("extends_parent", Boolean, nullable=False),
+    Column("finish_reason", AsWord(FinishReason), nullable=False),
+    Column("break_reason", AsWord(BreakReason), nullable=True),
+    Column("num_inserted", Integer, nullable=False),
+    Column("is_malformed", Boolean, nullable=False),
+    Column("is_auxiliary", Boolean, nullable=False),
+    Column("cache_salt", String, nullable=False),
+    Column("replica", String, nullable=False),
+    Column("version_spans", AsJson(tuple[VersionSpan, ...]), nullable=False),
+    Column("tools", AsJson(tuple[ToolSchema, ...]), nullable=False),
+    # A message makes these texts of its calls.
+    Column("reply", AsJson(Message, left_out={"call_texts"}), nullable=False),
+    Column(
+        "new_messages",
+        AsJson(tuple[Message, ...], left_out={"__all__": {"call_texts"}}),
+        nullable=False,
+    ),
+    Column("sampled_token_ids", AsColumn(np.int32), nullable=False),
+    Column("logprobs", AsColumn(np.float32), nullable=False),
+    Column("new_token_ids", AsColumn(np.int32), nullable=False),
+    Column("expert_indices", AsExperts, nullable=True),
+)
+
+# The columns are the fields of `SessionIntent`. Gone with the turn that it announces, or once there
+# will be none.
+session_intents = Table(
+    "session_intents",
+    metadata,
+    Column("session_id", String, ForeignKey("sessions.id"), primary_key=True),
+    Column("request_id", String, primary_key=True),
+    Column("request_digest", String, nullable=False),
+    Column("parent", Integer, nullable=True),
+    Column("policy_version", Integer, nullable=True),
+    Column("created_at", Float, nullable=False),
 )

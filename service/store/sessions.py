@@ -1,0 +1,318 @@
+"""The sessions that agents outside play, stored: their keys, what was sampled, and how they ended.
+
+Invariants: a turn is inserted once, and of it `is_unseen` alone changes; nothing is sampled into a
+session that has ended, or whose submission is cancelled or over. Rows are made and removed with
+their submission (`service.store.submissions`); the gateway writes in between, under the run's term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from sqlalchemy import Connection, Select, bindparam, delete, insert, select, tuple_, update
+from sqlalchemy.exc import IntegrityError
+
+from service.gateway.turns import (
+    Change,
+    IntentAdded,
+    IntentDropped,
+    SessionEnded,
+    SessionIntent,
+    SessionOpened,
+    SessionTurn,
+    TurnAdded,
+    TurnSeen,
+    TurnUnseen,
+)
+from service.intake.session import SessionEnd, SessionKeys, StoredSession
+from service.store import tables
+from service.store.run_store import RunStore
+
+_TURN_FIELDS = tuple(field.name for field in fields(SessionTurn))
+_INTENT_FIELDS = tuple(field.name for field in fields(SessionIntent))
+
+
+class SessionStore:
+    """Tables `sessions`, `session_turns` and `session_intents` of a run's database."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+
+    def load(
+        self, session_id: str
+    ) -> tuple[StoredSession, tuple[SessionTurn, ...], tuple[SessionIntent, ...]] | None:
+        """The session, its turns by number, and the intents that no turn has followed.
+
+        The turns' arrays are read-only. Returns: None for one that is not known. Raises:
+        StoreError.
+        """
+        turns, intents = tables.session_turns.c, tables.session_intents.c
+        turns_query = (
+            select(*(turns[name] for name in _TURN_FIELDS))
+            .where(turns.session_id == session_id)
+            .order_by(turns.number)
+        )
+        intents_query = (
+            select(*(intents[name] for name in _INTENT_FIELDS))
+            .where(intents.session_id == session_id)
+            .order_by(intents.created_at, intents.request_id)
+        )
+
+        def load(
+            connection: Connection,
+        ) -> tuple[StoredSession, tuple[SessionTurn, ...], tuple[SessionIntent, ...]] | None:
+            found = _sessions(connection, _session_query([session_id]))
+            if not found:
+                return None
+            return (
+                found[0],
+                tuple(SessionTurn(**row) for row in connection.execute(turns_query).mappings()),
+                tuple(SessionIntent(**row) for row in connection.execute(intents_query).mappings()),
+            )
+
+        return self._store.read(load)
+
+    def find(self, session_ids: Sequence[str]) -> dict[str, StoredSession]:
+        """Those of them that are known. Raises: StoreError."""
+        query = _session_query(session_ids)
+        found = self._store.read(lambda connection: _sessions(connection, query))
+        return {session.id: session for session in found}
+
+    def of_submission(self, submission_id: str) -> tuple[StoredSession, ...]:
+        """By member; empty for a submission without sessions. Raises: StoreError."""
+        sessions = tables.sessions.c
+        query = (
+            select(tables.sessions)
+            .where(sessions.submission_id == submission_id)
+            .order_by(sessions.member)
+        )
+        return tuple(self._store.read(lambda connection: _sessions(connection, query)))
+
+    def apply(self, changes: Sequence[Change], *, term: int) -> frozenset[int]:
+        """Store them in order, in one transaction; what is stored already is left as it is.
+
+        Returns: the places in `changes` of those that came too late and were not stored: an intent
+            or a turn of a session that is not known, has ended, or whose submission is cancelled or
+            over; a turn whose number another one has; an end of a session that is not known, or
+            has another end and waits for no reward.
+        Raises: LeaseLost; StoreError.
+        """
+        return self._store.write(term, lambda connection: _apply(connection, changes, term))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rows:
+    """What changes come to, given what is stored of their sessions."""
+
+    live: frozenset[str]
+    """Sessions whose submission is neither cancelled nor over."""
+    known: frozenset[str]
+    ends: dict[str, SessionEnd]
+    """Of the sessions that have ended; a new one is noted here as well."""
+    marks: dict[tuple[str, int], tuple[str, float]]
+    """Of turns that are to be added and are there: the request's id, and when they were made."""
+    intents: dict[tuple[str, str], SessionIntent | None] = field(default_factory=dict)
+    """By session and request; None: there is to be none."""
+    turns: dict[tuple[str, int], SessionTurn] = field(default_factory=dict)
+    """By session and number."""
+    unseen: dict[tuple[str, int], bool] = field(default_factory=dict)
+    """Of turns that were stored before."""
+    opened: dict[str, float] = field(default_factory=dict)
+    new_ends: dict[str, SessionEnd] = field(default_factory=dict)
+
+    def take(self, change: Change) -> bool:
+        """Returns: False for one that comes too late."""
+        session = change.session_id
+        match change:
+            case TurnAdded(turn=turn):
+                return self._add(session, turn)
+            case IntentAdded(intent=intent):
+                if not self._is_open(session):
+                    return False
+                self.intents[session, intent.request_id] = intent
+            case IntentDropped(request_id=request_id):
+                self.intents[session, request_id] = None
+            case TurnSeen(number=number):
+                self._show(session, number, is_unseen=False)
+            case TurnUnseen(number=number):
+                self._show(session, number, is_unseen=True)
+            case SessionOpened(opened_at=opened_at):
+                self.opened.setdefault(session, opened_at)
+            case SessionEnded(end=end):
+                return self._end(session, end)
+        return True
+
+    def _is_open(self, session: str) -> bool:
+        return session in self.live and session not in self.ends
+
+    def _add(self, session: str, turn: SessionTurn) -> bool:
+        key, mark = (session, turn.number), (turn.request_id, turn.created_at)
+        if key in self.marks:
+            return self.marks[key] == mark
+        if not self._is_open(session):
+            return False
+        self.turns[key], self.marks[key] = turn, mark
+        self.intents[session, turn.request_id] = None
+        return True
+
+    def _show(self, session: str, number: int, *, is_unseen: bool) -> None:
+        key = session, number
+        if key in self.turns:
+            self.turns[key] = replace(self.turns[key], is_unseen=is_unseen)
+        else:
+            self.unseen[key] = is_unseen
+
+    def _end(self, session: str, end: SessionEnd) -> bool:
+        before = self.ends.get(session)
+        if before is not None and before.reward_until is None:
+            return before == end
+        if session not in self.known:
+            return False
+        self.ends[session] = self.new_ends[session] = end
+        return True
+
+
+def _apply(connection: Connection, changes: Sequence[Change], term: int) -> frozenset[int]:
+    try:
+        # Turns that are there already are rare, and a search for them costs more than a refusal.
+        with connection.begin_nested():
+            return _store(connection, changes, term, marks={})
+    except IntegrityError:
+        return _store(connection, changes, term, marks=_marks(connection, changes))
+
+
+def _store(
+    connection: Connection,
+    changes: Sequence[Change],
+    term: int,
+    *,
+    marks: dict[tuple[str, int], tuple[str, float]],
+) -> frozenset[int]:
+    rows = _rows(connection, changes, marks)
+    too_late = frozenset(place for place, change in enumerate(changes) if not rows.take(change))
+    turns, intents, sessions = tables.session_turns, tables.session_intents, tables.sessions
+    # Bound by other names than the columns', which are those of the values.
+    session, number, request = (
+        bindparam(name, type_=column.type)
+        for name, column in (
+            ("of_session", sessions.c.id),
+            ("of_turn", turns.c.number),
+            ("of_request", intents.c.request_id),
+        )
+    )
+    _execute(
+        connection,
+        delete(intents).where(intents.c.session_id == session, intents.c.request_id == request),
+        ({"of_session": of_session, "of_request": name} for of_session, name in rows.intents),
+    )
+    _execute(
+        connection,
+        insert(intents),
+        (
+            {"session_id": of_session, **_values(intent, _INTENT_FIELDS)}
+            for (of_session, _), intent in rows.intents.items()
+            if intent is not None
+        ),
+    )
+    _execute(
+        connection,
+        insert(turns),
+        (
+            {"session_id": of_session, "term": term, **_values(turn, _TURN_FIELDS)}
+            for (of_session, _), turn in rows.turns.items()
+        ),
+    )
+    _execute(
+        connection,
+        update(turns)
+        .where(turns.c.session_id == session, turns.c.number == number)
+        .values(is_unseen=bindparam("unseen")),
+        (
+            {"of_session": of_session, "of_turn": of_turn, "unseen": is_unseen}
+            for (of_session, of_turn), is_unseen in rows.unseen.items()
+        ),
+    )
+    _execute(
+        connection,
+        update(sessions)
+        .where(sessions.c.id == session, sessions.c.opened_at.is_(None))
+        .values(opened_at=bindparam("opened")),
+        ({"of_session": of_session, "opened": at} for of_session, at in rows.opened.items()),
+    )
+    _execute(
+        connection,
+        update(sessions)
+        .where(sessions.c.id == session)
+        .values(end=bindparam("ended", type_=sessions.c.end.type)),
+        ({"of_session": of_session, "ended": end} for of_session, end in rows.new_ends.items()),
+    )
+    return too_late
+
+
+def _rows(
+    connection: Connection,
+    changes: Sequence[Change],
+    marks: dict[tuple[str, int], tuple[str, float]],
+) -> _Rows:
+    sessions, submissions = tables.sessions.c, tables.submissions.c
+    found = connection.execute(
+        select(sessions.id, sessions.end, submissions.request.is_not(None))
+        .join_from(tables.sessions, tables.submissions)
+        .where(sessions.id.in_({change.session_id for change in changes}))
+    ).all()
+    return _Rows(
+        live=frozenset(session for session, _, is_live in found if is_live),
+        known=frozenset(session for session, _, _ in found),
+        ends={session: end for session, end, _ in found if end is not None},
+        marks=marks,
+    )
+
+
+def _marks(
+    connection: Connection, changes: Sequence[Change]
+) -> dict[tuple[str, int], tuple[str, float]]:
+    """Of those of the changes' turns that are there."""
+    turns = tables.session_turns.c
+    added = [
+        (change.session_id, change.turn.number)
+        for change in changes
+        if isinstance(change, TurnAdded)
+    ]
+    there = connection.execute(
+        select(turns.session_id, turns.number, turns.request_id, turns.created_at).where(
+            tuple_(turns.session_id, turns.number).in_(added)
+        )
+    )
+    return {(session, number): (request, at) for session, number, request, at in there}
+
+
+def _execute(connection: Connection, statement: Any, rows: Iterable[Mapping[str, Any]]) -> None:
+    if found := list(rows):
+        connection.execute(statement, found)
+
+
+def _values(record: SessionTurn | SessionIntent, names: Sequence[str]) -> dict[str, Any]:
+    # Not by asdict, which copies every array.
+    return {name: getattr(record, name) for name in names}
+
+
+def _session_query(session_ids: Sequence[str]) -> Select[Any]:
+    return select(tables.sessions).where(tables.sessions.c.id.in_(session_ids))
+
+
+def _sessions(connection: Connection, query: Select[Any]) -> list[StoredSession]:
+    return [
+        StoredSession(
+            id=row.id,
+            submission_id=row.submission_id,
+            member=row.member,
+            spec=row.spec,
+            keys=SessionKeys(agent=row.agent_key, reward=row.reward_key),
+            created_at=row.created_at,
+            opened_at=row.opened_at,
+            end=row.end,
+        )
+        for row in connection.execute(query)
+    ]
