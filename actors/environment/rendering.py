@@ -25,7 +25,7 @@ import numpy as np
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.settings import History
-from actors.types import TokenIds
+from actors.types import BranchReason, TokenIds
 
 _CACHE_ENTRIES = 4096
 _CACHED_CHARS = 2_000
@@ -128,6 +128,12 @@ class BreakReason(StrEnum):
     RETOKENISED = "retokenised"
     HISTORY_RENDERED = "history_rendered"
     """With `History.AS_RENDERED`: the template shows the history otherwise than it was sampled."""
+
+    @property
+    def branch_reason(self) -> BranchReason:
+        """Why a prompt that was rendered anew begins a sample, should it extend none."""
+        is_retokenised = self is BreakReason.RETOKENISED
+        return BranchReason.RETOKENISED if is_retokenised else BranchReason.TEMPLATE
 
 
 class RenderError(Exception):

@@ -42,7 +42,6 @@ from actors.policy import (
     check_reply,
 )
 from actors.types import (
-    BranchReason,
     FinishReason,
     Outcome,
     RolloutAssignment,
@@ -56,13 +55,6 @@ from actors.types import (
 _POLICY_GRACE_S = 2.0
 _CLOSE_LIMIT_S = 5.0
 _RESCORE_DELAYS_S = (0.1, 0.5)
-# Why a prompt that was rendered anew began a sample, should it extend none.
-_BRANCH_REASONS = {
-    BreakReason.TEMPLATE_REFUSED: BranchReason.TEMPLATE,
-    BreakReason.TEMPLATE_LOOKS_BACK: BranchReason.TEMPLATE,
-    BreakReason.RETOKENISED: BranchReason.RETOKENISED,
-    BreakReason.HISTORY_RENDERED: BranchReason.TEMPLATE,
-}
 # One for the process: its episodes share an environment, and so its faults.
 _faults = FaultLog(logging.getLogger(__name__))
 
@@ -274,7 +266,7 @@ class _Episode:
             self._samples.append(turn)
         else:
             # Rendered anew, it may extend any sample all the same.
-            self._samples.add(turn, reason=_BRANCH_REASONS[self._break])
+            self._samples.add(turn, reason=self._break.branch_reason)
         if turn.finish_reason is FinishReason.ABORT:
             raise _Ended(Outcome.INFRASTRUCTURE_ERROR, "the engine aborted the turn")
         if turn.finish_reason is FinishReason.LENGTH:

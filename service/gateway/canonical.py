@@ -1,0 +1,128 @@
+"""When two messages are one: the canonical form of a message, and keys over conversations.
+
+Clients send a conversation back otherwise than they got it: they drop or trim reasoning, write a
+call's arguments anew, rename the ids of calls, put bookkeeping into the system text. Two
+conversations have equal keys when they differ in nothing else. Reading one costs one pass over its
+text. Called by a session's tree.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
+from typing import NamedTuple
+
+from actors.environment.protocol import Message, Role, ToolSchema
+from service.gateway.chat import ChatRequest
+
+START = b""
+"""The key of a conversation without messages."""
+
+# Claude Code writes it anew for every request.
+_ROTATING_LINE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
+# What some templates and clients put before a reply that did not think.
+_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>")
+
+
+class Link(NamedTuple):
+    """A message in its conversation."""
+
+    key: bytes
+    """Of the conversation up to and with it."""
+    answers: int | None
+    """Which of the conversation's calls a tool answers: 0, 1, 2, …; None: none that was made."""
+
+
+def links_of(
+    messages: Iterable[Message],
+    *,
+    after: bytes = START,
+    num_calls: int = 0,
+    call_before: Callable[[str], int | None] | None = None,
+) -> list[Link]:
+    """Read a conversation, or what follows a part of it that was read before.
+
+    Args: after: the key of what was read. num_calls: how many calls it has. call_before: gives the
+    number of the call in it with an id, the newest of several; None: there is none.
+    Returns: one link a message.
+    """
+    key, links = after, []
+    numbers: dict[str, int] = {}
+    for message in messages:
+        answers = None
+        if call_id := message.tool_call_id:
+            answers = numbers.get(call_id)
+            if answers is None and call_before is not None:
+                answers = call_before(call_id)
+        key = _digest(key, _canonical(message, answers))
+        links.append(Link(key, answers))
+        for call_id, _, _ in message.call_texts:
+            if call_id:
+                numbers[call_id] = num_calls
+            num_calls += 1
+    return links
+
+
+def tools_key(tools: Sequence[ToolSchema]) -> bytes:
+    """Equal for equal tools, whatever their order."""
+    return _digest(*sorted(_json(_tool_form(tool)) for tool in tools))
+
+
+def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
+    """Equal for a request that is sent again; hexadecimal.
+
+    Unlike the keys it tells apart what a client shows of ids and reasoning: they may say which of
+    two replies of equal text it goes on from.
+    Args: key: of the whole conversation. tools: their key.
+    """
+    shown = [
+        (message.reasoning, [call_id for call_id, _, _ in message.call_texts])
+        for message in request.messages
+        if message.role is Role.ASSISTANT
+    ]
+    asked = (request.continues, request.max_tokens, request.is_auxiliary, shown)
+    return _digest(key, tools, _json(asked)).hex()
+
+
+def _canonical(message: Message, answers: int | None) -> bytes:
+    content = message.content
+    if message.role is Role.ASSISTANT:
+        calls = [[name, _values(arguments)] for _, name, arguments in message.call_texts]
+        if thought := _EMPTY_THOUGHT.match(content):
+            content = content[thought.end() :]
+        return _json((message.role, content.strip(), message.name, calls))
+    if message.role is Role.TOOL:
+        return _json((message.role, content, message.tool_call_id if answers is None else answers))
+    if message.role is Role.SYSTEM:
+        content = _ROTATING_LINE.sub("", content)
+    return _json((message.role, content, message.name))
+
+
+def _values(arguments: str) -> object:
+    return json.loads(arguments, parse_float=_number)
+
+
+def _number(text: str) -> float | int:
+    """JavaScript has one kind of number, and writes 1.0 as 1."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def _tool_form(tool: ToolSchema) -> tuple[str, str, object]:
+    return tool.name, tool.description, dict(tool.parameters)
+
+
+def _json(value: object) -> bytes:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return text.encode()
+
+
+def _digest(*parts: bytes) -> bytes:
+    """Of the parts and where they end."""
+    hashed = sha256()
+    for part in parts:
+        hashed.update(b"%d:" % len(part))
+        hashed.update(part)
+    return hashed.digest()

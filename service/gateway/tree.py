@@ -1,0 +1,531 @@
+"""What was said in a session, as a tree of sampled turns: where a request goes on, what is trained.
+
+A request is matched to the turns by the keys of its conversation (`canonical`); its prompt is the
+ids of the turn that it goes on from and what its new messages add. In a prompt stand our own copies
+of what was said before, not the client's. Of a turn the tree keeps what it added, so that a
+session's memory does not grow with its turns times their length. Nothing is kept that the stored
+turns do not give again when they are added in their order. Called by the gateway actor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from actors.environment.protocol import Message, Role, ToolSchema
+from actors.environment.rendering import BreakReason, ChatRenderer
+from actors.environment.sample_builder import SampleBuilder
+from actors.types import BranchReason, Sample, TokenIds, Turn
+from service.gateway.canonical import Link, links_of, request_digest, tools_key
+from service.gateway.chat import ChatRequest, RefusalCode, Refused
+from service.gateway.turns import SessionTurn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a request goes on in a session, by value: `next_prompt` needs nothing else."""
+
+    parent: int | None
+    """The number of the turn that it goes on from; None: a conversation begins with it."""
+    tools: tuple[ToolSchema, ...]
+    """In the order in which they were first declared."""
+    history: tuple[Message, ...]
+    """Up to and with the parent's reply; empty without a parent."""
+    new_messages: tuple[Message, ...]
+    """What follows, with our own ids of calls; without a parent the whole chat. May be empty."""
+    parent_prompt: tuple[TokenIds, ...] = ()
+    """Its pieces; their ids one after another are the parent's prompt."""
+    parent_sampled: TokenIds | None = None
+    """[A] int32; None without a parent."""
+    is_under_other_tools: bool = False
+    """Whether more of the conversation is known than this, under other tools."""
+    is_ambiguous: bool = False
+    """Whether it may go on from several turns that differ in their ids, so that it goes on from
+    none."""
+    request_digest: str
+    """Equal for an equal request at the same place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What a request's turn is sampled from; the fields are those of `SessionTurn`."""
+
+    token_ids: TokenIds
+    """[P] int32, the whole prompt."""
+    extends_parent: bool
+    new_token_ids: TokenIds
+    """[N] int32."""
+    num_inserted: int = 0
+    break_reason: BreakReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionCounts:
+    """The turns of a session by what becomes of them; each is in one of the first three."""
+
+    num_counted: int
+    """Trained."""
+    num_auxiliary: int
+    num_unseen: int
+    """Left out because no client ever got them."""
+    num_malformed: int
+    """Of the counted ones, as are the rest."""
+    num_inserted: int
+    render_breaks: Mapping[str, int]
+    """By `BreakReason`."""
+    branches: Mapping[str, int]
+    """Turns that go on from nothing, or from a turn that another went on from before; by
+    `BranchReason`. The first turn is none."""
+    num_ambiguous: int
+    """Conversations that were rendered anew because two turns of theirs have equal texts."""
+
+
+def next_prompt(place: Place, renderer: ChatRenderer) -> Prompt:
+    """Make the prompt of a request; may run in a thread.
+
+    Raises: RenderError when the chat template refuses the chat.
+    """
+    sampled = place.parent_sampled
+    if sampled is None:
+        whole = renderer.first_prompt(place.new_messages, place.tools)
+        return Prompt(token_ids=whole, extends_parent=False, new_token_ids=whole)
+    previous = np.concatenate(place.parent_prompt)
+    extension = renderer.extend(
+        previous,
+        sampled,
+        history=place.history,
+        new_messages=place.new_messages,
+        tools=place.tools,
+    )
+    whole = extension.prompt_token_ids
+    is_appended = extension.break_reason is None
+    num_known = previous.shape[0] + sampled.shape[0]
+    return Prompt(
+        token_ids=whole,
+        extends_parent=is_appended,
+        # A view would keep the whole prompt in memory.
+        new_token_ids=whole[num_known:].copy() if is_appended else whole,
+        num_inserted=extension.num_inserted,
+        break_reason=extension.break_reason,
+    )
+
+
+@dataclass(slots=True)
+class _Node:
+    """A turn in the tree."""
+
+    turn: SessionTurn
+    parent: _Node | None
+    tools_key: bytes
+    tools: tuple[ToolSchema, ...]
+    key: bytes
+    """Of the conversation up to and with its reply."""
+    first_key: bytes
+    """Of the conversation's first message."""
+    num_messages: int
+    """Of the conversation up to and with its reply."""
+    first_call: int
+    """How many calls the conversation has before its new messages."""
+    calls: tuple[tuple[str, str], ...]
+    """Id and name of each call in its new messages and its reply."""
+    reason: BranchReason
+    """Why it begins a sample, should it extend none."""
+    is_ambiguous: bool
+    is_continued: bool = False
+    """Whether a client came back with its reply, and so has got it."""
+
+    @property
+    def num_calls(self) -> int:
+        return self.first_call + len(self.calls)
+
+    @property
+    def is_orphan(self) -> bool:
+        return self.turn.is_unseen and not self.is_continued
+
+    def path(self) -> Iterator[_Node]:
+        """From itself up to where its conversation begins."""
+        node: _Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def prompt(self) -> tuple[TokenIds, ...]:
+        """The pieces of its prompt."""
+        pieces = [self.turn.new_token_ids]
+        node = self
+        while node.turn.extends_parent:
+            assert node.parent is not None, "a turn that extends nothing"
+            node = node.parent
+            pieces += (node.turn.sampled_token_ids, node.turn.new_token_ids)
+        return tuple(reversed(pieces))
+
+    def full_ids(self) -> TokenIds:
+        return np.concatenate((*self.prompt(), self.turn.sampled_token_ids))
+
+    def history(self) -> tuple[Message, ...]:
+        turns = [node.turn for node in self.path()]
+        return tuple(m for turn in reversed(turns) for m in (*turn.new_messages, turn.reply))
+
+    def call_number(self, call_id: str) -> int | None:
+        """Of the newest call of this id up to its reply."""
+        for node in self.path():
+            for number in range(len(node.calls) - 1, -1, -1):
+                if node.calls[number][0] == call_id:
+                    return node.first_call + number
+        return None
+
+
+class SessionTree:
+    """The turns of one session.
+
+    Example: turns 0 and 1 of one conversation, 1 going on from 0, and 2 of another give two
+    samples, of turns 0 and 1 and of turn 2.
+    """
+
+    def __init__(self, session_id: str, *, single_roots_are_auxiliary: bool = True) -> None:
+        """single_roots_are_auxiliary: a question that nothing follows, beside a conversation that
+        begins otherwise and goes on, is no part of the task (a title, a classifier)."""
+        self._session_id = session_id
+        self._single_roots_are_auxiliary = single_roots_are_auxiliary
+        self._nodes: list[_Node] = []
+        self._sampled: dict[bytes, list[_Node]] = {}  # by the key that ends with their reply
+        self._copies: dict[bytes, Message | None] = {}  # None: there are several, which differ
+        self._tools: dict[bytes, tuple[ToolSchema, ...]] = {}
+        self._by_request: dict[str, int] = {}
+        self._by_idempotency_key: dict[str, int] = {}
+        self._by_digest: dict[str, int] = {}
+        self._newest_digest = ""
+        self._is_told_of_requests = False
+
+    @property
+    def turns(self) -> tuple[SessionTurn, ...]:
+        """All of them, in their order."""
+        return tuple(node.turn for node in self._nodes)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def num_counted(self) -> int:
+        """Turns that are trained, as it stands; what a session's limit of turns bounds."""
+        return len(self._counted())
+
+    def turn_id(self, number: int) -> str:
+        return f"{self._session_id}.{number}"
+
+    def find(self, request: ChatRequest) -> Place:
+        """Find where a request goes on.
+
+        Raises: Refused, where it names a turn that this session does not have.
+        """
+        tools, messages, named = tools_key(request.tools), request.messages, None
+        if request.continues:
+            named = self._named(request.continues)
+            messages = (*named.history(), *_without_repeated_instructions(messages, behind=named))
+        links = links_of(messages)
+        is_ambiguous = False
+        if named is not None and named.tools_key == tools:
+            parent: _Node | None = named
+        else:
+            same = self._deepest(links, tools=tools)
+            parent = _told_apart(same, messages)
+            is_ambiguous = bool(same) and parent is None
+        depth = 0 if parent is None else parent.num_messages
+        known = self._deepest(links[depth:])
+        return Place(
+            parent=None if parent is None else parent.turn.number,
+            tools=self._tools.get(tools, request.tools),
+            history=() if parent is None else parent.history(),
+            new_messages=self._own(messages[depth:], links[depth:], behind=parent),
+            parent_prompt=() if parent is None else parent.prompt(),
+            parent_sampled=None if parent is None else parent.turn.sampled_token_ids,
+            is_under_other_tools=_are_under_others(known, tools),
+            is_ambiguous=is_ambiguous,
+            request_digest=request_digest(request, key=links[-1].key, tools=tools),
+        )
+
+    def add(self, turn: SessionTurn) -> None:
+        """Take the session's next turn, new or read back; the calls of its reply have unique ids.
+
+        Of a turn with a parent the tools are the parent's, whatever it says.
+        """
+        assert turn.number == len(self._nodes), f"turn {turn.number} after {len(self._nodes)} turns"
+        parent = None if turn.parent is None else self._nodes[turn.parent]
+        messages = (*turn.new_messages, turn.reply)
+        if parent is None:
+            links = links_of(messages)
+            key = tools_key(turn.tools)
+            tools = self._tools.setdefault(key, turn.tools)
+        else:
+            links = links_of(
+                messages,
+                after=parent.key,
+                num_calls=parent.num_calls,
+                call_before=parent.call_number,
+            )
+            key, tools = parent.tools_key, parent.tools
+            parent.is_continued = True
+        for link in links[:-1]:
+            for known in self._sampled.get(link.key, ()):
+                known.is_continued = True
+        node = self._node(turn, parent, links, key=key, tools=tools)
+        self._nodes.append(node)
+        self._keep_copies(messages, links)
+        self._sampled.setdefault(node.key, []).append(node)
+        self._remember_request(turn)
+
+    def mark_unseen(self, number: int, *, is_unseen: bool) -> SessionTurn:
+        """Say whether a client was gone before it was answered; returns the turn to be stored."""
+        node = self._nodes[number]
+        node.turn = replace(node.turn, is_unseen=is_unseen)
+        return node.turn
+
+    def note_request(self, digest: str) -> None:
+        """Say that a request has come, after `answered` was asked for it."""
+        self._newest_digest, self._is_told_of_requests = digest, True
+
+    def answered(
+        self, *, request_id: str, idempotency_key: str, is_retry: bool, digest: str
+    ) -> SessionTurn | None:
+        """The turn that answers this very request already; None: it is to be sampled.
+
+        Raises: Refused, where another request had the same idempotency key.
+        """
+        number = self._by_request.get(request_id)
+        if number is None and idempotency_key in self._by_idempotency_key:
+            number = self._by_idempotency_key[idempotency_key]
+            if self._nodes[number].turn.request_digest != digest:
+                raise Refused(
+                    RefusalCode.CONFLICT,
+                    f"idempotency key: it named another request of this session, which turn "
+                    f"{self.turn_id(number)} answers; send each request under a key of its own",
+                )
+        if number is None and is_retry and digest == self._newest_digest:
+            number = self._by_digest.get(digest)
+        return None if number is None else self._nodes[number].turn
+
+    def prompt_ids(self, number: int) -> TokenIds:
+        """[P] int32: the whole prompt of a turn."""
+        return np.concatenate(self._nodes[number].prompt())
+
+    def full_ids(self, number: int) -> TokenIds:
+        """[P + A] int32: the prompt and what was sampled."""
+        return self._nodes[number].full_ids()
+
+    def samples(
+        self,
+        trajectory_id: str,
+        *,
+        reward: float | None = None,
+        components: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[int, float] | None = None,
+    ) -> tuple[Sample, ...]:
+        """The training samples of the counted turns.
+
+        Args: reward, components: of the session; the newest counted turn has them, beside a reward
+        of its own. turn_rewards: by the number of the turn; those of turns that are left out are
+        left out with them.
+        """
+        builder = SampleBuilder(trajectory_id)
+        counted, by_turn = self._counted(), turn_rewards or {}
+        for node in counted:
+            turn, is_last = node.turn, node is counted[-1]
+            builder.add(
+                Turn(
+                    prompt_token_ids=np.concatenate(node.prompt()),
+                    sampled_token_ids=turn.sampled_token_ids,
+                    logprobs=turn.logprobs,
+                    finish_reason=turn.finish_reason,
+                    version_spans=turn.version_spans,
+                    reward=by_turn.get(turn.number, 0.0) + ((reward or 0.0) if is_last else 0.0),
+                    reward_components=dict(components or {}) if is_last else {},
+                    is_malformed=turn.is_malformed,
+                    expert_indices=turn.expert_indices,
+                ),
+                reason=node.reason,
+            )
+        return builder.samples()
+
+    def counts(self) -> SessionCounts:
+        """The turns by what becomes of them, as it stands."""
+        counted = self._counted()
+        unseen = [n for n in self._nodes if n.is_orphan and not n.turn.is_auxiliary]
+        breaks = [n.turn.break_reason for n in counted if n.turn.break_reason is not None]
+        return SessionCounts(
+            num_counted=len(counted),
+            num_auxiliary=len(self._nodes) - len(counted) - len(unseen),
+            num_unseen=len(unseen),
+            num_malformed=sum(node.turn.is_malformed for node in counted),
+            num_inserted=sum(node.turn.num_inserted for node in counted),
+            render_breaks=Counter(reason.value for reason in breaks),
+            branches=Counter(node.reason.value for node in _branches(counted)),
+            num_ambiguous=sum(node.is_ambiguous for node in counted),
+        )
+
+    def _named(self, turn_id: str) -> _Node:
+        session_id, _, number = turn_id.rpartition(".")
+        is_number = number.isascii() and number.isdecimal() and len(number) < 10
+        if session_id == self._session_id and is_number and int(number) < len(self._nodes):
+            return self._nodes[int(number)]
+        raise Refused(
+            RefusalCode.INVALID_REQUEST,
+            "previous_response_id: no response of this session has this id; send the id of one, or "
+            "the whole conversation without it",
+            param="previous_response_id",
+        )
+
+    def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[_Node]:
+        """The turns whose replies stand last in a conversation; tools: under these alone."""
+        for link in reversed(links):
+            known = self._sampled.get(link.key, ())
+            if found := [node for node in known if tools is None or node.tools_key == tools]:
+                return found
+        return []
+
+    def _own(
+        self, messages: Sequence[Message], links: Sequence[Link], *, behind: _Node | None
+    ) -> tuple[Message, ...]:
+        """Our own copies of messages, with our own ids of the calls that they answer."""
+        path = [] if behind is None else [*behind.path()]
+        calls = [call for node in reversed(path) for call in node.calls]
+        found = []
+        for message, link in zip(messages, links, strict=True):
+            own = self._copies.get(link.key) or message
+            if link.answers is not None:
+                call_id, name = calls[link.answers]
+                own = replace(own, tool_call_id=call_id, name=name)
+            calls += _calls_of((own,))
+            found.append(own)
+        return tuple(found)
+
+    def _node(
+        self,
+        turn: SessionTurn,
+        parent: _Node | None,
+        links: Sequence[Link],
+        *,
+        key: bytes,
+        tools: tuple[ToolSchema, ...],
+    ) -> _Node:
+        known = self._deepest(links[:-1])
+        if turn.break_reason is not None:
+            reason = turn.break_reason.branch_reason
+        elif _are_under_others(known, key):
+            reason = BranchReason.TOOLS_CHANGED
+        else:
+            reason = BranchReason.HISTORY_REWRITTEN
+        return _Node(
+            turn=turn,
+            parent=parent,
+            tools_key=key,
+            tools=tools,
+            key=links[-1].key,
+            first_key=links[0].key if parent is None else parent.first_key,
+            num_messages=len(links) + (0 if parent is None else parent.num_messages),
+            first_call=0 if parent is None else parent.num_calls,
+            calls=_calls_of((*turn.new_messages, turn.reply)),
+            reason=reason,
+            is_ambiguous=parent is None and any(node.tools_key == key for node in known),
+        )
+
+    def _keep_copies(self, messages: Sequence[Message], links: Sequence[Link]) -> None:
+        for message, link in zip(messages, links, strict=True):
+            self._copies.setdefault(link.key, message)
+        if self._copies[links[-1].key] != messages[-1]:
+            self._copies[links[-1].key] = None
+
+    def _remember_request(self, turn: SessionTurn) -> None:
+        for names, name in (
+            (self._by_request, turn.request_id),
+            (self._by_idempotency_key, turn.idempotency_key),
+            (self._by_digest, turn.request_digest),
+        ):
+            if name:
+                names[name] = turn.number
+        if not self._is_told_of_requests:
+            self._newest_digest = turn.request_digest
+
+    def _counted(self) -> list[_Node]:
+        kept = [node for node in self._nodes if not (node.turn.is_auxiliary or node.is_orphan)]
+        if not self._single_roots_are_auxiliary:
+            return kept
+        # What begins alike is one conversation, also where it was compacted or rewritten. It goes
+        # on where replies of it have different histories.
+        lengths: defaultdict[bytes, set[int]] = defaultdict(set)
+        for node in kept:
+            lengths[node.first_key].add(node.num_messages)
+        long = {key for key, found in lengths.items() if len(found) > 1}
+        return [node for node in kept if node.first_key in long] if long else kept
+
+
+def _without_repeated_instructions(
+    messages: tuple[Message, ...], *, behind: _Node
+) -> tuple[Message, ...]:
+    """A client that names a turn says again how its conversation is instructed."""
+    is_repeated = (
+        messages[0].role is Role.SYSTEM and links_of(messages[:1])[0].key == behind.first_key
+    )
+    return messages[1:] if is_repeated else messages
+
+
+def _are_under_others(nodes: Sequence[_Node], tools: bytes) -> bool:
+    return bool(nodes) and all(node.tools_key != tools for node in nodes)
+
+
+def _calls_of(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
+    return tuple((call_id, name) for m in messages for call_id, name, _ in m.call_texts)
+
+
+def _told_apart(nodes: list[_Node], messages: Sequence[Message]) -> _Node | None:
+    """The turn that a client goes on from, of several with equal texts; None: it cannot be told.
+
+    It is one that the client got; whose ids of calls it sends back as they were; whose reasoning it
+    sends back. Between turns that agree in all their ids there is no difference.
+    """
+    if len(nodes) < 2:
+        return nodes[0] if nodes else None
+    nodes = [node for node in nodes if not node.is_orphan] or nodes
+    paths = [{id(node): node for node in end.path()} for end in nodes]
+    shared = set.intersection(*(set(path) for path in paths))
+    for agrees in (_has_same_ids, _has_same_reasoning):
+        told = [
+            end
+            for end in nodes
+            if all(
+                agrees(node.turn.reply, messages[node.num_messages - 1])
+                for node in end.path()
+                if id(node) not in shared
+            )
+        ]
+        nodes = told or nodes
+    newest = nodes[-1]
+    if len(nodes) > 1:
+        ids = newest.full_ids()
+        if not all(np.array_equal(node.full_ids(), ids) for node in nodes[:-1]):
+            return None
+    return newest
+
+
+def _has_same_ids(own: Message, shown: Message) -> bool:
+    return _calls_of((own,)) == _calls_of((shown,))
+
+
+def _has_same_reasoning(own: Message, shown: Message) -> bool:
+    said = (shown.reasoning or "").strip()
+    return not said or said == (own.reasoning or "").strip()
+
+
+def _branches(nodes: Sequence[_Node]) -> Iterator[_Node]:
+    """Those that begin a sample, but for the first."""
+    ends: set[int] = set()
+    for node in nodes:
+        parent = node.turn.parent
+        if node.turn.extends_parent and parent in ends:
+            ends.remove(parent)
+        elif node is not nodes[0]:
+            yield node
+        ends.add(node.turn.number)
