@@ -22,7 +22,7 @@ from service.store.sessions import SessionStore
 
 
 class Gateway:
-    """An asynchronous Ray actor. Refusals are returned, not raised: Ray would log them as errors."""
+    """An asynchronous Ray actor. Refusals are returned: Ray logs what is raised."""
 
     def __init__(
         self,

@@ -140,7 +140,7 @@ class SessionsBody(StrictBody):
 
     def _check_sampling(self, rollouts: RolloutSettings) -> None:
         sampling = self.sampling
-        wanted = {
+        wanted: dict[str, tuple[float | None, set[float]]] = {
             "temperature": (sampling.temperature, {rollouts.temperature}),
             "top_p": (sampling.top_p, {1.0}),
             "top_k": (sampling.top_k, {-1, 0}),
@@ -148,7 +148,7 @@ class SessionsBody(StrictBody):
         for name, (value, allowed) in wanted.items():
             if value is not None and value not in allowed:
                 raise ValueError(
-                    f"sampling.{name} is {value:g}, expected {min(allowed):g}, by which the run "
+                    f"sampling.{name} is {value:g}, expected {max(allowed):g}, by which the run "
                     "samples and trains; leave it out"
                 )
 
@@ -259,7 +259,9 @@ class SessionAnswer(StrictBody):
     ended_at: float | None
     turns: int
     sampled_tokens: int
-    samples: int = Field(description="rows of training data that its turns make")
+    branches: int = Field(
+        description="turns that begin another conversation, or go on from where one went on before"
+    )
     left_out: int = Field(description="turns that are not trained: auxiliary or never seen")
     malformed: int = Field(description="turns with a call that could not be read")
     reward: float | None
@@ -279,7 +281,7 @@ class SessionAnswer(StrictBody):
             ended_at=view.ended_at,
             turns=view.num_turns,
             sampled_tokens=view.num_sampled_tokens,
-            samples=view.num_samples,
+            branches=view.num_branches,
             left_out=view.num_left_out,
             malformed=view.num_malformed,
             reward=view.reward,

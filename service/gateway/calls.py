@@ -62,8 +62,8 @@ class SessionView:
     ended_at: float | None
     num_turns: int
     num_sampled_tokens: int
-    num_samples: int
-    """Rows of training data that its turns make."""
+    num_branches: int
+    """Turns that go on from nothing, or from where another went on before, beside the first."""
     num_left_out: int
     """Turns that are not trained: auxiliary ones, and those that no client has seen."""
     num_malformed: int

@@ -32,11 +32,22 @@ from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import FinishReason, Outcome, RolloutAssignment, Timings, Trajectory
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused
-from service.gateway.commits import GroupCommit, StoreUnavailable
+from service.gateway.commits import GroupCommit, StoreAway, TooLate
 from service.gateway.replies import shown_reply, stop_reason
 from service.gateway.settings import SessionSettings
-from service.gateway.tree import Place, SessionTree
-from service.gateway.turns import SessionTurn
+from service.gateway.tree import Place, SessionTree, next_prompt
+from service.gateway.turns import (
+    Change,
+    IntentAdded,
+    IntentDropped,
+    SessionEnded,
+    SessionIntent,
+    SessionOpened,
+    SessionTurn,
+    TurnAdded,
+    TurnSeen,
+    TurnUnseen,
+)
 from service.intake.session import (
     SessionEnd,
     SessionKeys,
@@ -44,14 +55,8 @@ from service.intake.session import (
     StoredSession,
     session_id,
 )
-from service.store.sessions import (
-    IntentAdded,
-    SessionEnded,
-    SessionOpened,
-    SessionStore,
-    TurnAdded,
-    TurnUnseen,
-)
+from service.store.errors import StoreError
+from service.store.sessions import SessionStore
 
 log = logging.getLogger("rayloom.gateway")
 
@@ -90,7 +95,6 @@ class _Session:
 
     stored: StoredSession
     tree: SessionTree
-    next_number: int
     last_request_at: float
     cut: Outcome | None = None
     """What a client was told to end by: a limit, or a context that is full."""
@@ -142,16 +146,17 @@ class Sessions:
         session.last_request_at = self._now()
         await self._until_admitted(session, deadline_at)
         place = await self._in_thread(session.tree.find, call.request)
-        turn = session.tree.answered(
-            request_id=call.request_id,
-            idempotency_key=call.request.idempotency_key,
-            is_retry=call.request.is_retry,
-            digest=place.request_digest,
-        )
-        if turn is not None:
-            return _as_reply(session, turn)
+        # First: what is being stored is in the tree already.
         sampling = _under_way(session, call, place.request_digest)
         if sampling is None:
+            turn = session.tree.answered(
+                request_id=call.request_id,
+                idempotency_key=call.request.idempotency_key,
+                is_retry=call.request.is_retry,
+                digest=place.request_digest,
+            )
+            if turn is not None:
+                return await self._again(session, turn)
             sampling = self._begin(session, call, place, deadline_at)
         sampling.is_abandoned = False
         left_s = deadline_at - asyncio.get_running_loop().time()
@@ -167,6 +172,13 @@ class Sessions:
             raise
         return _as_reply(session, turn)
 
+    async def _again(self, session: _Session, turn: SessionTurn) -> ChatReply:
+        """Answer with a turn that is there. Raises: Refused."""
+        if turn.is_unseen:
+            await self._commit([TurnSeen(session_id=session.stored.id, number=turn.number)])
+            turn = session.tree.mark_unseen(turn.number, is_unseen=False)
+        return _as_reply(session, turn)
+
     async def abandon(self, session_id: str, request_id: str) -> None:
         """The client of this request has gone before it was answered."""
         session = await self._find(session_id)
@@ -174,9 +186,9 @@ class Sessions:
             return
         if (sampling := session.sampling.get(request_id)) is not None:
             sampling.is_abandoned = True
-        elif (turn := session.tree.of_request(request_id)) is not None and session.is_open:
-            session.tree.mark_unseen(turn.number)
-            self._commits.add([TurnUnseen(session_id=session_id, number=turn.number)])
+        elif (number := session.tree.number_of(request_id)) is not None and session.is_open:
+            session.tree.mark_unseen(number, is_unseen=True)
+            self._commits.add([TurnUnseen(session_id=session_id, number=number)])
 
     # -- what the holder of the reward's key asks ---------------------------------------------
 
@@ -326,7 +338,7 @@ class Sessions:
     ) -> SessionTurn:
         """Raises: Refused."""
         try:
-            prompt = await self._in_thread(session.tree.next_prompt, place, self._renderer)
+            prompt = await self._in_thread(next_prompt, place, self._renderer)
         except RenderError as error:
             raise Refused(
                 RefusalCode.INVALID_REQUEST,
@@ -343,7 +355,7 @@ class Sessions:
                 param="messages",
             )
         most = min(room, session.stored.spec.max_tokens_per_turn)
-        parent = None if place.parent is None else session.tree.turn(place.parent)
+        parent = None if place.parent is None else session.tree.turns[place.parent]
         request = GenerateRequest(
             prompt_token_ids=prompt.token_ids,
             max_tokens=min(most, call.request.max_tokens or most),
@@ -357,32 +369,32 @@ class Sessions:
             [
                 IntentAdded(
                     session_id=session.stored.id,
-                    request_id=call.request_id,
-                    digest=place.request_digest,
-                    parent=place.parent,
-                    created_at=self._now(),
+                    intent=SessionIntent(
+                        request_id=call.request_id,
+                        request_digest=place.request_digest,
+                        parent=place.parent,
+                        policy_version=None,
+                        created_at=self._now(),
+                    ),
                 )
             ]
         )
         try:
             reply = await self._client().generate(request)
             turn = check_reply(request, reply)
-        except (PolicyUnavailable, PolicyDeadlineExceeded) as error:
-            raise _unavailable(f"no engine answered in time ({error})") from error
-        except UnusableReply as error:
-            log.warning("session %s: a reply cannot be used: %s", session.stored.id, error)
-            raise _unavailable(f"the engine's reply cannot be used ({error})") from error
-        except ValueError as error:
-            raise Refused(RefusalCode.INVALID_REQUEST, str(error), param="messages") from error
+        except (PolicyUnavailable, PolicyDeadlineExceeded, UnusableReply, ValueError) as error:
+            self._forget_intent(session, call.request_id)
+            raise _unsampled(error) from error
         if turn.finish_reason is FinishReason.ABORT:
-            raise _unavailable("the engine gave the turn up")
+            self._forget_intent(session, call.request_id)
+            raise _unavailable("the engine gave the turn up; send the request again")
         text = self._renderer.decode(turn.sampled_token_ids)
         shown = shown_reply(text, reply.parsed, place.tools, turn.finish_reason)
         if not session.is_open:
             raise _closed(session)
         sampling.is_committing = True
         stored = SessionTurn(
-            number=session.next_number,
+            number=session.tree.num_turns,
             parent=place.parent,
             tools=() if place.parent is not None else place.tools,
             new_messages=place.new_messages,
@@ -406,10 +418,22 @@ class Sessions:
             idempotency_key=call.request.idempotency_key,
             created_at=self._now(),
         )
-        session.next_number += 1
-        await self._commit([TurnAdded(session_id=session.stored.id, turn=stored)])
+        # Nobody can go on from it, or be answered with it, before it is stored: the request is
+        # under way until then.
         session.tree.add(stored)
+        try:
+            await self._commits.commit([TurnAdded(session_id=session.stored.id, turn=stored)])
+        except StoreAway as error:
+            session.tree.mark_unseen(stored.number, is_unseen=True)
+            raise _unavailable(str(error)) from error
+        except TooLate as error:
+            # Its group was cancelled.
+            self._drop(session, str(error))
+            raise _closed(session) from error
         return stored
+
+    def _forget_intent(self, session: _Session, request_id: str) -> None:
+        self._commits.add([IntentDropped(session_id=session.stored.id, request_id=request_id)])
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -448,7 +472,7 @@ class Sessions:
 
     def _seen_outcome(self, session: _Session) -> Outcome:
         """How a session ended of which the client says nothing."""
-        last = session.tree.last_counted
+        last = session.tree.last_counted()
         if last is None:
             return Outcome.EMPTY
         if session.cut is not None:
@@ -456,6 +480,13 @@ class Sessions:
         if last.finish_reason is FinishReason.LENGTH:
             return Outcome.TRUNCATED_TOKENS
         return Outcome.COMPLETED
+
+    def _drop(self, session: _Session, why: str) -> None:
+        """End a session that the store knows to be over."""
+        if session.stored.end is None:
+            end = self._broken_off(SessionStatus.DISCARDED, why)
+            session.stored = replace(session.stored, end=end)
+            session.over.set()
 
     def _overdue(self, session: _Session) -> SessionEnd | None:
         """The end of a session whose time is up; None: it has some left."""
@@ -549,7 +580,7 @@ class Sessions:
             task = self._known[name] = self._keep_going(self._load(name))
         try:
             session = await asyncio.shield(task)
-        except StoreUnavailable as error:
+        except StoreError as error:
             self._known.pop(name, None)
             raise _unavailable(str(error)) from error
         if session is None or session.over.is_set():
@@ -558,18 +589,19 @@ class Sessions:
         return session
 
     async def _load(self, name: str) -> _Session | None:
-        found = await self._commits.read(self._store.load, name)
+        found = await asyncio.to_thread(self._store.load, name)
         if found is None:
             return None
+        stored, turns, _ = found
+        trains_all = self._settings.sessions.trains_single_turns
         session = _Session(
-            stored=found.session,
-            tree=SessionTree(name, trains_single_turns=self._settings.sessions.trains_single_turns),
-            next_number=1 + max((turn.number for turn in found.turns), default=-1),
+            stored=stored,
+            tree=SessionTree(name, single_roots_are_auxiliary=not trains_all),
             last_request_at=self._now(),
         )
-        for turn in found.turns:
+        for turn in turns:
             session.tree.add(turn)
-        end = found.session.end
+        end = stored.end
         if end is not None and end.reward_until is None:
             session.over.set()
         return session
@@ -598,10 +630,10 @@ class Sessions:
             created_at=stored.created_at,
             opened_at=stored.opened_at,
             ended_at=end.ended_at if end else None,
-            num_turns=counts.num_turns,
-            num_sampled_tokens=counts.num_sampled,
-            num_samples=counts.num_samples,
-            num_left_out=counts.num_turns - counts.num_counted,
+            num_turns=session.tree.num_turns,
+            num_sampled_tokens=sum(turn.num_sampled for turn in session.tree.turns),
+            num_branches=sum(counts.branches.values()),
+            num_left_out=counts.num_auxiliary + counts.num_unseen,
             num_malformed=counts.num_malformed,
             reward=end.reward if end else None,
             is_reward_pending=end is not None and end.reward_until is not None,
@@ -609,12 +641,14 @@ class Sessions:
             detail=end.detail if end else "",
         )
 
-    async def _commit(self, changes: Sequence[Any]) -> None:
+    async def _commit(self, changes: Sequence[Change]) -> None:
         """Raises: Refused."""
         try:
             await self._commits.commit(changes)
-        except StoreUnavailable as error:
+        except (StoreAway, StoreError) as error:
             raise _unavailable(str(error)) from error
+        except TooLate as error:
+            raise Refused(RefusalCode.SESSION_CLOSED, str(error)) from error
 
     def _client(self) -> PolicyClient:
         # Made within the event loop that uses it.
@@ -660,12 +694,12 @@ def _under_way(session: _Session, call: ChatCall, digest: str) -> _Sampling | No
 
 
 def _check_turns(session: _Session, finish: Finish) -> None:
-    unknown = [number for number in finish.turn_rewards if not session.tree.has(number)]
+    unknown = [number for number in finish.turn_rewards if not 0 <= number < session.tree.num_turns]
     if unknown:
         raise Refused(
             RefusalCode.INVALID_REQUEST,
             f"turn_rewards names turns {sorted(unknown)[:8]}, expected numbers of turns that the "
-            f"session has, which are below {session.next_number}",
+            f"session has, which are below {session.tree.num_turns}",
             param="turn_rewards",
         )
 
@@ -677,12 +711,21 @@ def _as_reply(session: _Session, turn: SessionTurn) -> ChatReply:
         message=turn.reply,
         stop_reason=stop_reason(turn.reply, turn.finish_reason),
         num_prompt_tokens=session.tree.num_prompt_tokens(turn.number),
-        num_sampled_tokens=int(turn.sampled_token_ids.shape[0]),
+        num_sampled_tokens=turn.num_sampled,
         policy_version=max((span.version for span in turn.version_spans), default=0),
         created_at=turn.created_at,
         sampled_token_ids=turn.sampled_token_ids if shows else None,
         logprobs=turn.logprobs if shows else None,
     )
+
+
+def _unsampled(error: Exception) -> Refused:
+    if isinstance(error, UnusableReply):
+        log.warning("a reply of the engine cannot be used: %s", error)
+        return _unavailable(f"the engine's reply cannot be used ({error}); send the request again")
+    if isinstance(error, ValueError):
+        return Refused(RefusalCode.INVALID_REQUEST, str(error), param="messages")
+    return _unavailable(f"no engine answered in time ({error}); send the request again")
 
 
 def _unavailable(why: str) -> Refused:

@@ -308,6 +308,18 @@ class SessionTree:
             number = self._by_digest.get(digest)
         return None if number is None else self._nodes[number].turn
 
+    def number_of(self, request_id: str) -> int | None:
+        """Of the turn that answers an HTTP request; None: there is none."""
+        return self._by_request.get(request_id)
+
+    def last_counted(self) -> SessionTurn | None:
+        """The newest turn that is trained, which has the session's reward."""
+        counted = self._counted()
+        return counted[-1].turn if counted else None
+
+    def num_prompt_tokens(self, number: int) -> int:
+        return sum(int(piece.shape[0]) for piece in self._nodes[number].prompt())
+
     def prompt_ids(self, number: int) -> TokenIds:
         """[P] int32: the whole prompt of a turn."""
         return np.concatenate(self._nodes[number].prompt())

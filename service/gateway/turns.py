@@ -60,6 +60,10 @@ class SessionTurn:
     created_at: float = 0.0
     """Seconds since 1970."""
 
+    @property
+    def num_sampled(self) -> int:
+        return int(self.sampled_token_ids.shape[0])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionIntent:
