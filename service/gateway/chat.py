@@ -28,6 +28,9 @@ class ChatRequest:
     continues: str = ""
     """The id of the turn that the messages follow, where the client names one; empty: it sends the
     whole conversation."""
+    instructions: str | None = None
+    """With `continues`: the system message that the conversation now begins with, in place of the
+    one that it began with; None: as it was. Without: it stands among the messages."""
     is_auxiliary: bool = False
     """The client says that this call is no part of the task (a title, a classifier)."""
     is_retry: bool = False

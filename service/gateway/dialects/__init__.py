@@ -1,0 +1,8 @@
+"""How clients speak to a session: one module for each provider's words, all of one `Dialect`.
+
+The ingress makes a route of each of `DIALECTS`; nothing here knows of HTTP, Ray or the session.
+"""
+
+from service.gateway.dialects.openai_chat import OPENAI_CHAT
+
+DIALECTS = (OPENAI_CHAT,)

@@ -1,0 +1,316 @@
+"""What reading a body is in every dialect: parameters, texts, tools, calls, headers.
+
+Every function raises `Refused` for a value that does not fit, and nothing else, whatever JSON it
+is given. `where` is the value's place in the body, such as `messages[3].content`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
+from service.api.problems import shown
+from service.api.schemas import MAX_DEPTH, is_deeper
+from service.gateway.chat import ChatRequest, RefusalCode, Refused
+from service.gateway.dialects.parameters import Effect, Parameters
+
+MAX_KEY_CHARACTERS = 255
+AUXILIARY_HEADER = "x-rayloom-auxiliary"
+AUXILIARY_SUFFIX = ":auxiliary"
+# Where a text of Python differs from JSON. Only its strings are given to Python's own parser, which
+# warns of, or dies by, other things that a client may send.
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_ESCAPE = r"\\[\\'\"abfnrtv]|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}"
+_NEVER = r"\\\r\n\0\ud800-\udfff"
+_PYTHON = re.compile(
+    rf"""'(?:[^'{_NEVER}]|{_ESCAPE})*'|"(?:[^"{_NEVER}]|{_ESCAPE})*"|\b(?:True|False|None)\b"""
+)
+_KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number"}
+
+
+def invalid(where: str, problem: str) -> Refused:
+    """A value that does not fit. problem: what was got, and what is expected."""
+    where = printable(where)
+    return Refused(RefusalCode.INVALID_REQUEST, f"{where}: {problem}", param=where)
+
+
+def unsupported(where: str, why: str) -> Refused:
+    """A value that a session cannot keep to. why: with the remedy."""
+    where = printable(where)
+    return Refused(RefusalCode.UNSUPPORTED_PARAMETER, f"{where}: {why}", param=where)
+
+
+def printable(text: str) -> str:
+    """What a client sent, short and without half characters, as an answer can repeat it."""
+    return shown(text.encode("utf-8", "backslashreplace").decode())
+
+
+def kind(value: object) -> str:
+    """Example: kind([]) -> "a list"."""
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return "an object"
+    return _KINDS.get(type(value), "a list")
+
+
+def read_body(body: object, parameters: Parameters) -> dict[str, Any]:
+    """The body's parameters that are given and read; the others have no effect, or are refused."""
+    if not isinstance(body, dict):
+        raise Refused(
+            RefusalCode.INVALID_REQUEST,
+            f"the body: got {kind(body)}, expected an object; send one JSON object",
+        )
+    if is_deeper(body, MAX_DEPTH):
+        raise Refused(
+            RefusalCode.INVALID_REQUEST,
+            f"the body: more than {MAX_DEPTH} lists and objects lie inside each other; flatten it",
+        )
+    return read_fields(body, parameters)
+
+
+def read_fields(tree: Mapping[str, Any], parameters: Parameters, where: str = "") -> dict[str, Any]:
+    """As `read_body`, of an object inside it."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if value is None:
+            continue
+        place = f"{where}.{name}" if where else name
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise unsupported(place, "no session knows this parameter; leave it out")
+        if parameter.effect is Effect.READ:
+            found[name] = value
+        elif parameter.effect is Effect.REFUSED and not _is_one_of(value, parameter.harmless):
+            raise unsupported(place, f"sessions do not support this: {parameter.note}")
+    return found
+
+
+def _is_one_of(value: object, values: Sequence[object]) -> bool:
+    # True and 1 are equal, and different JSON.
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in values
+    )
+
+
+def read_text(value: object, where: str) -> str:
+    """Text that UTF-8 can hold."""
+    if not isinstance(value, str):
+        raise invalid(where, f"got {kind(value)}, expected text")
+    if not _is_utf8(value):
+        raise invalid(where, "got half of a surrogate pair, expected text that UTF-8 can hold")
+    return value
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read_flag(value: object, where: str) -> bool:
+    """None is false."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise invalid(where, f"got {kind(value)}, expected true or false")
+
+
+def read_object(value: object, where: str) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    raise invalid(where, f"got {kind(value)}, expected an object")
+
+
+def read_objects(value: object, where: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a list, each with its place; None is an empty list."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise invalid(where, f"got {kind(value)}, expected a list")
+    places = [f"{where}[{index}]" for index in range(len(value))]
+    return [(place, read_object(each, place)) for place, each in zip(places, value, strict=True)]
+
+
+def read_limit(value: object, where: str) -> int | None:
+    """Of sampled tokens."""
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise invalid(where, f"got {kind(value)}, expected a whole number, at least 1")
+    if value < 1:
+        raise invalid(where, "got a number below 1, expected at least 1")
+    return value
+
+
+def read_content(value: object, where: str, *, texts: Collection[str]) -> str:
+    """Text, a list of parts of text, or null. texts: what the type of such a part may be.
+
+    Parts are joined by newlines. Images, sounds and files are refused.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return read_text(value, where)
+    if not isinstance(value, list):
+        raise invalid(where, f"got {kind(value)}, expected text or a list of parts of text")
+    return "\n".join(
+        read_text_part(part, place, texts=texts) for place, part in read_objects(value, where)
+    )
+
+
+def read_text_part(part: Mapping[str, Any], where: str, *, texts: Collection[str]) -> str:
+    """The text of one part of a content."""
+    check_type(part, where, known=texts)
+    return read_text(part.get("text"), f"{where}.text")
+
+
+def check_type(part: Mapping[str, Any], where: str, *, known: Collection[str]) -> str:
+    """The `type` of an object, which is one of those known here."""
+    found = read_text(part.get("type"), f"{where}.type")
+    if found not in known:
+        raise unsupported(
+            f"{where}.type",
+            f"got {printable(found)!r}, expected one of {', '.join(sorted(known))}; the policy "
+            "reads text alone, and calls functions that the client runs",
+        )
+    return found
+
+
+def joined(texts: Sequence[str]) -> str | None:
+    """Thoughts, by newlines; None where nothing was thought."""
+    return "\n".join(text for text in texts if text) or None
+
+
+def make_message(role: Role, content: str, *, where: str, **rest: Any) -> Message:
+    """rest: further fields of the message."""
+    try:
+        return Message(role=role, content=content, **rest)
+    except (TypeError, ValueError) as error:
+        raise invalid(where, str(error)) from error
+
+
+def make_tool(tree: Mapping[str, Any], where: str, *, parameters: str) -> ToolSchema:
+    """A function that the client declares. parameters: the key of its arguments' schema."""
+    name = read_text(tree.get("name"), f"{where}.name")
+    if not name:
+        raise invalid(f"{where}.name", "got an empty text, expected a name")
+    described = tree.get("description")
+    description = "" if described is None else read_text(described, f"{where}.description")
+    schema = tree.get(parameters)
+    if schema is None:
+        schema = {"type": "object", "properties": {}}
+    try:
+        return ToolSchema(
+            name=name,
+            description=description,
+            parameters=read_object(schema, f"{where}.{parameters}"),
+        )
+    except (TypeError, ValueError) as error:
+        raise invalid(where, str(error)) from error
+
+
+def check_names(tools: Sequence[ToolSchema], where: str) -> tuple[ToolSchema, ...]:
+    """A call says by its name alone which tool it is of."""
+    names = [tool.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise invalid(
+                f"{where}[{index}]", f"{printable(name)!r} is declared twice, expected once"
+            )
+    return tuple(tools)
+
+
+def check_tool_choice(value: object, where: str, *, auto: str, none: str) -> bool:
+    """Whether the policy may call. auto, none: how the dialect names the two choices there are."""
+    if value is None or value == auto:
+        return True
+    if value == none:
+        return False
+    if not isinstance(value, str | dict):
+        raise invalid(where, f"got {kind(value)}, expected {auto!r} or {none!r}")
+    raise unsupported(
+        where,
+        f"sessions do not force calls: only {auto!r} and {none!r} are supported; ask for the call "
+        "in a message",
+    )
+
+
+def make_call(name: object, arguments: object, call_id: object, *, where: str) -> ToolCall:
+    """A call in the history that a client sends. arguments: an object, or its JSON text."""
+    return ToolCall(
+        name=read_text(name, f"{where}.name"),
+        arguments=read_arguments(arguments, f"{where}.arguments"),
+        id="" if call_id is None else read_text(call_id, f"{where}.id"),
+    )
+
+
+def read_arguments(value: object, where: str) -> dict[str, Any]:
+    """The arguments of a call: JSON, or what Python prints for it; an empty text is no argument.
+
+    Example: read_arguments("{'deep': False}", "…") -> {"deep": False}
+    """
+    found = value
+    if value is None or value == "":
+        found = {}
+    elif isinstance(value, str):
+        found = _parsed(value)
+    if not isinstance(found, dict) or is_deeper(found, MAX_DEPTH):
+        raise invalid(
+            where,
+            "expected the JSON text of one object, at most "
+            f"{MAX_DEPTH} levels deep; send the arguments as they were received",
+        )
+    return found
+
+
+def _parsed(text: str) -> object:
+    """None: it is neither JSON nor a literal of Python."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.loads(_PYTHON.sub(_in_json, text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _in_json(found: re.Match[str]) -> str:
+    return _CONSTANTS.get(found[0]) or json.dumps(ast.literal_eval(found[0]))
+
+
+def make_request(
+    headers: Mapping[str, str],
+    *,
+    model: str,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSchema] = (),
+    max_tokens: int | None = None,
+    continues: str = "",
+    instructions: str | None = None,
+) -> ChatRequest:
+    """With what the headers say of retries, and the model's name of the call's purpose."""
+    lower = {name.lower(): value for name, value in headers.items()}
+    key = lower.get("idempotency-key", "")
+    if len(key) > MAX_KEY_CHARACTERS or not (key.isascii() and key.isprintable()):
+        raise invalid(
+            "Idempotency-Key",
+            f"expected at most {MAX_KEY_CHARACTERS} printable characters of ASCII, such as a UUID",
+        )
+    retries = lower.get("x-stainless-retry-count", "")
+    return ChatRequest(
+        messages=tuple(messages),
+        tools=tuple(tools),
+        max_tokens=max_tokens,
+        continues=continues,
+        instructions=instructions,
+        is_auxiliary=model.endswith(AUXILIARY_SUFFIX) or lower.get(AUXILIARY_HEADER) == "1",
+        is_retry=retries.isascii() and retries.isdigit() and retries.strip("0") != "",
+        idempotency_key=key,
+    )

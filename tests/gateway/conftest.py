@@ -1,0 +1,14 @@
+"""One server of scripted dialects for all the tests of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from worlds.dialect_server import DialectServer, speaking
+
+
+@pytest.fixture(scope="session")
+def dialect_server() -> Iterator[DialectServer]:
+    with speaking() as server:
+        yield server
