@@ -192,7 +192,9 @@ class EnvironmentActor:
     async def _take(self, max_count: int) -> list[RolloutAssignment]:
         # Not tried again: an answer that was lost may have held assignments.
         settings = self._settings
-        call = self._queue.take_rollouts.remote(self._actor_id, max_count, settings.poll_s)
+        call = self._queue.take_rollouts.remote(
+            self._actor_id, max_count, settings.poll_s, tuple(self._makers)
+        )
         limit_s = settings.poll_s + settings.queue_deadline_s
         try:
             assignments: list[RolloutAssignment] = await within(limit_s, call)

@@ -44,6 +44,9 @@ class QueueStateSettings:
     """Steps of the whole run, beyond which no group is admitted; None: without end."""
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
     """Outcome rules by environment; the defaults where it has none."""
+    durable: frozenset[str] = frozenset()
+    """Environments whose turns are stored as they are sampled: an actor that dies takes none with
+    it, so that its rollouts are handed out again without a failed attempt."""
 
     @property
     def max_items(self) -> int:
