@@ -9,6 +9,7 @@ from typing import Any
 
 from actors.limits import STRICT, NotNegative, Positive, Seconds, Temperature
 from actors.outcomes import OutcomeRule
+from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import Outcome
 
 
@@ -67,11 +68,4 @@ class EnvironmentActorSettings:
     """Prompt and reply together, as the engine allows."""
     keeps_last_observation: bool = False
     """As `play_episode`: on where a critic bootstraps what was cut off."""
-    poll_s: float = 1.0
-    """How long one request for assignments may wait in the queue."""
-    tick_s: float = 0.02
-    """Trajectories that finish within a tick travel together."""
-    max_block: int = 64
-    """Trajectories that travel together at most."""
-    queue_deadline_s: float = 60.0
-    """How long the queue may take to answer beyond a poll."""
+    exchange: ExchangeSettings = field(default_factory=ExchangeSettings)

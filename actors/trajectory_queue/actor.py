@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ Found = TypeVar("Found")
 
 
 class TrajectoryQueue:
-    """One for a run. Called by environment actors (rollouts) and by the supervisor (the rest)."""
+    """One for a run. Called by who plays (rollouts) and by the supervisor (the rest)."""
 
     def __init__(self, settings: QueueStateSettings) -> None:
         self._settings = settings
@@ -85,9 +85,9 @@ class TrajectoryQueue:
         return self._cut()
 
     async def take_rollouts(
-        self, actor_id: str, max_count: int, timeout_s: float
+        self, actor_id: str, max_count: int, timeout_s: float, environments: Collection[str]
     ) -> list[RolloutAssignment]:
-        """Up to max_count rollouts to play, waited for up to timeout_s.
+        """Up to max_count rollouts of these environments to play, waited for up to timeout_s.
 
         Raises: ActorReleased once the actor was released, also in a wait that is under way.
         """
@@ -95,10 +95,12 @@ class TrajectoryQueue:
         await self._opened.wait()
 
         def take() -> list[RolloutAssignment]:
-            return self._state.take_rollouts(actor_id, max_count=max_count)
+            return self._state.take_rollouts(
+                actor_id, max_count=max_count, environments=environments
+            )
 
         def note(waited_s: float) -> None:
-            if self._state.holds_back:
+            if self._state.holds_back(environments):
                 self._blocked_s[Side.PRODUCER] += waited_s
 
         return await self._until(take, timeout_s, note_wait=note) or []
@@ -164,7 +166,7 @@ class TrajectoryQueue:
         return self._cut()
 
     async def release_actor(self, actor_id: str) -> int:
-        """An environment actor is dead: its rollouts are played again, its id is used up.
+        """An actor is dead: its rollouts are played again, its id is used up.
 
         Returns: how many rollouts it held.
         """
@@ -174,7 +176,7 @@ class TrajectoryQueue:
         return num_released
 
     async def give_back(self, actor_id: str) -> int:
-        """An environment actor has dropped what it held, and goes on.
+        """An actor has dropped what it held, and goes on.
 
         Returns: how many rollouts it held here, which are played again.
         """

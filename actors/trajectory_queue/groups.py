@@ -89,7 +89,7 @@ class Rollout:
     attempt: int = -1
     """The newest attempt that was handed out; -1 before the first."""
     actor_id: str = ""
-    """The environment actor that plays it; empty unless handed out."""
+    """The actor that plays it; empty unless handed out."""
     summary: TrajectorySummary | None = None
     payload: BlockRow | None = None
 

@@ -21,7 +21,7 @@ class Side(StrEnum):
 
 
 class ActorReleased(ValueError):
-    """An environment actor that was released asks for rollouts."""
+    """An actor that was released asks for rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

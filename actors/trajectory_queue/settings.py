@@ -1,4 +1,4 @@
-"""The queue's part of the configuration, and all that its actor is started with."""
+"""The queue's part of the configuration, and what its actor and its players are started with."""
 
 from __future__ import annotations
 
@@ -44,6 +44,9 @@ class QueueStateSettings:
     """Steps of the whole run, beyond which no group is admitted; None: without end."""
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
     """Outcome rules by environment; the defaults where it has none."""
+    durable: frozenset[str] = frozenset()
+    """Environments whose turns are stored as they are sampled: an actor that dies takes none with
+    it, so that its rollouts are handed out again without a failed attempt."""
 
     @property
     def max_items(self) -> int:
@@ -52,3 +55,17 @@ class QueueStateSettings:
     @property
     def max_bytes(self) -> int:
         return self.queue.max_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeSettings:
+    """How a player takes rollouts and hands over trajectories."""
+
+    poll_s: float = 1.0
+    """How long one request for assignments may wait in the queue."""
+    tick_s: float = 0.02
+    """Trajectories that finish within a tick travel together."""
+    max_block: int = 64
+    """Trajectories that travel together at most."""
+    queue_deadline_s: float = 60.0
+    """How long the queue may take to answer beyond a poll."""

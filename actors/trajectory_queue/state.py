@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 from actors.outcomes import OutcomePolicy
@@ -72,9 +73,9 @@ class QueueState:
         """By rollout id, the number of its group."""
         self._closed: set[int] = set()
         """Numbers of the groups of which no rollout is pending or handed out."""
-        self._ready: list[tuple[bool, int, int, str]] = []
-        """A heap of (is first attempt, group number, member, rollout id), so that retries come
-        first; a rollout that is no longer pending is passed over when it is popped."""
+        self._ready: dict[str, list[tuple[bool, int, int, str]]] = {}
+        """By environment, a heap of (is first attempt, group number, member, rollout id), so that
+        retries come first; a rollout that is no longer pending is passed over when it is popped."""
         self._handed_out: dict[str, None] = {}
         """Rollout ids, in the order of handing out."""
         self._waiting: dict[str, BlockRow] = {}
@@ -87,7 +88,7 @@ class QueueState:
         self._num_refused = self._num_retries = self._num_replaced_groups = 0
         self._failures = FailureCounter()
         self._released: set[str] = set()
-        """Ids of dead environment actors."""
+        """Ids of dead actors."""
         self._is_ended = False
         self._num_changes = 0
         if not keeps_taken:
@@ -140,19 +141,22 @@ class QueueState:
             for rollout_id in group.rollouts:
                 self._ledger.admit(rollout_id)
 
-    def take_rollouts(self, actor_id: str, *, max_count: int) -> list[RolloutAssignment]:
+    def take_rollouts(
+        self, actor_id: str, *, max_count: int, environments: Collection[str]
+    ) -> list[RolloutAssignment]:
         """Hand out up to max_count rollouts: retries first, then the oldest group first.
 
+        Args: environments: whose tasks the actor can play; it gets no others. The bounds are over
+        all rollouts, whoever plays them.
         Raises: ActorReleased for an actor that was released, so that a late call of a dead one
         takes nothing with it.
         """
         if actor_id in self._released:
             raise ActorReleased(
-                f"queue: environment actor {actor_id} was released; a replacement needs an id of "
-                "its own"
+                f"queue: actor {actor_id} was released; a replacement needs an id of its own"
             )
         assignments: list[RolloutAssignment] = []
-        candidates = self._candidates()
+        candidates = self._candidates(environments)
         while len(assignments) < max_count:
             rollout = next(candidates, None)
             if rollout is None:
@@ -181,13 +185,18 @@ class QueueState:
     def release_actor(self, actor_id: str) -> int:
         """End what a dead actor held as infrastructure errors; it is never handed anything again.
 
+        Rollouts of a durable environment do not end: they are pending again, as if never handed
+        out.
         Returns: how many rollouts it held.
         """
         self._released.add(actor_id)
         return self._take_back(actor_id, detail="its environment actor died")
 
     def give_back(self, actor_id: str) -> int:
-        """End what an actor held, which has dropped it and goes on. Returns: how many rollouts."""
+        """Take back what an actor held, which has dropped it and goes on; as release_actor.
+
+        Returns: how many rollouts it held.
+        """
         return self._take_back(actor_id, detail="its environment actor lost sight of the queue")
 
     def take_step(self) -> tuple[int, list[Group]] | None:
@@ -225,7 +234,8 @@ class QueueState:
             self._refills.forget(group.number)
 
     def replay_lost(self, rollout_ids: Iterable[str]) -> tuple[int, ...]:
-        """Play again the rollouts whose payload was lost; each counts as an infrastructure error.
+        """Play again the rollouts whose payload was lost; each counts as an infrastructure error,
+        but in a durable environment.
 
         The first step concerned and all after it are rolled back and have to be taken again.
         Rollouts whose payload the queue does not hold are passed over.
@@ -278,14 +288,14 @@ class QueueState:
             failed_groups=self._failures.current(),
         )
 
-    @property
-    def holds_back(self) -> bool:
-        """Whether the bounds alone keep a rollout from being handed out."""
+    def holds_back(self, environments: Collection[str]) -> bool:
+        """Whether the bounds alone keep a rollout of these environments from being handed out."""
         if not self._is_full():
             return False
-        found = (self._find(rollout_id) for *_, rollout_id in self._ready)
+        heaps = (self._ready.get(environment, ()) for environment in environments)
+        found = (self._find(rollout_id) for heap in heaps for *_, rollout_id in heap)
         is_any_pending = any(r is not None and r.state is RolloutState.PENDING for r in found)
-        return is_any_pending and next(self._candidates(), None) is None
+        return is_any_pending and next(self._candidates(environments), None) is None
 
     def stats(self, *, now: float = 0.0) -> QueueStats:
         """now: by the clock of `BlockRow.arrived_at`."""
@@ -326,18 +336,26 @@ class QueueState:
         num_items, settings = len(self._handed_out) + len(self._waiting), self.settings
         return num_items >= settings.max_items or self._waiting_bytes >= settings.max_bytes
 
-    def _candidates(self) -> Iterator[Rollout]:
-        """Pending rollouts in the order of handing out, as far as the bounds allow.
+    def _candidates(self, environments: Collection[str]) -> Iterator[Rollout]:
+        """Pending rollouts of these environments in the order of handing out, as far as the bounds
+        allow.
 
         Beyond the bounds those of the step that is being collected still come, so that it can
         close.
         """
-        while self._ready and not self._is_full():
-            rollout = self._find(heapq.heappop(self._ready)[-1])
+        while not self._is_full():
+            heaps = [heap for name in environments if (heap := self._ready.get(name))]
+            if not heaps:
+                return
+            first = min(heaps, key=itemgetter(0))
+            rollout = self._find(heapq.heappop(first)[-1])
             if rollout is not None and rollout.state is RolloutState.PENDING:
                 yield rollout
-        for number in self._window.collecting() if self._is_full() else ():
-            for rollout in self._groups[number].unfinished() if number in self._groups else ():
+        for number in self._window.collecting():
+            group = self._groups.get(number)
+            if group is None or group.task.environment not in environments:
+                continue
+            for rollout in group.unfinished():
                 if rollout.state is RolloutState.PENDING:
                     yield rollout
 
@@ -355,7 +373,8 @@ class QueueState:
         is_first = rollout.next_attempt == 0
         self._closed.discard(group.number)
         self._num_changes += 1
-        heapq.heappush(self._ready, (is_first, group.number, member, rollout.rollout_id))
+        heap = self._ready.setdefault(group.task.environment, [])
+        heapq.heappush(heap, (is_first, group.number, member, rollout.rollout_id))
 
     def _add_waiting(self, rollout: Rollout) -> None:
         assert rollout.payload is not None
@@ -389,15 +408,20 @@ class QueueState:
         return len(held)
 
     def _fail(self, rollouts: Iterable[Rollout], *, detail: str) -> None:
+        """End attempts whose result is lost; in a durable environment it is delivered again."""
         for rollout in rollouts:
             # The rollout before it may have closed their group, with which this one has left.
             if self._find(rollout.rollout_id) is None or rollout.state is RolloutState.GONE:
                 continue
             group = self._group_of(rollout)
-            outcome = Outcome.INFRASTRUCTURE_ERROR
-            rollout.fail(outcome, group.policy)
-            self._after_attempt(rollout, outcome)
-            self._failures.add_attempt(outcome, detail=detail, task=group.task)
+            if group.task.environment in self.settings.durable:
+                rollout.clear(RolloutState.PENDING)
+                self._make_ready(rollout)
+            else:
+                outcome = Outcome.INFRASTRUCTURE_ERROR
+                rollout.fail(outcome, group.policy)
+                self._after_attempt(rollout, outcome)
+                self._failures.add_attempt(outcome, detail=detail, task=group.task)
             self._close_if_done(group)
 
     def _after_attempt(self, rollout: Rollout, outcome: Outcome) -> None:

@@ -29,6 +29,7 @@ from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, cla
 from actors.trainer.group import TrainerGroup, remove_reservations, reservation_name
 from actors.trainer.settings import RankSettings
 from actors.trajectory_queue.settings import QueueStateSettings
+from actors.types import SESSION
 from service.config.tasks import open_tasks
 from service.config.tree import Config
 from service.intake.queue import SubmissionQueue
@@ -99,6 +100,7 @@ class Term:
             queue=config.queue,
             num_steps=config.run.steps,
             policies=config.policies,
+            durable=frozenset({SESSION}),
         )
         nodes = alive_nodes()
         self.roles = roles_of(nodes, before=roles_before)

@@ -18,6 +18,7 @@ from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.codec import decode
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.ledger import RolloutOutcome
+from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import Outcome, RolloutAssignment, Task
 
 pytestmark = [
@@ -64,7 +65,7 @@ def _start(
     fields: dict[str, Any] = {
         "rollouts": LIMITS,
         "max_context_tokens": 256,
-        "poll_s": 0.2,
+        "exchange": ExchangeSettings(poll_s=0.2),
         "environments": {
             "guessing": {"max_guesses": 2},
             "worlds.environment_fakes:Endless": {"word": "hello"},
@@ -103,7 +104,7 @@ def _finish(actor: Any, run: Any) -> None:
 
 def test_every_assignment_comes_back_once_with_its_tokens(tokenizer_path: Path) -> None:
     queue = _queue(_assignments(100), num_failing_puts=2)
-    actor = _start(queue, tokenizer_path, max_block=8)
+    actor = _start(queue, tokenizer_path, exchange=ExchangeSettings(poll_s=0.2, max_block=8))
     run = actor.run.remote()
     ended, block_sizes, max_held = _until_ended(queue, 100)
     _finish(actor, run)

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from worlds.queue_builders import through_json
+from worlds.queue_builders import GAME, through_json
 from worlds.queue_player import Player
 from worlds.settings import queue_settings
 from worlds.trajectory_builders import make_task
@@ -166,7 +166,7 @@ def test_the_next_queue_and_the_next_run_have_the_tasks_with_their_data() -> Non
     expected = {number: make_task(number) for number in range(4)} | {1: make_task(101)}
 
     async def played(queue: RestartableQueue) -> dict[int, Task]:
-        taken = await queue.actor.take_rollouts.remote("any", 8, LIMIT_S)
+        taken = await queue.actor.take_rollouts.remote("any", 8, LIMIT_S, GAME)
         assert len(taken) == 8
         return {assignment.group_number: assignment.task for assignment in taken}
 

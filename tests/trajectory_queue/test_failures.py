@@ -106,7 +106,7 @@ def test_dead_environment_actors_are_failures_too() -> None:
     queue = QueueState(make_settings(step=1, lag=0, window=1))
     fill(queue)
     for number in range(3):
-        queue.take_rollouts(f"a{number}", max_count=9)
+        take_all(queue, actor=f"a{number}")
         queue.release_actor(f"a{number}")
     failed = failed_groups(queue)
     assert failed is not None and failed.last_detail == "its environment actor died"

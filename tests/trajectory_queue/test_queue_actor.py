@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import ray
 from ray.exceptions import ObjectLostError, RayActorError
-from worlds.queue_builders import through_json
+from worlds.queue_builders import GAME, through_json
 from worlds.queue_player import Player
 from worlds.settings import queue_settings, step_settings
 from worlds.trajectory_builders import linear_turns, make_task, make_trajectory
@@ -200,9 +200,9 @@ def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:
 
 def test_waits_end_when_something_comes_or_the_time_is_over() -> None:
     queue = start_queue(step=1)
-    assert get(queue.take_rollouts.remote("a", 1, 0.05)) == []
+    assert get(queue.take_rollouts.remote("a", 1, 0.05, GAME)) == []
     assert take_step(queue, limit_s=0.05) is None
-    waiting = queue.take_rollouts.remote("a", 8, LIMIT_S)
+    waiting = queue.take_rollouts.remote("a", 8, LIMIT_S, GAME)
     ready, _ = ray.wait([waiting], timeout=0.3)
     assert ready == []
     admit_all(queue, num_samples=2)
@@ -217,12 +217,12 @@ def test_waits_end_when_something_comes_or_the_time_is_over() -> None:
 
 def test_a_wait_of_a_released_actor_takes_nothing_away() -> None:
     queue = start_queue(step=1)
-    waiting = queue.take_rollouts.remote("dead", 8, LIMIT_S)
+    waiting = queue.take_rollouts.remote("dead", 8, LIMIT_S, GAME)
     assert get(queue.release_actor.remote("dead")) == 0
     admit_all(queue, num_samples=2)
     with pytest.raises(ActorReleased, match="dead was released"):
         get(waiting)
-    assert len(get(queue.take_rollouts.remote("alive", 8, LIMIT_S))) == 2
+    assert len(get(queue.take_rollouts.remote("alive", 8, LIMIT_S, GAME))) == 2
 
 
 def test_a_run_starts_again_from_a_stored_cut() -> None:
@@ -238,7 +238,7 @@ def test_a_run_starts_again_from_a_stored_cut() -> None:
     ray.kill(queue)
     later = start_queue(step=1, lag=1, snapshot=stored)
     assert get(later.admissible.remote(0.0))[0] == []
-    again = get(later.take_rollouts.remote("other", 9, LIMIT_S))
+    again = get(later.take_rollouts.remote("other", 9, LIMIT_S, GAME))
     assert [x.attempt for x in again] == [1, 1, 1, 1] and again[0].task == make_task(0)
     stats = get(later.stats.remote())
     assert stats.ledger.admitted == stats.ledger.in_flight == 4

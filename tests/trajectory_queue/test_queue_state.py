@@ -6,7 +6,17 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from worlds.queue_builders import end, evicted, fill, finalise_all, make_settings, restart, take_all
+from worlds.queue_builders import (
+    GAME,
+    end,
+    evicted,
+    fill,
+    finalise_all,
+    make_settings,
+    restart,
+    take,
+    take_all,
+)
 from worlds.trajectory_builders import make_summary, make_task
 
 from actors.limits import MIB
@@ -14,20 +24,20 @@ from actors.trajectory_queue.groups import BlockRow, GroupRequest
 from actors.trajectory_queue.ledger import LedgerEventKind, RolloutOutcome
 from actors.trajectory_queue.messages import OpenSlot
 from actors.trajectory_queue.state import QueueState
-from actors.types import Outcome
+from actors.types import SESSION, Outcome
 
 
 def test_rollouts_are_handed_out_oldest_group_first_and_retries_before_all() -> None:
     queue = QueueState(make_settings(step=1, lag=2))
     assert fill(queue) == [0, 1, 2]
-    first, second, third = queue.take_rollouts("a", max_count=3)
+    first, second, third = take(queue, 3)
     assert [x.rollout_id for x in (first, second, third)] == [
         "g000000.0-0",
         "g000000.0-1",
         "g000001.0-0",
     ]
     assert end(queue, third, outcome=Outcome.ENVIRONMENT_ERROR)
-    retried = queue.take_rollouts("a", max_count=1)[0]
+    retried = take(queue, 1)[0]
     assert retried.trajectory_id == "g000001.0-0.a1"
     assert queue.stats().num_retries == 1
 
@@ -52,7 +62,7 @@ def test_retries_are_bounded_and_then_the_rollout_leaves_under_its_own_reason() 
     queue = QueueState(make_settings(step=1, lag=0))
     fill(queue, num_samples=3)
     for attempt in range(3):
-        doomed = queue.take_rollouts("a", max_count=1)[0]
+        doomed = take(queue, 1)[0]
         assert (doomed.rollout_id, doomed.attempt) == ("g000000.0-0", attempt)
         end(queue, doomed, outcome=Outcome.ENVIRONMENT_ERROR)
     assert evicted(queue) == {"environment_error": 1}
@@ -89,7 +99,7 @@ def test_a_truncated_trajectory_that_was_not_graded_does_not_keep_a_group_alive(
 def test_a_group_closes_early_when_enough_are_usable_and_cancels_the_rest() -> None:
     queue = QueueState(make_settings(step=1, lag=0))
     fill(queue, num_samples=4, enough=2)
-    one, two, three = queue.take_rollouts("a", max_count=3)
+    one, two, three = take(queue, 3)
     end(queue, one)
     end(queue, two)
     assert evicted(queue) == {"cancelled": 2}
@@ -122,17 +132,82 @@ def test_the_bounds_stop_new_groups_but_never_the_step_that_is_being_collected()
     assert {x.group_number for x in step} == {0, 1}
     for assignment in step:
         end(queue, assignment, num_bytes=10)
-    assert take_all(queue) == [] and queue.holds_back
+    assert take_all(queue) == [] and queue.holds_back(GAME)
     taken = queue.take_step()
-    assert taken is not None and not queue.holds_back
+    assert taken is not None and not queue.holds_back(GAME)
     assert {x.group_number for x in take_all(queue)} == {2, 3}
+
+
+def test_an_actor_gets_rollouts_of_its_environments_alone_and_the_bounds_are_over_all() -> None:
+    queue = QueueState(make_settings(step=2, lag=2, max_items=6))
+    both = ("game", SESSION)
+    fill(queue, environments=both)  # Sessions are the groups of odd numbers.
+    assert take_all(queue, environments=()) == take_all(queue, environments=("other",)) == []
+    sessions = take(queue, 3, actor="gateway", environments=(SESSION,))
+    assert [x.group_number for x in sessions] == [1, 1, 3]
+    assert [x.group_number for x in take(queue, 2)] == [0, 0]
+    assert [x.rollout_id for x in take(queue, 1, environments=both)] == ["g000002.0-0"]
+    # Full: nothing of a later step, for either; both are held back by the bounds alone.
+    assert take_all(queue, environments=both) == []
+    assert queue.holds_back(GAME) and queue.holds_back((SESSION,)) and queue.holds_back(both)
+    assert not queue.holds_back(("other",)) and not queue.holds_back(())
+    # A failed attempt of the collecting step is handed out all the same, to who can play it.
+    assert end(queue, sessions[0], actor="gateway", outcome=Outcome.ENVIRONMENT_ERROR)
+    take(queue, 1, environments=GAME)
+    assert take_all(queue) == [] and queue.holds_back(GAME)
+    assert not queue.holds_back((SESSION,))
+    again = take_all(queue, actor="gateway", environments=(SESSION,))
+    assert [x.trajectory_id for x in again] == ["g000001.0-0.a1"]
+
+
+def test_the_order_between_environments_is_that_of_a_single_one() -> None:
+    mixed, single = QueueState(make_settings(lag=3)), QueueState(make_settings(lag=3))
+    both = ("game", SESSION)
+    fill(mixed, environments=both)
+    fill(single)
+    for queue in (mixed, single):
+        failed = take(queue, 5, environments=both)[3]
+        assert end(queue, failed, outcome=Outcome.ENVIRONMENT_ERROR)
+    in_order = [x.trajectory_id for x in take_all(single)]
+    assert [x.trajectory_id for x in take_all(mixed, environments=both)] == in_order
+
+
+def test_a_durable_rollout_is_handed_out_again_without_a_failed_attempt() -> None:
+    """What its actor or a payload takes with it is in the store, and is delivered again."""
+    shape = make_settings(step=1, lag=0, window=1, durable=frozenset({SESSION}))
+    queue = QueueState(shape)
+    fill(queue, num_samples=3, enough=2, environments=(SESSION,))
+    sessions = (SESSION,)
+    for number in range(9):
+        held = take(queue, 2, actor=f"gateway {number}", environments=sessions)
+        assert {x.attempt for x in held} == {number}
+        lose = queue.give_back if number % 2 else queue.release_actor
+        assert lose(f"gateway {number}") == 2
+        assert not end(queue, held[0], actor=f"gateway {number}")
+    assert queue.stats().num_retries == 0 and queue.drain().failed_groups is None
+    held = take(queue, 2, actor="last", environments=sessions)
+    assert [end(queue, x, actor="last") for x in held] == [True, True]
+    taken = queue.take_step()
+    assert taken is not None
+    for _ in range(4):
+        # The payload of one is lost; the group keeps the other, and waits for it.
+        assert queue.replay_lost([held[0].rollout_id]) == (1,)
+        assert queue.take_step() is None
+        (again,) = take_all(queue, actor="last", environments=sessions)
+        assert again.rollout_id == held[0].rollout_id
+        assert end(queue, again, actor="last")
+        assert queue.take_step() is not None
+    assert again.attempt == 13
+    assert {each.num_failures for each in queue.snapshot().groups[0].rollouts} == {0}
+    # An outcome of the session's own is one, durable or not.
+    assert evicted(queue) == {"cancelled": 1}
 
 
 def test_the_age_is_that_of_the_oldest_trajectory_that_no_step_has_taken() -> None:
     queue = QueueState(make_settings(step=1, lag=3, window=1))
     fill(queue)
     assert queue.stats(now=9.0).oldest_s is None
-    first = queue.take_rollouts("a", max_count=4)
+    first = take(queue, 4)
     for assignment, arrived_at in zip(first, (3.0, 2.0, 5.0, 7.0), strict=True):
         end(queue, assignment, arrived_at=arrived_at)
     assert queue.stats(now=9.0).oldest_s == 7.0
@@ -143,7 +218,7 @@ def test_the_age_is_that_of_the_oldest_trajectory_that_no_step_has_taken() -> No
 def test_waiting_bytes_stop_new_groups_until_a_step_takes_them() -> None:
     queue = QueueState(make_settings(step=1, lag=3, window=1, max_mib=250))
     fill(queue)
-    first = queue.take_rollouts("a", max_count=4)
+    first = take(queue, 4)
     for assignment in first[1:]:
         end(queue, assignment, num_bytes=100 * MIB)
     assert queue.stats().waiting_bytes == 300 * MIB
@@ -158,7 +233,7 @@ def test_a_block_counts_whole_for_as_long_as_any_of_its_rows_waits() -> None:
     queue = QueueState(make_settings(step=1, lag=3, window=1))
     fill(queue)
     block = object()
-    for row, assignment in enumerate(queue.take_rollouts("a", max_count=8)):
+    for row, assignment in enumerate(take(queue, 8)):
         summary = make_summary(assignment.rollout_id, attempt=assignment.attempt, num_bytes=1)
         assert queue.put("a", summary, BlockRow(block=block, row=row, num_bytes=64))
     assert queue.stats().num_waiting == 8 and queue.stats().waiting_bytes == 64

@@ -15,16 +15,18 @@ from worlds.queue_builders import (
     finalise_all,
     make_settings,
     restart,
+    take,
     take_all,
     through_json,
 )
 
 from actors.trajectory_queue.groups import Group, Rollout
-from actors.trajectory_queue.ledger import LedgerEventKind
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.trajectory_queue.messages import ActorReleased
 from actors.trajectory_queue.state import QueueState
-from actors.types import Outcome, RolloutAssignment
+from actors.types import SESSION, Outcome, RolloutAssignment
 
+BOTH = ("game", SESSION)
 OUTCOMES = st.sampled_from(
     [Outcome.COMPLETED] * 6
     + [Outcome.TRUNCATED_TOKENS, Outcome.WALL_TIMEOUT, Outcome.AGENT_ERROR, Outcome.EMPTY]
@@ -54,15 +56,29 @@ class QueueMachine(RuleBasedStateMachine):
     )
     def begin(self, step: int, lag: int, window: int, max_items: int, refills: int) -> None:
         shape = make_settings(
-            step=step, lag=lag, window=window, max_items=max_items, max_variance_refills=refills
+            step=step,
+            lag=lag,
+            window=window,
+            max_items=max_items,
+            max_variance_refills=refills,
+            durable=frozenset({SESSION}),
         )
         self.go_on_with(QueueState(shape))
 
-    @rule(num_samples=st.integers(2, 3), is_mortal=st.booleans(), max_count=st.integers(1, 9))
-    def take(self, num_samples: int, is_mortal: bool, max_count: int) -> None:
-        fill(self.queue, num_samples=num_samples)
+    @rule(
+        num_samples=st.integers(2, 3),
+        is_mortal=st.booleans(),
+        max_count=st.integers(1, 9),
+        environments=st.sampled_from([("game",), (SESSION,), BOTH]),
+    )
+    def take(
+        self, num_samples: int, is_mortal: bool, max_count: int, environments: tuple[str, ...]
+    ) -> None:
+        fill(self.queue, num_samples=num_samples, environments=BOTH)
         actor = self.mortal if is_mortal else "immortal"
-        self.hold(actor, self.queue.take_rollouts(actor, max_count=max_count))
+        taken = take(self.queue, max_count, actor=actor, environments=environments)
+        assert {assignment.task.environment for assignment in taken} <= set(environments)
+        self.hold(actor, taken)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), max_count=st.integers(1, 5))
@@ -108,6 +124,12 @@ class QueueMachine(RuleBasedStateMachine):
             take_all(self.queue, actor=dead)
         self.held = [(actor, assignment) for actor, assignment in self.held if actor != dead]
 
+    @rule(actor=st.sampled_from(["immortal", "mortal"]))
+    def an_actor_gives_back(self, actor: str) -> None:
+        actor = actor if actor == "immortal" else self.mortal
+        self.queue.give_back(actor)
+        self.held = [held for held in self.held if held[0] != actor]
+
     @rule()
     def start_again(self) -> None:
         self.drain()
@@ -126,8 +148,10 @@ class QueueMachine(RuleBasedStateMachine):
         while self.taken:
             self.finalise(*self.taken.pop(0))
         while (step := self.queue.take_step()) is None:
-            fill(self.queue)
-            self.hold("willing", take_all(self.queue, actor="willing"))
+            fill(self.queue, environments=BOTH)
+            for environment in BOTH:
+                taken = take_all(self.queue, actor="willing", environments=(environment,))
+                self.hold("willing", taken)
             assert self.held, "deadlock: nothing to play and no step to train"
             for actor, assignment in self.held:
                 end(self.queue, assignment, actor=actor)
@@ -171,6 +195,7 @@ class QueueMachine(RuleBasedStateMachine):
     def hold(self, actor: str, assignments: Sequence[RolloutAssignment]) -> None:
         version = self.queue.stats().loaded_version
         for assignment in assignments:
+            assert assignment.trajectory_id not in self.version_when_taken
             self.held.append((actor, assignment))
             self.version_when_taken[assignment.trajectory_id] = version
 
@@ -185,6 +210,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     def drain(self) -> None:
         for event in self.queue.drain().events:
+            # No attempt of this story ends so; the fault of an actor or a payload costs no session.
+            is_session = int(event.rollout_id[1:7]) % 2 == 1
+            assert not (is_session and event.reason is EvictionReason.INFRASTRUCTURE_ERROR)
             self.num_exits[event.rollout_id] += event.kind is not LedgerEventKind.ADMITTED
 
 

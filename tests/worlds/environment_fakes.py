@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,7 @@ class FakeQueue:
         self.num_asked = 0
 
     async def take_rollouts(
-        self, actor_id: str, max_count: int, timeout_s: float
+        self, actor_id: str, max_count: int, timeout_s: float, environments: Collection[str]
     ) -> list[RolloutAssignment]:
         self.num_asked += 1
         if not self.waiting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -18,6 +18,8 @@ from worlds.settings import queue_settings
 from worlds.trajectory_builders import make_summary, make_task
 
 Value = TypeVar("Value")
+# Of `make_task`.
+GAME = ("game",)
 
 
 def make_settings(
@@ -28,14 +30,22 @@ def make_settings(
     )
 
 
-def fill(queue: QueueState, *, num_samples: int = 2, enough: int | None = None) -> list[int]:
-    """Admit a group for every slot; the groups' numbers."""
+def fill(
+    queue: QueueState,
+    *,
+    num_samples: int = 2,
+    enough: int | None = None,
+    environments: Sequence[str] = GAME,
+) -> list[int]:
+    """Admit a group for every slot, of each environment in turn; the groups' numbers."""
     numbers = [slot.group_number for slot in queue.admissible()]
     queue.admit(
         [
             GroupRequest(
                 group_number=number,
-                task=make_task(number),
+                task=replace(
+                    make_task(number), environment=environments[number % len(environments)]
+                ),
                 num_samples=num_samples,
                 min_usable_samples=enough,
             )
@@ -50,8 +60,16 @@ def queue_stats(ledger: LedgerCounts) -> QueueStats:
     return replace(QueueState(make_settings()).stats(), ledger=ledger, oldest_s=1.5)
 
 
-def take_all(queue: QueueState, *, actor: str = "a") -> list[RolloutAssignment]:
-    return queue.take_rollouts(actor, max_count=1000)
+def take(
+    queue: QueueState, count: int, *, actor: str = "a", environments: Collection[str] = GAME
+) -> list[RolloutAssignment]:
+    return queue.take_rollouts(actor, max_count=count, environments=environments)
+
+
+def take_all(
+    queue: QueueState, *, actor: str = "a", environments: Collection[str] = GAME
+) -> list[RolloutAssignment]:
+    return take(queue, 1000, actor=actor, environments=environments)
 
 
 def end(

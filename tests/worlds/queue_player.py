@@ -9,6 +9,7 @@ import ray
 
 from actors.trajectory_queue.codec import encode
 from actors.types import RolloutAssignment, Trajectory, summarize
+from worlds.queue_builders import GAME
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
 
@@ -32,7 +33,7 @@ class Player:
         return os.getpid()
 
     async def take(self, count: int, timeout_s: float) -> list[str]:
-        taken = await self.queue.take_rollouts.remote(self.actor_id, count, timeout_s)
+        taken = await self.queue.take_rollouts.remote(self.actor_id, count, timeout_s, GAME)
         self.held += taken
         return [assignment.trajectory_id for assignment in taken]
 

@@ -1,0 +1,262 @@
+"""A player's side of the queue: assignments in, finished trajectories out, in blocks.
+
+Invariant: every assignment that was taken becomes exactly one trajectory handed to the queue, or
+`run` raises, and the supervisor then gives this actor's rollouts to another one. A slot is free
+again only when its trajectory has been handed over, so a full queue slows the player down. When the
+queue has died, all that is held is dropped: its successor hands it out anew. Called by the actors
+that play: environment actors and the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError, RayError
+
+from actors.deadline import is_set_within, retry, within
+from actors.environment.user_code import describe
+from actors.trajectory_queue.codec import encode
+from actors.trajectory_queue.settings import ExchangeSettings
+from actors.types import Outcome, RolloutAssignment, Trajectory, summarize
+
+logger = logging.getLogger(__name__)
+
+Play = Callable[[RolloutAssignment], Awaitable[Trajectory]]
+
+
+class QueueUnreachable(Exception):
+    """The trajectory queue did not answer; this actor's rollouts must be given to another one."""
+
+
+class QueueDied(Exception):
+    """The queue that had this actor's rollouts is gone; its successor gives them out anew."""
+
+
+class RolloutExchange:
+    """One for a process that plays; its methods are called in one event loop."""
+
+    def __init__(
+        self,
+        play: Play,
+        *,
+        actor_id: str,
+        queue: Any,
+        environments: Collection[str],
+        num_slots: int,
+        settings: ExchangeSettings,
+        is_durable: bool = False,
+    ) -> None:
+        """play: plays one rollout to its end; where it raises, the rollout is an infrastructure
+        error. It is cancelled by a stop and when the queue has died; then the same rollout may be
+        played again, as a later attempt, before the cancelled one has ended.
+
+        queue: handle of the trajectory queue actor. environments: whose tasks are taken.
+        num_slots: rollouts held at once, >= 1. is_durable: a play that a stop cancels is dropped,
+        for another actor to deliver; else it is handed over as cancelled.
+        """
+        self._play_one = play
+        self._actor_id = actor_id
+        self._queue = queue
+        self._environments = tuple(environments)
+        self._num_slots = num_slots
+        self._settings = settings
+        self._is_durable = is_durable
+        self._plays: set[asyncio.Task[None]] = set()
+        self._finished: list[Trajectory] = []
+        self._num_deaths_seen = 0
+        """Of the queue: what was taken before the last one is not kept."""
+        self._num_sending = 0
+        self._is_taking = False
+        self._is_running = False
+        self._is_stopping = False
+        # One waiter each: an event that two loops clear can lose a wake-up.
+        self._has_free_slots = asyncio.Event()
+        self._has_finished = asyncio.Event()
+
+    async def run(self) -> None:
+        """Take, play and hand over until `stop`.
+
+        Raises: QueueUnreachable; RuntimeError when it runs already.
+        """
+        if self._is_running:
+            raise RuntimeError(f"actor {self._actor_id}: run was called twice; call it once")
+        self._is_running = True
+        self._is_taking = True
+        loops = [asyncio.create_task(self._take_forever()), asyncio.create_task(self._send_all())]
+        try:
+            await asyncio.gather(*loops)
+        finally:
+            for task in (*loops, *self._plays):
+                task.cancel()
+            self._is_running = False
+
+    async def stop(self, *, drain_s: float = 0.0, limit_s: float = 30.0) -> None:
+        """Take nothing more; give plays drain_s to end, cancel the rest, hand over what has ended.
+
+        Returns when `run` has ended, or after limit_s beyond the drain.
+        """
+        self._is_stopping = True
+        self._has_free_slots.set()
+        loop = asyncio.get_running_loop()
+        drain_end = loop.time() + drain_s
+        while loop.time() < drain_end and self._plays:
+            await asyncio.wait(tuple(self._plays), timeout=drain_end - loop.time())
+        end = loop.time() + limit_s
+        while self._is_running and loop.time() < end:
+            self._cancel_all()
+            await asyncio.sleep(0.02)
+        self._cancel_all()
+
+    # -- taking and playing ------------------------------------------------------------------
+
+    async def _take_forever(self) -> None:
+        try:
+            while not self._is_stopping:
+                free = self._free_slots()
+                if free <= 0:
+                    await self._wait_for(self._has_free_slots)
+                    continue
+                try:
+                    assignments = await self._take(free)
+                except QueueDied:
+                    await self._begin_anew()
+                    continue
+                num_deaths = self._num_deaths_seen
+                for assignment in assignments:
+                    task = asyncio.create_task(self._play(assignment, num_deaths))
+                    self._plays.add(task)
+                    task.add_done_callback(partial(self._on_end, assignment, num_deaths))
+        finally:
+            self._is_taking = False
+            self._has_finished.set()
+
+    def _free_slots(self) -> int:
+        held = len(self._plays) + len(self._finished) + self._num_sending
+        return self._num_slots - held
+
+    async def _take(self, max_count: int) -> list[RolloutAssignment]:
+        # Not tried again: an answer that was lost may have held assignments.
+        settings = self._settings
+        call = self._queue.take_rollouts.remote(
+            self._actor_id, max_count, settings.poll_s, self._environments
+        )
+        limit_s = settings.poll_s + settings.queue_deadline_s
+        try:
+            assignments: list[RolloutAssignment] = await within(limit_s, call)
+        except ActorUnavailableError as error:
+            raise QueueDied(describe(error)) from error
+        except (RayError, TimeoutError) as error:
+            raise QueueUnreachable(f"take_rollouts: {describe(error)}") from error
+        return assignments
+
+    async def _begin_anew(self) -> None:
+        """Drop what is held, and tell the queue.
+
+        Raises: QueueUnreachable.
+        """
+        self._num_deaths_seen += 1
+        for task in self._plays:
+            task.cancel()
+        self._finished.clear()
+        settings = self._settings
+
+        async def give_back() -> None:
+            call = self._queue.give_back.remote(self._actor_id)
+            await within(settings.queue_deadline_s, call)
+
+        try:
+            await retry(give_back, on=ActorUnavailableError, limit_s=settings.queue_deadline_s)
+        except (RayError, TimeoutError) as error:
+            raise QueueUnreachable(f"give_back: {describe(error)}") from error
+
+    async def _play(self, assignment: RolloutAssignment, num_deaths: int) -> None:
+        self._keep(await play_once(self._play_one, assignment), num_deaths)
+
+    def _on_end(
+        self, assignment: RolloutAssignment, num_deaths: int, task: asyncio.Task[None]
+    ) -> None:
+        self._plays.discard(task)
+        # A play that lets its cancellation through, or was cancelled before its first step.
+        if not task.cancelled():
+            return
+        if self._is_durable:
+            self._has_finished.set()
+            self._has_free_slots.set()
+        else:
+            cancelled = Trajectory.of(assignment, Outcome.CANCELLED, detail="cancelled by a stop")
+            self._keep(cancelled, num_deaths)
+
+    def _keep(self, trajectory: Trajectory, num_deaths: int) -> None:
+        """num_deaths: of the queue, that were seen when its rollout was taken."""
+        if num_deaths == self._num_deaths_seen:
+            self._finished.append(trajectory)
+            self._has_finished.set()
+        else:
+            self._has_free_slots.set()
+
+    def _cancel_all(self) -> None:
+        for task in self._plays:
+            # Once each: a second cancellation would cut the play's closing short.
+            if not task.cancelling():
+                task.cancel()
+
+    # -- handing over ------------------------------------------------------------------------
+
+    async def _send_all(self) -> None:
+        while self._is_taking or self._plays or self._finished:
+            if not self._finished:
+                await self._wait_for(self._has_finished)
+                continue
+            if len(self._finished) < self._settings.max_block:
+                await asyncio.sleep(self._settings.tick_s)
+            block = self._finished[: self._settings.max_block]
+            del self._finished[: len(block)]
+            self._num_sending = len(block)
+            await self._send(block)
+            self._num_sending = 0
+            self._has_free_slots.set()
+
+    async def _send(self, block: Sequence[Trajectory]) -> None:
+        encoded = encode(block)
+        summaries = [
+            summarize(trajectory, num_bytes=encoded.row_num_bytes(row))
+            for row, trajectory in enumerate(block)
+        ]
+        settings = self._settings
+
+        async def put() -> None:
+            # By value: the queue stores it as its own, so that it outlives this actor.
+            call = self._queue.put.remote(self._actor_id, encoded, summaries)
+            try:
+                await within(settings.queue_deadline_s, call)
+            except (RayError, TimeoutError) as error:
+                logger.warning("put: %s", describe(error))
+                raise
+
+        try:
+            await retry(
+                put,
+                on=(RayError, TimeoutError),
+                limit_s=settings.queue_deadline_s,
+                first_pause_s=0.5,
+            )
+        except (RayError, TimeoutError) as error:
+            raise QueueUnreachable(f"put: {describe(error)}") from error
+
+    async def _wait_for(self, event: asyncio.Event) -> None:
+        event.clear()
+        await is_set_within(self._settings.poll_s, event)
+
+
+async def play_once(play: Play, assignment: RolloutAssignment) -> Trajectory:
+    """Play a rollout. Returns: an infrastructure error without turns, where playing it raises."""
+    try:
+        return await play(assignment)
+    except Exception as error:
+        # The outermost frame of a play: an error of ours must cost one rollout, not a slot.
+        logger.exception("rollout %s: playing it raised", assignment.rollout_id)
+        return Trajectory.of(assignment, Outcome.INFRASTRUCTURE_ERROR, detail=describe(error))
