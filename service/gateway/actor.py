@@ -7,11 +7,13 @@ the store, so that one that dies is replaced: its successor takes its rollouts a
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
-from actors.trajectory_queue.exchange import ExchangeSettings, PolicyFactory, RolloutExchange
-
 from actors.environment.rendering import load_renderer
+from actors.policy import PolicyClient
+from actors.trajectory_queue.exchange import RolloutExchange
+from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import SESSION
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, Refused
@@ -30,7 +32,7 @@ class Gateway:
         *,
         actor_id: str,
         tokenizer_path: str,
-        make_policy: PolicyFactory,
+        make_policy: Callable[[], PolicyClient],
         queue: Any,
         database_url: str,
         term: int,
@@ -53,10 +55,13 @@ class Gateway:
             commits=self._commits,
         )
         self._exchange = RolloutExchange(
-            ExchangeSettings(slots=settings.sessions.max_open, environments=(SESSION,)),
+            self._sessions.play,
             actor_id=actor_id,
             queue=queue,
-            play=self._sessions.play,
+            environments=(SESSION,),
+            num_slots=settings.sessions.max_open,
+            settings=ExchangeSettings(),
+            is_durable=True,
         )
 
     async def run(self) -> None:

@@ -30,16 +30,16 @@ from service.gateway.bodies import (
 )
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused
-from service.gateway.dialects import DIALECTS, Dialect
+from service.gateway.dialects import DIALECTS
+from service.gateway.dialects.dialect import AnswerStyle, Dialect, error_headers, models_answer
 from service.gateway.keys import session_of_key
 from service.intake.session import session_id
 
 # A stream begins with its first heartbeat; until then an error has a status of its own.
 FIRST_HEARTBEAT_S = 1.0
 HEARTBEAT_EVERY_S = 5.0
+MODEL = "policy"
 SESSION_HEADER = "x-rayloom-session"
-# The SDKs repeat some refusals by themselves; of these nothing else would come.
-_FINAL = frozenset({RefusalCode.CONFLICT, RefusalCode.SESSION_CLOSED})
 # Parsing a large body would hold up every other request.
 THREAD_BYTES = 1 << 18
 
@@ -143,7 +143,7 @@ async def _native(work: Any) -> Any:
             refused.code.value.replace("_", "-"),
             refused.message,
             errors=[{"loc": ["body", refused.param]}] if refused.param else (),
-            headers=_headers_of(refused),
+            headers=error_headers(refused),
         ) from refused
 
 
@@ -169,24 +169,15 @@ def _add_dialect(app: FastAPI, dialect: Dialect, port: SessionPort, settings: Ht
         name = request.headers.get(SESSION_HEADER) or session_of_key(key)
         return await _chat(dialect, port, settings, request, name)
 
-    words = {"summary": f"Sample a turn: {dialect.title}", "response_class": Response}
+    words = {"summary": f"Sample a turn: {dialect.name}", "response_class": Response}
     app.post(f"/sessions/{{name}}{dialect.path}", **words)(bound)  # type: ignore[arg-type]
     app.post(dialect.path, **words)(free)  # type: ignore[arg-type]
 
 
 def _add_models(app: FastAPI) -> None:
-    async def models(request: Request) -> dict[str, Any]:
+    async def models() -> dict[str, Any]:
         """The one model that a session has; agents may ask for any name."""
-        is_anthropic = "anthropic-version" in request.headers
-        return {
-            "object": "list",
-            "data": [
-                {"id": "policy", "type": "model", "display_name": "policy"}
-                if is_anthropic
-                else {"id": "policy", "object": "model", "created": 0, "owned_by": "rayloom"}
-            ],
-            **({"has_more": False} if is_anthropic else {}),
-        }
+        return models_answer(MODEL, created_at=0)
 
     app.get("/sessions/{name}/v1/models")(models)
     app.get("/v1/models")(models)
@@ -236,7 +227,7 @@ async def _chat(
 
 
 async def _events(
-    dialect: Dialect, style: Any, work: asyncio.Task[ChatReply], abandon: Callable[[], None]
+    dialect: Dialect, style: AnswerStyle, work: asyncio.Task[ChatReply], abandon: Callable[[], None]
 ) -> AsyncIterator[bytes]:
     """Heartbeats until the turn is there, then its events."""
     is_whole = False
@@ -280,17 +271,8 @@ async def _parsed(body: bytes) -> object:
 
 def _error(dialect: Dialect, refused: Refused) -> JSONResponse:
     return JSONResponse(
-        dialect.error(refused), status_code=refused.code.status, headers=_headers_of(refused)
+        dialect.error(refused), status_code=refused.code.status, headers=error_headers(refused)
     )
-
-
-def _headers_of(refused: Refused) -> dict[str, str]:
-    headers = {}
-    if refused.retry_after_s is not None:
-        headers["Retry-After"] = str(refused.retry_after_s)
-    if refused.code in _FINAL:
-        headers["x-should-retry"] = "false"
-    return headers
 
 
 def _key_of(headers: Mapping[str, str]) -> str:

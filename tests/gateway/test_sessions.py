@@ -1,0 +1,381 @@
+"""Sessions over the real store: what is sampled once is stored, shown and trained once."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from worlds.episode_builders import renderer, reply
+from worlds.gateway_world import NAME, SPEC, Gateway, Policy, said, user
+
+from actors.environment.protocol import ToolSchema
+from actors.policy import PolicyUnavailable
+from actors.types import FinishReason, Outcome
+from service.gateway.calls import Finish
+from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
+from service.gateway.keys import AGENT, REWARD
+from service.gateway.settings import SessionSettings
+from service.intake.session import SessionStatus
+
+HI, MORE = user("hi"), user("lower")
+
+
+def text_of(ids: np.ndarray) -> str:
+    return renderer()._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+async def refusal(work: object) -> Refused:
+    with pytest.raises(Refused) as caught:
+        await work  # type: ignore[misc]
+    return caught.value
+
+
+async def test_a_conversation_is_one_sample_with_the_ids_that_were_sampled(tmp_path: Path) -> None:
+    gateway = await Gateway(tmp_path).opened()
+    first = await gateway.ask(HI)
+    second = await gateway.ask(HI, said("0"), MORE)
+    assert (first.message, first.turn_id) == (said("0"), "task-0.0")
+    assert (second.message.content, second.stop_reason) == ("1", StopReason.STOP)
+    view = await gateway.finish(0.5, components={"hit": 0.5}, turn_rewards={0: 0.25})
+    assert (view.status, view.num_turns, view.num_branches) == (SessionStatus.FINISHED, 2, 0)
+    trajectory = await gateway.trajectory()
+    (sample,) = trajectory.samples
+    assert (trajectory.outcome, trajectory.episode_return) == (Outcome.COMPLETED, 0.75)
+    assert [turn.reward for turn in sample.turns] == [0.25, 0.5]
+    sent = [request.prompt_token_ids for request in gateway.policy.requests]
+    assert np.array_equal(sent[1], sample.token_ids[: len(sent[1])])
+    trained = [text_of(sample.token_ids[turn.tokens]) for turn in sample.turns]
+    assert trained == ["0<|im_end|>", "1<|im_end|>"]
+    assert sample.num_trained == 4
+
+
+async def test_a_request_is_held_until_the_group_is_admitted(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path)
+    gateway.create()
+    held = asyncio.create_task(gateway.ask(HI))
+    early = await refusal(gateway.ask(HI, deadline_s=0.1))
+    assert (early.code, early.retry_after_s) == (RefusalCode.NOT_AVAILABLE, 5)
+    assert "waits for its group's place" in early.message and not held.done()
+    assert (await gateway.sessions.view(NAME)).status is SessionStatus.QUEUED
+    gateway.admit()
+    assert (await held).message.content == "0"
+    assert (await gateway.sessions.view(NAME)).status is SessionStatus.OPEN
+
+
+async def test_each_key_opens_its_own_door(tmp_path: Path) -> None:
+    """Case 23: a reward by the agent's key is refused, and changes nothing."""
+    gateway = await Gateway(tmp_path).opened()
+    sessions = gateway.sessions
+    for key, code in (
+        (gateway.key(AGENT), RefusalCode.FORBIDDEN),
+        (gateway.key(REWARD, "task-1"), RefusalCode.INVALID_KEY),
+        (gateway.key(REWARD, "gone-0"), RefusalCode.INVALID_KEY),
+    ):
+        assert (await refusal(sessions.finish(NAME, key, Finish(reward=9.0)))).code is code
+    unknown = await refusal(sessions.finish("gone-0", gateway.key(REWARD), Finish()))
+    assert unknown.code is RefusalCode.UNKNOWN_SESSION
+    assert (await sessions.view(NAME)).status is SessionStatus.OPEN
+    assert (await sessions.view("gone-0")) is None
+
+
+async def test_a_session_ends_once(tmp_path: Path) -> None:
+    """Cases 22, 23, 25: a turn after the finish, a reward the same and another, an id used again."""
+    gateway = await Gateway(tmp_path).opened()
+    await gateway.ask(HI)
+    first = await gateway.finish(1.0)
+    assert await gateway.finish(1.0) == first
+    assert (await refusal(gateway.finish(2.0))).code is RefusalCode.CONFLICT
+    assert (await refusal(gateway.ask(HI))).code is RefusalCode.SESSION_CLOSED
+    assert (await gateway.trajectory()).episode_return == 1.0
+    # Read back from the store.
+    assert await gateway.finish(1.0) == first
+    assert (await refusal(gateway.ask(HI))).code is RefusalCode.SESSION_CLOSED
+
+
+async def test_a_finish_gives_up_what_is_being_sampled(tmp_path: Path) -> None:
+    """Case 22: nothing of a turn in flight is stored, and its client is told."""
+    gate = asyncio.Event()
+    gateway = await Gateway(tmp_path).opened()
+    await gateway.ask(HI)
+    gateway.policy.before = gate.wait
+    late = asyncio.create_task(gateway.ask(HI, said("0"), MORE))
+    while len(gateway.policy.requests) < 2:
+        await asyncio.sleep(0.01)
+    await gateway.finish(1.0)
+    assert (await refusal(late)).code is RefusalCode.SESSION_CLOSED
+    assert len((await gateway.trajectory()).turns) == 1
+
+
+async def test_a_reward_may_come_later_and_its_absence_is_no_zero(tmp_path: Path) -> None:
+    gateway = await Gateway(tmp_path).opened()
+    gateway.admit("task-1")
+    await gateway.ask(HI)
+    await gateway.ask(HI, name="task-1")
+    view = await gateway.finish(None, is_reward_pending=True)
+    assert view.is_reward_pending and not gateway.playing[NAME].done()
+    given = Finish(reward=0.5, components={"judge": 0.5})
+    after = await gateway.sessions.give_reward(NAME, gateway.key(REWARD), given)
+    assert (after.reward, after.is_reward_pending) == (0.5, False)
+    again = await gateway.sessions.give_reward(NAME, gateway.key(REWARD), given)
+    assert again == after
+    other = gateway.sessions.give_reward(NAME, gateway.key(REWARD), Finish(reward=1.0))
+    assert (await refusal(other)).code is RefusalCode.CONFLICT
+    assert (await gateway.trajectory()).episode_return == 0.5
+    # The other one's never comes.
+    await gateway.sessions.finish(
+        "task-1", gateway.key(REWARD, "task-1"), Finish(is_reward_pending=True)
+    )
+    looking = asyncio.create_task(gateway.sessions.look_forever())
+    gateway.clock += SPEC.reward_deadline_s
+    missing = await gateway.trajectory("task-1")
+    looking.cancel()
+    assert (missing.outcome, missing.detail) == (Outcome.REWARD_ERROR, "no reward came in time")
+
+
+async def test_a_session_that_nobody_ends_expires(tmp_path: Path) -> None:
+    gateway = await Gateway(tmp_path).opened()
+    gateway.admit("task-1")
+    await gateway.ask(HI)
+    await gateway.ask(HI, name="task-1")
+    looking = asyncio.create_task(gateway.sessions.look_forever())
+    gateway.clock += SPEC.idle_s - 1
+    await gateway.ask(HI, name="task-1")
+    gateway.clock += 1
+    idle = await gateway.trajectory()
+    assert (idle.outcome, idle.detail) == (
+        Outcome.WALL_TIMEOUT,
+        "nothing was asked of it for 50 s",
+    )
+    assert (await refusal(gateway.finish())).code is RefusalCode.CONFLICT
+    gateway.clock += SPEC.idle_s
+    expired = await gateway.trajectory("task-1")
+    looking.cancel()
+    assert (expired.outcome, expired.detail) == (
+        Outcome.WALL_TIMEOUT,
+        "it was not finished within 100 s",
+    )
+
+
+async def test_a_discarded_session_is_not_trained(tmp_path: Path) -> None:
+    gateway = await Gateway(tmp_path).opened()
+    await gateway.ask(HI)
+    view = await gateway.sessions.discard(NAME)
+    assert view is not None and view.status is SessionStatus.DISCARDED
+    assert await gateway.sessions.discard(NAME) == view
+    assert await gateway.sessions.discard("gone-0") is None
+    assert (await gateway.trajectory()).outcome is Outcome.CANCELLED
+
+
+async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path) -> None:
+    """Cases 24, 29, 30: nothing sampled, a reply that was cut off, a context that is full."""
+    cut = reply("4 4 4", finish_reason=FinishReason.LENGTH)
+
+    async def end(directory: str, *, stated: Outcome | None = None, **fields: object) -> Outcome:
+        (tmp_path / directory).mkdir()
+        gateway = await Gateway(tmp_path / directory, **fields).opened()  # type: ignore[arg-type]
+        if directory != "nothing":
+            try:
+                await gateway.ask(HI)
+                await gateway.ask(HI, said("0"), user("lower " * 60))
+            except Refused as refused:
+                assert refused.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED
+                assert refused.param == "messages"
+        await gateway.finish(1.0, outcome=stated)
+        return (await gateway.trajectory()).outcome
+
+    assert await end("nothing") is Outcome.EMPTY
+    assert await end("cut", policy=Policy(lambda number: cut)) is Outcome.TRUNCATED_TOKENS
+    assert await end("full", max_context_tokens=80) is Outcome.TRUNCATED_CONTEXT
+    stated = Outcome.AGENT_ERROR
+    assert await end("stated", max_context_tokens=80, stated=stated) is stated
+
+
+async def test_a_lone_stop_token_is_a_turn(tmp_path: Path) -> None:
+    """Case 24."""
+    gateway = await Gateway(tmp_path, policy=Policy(lambda number: reply("<|im_end|>"))).opened()
+    assert (await gateway.ask(HI)).message.content == ""
+    await gateway.finish(0.0)
+    assert (await gateway.trajectory()).num_trained == 1
+
+
+async def test_turns_are_limited(tmp_path: Path) -> None:
+    gateway = await Gateway(tmp_path).opened(spec=replace(SPEC, max_turns=1))
+    await gateway.ask(HI)
+    stopped = await refusal(gateway.ask(HI, said("0"), MORE))
+    assert (stopped.code, stopped.code.status) == (RefusalCode.ROLLOUT_STOPPED, 400)
+    await gateway.finish(1.0)
+    assert (await gateway.trajectory()).outcome is Outcome.MAX_TURNS
+
+
+async def test_a_retry_is_the_same_turn_and_a_repetition_another(tmp_path: Path) -> None:
+    """Cases 11, 18."""
+    gateway = await Gateway(tmp_path).opened()
+    first = await gateway.ask(HI)
+    assert await gateway.ask(HI, is_retry=True) == first
+    assert (await gateway.ask(HI)).turn_id == "task-0.1"
+    named = await gateway.ask(HI, idempotency_key="one")
+    await gateway.ask(HI, said("2"), MORE)
+    assert await gateway.ask(HI, idempotency_key="one") == named
+    misused = await refusal(gateway.ask(MORE, idempotency_key="one"))
+    assert misused.code is RefusalCode.CONFLICT
+    # Another request came between.
+    assert (await gateway.ask(HI, is_retry=True)).turn_id == "task-0.4"
+    assert len(gateway.policy.requests) == 5
+
+
+async def test_a_retry_of_what_is_under_way_waits_for_it(tmp_path: Path) -> None:
+    """Case 18; the gateway's own repetition of a request, after a lost connection, too."""
+    gate = asyncio.Event()
+    gateway = await Gateway(tmp_path, policy=Policy(before=gate.wait)).opened()
+    asked = [
+        asyncio.create_task(gateway.ask(HI, request_id="first")),
+        asyncio.create_task(gateway.ask(HI, request_id="second", is_retry=True)),
+        asyncio.create_task(gateway.ask(HI, request_id="first")),
+    ]
+    await asyncio.sleep(0.1)
+    gate.set()
+    replies = await asyncio.gather(*asked)
+    assert [each.turn_id for each in replies] == ["task-0.0"] * 3
+    assert len(gateway.policy.requests) == 1
+
+
+async def test_what_no_client_has_seen_is_not_trained_unless_it_is_asked_for_again(
+    tmp_path: Path,
+) -> None:
+    """Case 19."""
+    gate = asyncio.Event()
+    gateway = await Gateway(tmp_path).opened()
+    gateway.policy.before = gate.wait
+    gone = asyncio.create_task(gateway.ask(HI, request_id="gone"))
+    while not gateway.policy.requests:
+        await asyncio.sleep(0.01)
+    await gateway.sessions.abandon(NAME, "gone")
+    gate.set()
+    await gone
+    await gateway.ask(user("again"), request_id="seen")
+    view = await gateway.sessions.view(NAME)
+    assert view is not None and (view.num_turns, view.num_left_out) == (2, 1)
+    after = await gateway.restart(NAME)
+    view = await after.sessions.view(NAME)
+    assert view is not None and (view.num_turns, view.num_left_out) == (2, 1)
+    await after.finish(1.0)
+    assert [turn.index for turn in (await after.trajectory()).turns] == [0]
+
+
+async def test_a_reply_that_cannot_be_used_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Cases 20, 26."""
+    sound = reply()
+    answers = [
+        replace(sound, logprobs=sound.logprobs[:-1]),
+        replace(sound, logprobs=np.append(sound.logprobs, np.float32(-1))),
+        replace(sound, logprobs=np.full_like(sound.logprobs, np.nan)),
+        replace(sound, finish_reason=FinishReason.ABORT),
+        sound,
+    ]
+    gateway = await Gateway(tmp_path, policy=Policy(lambda number: answers[number])).opened()
+    for _ in answers[:-1]:
+        refused = await refusal(gateway.ask(HI))
+        assert (refused.code, refused.retry_after_s) == (RefusalCode.NOT_AVAILABLE, 5)
+    assert (await gateway.ask(HI, is_retry=True)).turn_id == "task-0.0"
+    await gateway.finish(1.0)
+    assert len((await gateway.trajectory()).turns) == 1
+    found = gateway.sessions_store.load(NAME)
+    assert found is not None and found[2] == ()
+
+
+async def test_an_engine_that_is_away_is_told_in_time(tmp_path: Path) -> None:
+    async def away() -> None:
+        raise PolicyUnavailable("no engine")
+
+    gateway = await Gateway(tmp_path, policy=Policy(before=away)).opened()
+    refused = await refusal(gateway.ask(HI))
+    assert (refused.code.status, refused.retry_after_s) == (503, 5)
+
+
+async def test_a_kill_between_commit_and_answer_loses_no_turn(tmp_path: Path) -> None:
+    """Case 21: the request that is sent on gets the turn that was stored."""
+    gateway = await Gateway(tmp_path).opened()
+    before = await gateway.ask(HI, request_id="one")
+    after = await gateway.restart(NAME)
+    assert await after.ask(HI, request_id="one") == before
+    # An agent's own repetition, too.
+    assert await after.ask(HI, request_id="two", is_retry=True) == before
+    assert len(after.policy.requests) == 1
+    second = await after.ask(HI, said("0"), MORE)
+    assert second.turn_id == "task-0.1"
+    await after.finish(1.0)
+    (sample,) = (await after.trajectory()).samples
+    assert sample.num_trained == 4
+
+
+async def test_a_kill_before_the_commit_has_the_request_sampled_once_more(tmp_path: Path) -> None:
+    """Case 21: what nobody has seen is not stored, and not trained."""
+    gate = asyncio.Event()
+    gateway = await Gateway(tmp_path, policy=Policy(before=gate.wait)).opened()
+    lost = asyncio.create_task(gateway.ask(HI, request_id="one"))
+    while not gateway.policy.requests:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    after = await gateway.restart(NAME)
+    await asyncio.gather(lost, return_exceptions=True)
+    found = after.sessions_store.load(NAME)
+    assert found is not None and [intent.request_id for intent in found[2]] == ["one"]
+    gate.set()
+    assert (await after.ask(HI, request_id="one")).turn_id == "task-0.0"
+    await after.finish(1.0)
+    assert (await after.trajectory()).num_trained == 2
+
+
+async def test_a_finished_session_is_delivered_by_the_next_gateway(tmp_path: Path) -> None:
+    gateway = await Gateway(tmp_path).opened()
+    await gateway.ask(HI)
+    await gateway.finish(0.5)
+    first = await gateway.trajectory()
+    after = await gateway.restart(NAME)
+    again = await after.trajectory()
+    assert (again.attempt, again.episode_return, again.outcome) == (1, 0.5, first.outcome)
+    assert np.array_equal(again.samples[0].token_ids, first.samples[0].token_ids)
+
+
+async def test_a_session_that_is_too_old_for_its_group_is_stale(tmp_path: Path) -> None:
+    """Its group was admitted once more, under a number that trains much later."""
+    gateway = Gateway(tmp_path)
+    gateway.create()
+    gateway.admit(group_number=99)
+    await gateway.ask(HI)
+    await gateway.finish(1.0)
+    stale = await gateway.trajectory()
+    assert stale.outcome is Outcome.STALE
+    assert "version 3" in stale.detail
+
+
+async def test_calls_of_tools_are_shown_and_their_faults_kept(tmp_path: Path) -> None:
+    """Cases 29, 31: an unknown tool, arguments that are no object, a call that was cut off."""
+    tool = ToolSchema(name="add", description="", parameters={"type": "object", "properties": {}})
+    call = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call><|im_end|>'
+    answers = [
+        reply(call.format("add", '{"x": 1}')),
+        reply(call.format("sub", "{}")),
+        reply(call.format("add", "[1]")),
+        reply('<tool_call>{"name"', finish_reason=FinishReason.LENGTH),
+    ]
+    gateway = await Gateway(tmp_path, policy=Policy(lambda number: answers[number])).opened()
+    replies: list[ChatReply] = [await gateway.ask(user(str(n)), tools=[tool]) for n in range(4)]
+    assert [each.stop_reason for each in replies] == ["calls", "stop", "stop", "length"]
+    view = await gateway.sessions.view(NAME)
+    assert view is not None and view.num_malformed == 2
+
+
+async def test_a_database_that_is_away_shows_no_turn(tmp_path: Path) -> None:
+    gateway = await Gateway(tmp_path, settings=SessionSettings(hold_s=0.3)).opened()
+    with gateway.store._database._writing_connection():
+        # Another writer has the database.
+        refused = await refusal(gateway.ask(HI))
+        assert refused.code is RefusalCode.NOT_AVAILABLE
+    assert (await gateway.ask(HI, is_retry=True)).turn_id == "task-0.0"
+    assert len(gateway.policy.requests) == 1
+    await gateway.finish(1.0)
+    assert len((await gateway.trajectory()).turns) == 1
