@@ -38,6 +38,7 @@ class Part(StrEnum):
     """What is replaced when it dies. TERM: every part that a term starts, all at once."""
 
     ENVIRONMENT_ACTOR = "environment_actor"
+    GATEWAY = "gateway"
     ENGINE = "engine"
     QUEUE = "queue"
     TRAINER = "trainer"

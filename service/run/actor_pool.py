@@ -1,0 +1,207 @@
+"""The actors of one kind that play rollouts in a term: started, watched, replaced when they die or
+freeze.
+
+Invariant: a dead actor's rollouts are given back to the queue before its successor starts, so that
+none is lost and none is counted twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from actors.deadline import ActorLost, within
+from actors.metrics import Part
+from service.run.remote_handles import await_reply, reason_of
+from service.run.restartable_queue import RestartableQueue
+from service.telemetry.recorder import RunRecorder
+
+log = logging.getLogger("rayloom.pool")
+
+STOP_DEADLINE_S = 40.0
+# A death within EARLY_DEATH_S of the start is early; so many in a row end the term.
+MAX_EARLY_DEATHS = 5
+EARLY_DEATH_S = 30.0
+START_DEADLINE_S = 300.0
+PING_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolKind:
+    """What is said of the actors of a pool."""
+
+    part: Part
+    name: str
+    """In texts."""
+    id_prefix: str
+    """An actor's id is this, the term and a number: gateway-2-0."""
+    resumption: str
+    """What a successor does with the rollouts of a dead one: `7 rollouts` … its id."""
+    why_blocked: str
+    """What may keep the event loop from answering."""
+
+
+ENVIRONMENT_ACTORS = PoolKind(
+    part=Part.ENVIRONMENT_ACTOR,
+    name="environment actor",
+    id_prefix="environment",
+    resumption="are played again by",
+    why_blocked="an environment blocks the event loop, where it should await",
+)
+GATEWAYS = PoolKind(
+    part=Part.GATEWAY,
+    name="gateway",
+    id_prefix="gateway",
+    resumption="go on from their stored turns with",
+    why_blocked="its event loop has more to do than it can",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """An actor of a pool."""
+
+    actor_id: str
+    actor: ActorHandle
+
+
+class ActorPool:
+    """Keeps actors alive; each has `run`, `ping` and `stop`, as `EnvironmentActor`."""
+
+    def __init__(
+        self,
+        num_actors: int,
+        start_actor: Callable[[str], ActorHandle],
+        *,
+        kind: PoolKind,
+        term: int,
+        frozen_after_s: float,
+        queue: RestartableQueue,
+        recorder: RunRecorder,
+        show_answering: Callable[[int], None] = lambda num_answering: None,
+    ) -> None:
+        """start_actor: starts an actor, given its id. term: part of the ids, which never repeat.
+
+        frozen_after_s: an actor that answers nothing for as long is replaced. show_answering: told
+        how many answer, whenever that changes.
+        """
+        self._start_actor = start_actor
+        self._kind = kind
+        self._term = term
+        self._frozen_after_s = frozen_after_s
+        self._queue = queue
+        self._recorder = recorder
+        self._show_answering = show_answering
+        self._numbers = itertools.count()
+        self._answering: set[str] = set()
+        """Ids of the actors that have answered, and not died since."""
+        self._members = [self._new_member() for _ in range(num_actors)]
+
+    @property
+    def actors(self) -> tuple[ActorHandle, ...]:
+        """Those that there are now, in the order of their places; one may be starting, or dead and
+        not replaced yet."""
+        return tuple(member.actor for member in self._members)
+
+    async def watch(self) -> None:
+        """Run every actor and replace those that die; never returns.
+
+        Raises: ActorLost when actors die at once, again and again, or the queue is lost.
+        """
+        tasks = [asyncio.create_task(self._keep_alive(slot)) for slot in range(len(self._members))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def stop(self) -> None:
+        """Let the actors hand over what they hold, then end them."""
+        stops = [
+            await_reply(
+                member.actor.stop.remote(), name=self._kind.name, deadline_s=STOP_DEADLINE_S
+            )
+            for member in self._members
+        ]
+        for result in await asyncio.gather(*stops, return_exceptions=True):
+            if isinstance(result, BaseException):
+                log.warning("not stopped in order, ended at once: %s", result)
+        self.kill()
+
+    def kill(self) -> None:
+        for member in self._members:
+            ray.kill(member.actor)
+
+    async def _keep_alive(self, slot: int) -> None:
+        num_early_deaths = 0
+        kind = self._kind
+        while True:
+            member = self._members[slot]
+            started = time.monotonic()
+            cause = await self._run_to_death(member)
+            lived_s = time.monotonic() - started
+            num_early_deaths = 0 if lived_s > EARLY_DEATH_S else num_early_deaths + 1
+            if num_early_deaths >= MAX_EARLY_DEATHS:
+                raise ActorLost(
+                    f"{kind.name}s died {num_early_deaths} times in a row within "
+                    f"{EARLY_DEATH_S:g} s of their start; the last: {cause}"
+                )
+            ray.kill(member.actor)
+            num_released = await self._queue.release_actor(member.actor_id)
+            self._members[slot] = self._new_member()
+            self._recorder.replaced(
+                kind.part,
+                f"{kind.name} {member.actor_id} died ({cause}); {num_released} rollouts "
+                f"{kind.resumption} {self._members[slot].actor_id}",
+            )
+
+    async def _run_to_death(self, member: Member) -> str:
+        """Run the actor. Returns: why it ended, once it has stopped, died or frozen."""
+        ends = [
+            asyncio.create_task(self._until_stopped(member)),
+            asyncio.create_task(self._until_frozen(member)),
+        ]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return next(end for end in ends if end.done()).result()
+        finally:
+            for end in ends:
+                end.cancel()
+            self._answering.discard(member.actor_id)
+            self._show_answering(len(self._answering))
+
+    async def _until_stopped(self, member: Member) -> str:
+        try:
+            await member.actor.run.remote()
+        except RayError as error:
+            return reason_of(error)
+        return "it stopped by itself"
+
+    async def _until_frozen(self, member: Member) -> str:
+        limit_s = self._frozen_after_s
+        try:
+            await within(START_DEADLINE_S, member.actor.ping.remote())
+            self._answering.add(member.actor_id)
+            self._show_answering(len(self._answering))
+            while True:
+                await within(limit_s, member.actor.ping.remote())
+                await asyncio.sleep(PING_EVERY_S)
+        except TimeoutError:
+            return (
+                f"it answered nothing for {limit_s:g} s; either its process is frozen, or "
+                f"{self._kind.why_blocked}"
+            )
+        except RayError as error:
+            return reason_of(error)
+
+    def _new_member(self) -> Member:
+        actor_id = f"{self._kind.id_prefix}-{self._term}-{next(self._numbers)}"
+        return Member(actor_id=actor_id, actor=self._start_actor(actor_id))
