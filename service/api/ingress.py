@@ -16,8 +16,12 @@ from actors.metrics import ApiMetrics
 from service.api.app import create_app
 from service.api.settings import HttpSettings, api_application_name
 from service.config.file import ConfigError
+from service.gateway.client import GatewayClient
+from service.gateway.routes import add_sessions
 from service.run.remote_handles import SupervisorClient
 from service.telemetry.endpoint import Reading, push_forever
+
+MAX_HELD_REQUESTS = 20_000
 
 
 @serve.ingress()
@@ -44,14 +48,17 @@ class ApiIngress:
             task.cancel()
 
         run = SupervisorClient(self._run_id, host=self._host)
-        return create_app(run, self._settings, metrics=metrics, lifespan=pushing)
+        app = create_app(run, self._settings, metrics=metrics, lifespan=pushing)
+        add_sessions(app, run, GatewayClient(run), self._settings)
+        return app
 
 
 def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None) -> Any:
     """What `serve.run` takes. run_id: the supervisor's name. host: the run's own deployment."""
     deployment = serve.deployment(
         name="api",
-        max_ongoing_requests=256,
+        # Agents wait for their turns here; what may wait is bounded behind it.
+        max_ongoing_requests=MAX_HELD_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=5.0,
         logging_config={"enable_access_log": False, "log_level": "WARNING"},

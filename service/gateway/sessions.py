@@ -28,7 +28,6 @@ from actors.policy import (
     UnusableReply,
     check_reply,
 )
-from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import FinishReason, Outcome, RolloutAssignment, Timings, Trajectory
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused
@@ -61,6 +60,12 @@ from service.store.sessions import SessionStore
 log = logging.getLogger("rayloom.gateway")
 
 LOOK_EVERY_S = 1.0
+
+
+def oldest_admitted_version(group_number: int, algorithm: AlgorithmSettings) -> int:
+    return group_number // algorithm.groups_per_step - algorithm.max_lag
+
+
 RETRY_AFTER_S = 5
 Answer = TypeVar("Answer")
 

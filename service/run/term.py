@@ -32,11 +32,14 @@ from actors.trajectory_queue.settings import QueueStateSettings
 from actors.types import SESSION
 from service.config.tasks import open_tasks
 from service.config.tree import Config
+from service.gateway.actor import Gateway
+from service.gateway.sessions import GatewaySettings
 from service.intake.queue import SubmissionQueue
 from service.launch.cluster import alive_nodes, on_this_node
 from service.launch.placement import Role, roles_of
 from service.launch.resume import kept_commits, prune_directories
 from service.launch.run_dir import RunDir
+from service.run.actor_pool import GATEWAYS, ActorPool
 from service.run.engines import Engines, Publisher, watch_board
 from service.run.environment_pool import EnvironmentPool
 from service.run.health import FailureLimits, Phase
@@ -51,6 +54,9 @@ from service.store.run_store import Lease, RunStore
 from service.telemetry.recorder import RunRecorder
 
 log = logging.getLogger("rayloom.term")
+
+# Requests that wait in the gateway for their group, their turn, or the engine's.
+MAX_HELD_REQUESTS = 20_000
 
 
 class ParentUnusable(Exception):
@@ -124,6 +130,8 @@ class Term:
         )
         self._merge: RestartableMerge | None = None
         self._pool: EnvironmentPool | None = None
+        self._gateways: ActorPool | None = None
+        """Of one gateway; None in a run without clients."""
         self._loop: Loop | None = None
         self._stop_asked = asyncio.Event()
 
@@ -140,6 +148,11 @@ class Term:
     @property
     def first_step(self) -> int:
         return self._lease.parent.step + 1 if self._lease.parent else 1
+
+    @property
+    def gateway(self) -> ActorHandle | None:
+        """Who plays sessions now; None: nobody yet, or never."""
+        return self._gateways.actors[0] if self._gateways is not None else None
 
     def request_stop(self, *, grace_s: float | None = None) -> None:
         """Give up a start that is under way, or end after the step in hand.
@@ -171,6 +184,8 @@ class Term:
             asyncio.create_task(self._trainer.watch()),
             asyncio.create_task(watch_board(self._engines.board)),
         ]
+        if self._gateways is not None:
+            watching.append(asyncio.create_task(self._gateways.watch()))
         try:
             await asyncio.wait({training, *watching}, return_when=asyncio.FIRST_COMPLETED)
             for watch in watching:
@@ -189,11 +204,14 @@ class Term:
         """
         if is_orderly and self.is_training:
             assert self._pool is not None
-            await self._pool.stop()
+            await asyncio.gather(
+                self._pool.stop(), *([self._gateways.stop()] if self._gateways else [])
+            )
             await self._trainer.stop()
         else:
-            if self._pool is not None:
-                self._pool.kill()
+            for pool in (self._pool, self._gateways):
+                if pool is not None:
+                    pool.kill()
             self._trainer.kill()
         if self._merge is not None:
             self._merge.kill()
@@ -234,6 +252,16 @@ class Term:
             # Within an episode's time one ends, unless the actor is frozen.
             evaluation_idle_s=config.rollouts.episode_deadline_s + config.rollouts.frozen_after_s,
         )
+        if self._submissions is not None:
+            self._gateways = ActorPool(
+                1,
+                self._start_gateway,
+                kind=GATEWAYS,
+                term=term,
+                frozen_after_s=config.rollouts.frozen_after_s,
+                queue=self.queue,
+                recorder=self._recorder,
+            )
         await asyncio.gather(self._start_trainer(), self.queue.open())
         version = self._trainer.version
         self._merge = RestartableMerge(
@@ -285,6 +313,29 @@ class Term:
             tokenizer_path=self._model,
             make_policy=self._engines.make_policy,
             queue=self.queue.actor,
+        )
+
+    def _start_gateway(self, actor_id: str) -> ActorHandle:
+        """On this node, where the run's database may be a file."""
+        config = self._config
+        actor_class = ray.remote(Gateway).options(
+            num_cpus=0,
+            max_concurrency=MAX_HELD_REQUESTS,
+            scheduling_strategy=on_this_node(),
+        )
+        return actor_class.remote(
+            GatewaySettings(
+                sessions=config.sessions,
+                rollouts=config.rollouts,
+                algorithm=config.algorithm,
+                max_context_tokens=config.model.max_context_tokens,
+            ),
+            actor_id=actor_id,
+            tokenizer_path=self._model,
+            make_policy=self._engines.make_policy,
+            queue=self.queue.actor,
+            database_url=self._run_dir.database_url,
+            term=self._lease.term,
         )
 
     def _start_merge_actor(self) -> ActorHandle:

@@ -219,7 +219,11 @@ async def test_of_what_was_sent_only_a_part_is_sent_back(client: httpx.AsyncClie
 
 async def test_a_body_that_stalls_is_given_up(run: LocalRun) -> None:
     guarded = Guards(
-        create_app(run, SETTINGS), max_body_bytes=4096, key_digest=None, body_limit_s=0.1
+        create_app(run, SETTINGS),
+        max_body_bytes=4096,
+        max_session_body_bytes=4096,
+        key_digest=None,
+        body_limit_s=0.1,
     )
 
     async def stalling() -> AsyncIterator[bytes]:

@@ -82,7 +82,7 @@ async def test_each_key_opens_its_own_door(tmp_path: Path) -> None:
 
 
 async def test_a_session_ends_once(tmp_path: Path) -> None:
-    """Cases 22, 23, 25: a turn after the finish, a reward the same and another, an id used again."""
+    """Cases 22, 23, 25: a turn after the finish, a reward again and another, an id used again."""
     gateway = await Gateway(tmp_path).opened()
     await gateway.ask(HI)
     first = await gateway.finish(1.0)

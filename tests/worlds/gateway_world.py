@@ -1,4 +1,4 @@
-"""A gateway without Ray: the real sessions, tree, renderer and store, and a policy of a few lines."""
+"""A gateway without Ray: the real sessions, tree, renderer, store; a policy of a few lines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.algorithm import AlgorithmSettings
+from actors.deadline import within
 from actors.environment.protocol import Message, Role, ToolSchema
 from actors.environment.settings import RolloutSettings
 from actors.policy import GenerateReply, GenerateRequest
@@ -28,9 +29,7 @@ from service.store.sessions import SessionStore
 from service.store.submissions import SubmissionStore
 from worlds.episode_builders import parsed_reply, renderer, reply
 
-SPEC = SessionSpec(
-    max_turns=8, max_tokens_per_turn=16, ttl_s=100, idle_s=50, reward_deadline_s=20
-)
+SPEC = SessionSpec(max_turns=8, max_tokens_per_turn=16, ttl_s=100, idle_s=50, reward_deadline_s=20)
 DEADLINE_S = 10.0
 NAME = "task-0"
 
@@ -79,9 +78,7 @@ class Gateway:
         self.store = RunStore(f"sqlite:///{self.directory / 'run.db'}")
         self.term = self.store.acquire_lease(owner="gateway").term
         self.sessions_store = SessionStore(self.store)
-        self.commits = GroupCommit(
-            self.sessions_store, term=self.term, hold_s=self.settings.hold_s
-        )
+        self.commits = GroupCommit(self.sessions_store, term=self.term, hold_s=self.settings.hold_s)
         self.sessions = Sessions(
             GatewaySettings(
                 sessions=self.settings,
@@ -165,12 +162,10 @@ class Gateway:
         return await self.sessions.chat(call)
 
     async def finish(self, reward: float | None = 1.0, **fields: Any) -> SessionView:
-        return await self.sessions.finish(
-            NAME, self.key(REWARD), Finish(reward=reward, **fields)
-        )
+        return await self.sessions.finish(NAME, self.key(REWARD), Finish(reward=reward, **fields))
 
     async def trajectory(self, name: str = NAME) -> Trajectory:
-        return await asyncio.wait_for(self.playing[name], DEADLINE_S)
+        return await within(DEADLINE_S, self.playing[name])
 
     def key(self, scope: str, name: str = NAME) -> str:
         return digest_of(session_key("", name, scope))
