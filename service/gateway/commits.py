@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actors.deadline import within
 from service.gateway.turns import Change, TurnAdded, TurnUnseen
 from service.store.run_store import LeaseLost, StoreError
 from service.store.sessions import SessionStore
@@ -105,8 +106,7 @@ class GroupCommit:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue(changes, done=done)
         try:
-            async with asyncio.timeout(self._hold_s):
-                await done
+            await within(self._hold_s, done)
         except TimeoutError:
             self._hide(changes)
             raise StoreAway(

@@ -1,0 +1,386 @@
+"""Sessions in a run's store: what is added comes back whole, in order, and goes when it is over."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from sqlalchemy import func, select
+from worlds.breaking_proxy import breaking_proxy
+from worlds.postgresql_server import PASSWORD, PostgresqlServer
+from worlds.same import assert_same_fields
+from worlds.session_builders import (
+    SPEC,
+    intent_added,
+    session_end,
+    session_intent,
+    session_request,
+    session_turn,
+    turn_added,
+)
+from worlds.store_builders import OpenStore
+from worlds.submission_service import request
+
+from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
+from actors.environment.rendering import BreakReason
+from actors.types import FinishReason, Outcome, VersionSpan
+from service.gateway.turns import (
+    IntentDropped,
+    SessionEnded,
+    SessionIntent,
+    SessionOpened,
+    SessionTurn,
+    TurnAdded,
+    TurnSeen,
+    TurnUnseen,
+)
+from service.intake.session import SessionStatus, StoredSession
+from service.intake.submission import RolloutRequest, Status, SubmissionView
+from service.store import tables
+from service.store.place import schema_name
+from service.store.run_store import LeaseLost, RunStore, StoreError
+from service.store.sessions import SessionStore
+from service.store.submissions import SubmissionStore
+
+# PostgreSQL has no NUL in its texts, and no header can bring one.
+_WORDS = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+_TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]))
+_FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+_JSON = st.dictionaries(
+    _TEXT,
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | _FLOATS | _TEXT,
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_TEXT, inner, max_size=2),
+        max_leaves=4,
+    ),
+    max_size=2,
+)
+_CALLS = st.builds(ToolCall, name=_TEXT, arguments=_JSON, id=_TEXT)
+_REPLIES = st.builds(
+    Message,
+    role=st.just(Role.ASSISTANT),
+    content=_TEXT,
+    tool_calls=st.lists(_CALLS, max_size=2).map(tuple),
+    reasoning=st.none() | _TEXT,
+)
+_MESSAGES = st.builds(
+    Message, role=st.just(Role.TOOL), content=_TEXT, name=st.none() | _TEXT, tool_call_id=_TEXT
+)
+_TOOLS = st.builds(
+    ToolSchema,
+    name=_TEXT,
+    description=_TEXT,
+    parameters=_TEXT.map(lambda name: {"properties": {name: {"type": ["string", "null"]}}}),
+)
+_LENGTHS = st.integers(0, 3)
+
+
+def _ids() -> st.SearchStrategy[Any]:
+    return arrays(np.int32, _LENGTHS)
+
+
+_TURNS = st.builds(
+    SessionTurn,
+    number=st.just(0),
+    parent=st.none() | st.integers(0, 9),
+    tools=st.lists(_TOOLS, max_size=2).map(tuple),
+    new_messages=st.lists(_MESSAGES | _REPLIES, max_size=2).map(tuple),
+    reply=_REPLIES,
+    extends_parent=st.booleans(),
+    new_token_ids=_ids(),
+    sampled_token_ids=_ids(),
+    logprobs=arrays(np.float32, _LENGTHS, elements=st.floats(width=32)),
+    version_spans=st.lists(
+        st.builds(VersionSpan, version=st.integers(0, 9), start=_LENGTHS, end=_LENGTHS), max_size=2
+    ).map(tuple),
+    finish_reason=st.sampled_from(FinishReason),
+    num_inserted=_LENGTHS,
+    break_reason=st.none() | st.sampled_from(BreakReason),
+    is_malformed=st.booleans(),
+    is_auxiliary=st.booleans(),
+    is_unseen=st.booleans(),
+    expert_indices=st.none()
+    | arrays(st.sampled_from([np.uint8, np.int16]), st.tuples(_LENGTHS, _LENGTHS, _LENGTHS)),
+    cache_salt=_WORDS,
+    replica=_WORDS,
+    request_id=_WORDS,
+    request_digest=_WORDS,
+    idempotency_key=_WORDS,
+    created_at=_FLOATS,
+)
+
+
+def begun(store: RunStore, *names: str) -> tuple[SessionStore, int]:
+    """With submissions of two sessions each, and the term that may write."""
+    term = store.acquire_lease(owner="elsewhere:1").term
+    SubmissionStore(store).add([session_request(name) for name in names], term=term)
+    return SessionStore(store), term
+
+
+def loaded(sessions: SessionStore, session_id: str) -> StoredSession:
+    found = sessions.load(session_id)
+    assert found is not None
+    return found[0]
+
+
+def turns_of(sessions: SessionStore, session_id: str) -> list[int]:
+    found = sessions.load(session_id)
+    assert found is not None
+    return [turn.number for turn in found[1]]
+
+
+def intents_of(sessions: SessionStore, session_id: str) -> tuple[SessionIntent, ...]:
+    found = sessions.load(session_id)
+    assert found is not None
+    return found[2]
+
+
+def num_rows(store: RunStore) -> tuple[int, int, int]:
+    """Sessions, turns and intents."""
+    queries = [
+        select(func.count()).select_from(table)
+        for table in (tables.sessions, tables.session_turns, tables.session_intents)
+    ]
+    first, second, third = store.read(lambda it: [it.scalar(query) or 0 for query in queries])
+    return first, second, third
+
+
+def ended(name: str) -> SubmissionView:
+    return SubmissionView(id=name, position=1, status=Status.TRAINED, num_ahead=0, rollouts=())
+
+
+def test_every_field_of_a_turn_and_of_an_intent_has_its_column() -> None:
+    for table, record, more in (
+        (tables.session_turns, SessionTurn, {"session_id", "term"}),
+        (tables.session_intents, SessionIntent, {"session_id"}),
+    ):
+        assert {column.name for column in table.columns} == {
+            field.name for field in fields(record)
+        } | more
+
+
+@settings(max_examples=25, suppress_health_check=[*HealthCheck])
+@given(drawn=st.lists(_TURNS, min_size=1, max_size=4))
+def test_turns_come_back_as_they_were_and_read_only(
+    tmp_path: Path, opened: OpenStore, drawn: list[SessionTurn]
+) -> None:
+    store = opened(tmp_path)
+    term = store.acquire_lease(owner="elsewhere:1").term
+    name = f"prompt-{term}"
+    SubmissionStore(store).add([session_request(name)], term=term)
+    sessions = SessionStore(store)
+    turns = [replace(turn, number=number) for number, turn in enumerate(drawn)]
+    sessions.apply([TurnAdded(session_id=f"{name}-1", turn=turn) for turn in turns], term=term)
+    found = sessions.load(f"{name}-1")
+    assert found is not None
+    for got, expected in zip(found[1], turns, strict=True):
+        assert_same_fields(got, expected)
+        # Of a message's equality the arguments of its calls are not part.
+        assert got.reply.call_texts == expected.reply.call_texts
+        columns = (got.new_token_ids, got.sampled_token_ids, got.logprobs, got.expert_indices)
+        assert not any(column.flags.writeable for column in columns if column is not None)
+    store.close()
+
+
+def test_sessions_are_made_with_their_submission_and_found_by_either_id(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    store = opened(tmp_path)
+    sessions, term = begun(store, "a", "b")
+    SubmissionStore(store).add([request("plain")], term=term)
+    first, second = sessions.of_submission("b")
+    assert (first.id, first.submission_id, first.member) == ("b-0", "b", 0)
+    assert first.spec == SPEC
+    assert (first.keys.agent, second.keys.reward) == ("key-agent-0", "key-reward-1")
+    assert first.created_at > 0 and first.opened_at is None and first.end is None
+    assert sessions.find(["b-1", "b-2", "plain-0"]) == {"b-1": second}
+    assert sessions.of_submission("plain") == () and sessions.load("b-2") is None
+    assert sessions.load("b-0") == (first, (), ())
+
+
+def test_a_submission_of_sessions_is_the_same_only_with_the_same_key_and_words() -> None:
+    plain, asked = session_request("a"), session_request("a")
+    assert asked.sessions is not None
+    other_default = replace(asked.sessions, spec=replace(SPEC, ttl_s=1.0))
+    named = replace(asked.sessions, asked={"ttl_s": 7200.0})
+
+    def digest(sessions: Any, samples: int | None = 2) -> str:
+        return RolloutRequest.of(
+            plain.task, asked_samples=samples, default_samples=2, sessions=sessions
+        ).digest
+
+    assert digest(other_default) == digest(asked.sessions) == plain.digest
+    others = [digest(named), digest(None), session_request("a", key="other").digest]
+    assert len({plain.digest, *others}) == 4
+    with pytest.raises(ValueError, match="submission a: got keys of 2 sessions, expected 3"):
+        digest(asked.sessions, samples=3)
+
+
+def test_changes_are_stored_in_order_and_what_comes_too_late_is_named(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    sessions, term = begun(opened(tmp_path), "a", "b")
+    pending = session_end(reward=None, reward_until=1_795_000_200.0)
+    changes = [
+        SessionOpened(session_id="a-0", opened_at=5.0),
+        SessionOpened(session_id="a-0", opened_at=6.0),
+        intent_added("a-0", 0),
+        intent_added("a-0", 1),
+        turn_added("a-0", 0),
+        turn_added("a-0", 1, request_id="another"),
+        TurnUnseen(session_id="a-0", number=1),
+        intent_added("a-1", 0, request_id="failed"),
+        IntentDropped(session_id="a-1", request_id="failed"),
+        turn_added("nowhere-0"),
+    ]
+    assert sessions.apply(changes, term=term) == {9}
+    found = sessions.load("a-0")
+    assert found is not None and found[0].opened_at == 5.0
+    assert [(turn.number, turn.is_unseen) for turn in found[1]] == [(0, False), (1, True)]
+    assert found[2] == (session_intent(1),) and intents_of(sessions, "a-1") == ()
+    # A later transaction, and a finish between two turns.
+    changes = [
+        SessionOpened(session_id="a-0", opened_at=7.0),
+        TurnSeen(session_id="a-0", number=1),
+        TurnUnseen(session_id="a-0", number=0),
+        turn_added("a-0", 2),
+        SessionEnded(session_id="a-0", end=pending),
+        turn_added("a-0", 3),
+        intent_added("a-0", 4),
+        SessionEnded(session_id="a-1", end=session_end()),
+        SessionEnded(session_id="a-1", end=session_end(reward=1.0)),
+        SessionEnded(session_id="nowhere-0", end=session_end()),
+    ]
+    assert sessions.apply(changes, term=term) == {5, 6, 8, 9}
+    found = sessions.load("a-0")
+    assert found is not None and (found[0].opened_at, found[0].end) == (5.0, pending)
+    assert [(turn.number, turn.is_unseen) for turn in found[1]] == [
+        (0, True),
+        (1, False),
+        (2, False),
+    ]
+    assert loaded(sessions, "a-1").end == session_end()
+    # The reward that was to come, once, whoever says it again.
+    given_later = [SessionEnded(session_id="a-0", end=session_end()) for _ in range(2)]
+    other = SessionEnded(session_id="a-0", end=session_end(reward=0.0))
+    assert sessions.apply([*given_later, other], term=term) == {2}
+    assert sessions.apply([*given_later, other], term=term) == {2}
+    assert loaded(sessions, "a-0").end == session_end()
+
+
+def test_a_turn_that_is_stored_is_stored_once_and_its_number_is_given_once(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    sessions, term = begun(opened(tmp_path), "a")
+    changes = [turn_added("a-0", 0), turn_added("a-0", 1)]
+    assert sessions.apply(changes, term=term) == frozenset()
+    # One more that is new, the same two again, and others that would take their numbers.
+    again = [
+        turn_added("a-0", 2),
+        intent_added("a-0", 9),
+        *changes,
+        turn_added("a-0", 1, request_id="another"),
+        turn_added("a-0", 2, created_at=1.0),
+    ]
+    assert sessions.apply(again, term=term) == {4, 5}
+    found = sessions.load("a-0")
+    assert found is not None and found[2] == (session_intent(9),)
+    for number, turn in enumerate(found[1]):
+        assert_same_fields(turn, session_turn(number))
+
+
+def test_an_older_term_stores_no_change_and_a_newer_one_goes_on(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    sessions, term = begun(opened(tmp_path), "a")
+    sessions.apply([turn_added("a-0", 0)], term=term)
+    newer = opened(tmp_path)
+    newer_term = newer.acquire_lease(owner="elsewhere:2").term
+    for change in (turn_added("a-0", 1), intent_added("a-0", 1), turn_added("a-0", 0)):
+        with pytest.raises(LeaseLost, match=r"taken over by elsewhere:2 \(term 2"):
+            sessions.apply([change], term=term)
+    SessionStore(newer).apply([turn_added("a-0", 1)], term=newer_term)
+    assert turns_of(sessions, "a-0") == [0, 1] and intents_of(sessions, "a-0") == ()
+
+
+def test_what_was_played_goes_with_the_submission_and_how_it_ended_stays_as_long_as_its_row(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    store = opened(tmp_path)
+    sessions, term = begun(store, "a", "b", "c", "d")
+    submissions = SubmissionStore(store)
+    for name in ("a", "b", "c", "d"):
+        sessions.apply([turn_added(f"{name}-0"), intent_added(f"{name}-1")], term=term)
+    end = session_end(outcome=Outcome.CANCELLED, status=SessionStatus.DISCARDED)
+    submissions.cancel("a", term=term)
+    assert num_rows(store) == (8, 3, 3)
+    # The gateway may hear of it later than its client.
+    late = [turn_added("a-0", 1), intent_added("a-0", 1), SessionEnded(session_id="a-0", end=end)]
+    assert sessions.apply(late, term=term) == {0, 1}
+    assert (loaded(sessions, "a-0").end, turns_of(sessions, "a-0")) == (end, [])
+    submissions.archive([ended("b")], [], term=term, keep=9)
+    assert sessions.apply([turn_added("b-0", 1)], term=term) == {0}
+    assert num_rows(store) == (8, 2, 2) and turns_of(sessions, "c-0") == [0]
+    # Of those that are over, one stays known: the newest.
+    submissions.archive([ended("c"), ended("a")], [], term=term, keep=1)
+    assert sessions.find(["a-0", "b-1", "c-0", "d-0"]).keys() == {"c-0", "d-0"}
+    assert num_rows(store) == (4, 1, 1)
+    assert sessions.apply([SessionEnded(session_id="b-0", end=end)], term=term) == {0}
+
+
+DAMAGES = {
+    r"5 bytes are stored, expected a multiple of 4": "sampled_token_ids = x'0102030405'",
+    r"a stored tuple\[.*Message, \.\.\.\] cannot be read": "new_messages = '[{]'",
+    r"a stored Message cannot be read": 'reply = \'{"role": "nobody", "content": ""}\'',
+    r"a stored FinishReason is none of stop, ": "finish_reason = 'bored'",
+    r"stored experts begin with no type and shape": "expert_indices = x'07'",
+    r"2 experts are stored, expected \[1, 1, 3\]": (
+        "expert_indices = x'010100000001000000030000000102'"
+    ),
+}
+
+
+def test_damage_is_told_and_nothing_half_is_returned(tmp_path: Path) -> None:
+    store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
+    sessions, term = begun(store, *(f"s{number}" for number in range(len(DAMAGES))))
+    for number, (words, damage) in enumerate(DAMAGES.items()):
+        session = f"s{number}-0"
+        sessions.apply([turn_added(session)], term=term)
+        with closing(sqlite3.connect(tmp_path / "run.db")) as connection:
+            where = f"WHERE session_id = '{session}'"
+            connection.execute(f"UPDATE session_turns SET {damage} {where}")
+            connection.commit()
+        with pytest.raises(StoreError, match=rf"run\.db is damaged \({words}"):
+            sessions.load(session)
+        assert sessions.find([session]).keys() == {session}
+    store.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_changes_whose_commit_loses_its_connection_are_stored_once(
+    tmp_path: Path,
+    postgresql_server: PostgresqlServer,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    with breaking_proxy(postgresql_server.port) as proxy:
+        place = postgresql_server.store_url(schema_name(str(tmp_path)))
+        store = RunStore(
+            place.replace(f":{postgresql_server.port}/", f":{proxy.port}/") + "&sslmode=disable"
+        )
+        sessions, term = begun(store, "a")
+        for number in range(3):
+            proxy.arm(when=when)
+            changes = [intent_added("a-0", 9), turn_added("a-0", number)]
+            assert sessions.apply(changes, term=term) == frozenset()
+        assert proxy.num_broken == 3 and turns_of(sessions, "a-0") == [0, 1, 2]
+        store.close()
