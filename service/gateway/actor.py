@@ -19,8 +19,12 @@ from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, Refused
 from service.gateway.commits import GroupCommit
 from service.gateway.sessions import GatewaySettings, Sessions
+from service.store.database import PATIENCE_S
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
+
+# Shorter than the store's own patience, after which it is given up.
+STORE_HOLD_S = PATIENCE_S / 2
 
 
 class Gateway:
@@ -42,7 +46,9 @@ class Gateway:
         term: whose lease the turns are stored under. Raises: StoreError.
         """
         store = RunStore(database_url)
-        self._commits = GroupCommit(SessionStore(store), term=term, hold_s=settings.sessions.hold_s)
+        self._commits = GroupCommit(
+            SessionStore(store), term=term, hold_s=min(settings.sessions.hold_s, STORE_HOLD_S)
+        )
         self._sessions = Sessions(
             settings,
             renderer=load_renderer(
@@ -65,12 +71,20 @@ class Gateway:
         )
 
     async def run(self) -> None:
-        """Take rollouts and hand trajectories over until `stop`. Raises: QueueUnreachable."""
+        """Take rollouts and hand trajectories over until `stop`.
+
+        Raises: QueueUnreachable; StoreError, LeaseLost when nothing can be stored any more.
+        """
+        exchanging = asyncio.create_task(self._exchange.run())
         looking = asyncio.create_task(self._sessions.look_forever())
         try:
-            await self._exchange.run()
+            await asyncio.wait((exchanging, looking), return_when=asyncio.FIRST_COMPLETED)
+            for task in (looking, exchanging):
+                if task.done():
+                    task.result()
         finally:
-            looking.cancel()
+            for task in (exchanging, looking):
+                task.cancel()
 
     async def ping(self) -> None:
         """Answer; an actor whose event loop is blocked does not."""

@@ -292,9 +292,14 @@ class Sessions:
         return trajectory
 
     async def look_forever(self) -> None:
-        """End the sessions whose time is up; never returns."""
+        """End the sessions whose time is up; never returns.
+
+        Raises: StoreError, LeaseLost when nothing can be stored any more.
+        """
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
+            if self._commits.failure is not None:
+                raise self._commits.failure
             for task in list(self._known.values()):
                 is_there = task.done() and not task.cancelled() and task.exception() is None
                 session = task.result() if is_there else None

@@ -1,0 +1,93 @@
+"""Agents that know nothing of Rayloom, against a service: OpenAI's client, and kills between."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from worlds.guessing_agent import SessionClient
+from worlds.run_checks import check_lineage
+from worlds.run_driver import START_S, STEP_S, Run, running, small_config
+
+pytestmark = [pytest.mark.scenario, pytest.mark.timeout(600)]
+
+KEY = "a key of the scenario, long enough"
+OVER = {"trained", "evicted", "cancelled"}
+
+
+def client_of(run: Run) -> httpx.Client:
+    run.wait_for_output("the API listens on ", limit_s=START_S)
+    address = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+    headers = {"authorization": f"Bearer {KEY}"}
+    return httpx.Client(base_url=address, headers=headers, timeout=START_S)
+
+
+def wait_until_over(client: httpx.Client, name: str, *, limit_s: float) -> dict[str, object]:
+    deadline = time.monotonic() + limit_s
+    while True:
+        answer = client.get(f"/api/v1/rollouts/{name}")
+        if answer.status_code == 200 and answer.json()["status"] in OVER:
+            found: dict[str, object] = answer.json()
+            return found
+        assert time.monotonic() < deadline, answer.text
+        time.sleep(0.3)
+
+
+def test_an_agent_that_knows_a_url_is_trained_and_a_dead_gateway_costs_it_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_model: str
+) -> None:
+    monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
+    config = small_config(
+        tmp_path,
+        small_model,
+        run={"steps": 400, "evaluate_every": 1000, "checkpoint_every": 1},
+        trainer={"num_ranks": 1},
+        algorithm={"groups_per_step": 2, "group_size": 4},
+        service={"port": 0},
+    )
+    with (
+        running(config, tmp_path / "run", command="serve") as run,
+        client_of(run) as client,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        sessions = SessionClient(client)
+
+        def group(name: str, number: int) -> list[float]:
+            made = sessions.create(name, limit_s=START_S, num_sessions=4)
+            games = [
+                pool.submit(
+                    sessions.play, each, number=number, limit_s=START_S, streams=bool(index % 2)
+                )
+                for index, each in enumerate(made)
+            ]
+            return [game.result() for game in games]
+
+        for step in range(2):
+            rewards = [group(f"step-{step}-{index}", number=3 + index) for index in range(2)]
+            for index, found in enumerate(rewards):
+                view = wait_until_over(client, f"step-{step}-{index}", limit_s=2 * STEP_S)
+                samples = view["samples"]
+                assert isinstance(samples, list)
+                assert [sample["reward"] for sample in samples] == found
+                assert {sample["outcome"] for sample in samples} <= {
+                    "completed",
+                    "truncated_tokens",
+                }
+            if step == 0:
+                run.kill_part("ray::Gateway")
+        check_refusals(client)
+    check_lineage(run.events())
+
+
+def check_refusals(client: httpx.Client) -> None:
+    answer = client.get("/api/v1/sessions/step-0-0-1")
+    assert answer.status_code == 200 and answer.json()["status"] == "finished", answer.text
+    assert client.get("/api/v1/sessions/nobody-0").status_code == 404
+    late = client.post(
+        "/sessions/step-0-0-1/v1/chat/completions",
+        json={"model": "any", "messages": [{"role": "user", "content": "hi"}]},
+    )
+    assert late.status_code == 401 and late.json()["error"]["code"] == "invalid_key", late.text

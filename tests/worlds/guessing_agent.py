@@ -1,0 +1,84 @@
+"""An agent that knows nothing of Rayloom: it plays a guessing game over OpenAI's own client.
+
+It is started with an address and a key alone. `SessionClient` is the other side: who creates
+sessions and rewards them.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+HIGHEST = 7
+NUM_GUESSES = 3
+
+
+def play(env: dict[str, str], *, number: int, streams: bool = False) -> float:
+    """Play one game. Returns: 1.0 where the number was found, else 0.0."""
+    client = OpenAI(
+        base_url=env["OPENAI_BASE_URL"], api_key=env["OPENAI_API_KEY"], max_retries=5, timeout=300
+    )
+    messages: list[Any] = [
+        {"role": "user", "content": f"Say one number from 1 to {HIGHEST}. Guess my number."}
+    ]
+    for _ in range(NUM_GUESSES):
+        text = _ask(client, messages, streams=streams)
+        messages.append({"role": "assistant", "content": text})
+        found = re.search(r"\d+", text)
+        if found and int(found[0]) == number:
+            return 1.0
+        is_low = found is not None and int(found[0]) < number
+        messages.append({"role": "user", "content": "higher" if is_low else "lower"})
+    return 0.0
+
+
+def _ask(client: OpenAI, messages: list[Any], *, streams: bool) -> str:
+    if not streams:
+        answer = client.chat.completions.create(model="any", messages=messages)
+        return answer.choices[0].message.content or ""
+    parts = client.chat.completions.create(model="any", messages=messages, stream=True)
+    return "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+
+
+@dataclass
+class SessionClient:
+    """Creates sessions, and rewards them."""
+
+    client: httpx.Client
+
+    def create(self, name: str, *, limit_s: float, **fields: Any) -> list[dict[str, Any]]:
+        """The sessions of a group; asked for again while the service starts."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            answer = self.client.post("/api/v1/sessions", json={"id": name, **fields})
+            if answer.status_code not in (404, 503) or time.monotonic() > deadline:
+                assert answer.status_code in (200, 201), answer.text
+                found: list[dict[str, Any]] = answer.json()["sessions"]
+                return found
+            time.sleep(0.2)
+
+    def finish(self, session: dict[str, Any], *, limit_s: float, **fields: Any) -> dict[str, Any]:
+        """As long as the service is away, again."""
+        deadline = time.monotonic() + limit_s
+        headers = {"authorization": f"Bearer {session['reward_key']}"}
+        while True:
+            answer = self.client.post(
+                f"/api/v1/sessions/{session['id']}/finish", json=fields, headers=headers
+            )
+            if answer.status_code < 500 or time.monotonic() > deadline:
+                assert answer.status_code == 200, answer.text
+                found: dict[str, Any] = answer.json()
+                return found
+            time.sleep(random.uniform(0.2, 0.5))
+
+    def play(self, session: dict[str, Any], *, number: int, limit_s: float, **how: Any) -> float:
+        """Play a session's game and finish it. Returns: its reward."""
+        reward = play(session["env"], number=number, **how)
+        self.finish(session, reward=reward, components={"found": reward}, limit_s=limit_s)
+        return reward
