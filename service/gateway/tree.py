@@ -76,9 +76,6 @@ class SessionCounts:
     num_inserted: int
     render_breaks: Mapping[str, int]
     """By `BreakReason`."""
-    branches: Mapping[str, int]
-    """Turns that go on from nothing, or from a turn that another went on from before; by
-    `BranchReason`. The first turn is none."""
     num_ambiguous: int
     """Conversations that were rendered anew because two turns of theirs have equal texts."""
 
@@ -362,7 +359,6 @@ class SessionTree:
             num_malformed=sum(node.turn.is_malformed for node in counted),
             num_inserted=sum(node.turn.num_inserted for node in counted),
             render_breaks=Counter(reason.value for reason in breaks),
-            branches=Counter(node.reason.value for node in _branches(counted)),
             num_ambiguous=sum(node.is_ambiguous for node in counted),
         )
 
@@ -517,15 +513,3 @@ def _has_same_ids(own: Message, shown: Message) -> bool:
 def _has_same_reasoning(own: Message, shown: Message) -> bool:
     said = (shown.reasoning or "").strip()
     return not said or said == (own.reasoning or "").strip()
-
-
-def _branches(nodes: Sequence[_Node]) -> Iterator[_Node]:
-    """Those that begin a sample, but for the first."""
-    ends: set[int] = set()
-    for node in nodes:
-        parent = node.turn.parent
-        if node.turn.extends_parent and parent in ends:
-            ends.remove(parent)
-        elif node is not nodes[0]:
-            yield node
-        ends.add(node.turn.number)
