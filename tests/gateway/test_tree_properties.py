@@ -73,8 +73,13 @@ class Said:
     sampled: TokenIds
 
 
-def play(family: str, script: Sequence[Ask], *, as_sent: bool) -> SessionPlayer:
-    """Play a script; as_sent: the client sends everything back as it got it."""
+def play(
+    family: str, script: Sequence[Ask], *, as_sent: bool, says_one_thing: bool = False
+) -> SessionPlayer:
+    """Play a script; as_sent: the client sends everything back as it got it.
+
+    says_one_thing: the policy's replies differ in nothing but the ids of their calls.
+    """
     player = SessionPlayer(family, single_roots_are_auxiliary=False)
     said: list[Said] = []
     for number, ask in enumerate(script):
@@ -82,12 +87,13 @@ def play(family: str, script: Sequence[Ask], *, as_sent: bool) -> SessionPlayer:
         new = news_for(ask, before)
         tools = TOOLS[ask.with_tools] if before is None else before.tools
         messages = [*(before.messages if before else ()), *new]
-        calls = [call(f"n{number:04}c{index:03}", f"{number}") for index in range(ask.num_calls)][
+        text = "same" if says_one_thing else f"{number}"
+        calls = [call(f"n{number:04}c{index:03}", text) for index in range(ask.num_calls)][
             : player.family.max_calls
         ]
         thought = "hm" if ask.thinks and player.family.has_thoughts else None
         can_say = player.family.can_say_and_call or not calls
-        reply = says(f"{number}" if can_say else "", *calls, reasoning=thought)
+        reply = says(text if can_say else "", *calls, reasoning=thought)
         sent, request = messages, {}
         if ask.by_name and before is not None and not as_sent:
             request = {"continues": f"s-0.{said.index(before)}"}
@@ -221,3 +227,17 @@ def test_every_sampled_token_is_trained_once_however_clients_write_it(
             np.testing.assert_array_equal(
                 np.concatenate(found.parent_prompt), np.concatenate(again.parent_prompt)
             )
+
+
+@pytest.mark.parametrize("family", ["tiny", "mistral"])
+@given(script=asks)
+@settings(max_examples=30)
+def test_replies_of_one_text_are_told_apart_where_their_ids_come_back(
+    family: str, script: list[Ask]
+) -> None:
+    player = play(family, script, as_sent=True, says_one_thing=True)
+    assert not any(place.is_ambiguous for place in player.places)
+    samples = player.samples()
+    assert_same_samples(player.rebuilt().samples("t"), samples)
+    num_sampled = sum(len(player.tree.turns[n].sampled_token_ids) for n in counted(player.tree))
+    assert sum(sample.num_trained for sample in samples) == num_sampled
