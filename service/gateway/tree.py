@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -76,11 +77,24 @@ class SessionCounts:
     num_inserted: int
     render_breaks: Mapping[str, int]
     """By `BreakReason`."""
-    branches: Mapping[str, int]
-    """Turns that go on from nothing, or from a turn that another went on from before; by
-    `BranchReason`. The first turn is none."""
     num_ambiguous: int
     """Conversations that were rendered anew because two turns of theirs have equal texts."""
+
+
+class Reading(NamedTuple):
+    """What a request's text says, whatever the session: all of the work that grows with it."""
+
+    tools: bytes
+    """Their key."""
+    links: list[Link]
+    """Of its messages; not used where it names the turn that they follow."""
+
+
+def read(request: ChatRequest) -> Reading:
+    """Read a request; may run in a thread."""
+    return Reading(
+        tools_key(request.tools), links_of(() if request.continues else request.messages)
+    )
 
 
 def next_prompt(place: Place, renderer: ChatRenderer) -> Prompt:
@@ -217,35 +231,44 @@ class SessionTree:
     def turn_id(self, number: int) -> str:
         return f"{self._session_id}.{number}"
 
-    def find(self, request: ChatRequest) -> Place:
+    def find(self, request: ChatRequest, reading: Reading | None = None) -> Place:
         """Find where a request goes on.
 
+        Args: reading: of this request, where it was read before.
         Raises: Refused, where it names a turn that this session does not have.
         """
-        tools, messages, named = tools_key(request.tools), request.messages, None
-        if request.continues:
-            named = self._named(request.continues)
-            messages = (*named.history(), *_without_repeated_instructions(messages, behind=named))
-        links = links_of(messages)
-        is_ambiguous = False
+        tools, links = reading or read(request)
+        messages, is_ambiguous = request.messages, False
+        named = self._named(request.continues) if request.continues else None
+        if named is not None:
+            messages = _without_repeated_instructions(messages, behind=named)
         if named is not None and named.tools_key == tools:
             parent: _Node | None = named
+            links = _links_behind(named, messages)
         else:
+            if named is not None:
+                messages = (*named.history(), *messages)
+                links = links_of(messages)
             same = self._deepest(links, tools=tools)
             parent = _told_apart(same, messages)
             is_ambiguous = bool(same) and parent is None
-        depth = 0 if parent is None else parent.num_messages
-        known = self._deepest(links[depth:])
+            depth = 0 if parent is None else parent.num_messages
+            messages, links = messages[depth:], links[depth:]
+        if links:
+            key = links[-1].key
+        else:
+            assert parent is not None, "a request without messages"
+            key = parent.key
         return Place(
             parent=None if parent is None else parent.turn.number,
             tools=self._tools.get(tools, request.tools),
             history=() if parent is None else parent.history(),
-            new_messages=self._own(messages[depth:], links[depth:], behind=parent),
+            new_messages=self._own(messages, links, behind=parent),
             parent_prompt=() if parent is None else parent.prompt(),
             parent_sampled=None if parent is None else parent.turn.sampled_token_ids,
-            is_under_other_tools=_are_under_others(known, tools),
+            is_under_other_tools=_are_under_others(self._deepest(links), tools),
             is_ambiguous=is_ambiguous,
-            request_digest=request_digest(request, key=links[-1].key, tools=tools),
+            request_digest=request_digest(request, key=key, tools=tools),
         )
 
     def add(self, turn: SessionTurn) -> None:
@@ -261,12 +284,7 @@ class SessionTree:
             key = tools_key(turn.tools)
             tools = self._tools.setdefault(key, turn.tools)
         else:
-            links = links_of(
-                messages,
-                after=parent.key,
-                num_calls=parent.num_calls,
-                call_before=parent.call_number,
-            )
+            links = _links_behind(parent, messages)
             key, tools = parent.tools_key, parent.tools
             parent.is_continued = True
         for link in links[:-1]:
@@ -374,7 +392,6 @@ class SessionTree:
             num_malformed=sum(node.turn.is_malformed for node in counted),
             num_inserted=sum(node.turn.num_inserted for node in counted),
             render_breaks=Counter(reason.value for reason in breaks),
-            branches=Counter(node.reason.value for node in _branches(counted)),
             num_ambiguous=sum(node.is_ambiguous for node in counted),
         )
 
@@ -474,6 +491,12 @@ class SessionTree:
         return [node for node in kept if node.first_key in long] if long else kept
 
 
+def _links_behind(node: _Node, messages: Sequence[Message]) -> list[Link]:
+    return links_of(
+        messages, after=node.key, num_calls=node.num_calls, call_before=node.call_number
+    )
+
+
 def _without_repeated_instructions(
     messages: tuple[Message, ...], *, behind: _Node
 ) -> tuple[Message, ...]:
@@ -495,12 +518,11 @@ def _calls_of(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
 def _told_apart(nodes: list[_Node], messages: Sequence[Message]) -> _Node | None:
     """The turn that a client goes on from, of several with equal texts; None: it cannot be told.
 
-    It is one that the client got; whose ids of calls it sends back as they were; whose reasoning it
-    sends back. Between turns that agree in all their ids there is no difference.
+    It is the one whose ids of calls it sends back as they were, whose reasoning it sends back, that
+    it got. Between turns that agree in all their token ids there is no difference.
     """
     if len(nodes) < 2:
         return nodes[0] if nodes else None
-    nodes = [node for node in nodes if not node.is_orphan] or nodes
     paths = [{id(node): node for node in end.path()} for end in nodes]
     shared = set.intersection(*(set(path) for path in paths))
     for agrees in (_has_same_ids, _has_same_reasoning):
@@ -514,6 +536,7 @@ def _told_apart(nodes: list[_Node], messages: Sequence[Message]) -> _Node | None
             )
         ]
         nodes = told or nodes
+    nodes = [node for node in nodes if not node.is_orphan] or nodes
     newest = nodes[-1]
     if len(nodes) > 1:
         ids = newest.full_ids()
@@ -529,15 +552,3 @@ def _has_same_ids(own: Message, shown: Message) -> bool:
 def _has_same_reasoning(own: Message, shown: Message) -> bool:
     said = (shown.reasoning or "").strip()
     return not said or said == (own.reasoning or "").strip()
-
-
-def _branches(nodes: Sequence[_Node]) -> Iterator[_Node]:
-    """Those that begin a sample, but for the first."""
-    ends: set[int] = set()
-    for node in nodes:
-        parent = node.turn.parent
-        if node.turn.extends_parent and parent in ends:
-            ends.remove(parent)
-        elif node is not nodes[0]:
-            yield node
-        ends.add(node.turn.number)

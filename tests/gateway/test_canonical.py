@@ -1,0 +1,148 @@
+"""Two messages are one where a client wrote one anew, and two wherever it said something else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds.session_player import call, result, says, system, user
+
+from actors.environment.builtin.calculator import CALCULATOR
+from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
+from service.gateway.canonical import links_of, request_digest, tools_key
+from service.gateway.chat import ChatRequest
+
+WEATHER = ToolSchema(name="weather", description="Of a city.", parameters={"type": "object"})
+
+
+def key(*messages: Message) -> bytes:
+    return links_of(messages)[-1].key
+
+
+def called(**arguments: object) -> Message:
+    return says("", ToolCall(id="a", name="search", arguments=arguments))
+
+
+# Cases 2, 3, 4, 14 and 15 of sessions: one message each, however a client writes it.
+SAME = {
+    "reasoning": [says("4"), says("4", reasoning="hm"), says("4", reasoning=" hm\n")],
+    "empty thoughts": [says("4"), says("4", reasoning=""), says("<think>\n\n</think>\n\n4")],
+    "white space around": [says("4"), says(" 4\n")],
+    "order of arguments": [called(a=1, b={"c": 2, "d": 3}), called(b={"d": 3, "c": 2}, a=1)],
+    "JavaScript's numbers": [called(n=1, x=-3), called(n=1.0, x=-3.0)],
+    "rotating header": [
+        system("x-anthropic-billing-header: cc=1; cch=ab\nBe brief."),
+        system("x-anthropic-billing-header: cc=1; cch=cd\nBe brief."),
+        system("Be brief."),
+    ],
+    "header in the middle": [
+        system("A\nx-anthropic-billing-header: 1\nB"),
+        system("A\nx-anthropic-billing-header: 2\nB"),
+    ],
+}
+OTHER = {
+    "text": [says("4"), says("5"), says("4 5"), says("45")],
+    "role": [says("4"), user("4"), system("4")],
+    "a question's white space": [user("4"), user(" 4"), user("4\n")],
+    "a thought in words": [says("4"), says("<think>hm</think>4")],
+    "arguments": [called(), called(a=1), called(a="1"), called(a=True), called(a=[1]), called(b=1)],
+    "fractions": [called(a=0.5), called(a=0.25), called(a=0)],
+    "called tool": [says("", call("a")), says("", call("a", name="weather")), says("")],
+    "number of calls": [says("", call("a")), says("", call("a"), call("b"))],
+    "order of calls": [
+        says("", call("a", "1"), call("b", "2")),
+        says("", call("a", "2"), call("b", "1")),
+    ],
+    "header of a user": [user("x-anthropic-billing-header: 1"), user("")],
+    "who asks": [Message(role=Role.USER, content="4", name=name) for name in (None, "a", "b")],
+}
+
+
+@pytest.mark.parametrize("messages", SAME.values(), ids=SAME)
+def test_what_a_client_writes_anew_is_the_same(messages: list[Message]) -> None:
+    assert len({key(message) for message in messages}) == 1
+
+
+@pytest.mark.parametrize("messages", OTHER.values(), ids=OTHER)
+def test_what_a_client_says_otherwise_is_another_message(messages: list[Message]) -> None:
+    assert len({key(message) for message in messages}) == len(messages)
+
+
+def test_ids_of_calls_stand_for_their_places_case_5() -> None:
+    def chat(first: str, second: str, *order: str) -> bytes:
+        calls = (call(first, "1"), call(second, "2"))
+        return key(user("hi"), says("", *calls), *(result(each, "r" + each) for each in order))
+
+    def of_results(first: str, second: str, *, swapped: bool = False) -> bytes:
+        answers = [(first, "one"), (second, "two")]
+        if swapped:
+            answers = [(second, "one"), (first, "two")]
+        messages = (result(*answer) for answer in answers)
+        return key(user("hi"), says("", call(first, "1"), call(second, "2")), *messages)
+
+    assert of_results("a", "b") == of_results("b", "a") == of_results("toolu_1", "toolu-1")
+    assert of_results("a", "b") != of_results("a", "b", swapped=True)
+    # A result of no call stays as it is, and the tool's name is no part of one.
+    assert chat("a", "b", "x") != chat("a", "b", "y")
+    named = Message(role=Role.TOOL, content="4", name="calculator", tool_call_id="a")
+    assert key(says("", call("a")), named) == key(says("", call("b")), result("b", "4"))
+
+
+def test_an_id_that_comes_back_names_the_newest_call() -> None:
+    chat = [says("", call("call_0")), result("call_0", "1"), says("", call("call_0"))]
+    links = links_of([*chat, result("call_0", "2"), result("call_1", "3")])
+    assert [link.answers for link in links] == [None, 0, None, 1, None]
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_reading_a_conversation_in_two_parts_gives_the_links_of_the_whole(
+    data: st.DataObject,
+) -> None:
+    names = st.sampled_from(["", "a", "b", "c"])
+    calling = st.lists(names, max_size=2).map(lambda ids: says("", *map(call, ids)))
+    message = calling | names.map(user) | names.map(lambda name: result(name, "4"))
+    chat = data.draw(st.lists(message, min_size=1, max_size=8))
+    cut = data.draw(st.integers(1, len(chat)))
+    ids = [call_id for each in chat[:cut] for call_id, _, _ in each.call_texts]
+    newest = {call_id: number for number, call_id in enumerate(ids)}
+    whole, first = links_of(chat), links_of(chat[:cut])
+    rest = links_of(chat[cut:], after=first[-1].key, num_calls=len(ids), call_before=newest.get)
+    assert first + rest == whole
+    assert len({link.key for link in whole}) == len(whole)
+
+
+def test_tools_are_the_same_in_any_order_case_15() -> None:
+    parameters = {"required": [], "type": "object"}
+    rekeyed = replace(WEATHER, parameters={"type": "object", "required": []})
+    keys = [
+        tools_key((CALCULATOR, replace(WEATHER, parameters=parameters))),
+        tools_key([rekeyed, CALCULATOR]),
+    ]
+    assert len(set(keys)) == 1
+    assert tools_key(()) == tools_key([])
+    described = replace(CALCULATOR, description="Of numbers.")
+    others = [(), (CALCULATOR,), (WEATHER,), (CALCULATOR, WEATHER), (described,)]
+    assert len({tools_key(tools) for tools in others}) == len(others)
+
+
+def test_a_request_that_is_sent_again_has_its_digest_and_no_other_has() -> None:
+    def digest(*, tools: tuple[ToolSchema, ...] = (), **fields: object) -> str:
+        messages = fields.pop("messages", (user("hi"), says("4"), user("no")))
+        request = ChatRequest(messages=messages, tools=tools, **fields)  # type: ignore[arg-type]
+        return request_digest(request, key=key(*request.messages), tools=tools_key(tools))
+
+    assert digest() == digest(is_retry=True) == digest(idempotency_key="k")
+    assert digest(tools=(CALCULATOR, WEATHER)) == digest(tools=(WEATHER, CALCULATOR))
+    others = [
+        digest(),
+        digest(tools=(CALCULATOR,)),
+        digest(max_tokens=5),
+        digest(is_auxiliary=True),
+        digest(continues="s.1"),
+        digest(messages=(user("hi"),)),
+        digest(messages=(user("hi"), says("4", reasoning="hm"), user("no"))),
+    ]
+    assert len(set(others)) == len(others)

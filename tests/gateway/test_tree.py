@@ -1,0 +1,530 @@
+"""Where a request goes on in a session and what is trained: the cases that broke others, by number.
+
+The samples are written as text, with what is trained in brackets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from worlds.chat_examples import tokenizer
+from worlds.same import assert_same_samples
+from worlds.session_player import SessionPlayer, call, result, says, system, user
+
+from actors.environment.builtin.calculator import CALCULATOR
+from actors.environment.protocol import Message, ToolCall, ToolSchema
+from actors.environment.rendering import ChatRenderer, RenderError
+from actors.environment.settings import History
+from actors.types import BranchReason, FinishReason
+from service.gateway.chat import ChatRequest, RefusalCode, Refused
+from service.gateway.tree import next_prompt
+
+WEATHER = ToolSchema(name="weather", description="Of a city.", parameters={"type": "object"})
+HI = user("hi")
+
+
+def parents(player: SessionPlayer) -> list[int | None]:
+    return [place.parent for place in player.places]
+
+
+def test_a_template_that_strips_earlier_thoughts_makes_no_fork_case_1() -> None:
+    player = SessionPlayer("qwen3")
+    first = player.ask([HI], says("4", reasoning="hm"))
+    player.ask([HI, first, user("no")], says("5", reasoning="well"))
+    assert player.shown() == [
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        "[<think>\nhm\n</think>\n\n4<|im_end|>]\n"
+        "<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
+        "[<think>\nwell\n</think>\n\n5<|im_end|>]"
+    ]
+    counts = player.tree.counts()
+    # The line break behind each reply's end.
+    assert (counts.num_inserted, counts.render_breaks) == (1, {})
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        pytest.param({"reasoning": None}, id="reasoning dropped, case 2"),
+        pytest.param({"reasoning": "hm"}, id="reasoning echoed, case 2"),
+        pytest.param({"reasoning": " hm\n"}, id="reasoning trimmed, case 2"),
+        pytest.param({"reasoning": ""}, id="thinking block emptied, case 3"),
+        pytest.param({"content": "<think>\n\n</think>\n\nsay"}, id="empty thinking, case 3"),
+        pytest.param({"content": "say\n"}, id="content with a line break, case 4"),
+        pytest.param({"ids": ("x", "y")}, id="ids renamed, case 5"),
+        pytest.param({"ids": ("abcdefgh2", "abcdefgh1")}, id="ids swapped, case 5"),
+        pytest.param({"rekeyed": True}, id="arguments written anew, case 4"),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "tiny"])
+def test_what_a_client_writes_anew_stays_in_its_branch(
+    family: str, echo: dict[str, object]
+) -> None:
+    ids = ("abcdefgh1", "abcdefgh2")
+    arguments = {"expression": "1", "places": 1.0}
+    # A family keeps of a reply what its policy would have said.
+    content = "say" if SessionPlayer(family).family.can_say_and_call else ""
+    thought = "hm" if SessionPlayer(family).family.has_thoughts else None
+
+    def calls(ids: tuple[str, str], **arguments: object) -> tuple[ToolCall, ...]:
+        return tuple(ToolCall(id=each, name="calculator", arguments=arguments) for each in ids)
+
+    def play(
+        *, ids: tuple[str, str], rekeyed: bool = False, **changes: object
+    ) -> tuple[SessionPlayer, Message]:
+        player = SessionPlayer(family)
+        own = ("abcdefgh1", "abcdefgh2")
+        said = player.ask([HI], says(content, *calls(own, **arguments), reasoning=thought))
+        shown = {"places": 1, "expression": "1"} if rekeyed else arguments
+        if not content and "content" in changes:
+            changes["content"] = "\n"
+        back = replace(said, tool_calls=calls(ids, **shown), **changes)
+        answers = [result(ids[0], "one"), result(ids[1], "two")]
+        again = player.ask([HI, back, *answers], says("3"))
+        player.ask([HI, back, *answers, again, user("no")], says("4"))
+        return player, back
+
+    plain, _ = play(ids=ids)
+    varied, _ = play(**{"ids": ids, **echo})  # type: ignore[arg-type]
+    assert parents(varied) == parents(plain) == [None, 0, 1]
+    assert [turn.new_messages for turn in varied.tree.turns] == [
+        turn.new_messages for turn in plain.tree.turns
+    ]
+    assert len(varied.samples()) == 1
+    assert_same_samples(varied.samples(), plain.samples())
+    assert_same_samples(varied.rebuilt().samples("t"), plain.samples())
+
+
+def test_results_that_follow_each_other_share_the_templates_turn_case_6() -> None:
+    player = SessionPlayer("qwen3")
+    said = player.ask([HI], says("", call("a", "1"), call("b", "2")))
+    # The results come back in another order, under other ids.
+    back = replace(said, tool_calls=(call("x", "1"), call("y", "2")))
+    player.ask([HI, back, result("y", "two"), result("x", "one")], says("3"))
+    (shown,) = player.shown()
+    assert shown.endswith(
+        "</tool_call><|im_end|>]\n<|im_start|>user\n<tool_response>\ntwo\n</tool_response>"
+        "\n<tool_response>\none\n</tool_response><|im_end|>\n<|im_start|>assistant\n[3<|im_end|>]"
+    )
+    assert [each.tool_call_id for each in player.places[1].new_messages] == ["b", "a"]
+    # A template may ask which tool answers.
+    assert {each.name for each in player.places[1].new_messages} == {"calculator"}
+
+
+def test_a_reply_of_which_the_client_shows_one_call_is_rewritten_case_7() -> None:
+    player = SessionPlayer()
+    said = player.ask([HI], says("", call("a", "1"), call("b", "2")))
+    shown = replace(said, tool_calls=said.tool_calls[:1])
+    player.ask([HI, shown, result("a", "one")], says("3"))
+    assert player.shown() == [
+        '<|user|>hi<|end|><|assistant|>[<tool_call>{"name": "calculator", "arguments": '
+        '{"expression": "1"}}</tool_call><tool_call>{"name": "calculator", "arguments": '
+        '{"expression": "2"}}</tool_call><|end|>]',
+        '<|user|>hi<|end|><|assistant|><tool_call>{"name": "calculator", "arguments": '
+        '{"expression": "1"}}</tool_call><|end|><|tool|>one<|end|><|assistant|>[3<|end|>]',
+    ]
+    assert player.samples()[1].branch_reason is BranchReason.HISTORY_REWRITTEN
+
+
+def test_a_rewritten_reply_is_a_branch_and_what_was_sampled_stays_trained_case_8() -> None:
+    player = SessionPlayer()
+    one = player.ask([HI], says("1"))
+    two = player.ask([HI, one, user("no")], says("2"))
+    player.ask([HI, one, user("no"), says("two"), user("go on")], says("3"))
+    player.ask([HI, one, user("no"), two, user("go on")], says("4"))
+    assert parents(player) == [None, 0, 0, 1]
+    assert player.places[2].new_messages == (user("no"), says("two"), user("go on"))
+    assert player.shown() == [
+        "<|user|>hi<|end|><|assistant|>[1<|end|>]<|user|>no<|end|><|assistant|>[2<|end|>]"
+        "<|user|>go on<|end|><|assistant|>[4<|end|>]",
+        "<|user|>hi<|end|><|assistant|>1<|end|><|user|>no<|end|><|assistant|>two<|end|>"
+        "<|user|>go on<|end|><|assistant|>[3<|end|>]",
+    ]
+    branched = player.samples()[1]
+    assert (branched.parent, branched.branch_reason) == (0, BranchReason.HISTORY_REWRITTEN)
+
+
+def test_a_compacted_history_is_a_new_root_and_both_chains_are_trained_case_9() -> None:
+    player = SessionPlayer()
+    rules = system("rules")
+    one = player.ask([rules, HI], says("1"))
+    player.ask([rules, HI, one, user("no")], says("2"))
+    player.ask([rules, user("so far: 1, 2")], says("3"))
+    assert parents(player) == [None, 0, None]
+    samples = player.samples(reward=1.0)
+    assert [[turn.reward for turn in sample.turns] for sample in samples] == [[0, 0], [1]]
+    assert player.shown()[1] == (
+        "<|system|>rules<|end|><|user|>so far: 1, 2<|end|><|assistant|>[3<|end|>]"
+    )
+
+
+def test_a_sub_agent_branches_off_and_the_main_line_goes_on_case_10() -> None:
+    player = SessionPlayer()
+    main, sub = [system("main"), HI], [system("sub"), user("look")]
+    for number in range(3):
+        for chat in (main, sub):
+            chat += [player.ask(chat, says(f"{number}")), user("on")]
+    assert parents(player) == [None, None, 0, 1, 2, 3]
+    assert [[turn.index for turn in s.turns] for s in player.samples()] == [[0, 2, 4], [1, 3, 5]]
+    assert player.shown() == [
+        f"<|system|>{name}<|end|><|user|>{question}<|end|><|assistant|>[0<|end|>]"
+        "<|user|>on<|end|><|assistant|>[1<|end|>]<|user|>on<|end|><|assistant|>[2<|end|>]"
+        for name, question in (("main", "hi"), ("sub", "look"))
+    ]
+
+
+def test_equal_requests_are_siblings_and_each_is_found_again_case_11() -> None:
+    player = SessionPlayer()
+    replies = [player.ask([HI], says(text)) for text in ("1", "2", "3")]
+    assert len({turn.request_digest for turn in player.tree.turns}) == 1
+    for reply in (replies[1], replies[0]):
+        player.ask([HI, reply, user("no")], says("7"))
+    assert parents(player) == [None, None, None, 1, 0]
+    assert player.shown() == [
+        f"<|user|>hi<|end|><|assistant|>[{text}<|end|>]{rest}"
+        for text, rest in (
+            ("1", "<|user|>no<|end|><|assistant|>[7<|end|>]"),
+            ("2", "<|user|>no<|end|><|assistant|>[7<|end|>]"),
+            ("3", ""),
+        )
+    ]
+
+
+def test_siblings_of_equal_text_are_told_apart_by_ids_or_reasoning_case_12() -> None:
+    by_ids = SessionPlayer("mistral")
+    replies = [by_ids.ask([HI], says("", call(f"abcdefgh{n}"))) for n in range(3)]
+    for reply in (replies[1], replies[2], replies[0]):
+        (made,) = reply.tool_calls
+        by_ids.ask([HI, reply, result(made.id, "7")], says("7"))
+    assert parents(by_ids) == [None, None, None, 1, 2, 0]
+    # So are those that follow them, equal in all but where they stand.
+    asked = [HI, replies[2], result("abcdefgh2", "7"), says("7"), user("no")]
+    by_ids.ask(asked, says("8"))
+    assert parents(by_ids)[-1] == 4
+
+    by_reasoning = SessionPlayer("qwen3")
+    for thought in ("a", "b", "c"):
+        by_reasoning.ask([HI], says("4", reasoning=thought))
+    for thought in ("b", " c\n"):
+        by_reasoning.ask([HI, says("4", reasoning=thought), user("no")], says("5"))
+    assert parents(by_reasoning) == [None, None, None, 1, 2]
+
+
+def test_between_equal_ids_the_newest_is_taken_and_nothing_is_lost_case_12() -> None:
+    player = SessionPlayer()
+    four = says("4")
+    for _ in range(2):
+        player.ask([HI], four)
+    player.ask([HI, four, user("no")], says("5"))
+    assert (parents(player), player.places[2].is_ambiguous) == ([None, None, 1], False)
+    assert player.shown() == [
+        "<|user|>hi<|end|><|assistant|>[4<|end|>]",
+        "<|user|>hi<|end|><|assistant|>[4<|end|>]<|user|>no<|end|><|assistant|>[5<|end|>]",
+    ]
+
+
+def test_siblings_that_cannot_be_told_apart_are_left_and_counted_case_12() -> None:
+    player = SessionPlayer("qwen3")
+    for thought in ("a", "b"):
+        player.ask([HI], says("4", reasoning=thought))
+    shown = [HI, says("4"), user("no")]
+    five = player.ask(shown, says("5"))
+    player.ask([*shown, five, user("no")], says("6"))
+    assert parents(player) == [None, None, None, 2]
+    assert [place.is_ambiguous for place in player.places] == [False, False, True, False]
+    question = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    no = "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
+    # Neither thought is put into what goes on; the policy said its text, but not here.
+    assert player.shown() == [
+        f"{question}[<think>\na\n</think>\n\n4<|im_end|>]",
+        f"{question}[<think>\nb\n</think>\n\n4<|im_end|>]",
+        f"{question}4<|im_end|>{no}[5<|im_end|>]{no}[6<|im_end|>]",
+    ]
+    assert player.tree.counts().num_ambiguous == player.rebuilt().counts().num_ambiguous == 1
+    # Neither is taken where the ids are the client's own.
+    player = SessionPlayer()
+    for call_id in ("a", "b"):
+        player.ask([HI], says("", call(call_id)), said=f"{call_id}<|end|>")
+    player.ask([HI, says("", call("x")), result("x", "7")], says("7"))
+    assert parents(player) == [None, None, None]
+
+
+def test_a_title_is_kept_apart_and_is_not_the_answer_case_13() -> None:
+    def play(*, is_auxiliary: bool = False, **options: bool) -> SessionPlayer:
+        player = SessionPlayer(**options)
+        one = player.ask([system("agent"), HI], says("1"))
+        player.ask([system("agent"), HI, one, user("no")], says("2"))
+        request = {"is_auxiliary": is_auxiliary}
+        player.ask([system("title"), HI], says("Greetings"), request=request)
+        return player
+
+    for player in (
+        play(),
+        play(is_auxiliary=True),
+        play(is_auxiliary=True, single_roots_are_auxiliary=False),
+    ):
+        (sample,) = player.samples(reward=1.0, components={"hit": 1.0})
+        assert [turn.reward for turn in sample.turns] == [0.0, 1.0]
+        assert sample.turns[1].reward_components == {"hit": 1.0}
+        counts = player.tree.counts()
+        assert (counts.num_counted, counts.num_auxiliary, counts.num_unseen) == (2, 1, 0)
+        assert player.tree.num_counted == 2
+    assert len(play(single_roots_are_auxiliary=False).samples()) == 2
+
+    alone = SessionPlayer()
+    alone.ask([system("title"), HI], says("Greetings"))
+    assert len(alone.samples()) == alone.tree.num_counted == 1
+
+
+def test_what_begins_like_the_conversation_is_no_auxiliary_call_case_13() -> None:
+    player = SessionPlayer()
+    rules = system("rules")
+    one = player.ask([rules, HI], says("1"))
+    player.ask([rules, HI], says("2"))
+    player.ask([rules, HI, one, user("no")], says("3"))
+    player.ask([rules, user("so far: 1, 3")], says("4"))
+    assert len(player.samples()) == 3 and player.tree.num_counted == 4
+
+
+def test_a_rotating_header_makes_no_fork_case_14() -> None:
+    def rules(number: int) -> Message:
+        return system(f"x-anthropic-billing-header: cch={number}\nBe brief.")
+
+    player = SessionPlayer()
+    one = player.ask([rules(1), HI], says("1"))
+    player.ask([rules(2), HI, one, user("no")], says("2"))
+    player.ask([rules(3), HI, user("other")], says("3"))
+    assert parents(player) == [None, 0, None]
+    # The first header stays in every prompt, so that conversations share what they begin with.
+    assert [text.count("cch=1") for text in player.shown()] == [1, 1]
+
+
+def test_a_system_message_in_the_middle_is_one_like_others_case_15() -> None:
+    player = SessionPlayer()
+    one = player.ask([HI], says("1"))
+    two = player.ask([HI, one, system("hurry"), user("no")], says("2"))
+    player.ask([HI, one, system("hurry"), user("no"), two, user("on")], says("3"))
+    assert parents(player) == [None, 0, 1]
+    assert player.shown() == [
+        "<|user|>hi<|end|><|assistant|>[1<|end|>]<|system|>hurry<|end|><|user|>no<|end|>"
+        "<|assistant|>[2<|end|>]<|user|>on<|end|><|assistant|>[3<|end|>]"
+    ]
+
+
+def test_other_tools_are_a_branch_and_another_order_is_none_case_15() -> None:
+    player = SessionPlayer()
+    one = player.ask([HI], says("1"), tools=(CALCULATOR, WEATHER))
+    two = player.ask([HI, one, user("a")], says("2"), tools=(WEATHER, CALCULATOR))
+    chat = [HI, one, user("a"), two, user("b")]
+    three = player.ask(chat, says("3"), tools=(CALCULATOR,))
+    player.ask([*chat, three, user("c")], says("4"), tools=(CALCULATOR, WEATHER))
+    assert parents(player) == [None, 0, None, 1]
+    assert [place.is_under_other_tools for place in player.places] == [False, False, True, True]
+    assert player.places[1].tools == (CALCULATOR, WEATHER)
+    assert player.places[3].new_messages == (user("b"), three, user("c"))
+    samples = player.samples()
+    assert [[turn.index for turn in sample.turns] for sample in samples] == [[0, 1, 3], [2]]
+    assert samples[1].branch_reason is BranchReason.TOOLS_CHANGED
+    # What was sampled under the other tools is said here, not sampled.
+    assert player.shown()[1].endswith(
+        "<|assistant|>1<|end|><|user|>a<|end|><|assistant|>2<|end|><|user|>b<|end|>"
+        "<|assistant|>[3<|end|>]"
+    )
+
+
+def test_a_turn_that_two_chains_share_is_trained_once_case_16() -> None:
+    player = SessionPlayer()
+    one = player.ask([HI], says("1"))
+    player.ask([HI, one, user("a")], says("2"))
+    player.ask([HI, one, user("b")], says("3"))
+    assert parents(player) == [None, 0, 0]
+    assert player.shown() == [
+        "<|user|>hi<|end|><|assistant|>[1<|end|>]<|user|>a<|end|><|assistant|>[2<|end|>]",
+        "<|user|>hi<|end|><|assistant|>1<|end|><|user|>b<|end|><|assistant|>[3<|end|>]",
+    ]
+    assert player.samples()[1].parent == 0
+
+
+def test_replies_that_were_never_sampled_are_not_trained_case_17() -> None:
+    player = SessionPlayer()
+    chat = [HI, says("made up"), user("a")]
+    one = player.ask(chat, says("1"))
+    player.ask([*chat, one, user("b"), says("made up"), user("c")], says("2"))
+    assert parents(player) == [None, 0]
+    assert player.shown() == [
+        "<|user|>hi<|end|><|assistant|>made up<|end|><|user|>a<|end|><|assistant|>[1<|end|>]"
+        "<|user|>b<|end|><|assistant|>made up<|end|><|user|>c<|end|><|assistant|>[2<|end|>]"
+    ]
+
+
+def test_a_retry_is_answered_by_the_turn_that_is_there_already_case_18() -> None:
+    player = SessionPlayer()
+    one = player.ask([HI], says("1"), request={"idempotency_key": "k"})
+    first, digest = player.tree.turns[0], player.places[0].request_digest
+    for tree in (player.tree, player.rebuilt()):
+        asked = partial(tree.answered, request_id="", idempotency_key="", is_retry=False)
+        assert asked(digest=digest) is None
+        # What the ingress sends on again, what is named, what is marked.
+        assert asked(digest=digest, request_id="request-0") is first
+        assert asked(digest=digest, idempotency_key="k") is first
+        assert asked(digest=digest, is_retry=True) is first
+        assert asked(digest="another", is_retry=True) is None
+        with pytest.raises(Refused, match=r"turn s-0\.0 answers") as refused:
+            asked(digest="another", idempotency_key="k")
+        assert refused.value.code is RefusalCode.CONFLICT
+
+    asked = partial(player.tree.answered, request_id="", idempotency_key="", is_retry=True)
+    player.ask([HI], says("1"))
+    assert asked(digest=digest) is player.tree.turns[1]  # the newest of two siblings
+    player.ask([HI, one, user("no")], says("2"))
+    assert asked(digest=digest) is None
+    # A request that is still being sampled came between, too.
+    other = player.places[2].request_digest
+    assert asked(digest=other) is player.tree.turns[2]
+    player.tree.note_request(digest)
+    assert asked(digest=other) is None
+
+
+def test_a_turn_that_its_client_never_got_is_left_out_case_19() -> None:
+    player = SessionPlayer()
+    one = player.ask([HI], says("1"))
+    player.ask([HI, one, user("no")], says("2"), is_unseen=True)
+    player.ask([HI, one, user("no")], says("3"))
+    samples = player.samples(reward=1.0)
+    assert player.shown() == [
+        "<|user|>hi<|end|><|assistant|>[1<|end|>]<|user|>no<|end|><|assistant|>[3<|end|>]"
+    ]
+    assert [turn.reward for turn in samples[0].turns] == [0.0, 1.0]
+    counts = player.tree.counts()
+    assert (counts.num_counted, counts.num_unseen, counts.num_auxiliary) == (2, 1, 0)
+    # A client that asked again has got it.
+    assert not player.tree.mark_unseen(1, is_unseen=False).is_unseen
+    assert len(player.samples()) == 2 and player.rebuilt().num_counted == 3
+    assert player.tree.mark_unseen(2, is_unseen=True) == player.tree.turns[2]
+    assert player.tree.num_counted == 2
+
+
+def test_a_turn_that_a_client_goes_on_from_was_seen_case_19() -> None:
+    player = SessionPlayer()
+    one = player.ask([HI], says("1"), is_unseen=True)
+    player.ask([HI, one, user("no")], says("2"))
+    assert player.tree.num_counted == 2
+    # Also under other tools, where its text alone goes on.
+    player = SessionPlayer()
+    one = player.ask([HI], says("1"), is_unseen=True)
+    player.ask([HI, one, user("no")], says("2"), tools=(CALCULATOR,))
+    assert player.tree.num_counted == 2
+    # Of two with equal text, the one that was not lost.
+    player = SessionPlayer("qwen3")
+    player.ask([HI], says("4", reasoning="a"))
+    player.ask([HI], says("4", reasoning="b"), is_unseen=True)
+    player.ask([HI, says("4"), user("no")], says("5"))
+    # Unless the client shows that it got that one.
+    player.ask([HI, says("4", reasoning="b"), user("no")], says("5"))
+    assert parents(player) == [None, None, 0, 1]
+
+
+def test_a_turn_is_gone_on_from_by_its_name() -> None:
+    player = SessionPlayer()
+    rules = system("rules")
+    said = player.ask([rules, HI], says("", call("a")), tools=(CALCULATOR,))
+    assert player.tree.turn_id(0) == "s-0.0"
+    named = {"continues": "s-0.0"}
+    three = player.ask([result("a", "7")], says("3"), tools=(CALCULATOR,), request=named)
+    # Instructions are said with every request; the conversation has them once.
+    player.ask([rules, result("a", "8")], says("4"), tools=(CALCULATOR,), request=named)
+    player.ask([rules, user("on")], says("5"), request={"continues": "s-0.1"})
+    whole = [rules, HI, said, result("a", "7"), three, user("on")]
+    player.ask(whole, says("6"), tools=(CALCULATOR,))
+    assert parents(player) == [None, 0, 0, None, 1]
+    assert player.places[2].new_messages == (replace(result("a", "8"), name="calculator"),)
+    assert player.places[3].is_under_other_tools
+    assert [m.content for m in player.places[3].new_messages] == [m.content for m in whole]
+    shown = player.shown()
+    assert len(shown) == 3 and shown[0].endswith(
+        "<|tool|>7<|end|><|assistant|>[3<|end|>]<|user|>on<|end|><|assistant|>[6<|end|>]"
+    )
+
+
+@pytest.mark.parametrize("name", ["s-0.1", "s-0.", "s-0", "s-1.0", "0", "s-0.²", "s-0.-1", "." * 9])
+def test_a_name_that_no_turn_has_is_refused(name: str) -> None:
+    player = SessionPlayer()
+    player.ask([HI], says("1"))
+    with pytest.raises(Refused, match="previous_response_id: no response") as refused:
+        player.tree.find(ChatRequest(messages=(HI,), continues=name))
+    assert refused.value.code is RefusalCode.INVALID_REQUEST
+    assert refused.value.param == "previous_response_id"
+
+
+def test_a_reply_that_was_cut_off_is_closed_by_a_token_that_nobody_trains() -> None:
+    player = SessionPlayer()
+    cut = player.ask([HI], says("1"), said="1", finish_reason=FinishReason.LENGTH)
+    player.ask([HI, cut, user("no")], says("2"))
+    assert player.shown() == [
+        "<|user|>hi<|end|><|assistant|>[1]<|end|><|user|>no<|end|><|assistant|>[2<|end|>]"
+    ]
+    assert player.tree.counts().num_inserted == 1
+
+
+def like_tiny(template: str) -> ChatRenderer:
+    fast = tokenizer()
+    return ChatRenderer(
+        fast.__class__(
+            tokenizer_object=fast.backend_tokenizer, eos_token="<|end|>", chat_template=template
+        )
+    )
+
+
+def test_a_prompt_that_had_to_be_rendered_anew_is_a_branch_with_its_reason() -> None:
+    counts_messages = like_tiny(
+        "{% for m in messages %}{{ loop.index }}{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+    )
+    stripped = ChatRenderer(SessionPlayer("qwen3").family.tokenizer, history=History.AS_RENDERED)
+    makers: list[Callable[[], SessionPlayer]] = [
+        lambda: SessionPlayer(renderer=counts_messages),
+        lambda: SessionPlayer("qwen3", renderer=stripped),
+    ]
+    for make, reason in zip(makers, ("template_looks_back", "history_rendered"), strict=True):
+        player = make()
+        one = player.ask([HI], says("1", reasoning="hm"))
+        player.ask([HI, one, user("no")], says("2", reasoning="hm"))
+        assert parents(player) == [None, 0]
+        assert [turn.extends_parent for turn in player.tree.turns] == [False, False]
+        assert player.samples()[1].branch_reason is BranchReason.TEMPLATE
+        assert player.tree.counts().render_breaks == {reason: 1}
+
+
+def test_a_template_that_refuses_a_chat_leaves_the_tree_as_it_was() -> None:
+    player = SessionPlayer(renderer=like_tiny("{{ raise_exception('never') }}"))
+    with pytest.raises(RenderError):
+        next_prompt(player.tree.find(ChatRequest(messages=(HI,))), player.renderer)
+    assert player.tree.num_turns == 0 and player.samples() == ()
+
+
+def test_memory_grows_with_what_a_turn_adds_and_not_with_its_prompt() -> None:
+    player = SessionPlayer()
+    chat = [HI]
+    for number in range(20):
+        chat += [player.ask(chat, says(f"{number}")), user("on")]
+    held = [(turn.new_token_ids, turn.sampled_token_ids) for turn in player.tree.turns]
+    assert sum(len(new) + len(said) for new, said in held) == len(player.tree.full_ids(19))
+    # Nor is a whole prompt held by a view of its end.
+    assert all(new.base is None for new, _ in held)
+
+
+def test_rewards_by_turn_stand_beside_that_of_the_session() -> None:
+    player = SessionPlayer()
+    one = player.ask([HI], says("1"), is_malformed=True)
+    player.ask([HI, one, user("no")], says("2"))
+    (sample,) = player.samples(reward=1.0, components={"hit": 1.0}, turn_rewards={0: 0.5, 1: 0.25})
+    assert [turn.reward for turn in sample.turns] == [0.5, 1.25]
+    assert [turn.reward_components for turn in sample.turns] == [{}, {"hit": 1.0}]
+    assert [turn.is_malformed for turn in sample.turns] == [True, False]
+    assert player.tree.counts().num_malformed == 1
+    np.testing.assert_array_equal(sample.versions[sample.mask == 1], [0, 0, 1, 1])
+    (unscored,) = player.samples()
+    assert [turn.reward for turn in unscored.turns] == [0.0, 0.0]

@@ -1,0 +1,243 @@
+"""Any tree of conversations, played in any order: what is trained, and what clients cannot change.
+
+Each conversation is held beside the tree as plain lists, and its ids are appended to by the
+renderer; a client sends it back as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds.same import assert_same_samples
+from worlds.session_player import SessionPlayer, call, result, says, system, user
+
+from actors.environment.builtin.calculator import CALCULATOR
+from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
+from actors.types import Sample, TokenIds
+from service.gateway.chat import ChatRequest
+from service.gateway.tree import SessionTree
+
+WEATHER = ToolSchema(name="weather", description="Of a city.", parameters={"type": "object"})
+TOOLS: tuple[tuple[ToolSchema, ...], ...] = ((), (CALCULATOR, WEATHER))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request: where it goes on, what is new, how it is written, what comes of it."""
+
+    behind: int
+    """A turn, modulo how many there are; with none it begins a conversation."""
+    begins: bool
+    question: int
+    with_tools: bool
+    num_calls: int
+    thinks: bool
+    is_auxiliary: bool
+    is_unseen: bool
+    by_name: bool
+    dresses: int
+    """How the client writes what was said before."""
+
+
+asks = st.lists(
+    st.builds(
+        Ask,
+        behind=st.integers(0, 7),
+        begins=st.integers(0, 4).map(lambda drawn: drawn == 0),
+        question=st.integers(0, 1),
+        with_tools=st.booleans(),
+        num_calls=st.integers(0, 2),
+        thinks=st.booleans(),
+        is_auxiliary=st.integers(0, 6).map(lambda drawn: drawn == 0),
+        is_unseen=st.integers(0, 3).map(lambda drawn: drawn == 0),
+        by_name=st.booleans(),
+        dresses=st.integers(1, 2**16),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A conversation up to a reply."""
+
+    messages: list[Message]
+    tools: tuple[ToolSchema, ...]
+    prompt: TokenIds
+    sampled: TokenIds
+
+
+def play(
+    family: str, script: Sequence[Ask], *, as_sent: bool, says_one_thing: bool = False
+) -> SessionPlayer:
+    """Play a script; as_sent: the client sends everything back as it got it.
+
+    says_one_thing: the policy's replies differ in nothing but the ids of their calls.
+    """
+    player = SessionPlayer(family, single_roots_are_auxiliary=False)
+    said: list[Said] = []
+    for number, ask in enumerate(script):
+        before = None if ask.begins or not said else said[ask.behind % len(said)]
+        new = news_for(ask, before)
+        tools = TOOLS[ask.with_tools] if before is None else before.tools
+        messages = [*(before.messages if before else ()), *new]
+        text = "same" if says_one_thing else f"{number}"
+        calls = [call(f"n{number:04}c{index:03}", text) for index in range(ask.num_calls)][
+            : player.family.max_calls
+        ]
+        thought = "hm" if ask.thinks and player.family.has_thoughts else None
+        can_say = player.family.can_say_and_call or not calls
+        reply = says(text if can_say else "", *calls, reasoning=thought)
+        sent, request = messages, {}
+        if ask.by_name and before is not None and not as_sent:
+            request = {"continues": f"s-0.{said.index(before)}"}
+            sent = new
+        elif not as_sent:
+            num_known = len(before.messages) if before else 0
+            sent = dressed(messages, num_known, ask.dresses)
+        player.ask(
+            sent,
+            reply,
+            tools=tools if as_sent or before is None or ask.dresses % 2 else tools[::-1],
+            request={"is_auxiliary": ask.is_auxiliary, **request},
+            is_unseen=ask.is_unseen,
+        )
+        if before is None:
+            prompt = player.renderer.first_prompt(messages, tools)
+        else:
+            extension = player.renderer.extend(
+                before.prompt,
+                before.sampled,
+                history=before.messages,
+                new_messages=messages[len(before.messages) :],
+                tools=tools,
+            )
+            assert extension.break_reason is None
+            prompt = extension.prompt_token_ids
+        np.testing.assert_array_equal(player.prompts[number], prompt)
+        sampled = player.ids(player.family.say(reply))
+        said.append(Said(messages=[*messages, reply], tools=tools, prompt=prompt, sampled=sampled))
+    return player
+
+
+def news_for(ask: Ask, before: Said | None) -> list[Message]:
+    if before is None:
+        return [system(f"x-anthropic-billing-header: 0\nrules {ask.question}"), user("hi")]
+    calls = before.messages[-1].tool_calls
+    if calls:
+        answers = [replace(result(each.id, f"of {each.id}"), name=each.name) for each in calls]
+        return answers[::-1] if ask.question else answers
+    return [user(f"on {ask.question}")]
+
+
+def dressed(messages: Sequence[Message], num_known: int, seed: int) -> list[Message]:
+    """The messages as another client would write them; the new ones have other ids alone."""
+    rng = np.random.default_rng(seed)
+    ids = [each.id for message in messages for each in message.tool_calls]
+    others = ids if rng.random() < 0.5 else [f"toolu-{each}" for each in ids]
+    names = dict(zip(ids, rng.permutation(others).tolist(), strict=True))
+    known = [_dressed(message, names, rng) for message in messages[:num_known]]
+    return known + [_renamed(message, names) for message in messages[num_known:]]
+
+
+def _renamed(message: Message, names: dict[str, str]) -> Message:
+    if message.tool_call_id is None:
+        return message
+    return replace(message, tool_call_id=names[message.tool_call_id], name=None)
+
+
+def _dressed(message: Message, names: dict[str, str], rng: np.random.Generator) -> Message:
+    if message.role is Role.SYSTEM:
+        header = f"header: {rng.integers(1000)}"
+        return replace(message, content=message.content.replace("header: 0", header))
+    if message.role is not Role.ASSISTANT:
+        return _renamed(message, names)
+    return replace(
+        message,
+        content=rng.choice(["{}", "{}\n", " {}", "<think>\n</think>{}"]).format(message.content),
+        reasoning=rng.choice([None, "", message.reasoning, f" {message.reasoning or ''}\n"]),
+        tool_calls=tuple(
+            ToolCall(id=names[each.id], name=each.name, arguments=dict(each.arguments))
+            for each in message.tool_calls
+        ),
+    )
+
+
+def counted(tree: SessionTree) -> list[int]:
+    """By the rule itself."""
+    behind = {turn.parent for turn in tree.turns}
+    return [
+        turn.number
+        for turn in tree.turns
+        if not turn.is_auxiliary and (not turn.is_unseen or turn.number in behind)
+    ]
+
+
+def assert_trained_once(player: SessionPlayer, samples: Sequence[Sample]) -> None:
+    turns = [player.tree.turns[number] for number in counted(player.tree)]
+    spans = sorted(
+        ((span.index, sample, span) for sample in samples for span in sample.turns),
+        key=lambda each: each[0],
+    )
+    assert [index for index, _, _ in spans] == list(range(len(turns)))
+    for turn, (_, sample, span) in zip(turns, spans, strict=True):
+        full = player.tree.full_ids(turn.number)
+        np.testing.assert_array_equal(sample.token_ids[: span.end], full)
+        np.testing.assert_array_equal(sample.token_ids[span.tokens], turn.sampled_token_ids)
+        np.testing.assert_array_equal(sample.logprobs[span.tokens], turn.logprobs)
+        assert (sample.versions[span.tokens] == turn.number).all()
+    num_sampled = sum(len(turn.sampled_token_ids) for turn in turns)
+    assert sum(sample.num_trained for sample in samples) == num_sampled
+
+
+@pytest.mark.parametrize("family", ["tiny", "qwen3", "mistral"])
+@given(script=asks)
+@settings(max_examples=40)
+def test_every_sampled_token_is_trained_once_however_clients_write_it(
+    family: str, script: list[Ask]
+) -> None:
+    player = play(family, script, as_sent=True)
+    samples = player.samples()
+    assert_trained_once(player, samples)
+    assert player.tree.num_counted == len(counted(player.tree))
+
+    written_anew = play(family, script, as_sent=False)
+    assert_same_samples(written_anew.samples(), samples)
+    assert [place.parent for place in written_anew.places] == [
+        place.parent for place in player.places
+    ]
+
+    rebuilt = player.rebuilt()
+    assert_same_samples(rebuilt.samples("t"), samples)
+    assert rebuilt.counts() == player.tree.counts()
+    reply = player.tree.turns[-1].reply
+    asked = ChatRequest(messages=(*player.places[-1].history, *player.places[-1].new_messages))
+    for chat in (asked, replace(asked, messages=(*asked.messages, reply, user("more")))):
+        found, again = rebuilt.find(chat), player.tree.find(chat)
+        assert found.parent == again.parent
+        assert found.new_messages == again.new_messages
+        assert found.request_digest == again.request_digest
+        if found.parent is not None:
+            np.testing.assert_array_equal(
+                np.concatenate(found.parent_prompt), np.concatenate(again.parent_prompt)
+            )
+
+
+@pytest.mark.parametrize("family", ["tiny", "mistral"])
+@given(script=asks)
+@settings(max_examples=30)
+def test_replies_of_one_text_are_told_apart_where_their_ids_come_back(
+    family: str, script: list[Ask]
+) -> None:
+    player = play(family, script, as_sent=True, says_one_thing=True)
+    assert not any(place.is_ambiguous for place in player.places)
+    samples = player.samples()
+    assert_same_samples(player.rebuilt().samples("t"), samples)
+    num_sampled = sum(len(player.tree.turns[n].sampled_token_ids) for n in counted(player.tree))
+    assert sum(sample.num_trained for sample in samples) == num_sampled
