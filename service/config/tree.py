@@ -24,7 +24,7 @@ from actors.merge.shaping import RewardSettings
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trainer.settings import Dtype, TrainerSettings
 from actors.trajectory_queue.settings import QueueSettings
-from actors.types import TRUNCATIONS
+from actors.types import SESSION, TRUNCATIONS
 from service.inference.settings import InferenceSettings
 
 HttpUrl = Annotated[str, Field(pattern=r"^(https?://\S+)?$")]
@@ -188,8 +188,9 @@ class Config:
 
     @property
     def policies(self) -> dict[str, OutcomePolicy]:
-        """By environment."""
-        return {self.tasks.environment: self.outcome_policy}
+        """By environment. A session ends once: its agent cannot be asked to play again."""
+        own = self.outcome_policy
+        return {self.tasks.environment: own, SESSION: own.without_retries()}
 
     @property
     def group_rule(self) -> GroupRule | None:
