@@ -8,7 +8,7 @@ defaults: docs/semantics.md, Outcomes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from actors.limits import STRICT, NotNegative, Retries
@@ -95,6 +95,11 @@ class OutcomePolicy:
 
     def disposition(self, outcome: Outcome) -> Disposition:
         return self.rule(outcome).disposition
+
+    def without_retries(self) -> OutcomePolicy:
+        """The same dispositions at once: for agents that nobody can ask to play again."""
+        rules = {outcome: replace(self.rule(outcome), max_retries=0) for outcome in Outcome}
+        return OutcomePolicy(overrides=rules)
 
 
 def are_equal(returns: Sequence[float]) -> bool:

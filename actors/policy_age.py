@@ -2,31 +2,40 @@
 
 Versions count publications. A trainer that came back with other bits publishes the weights of a
 step once more under the next version (docs/semantics.md): the two versions are of one step, and no
-token gets older by it. Called by the merge actor (reports, journal) and the trainer (its bound).
+token gets older by it.
+
+Turns of sessions are stored, and outlive a term. A term that goes back to a checkpoint undoes the
+versions after it, and gives their numbers to other weights: tokens of such a version are marked
+(`UNDONE`), trained with their recorded log-probabilities, compared with no trainer's, and no newer
+than the trainer. Called by the merge actor (reports, journal), the trainer (its bound), the audit
+and the gateway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from actors.batch import Int32s
+from actors.types import NO_VERSION, UNDONE, VersionSpan, original_numbers
 
 
 def policy_ages(sampled: Int32s, trainer_version: int, republished: Sequence[int] = ()) -> Int32s:
     """Tell how many training steps ago each token's policy was the trainer's.
 
-    age = v - s - |{r in republished: s < r <= v}|; negative where s > v.
+    age = v - s - |{r in republished: s < r <= v}|; where s > v negative, but 0 where s is undone.
 
     Args: sampled: [T] int32, versions. trainer_version: v. republished: versions that were
     published for the same step as the version before them, ascending.
     Returns: [T] int32, training steps.
-    Example: policy_ages([4, 5, 6], 6, [5]) -> [1, 1, 0]
+    Example: policy_ages([4, 5, 6], 6, [5]) -> [1, 1, 0]; policy_ages([UNDONE + 9], 6) -> [0]
     """
-    between = sum((sampled < r) & (r <= trainer_version) for r in republished)
-    ages: Int32s = (trainer_version - sampled - between).astype(np.int32)
-    return ages
+    numbers = original_numbers(sampled)
+    between = sum((numbers < r) & (r <= trainer_version) for r in republished)
+    ages: Int32s = (trainer_version - numbers - between).astype(np.int32)
+    return ages if numbers is sampled else np.where(sampled >= UNDONE, np.maximum(ages, 0), ages)
 
 
 def oldest_version(trainer_version: int, max_age: int, republished: Sequence[int] = ()) -> int:
@@ -39,3 +48,30 @@ def oldest_version(trainer_version: int, max_age: int, republished: Sequence[int
         left -= oldest not in republished
         oldest -= 1
     return oldest
+
+
+def newest_kept(sampled: Int32s) -> int:
+    """The newest version among them that no recovery has undone; NO_VERSION: there is none."""
+    return int(np.where(sampled < UNDONE, sampled, NO_VERSION).max(initial=NO_VERSION))
+
+
+def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
+    """The version after which all that a term published is undone; None: nothing is.
+
+    Args: first_versions: by term, the version that it went on from.
+    Example: {1: 0, 2: 6, 3: 4, 4: 8}: of terms 1 and 2 -> 4, 3 -> 8, 4 -> None
+    """
+    return min((first for later, first in first_versions.items() if later > term), default=None)
+
+
+def marked(spans: Iterable[VersionSpan], kept: int | None) -> tuple[VersionSpan, ...]:
+    """A stored turn's spans, with the versions after `kept` marked as undone.
+
+    Args: kept: of `undone_after`, for the term that stored the turn.
+    """
+    return tuple(
+        replace(span, version=span.version + UNDONE)
+        if kept is not None and span.version > kept
+        else span
+        for span in spans
+    )

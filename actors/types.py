@@ -22,6 +22,9 @@ TokenIds = NDArray[np.int32]
 LogProbs = NDArray[np.float32]
 # In a sample's versions: the token is not trained.
 NO_VERSION = -1
+# Added to the number of a version that a recovery has undone: other weights get its number, and no
+# token of it may be taken for theirs.
+UNDONE = 1 << 30
 # The environment of the tasks that agents outside play, over HTTP.
 SESSION = "session"
 
@@ -176,7 +179,8 @@ class Sample:
     logprobs: LogProbs
     """[T] float32, nats, of the behaviour policy; 0 where the mask is 0."""
     versions: NDArray[np.int32]
-    """[T] int32, the policy version that sampled each trained token; NO_VERSION elsewhere."""
+    """[T] int32, the policy version that sampled each trained token, UNDONE added where a recovery
+    has undone it; NO_VERSION elsewhere."""
     token_rewards: NDArray[np.float32] | None = None
     """[T] float32, 0 where nothing was sampled. None: no turn of the trajectory recorded any. A
     turn that recorded none beside others that did has its reward on its last token."""
@@ -352,9 +356,10 @@ class Trajectory(Attempt):
 
     @property
     def versions(self) -> tuple[int, int] | None:
-        """Oldest and newest policy version of its trained tokens. None: there is none."""
+        """Oldest and newest policy version of its trained tokens, by the numbers that they had when
+        they sampled, undone or not. None: there is none."""
         seen = [sample.versions[sample.versions != NO_VERSION] for sample in self.samples]
-        known = [versions for versions in seen if versions.size]
+        known = [original_numbers(versions) for versions in seen if versions.size]
         if not known:
             return None
         return min(int(each.min()) for each in known), max(int(each.max()) for each in known)
@@ -376,6 +381,16 @@ class TrajectorySummary(Attempt):
     def scaled_return(self) -> float | None:
         """Return over the best possible one; None where the environment does not know it."""
         return None if not self.best_return else self.episode_return / self.best_return
+
+
+def original_numbers(versions: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The numbers that versions had when they sampled.
+
+    Example: original_numbers([4, UNDONE + 7]) -> [4, 7]
+    """
+    if int(versions.max(initial=0)) < UNDONE:
+        return versions
+    return np.where(versions >= UNDONE, versions - np.int32(UNDONE), versions)
 
 
 def summarize(trajectory: Trajectory, *, num_bytes: int) -> TrajectorySummary:

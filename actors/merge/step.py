@@ -26,7 +26,9 @@ from actors.merge.packing import WeightedSample, pack_minibatch, pack_values, sp
 from actors.merge.report import StepReport, report_step
 from actors.merge.settings import StepSettings
 from actors.merge.shaping import charge_kl
+from actors.policy_age import newest_kept
 from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome
+from actors.types import NO_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +102,11 @@ def _check_members(
     needs_scores = settings.algorithm.scores_first
     for member in (member for group in groups for member in group):
         trajectory = member.trajectory
-        versions = trajectory.versions
-        if versions is not None and versions[1] > trainer_version:
+        newest = max((newest_kept(s.versions) for s in trajectory.samples), default=NO_VERSION)
+        if newest > trainer_version:
             raise ValueError(
                 f"merge: trajectory {trajectory.trajectory_id} was sampled by version "
-                f"{versions[1]}, expected at most {trainer_version}, which the trainer holds; take "
+                f"{newest}, expected at most {trainer_version}, which the trainer holds; take "
                 "it with a step of a later version"
             )
         is_counted = member.baseline_return is not None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from actors.batch import RankShard, ValueShard
-from actors.policy_age import policy_ages
+from actors.policy_age import newest_kept, policy_ages
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def check_versions(
     if not versions.shape[0]:
         return
     age = int(policy_ages(versions, trainer_version, republished).max())
-    newest = int(versions.max())
+    newest = newest_kept(versions)
     if newest > trainer_version:
         raise ShardRefused(
             f"trainer: a token was sampled by version {newest}, expected at most "

@@ -13,7 +13,7 @@ later. A step that is rolled back counts as never taken. Called by the queue sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.algorithm import AlgorithmSettings
@@ -190,6 +190,30 @@ class AdmissionWindow:
         self._beyond.update(range(lowest, self._oldest))
         self._beyond.difference_update(numbers)
         self._oldest = _advance(lowest, self._beyond)
+
+
+def oldest_admitted_version(
+    group_number: int,
+    algorithm: AlgorithmSettings,
+    *,
+    num_ahead: int = 0,
+    republished: Sequence[int] = (),
+) -> int:
+    """The oldest version that may have sampled a token of a group; an older token is stale.
+
+    The first version of step max(0, floor(k / P) - S), the oldest that can be loaded when group k
+    is admitted. While it holds, no token is beyond the age bound when it is trained. A session
+    whose group is admitted again under another number, after a recovery, may hold older tokens.
+
+    Args: num_ahead: by how much versions were ahead of steps when the term began. republished: as
+    `policy_ages`, of the term.
+    Example: P=3, S=1: groups 0 to 5 -> 0, 6 to 8 -> 1; with num_ahead=2: 8 -> 3
+    """
+    step = group_number // algorithm.groups_per_step - algorithm.max_lag
+    version = max(step, 0) + num_ahead
+    for each in sorted(republished):
+        version += each <= version
+    return version
 
 
 def _advance(oldest: int, beyond: set[int]) -> int:

@@ -105,6 +105,11 @@ def start(
             kind = RunKind(context.info_name or "")
             if kind is RunKind.SERVE:
                 settings, api = checked_service(settings, is_local=is_local)
+            elif not settings.has_environment:
+                raise ConfigError(
+                    "tasks.environment is session: agents play it over HTTP, which `rayloom train` "
+                    "does not open; start `rayloom serve`, or name an environment"
+                )
             _check_machine_and_files(settings, new_run, resumed, kind=kind, is_local=is_local)
             # Ctrl-C may come during these seconds of imports too.
             from service.cli.train import TrainRequest, run_training

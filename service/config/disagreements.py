@@ -35,6 +35,7 @@ def disagreements(config: Config) -> Iterator[str]:
     """Yield a sentence for each, with got, expected and remedy; none for a sound tree."""
     checks = (
         _of_model,
+        _of_sessions,
         _of_template,
         _of_groups,
         _of_rules,
@@ -63,6 +64,23 @@ def _of_model(config: Config) -> Iterator[str]:
             "expected exactly one of model.path and model.tiny; got "
             f"{'neither' if model.path is None else 'both'}; set model.path to a directory or "
             "hub name, or model.tiny to {} for the built-in tiny model"
+        )
+
+
+def _of_sessions(config: Config) -> Iterator[str]:
+    tasks = config.tasks
+    if config.has_environment:
+        return
+    if tasks.evaluation_tasks:
+        yield (
+            f"tasks.evaluation_tasks is {tasks.evaluation_tasks} with tasks.environment session: "
+            "nothing here can play them; expected 0; set it"
+        )
+    if tasks.file is not None or tasks.options:
+        given = "file" if tasks.file is not None else "options"
+        yield (
+            f"tasks.{given} is set with tasks.environment session, whose tasks come with the "
+            "sessions; leave it out"
         )
 
 

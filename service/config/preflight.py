@@ -246,7 +246,7 @@ def check_processes(config: Config) -> None:
     most = MAX_PROCESSES_PER_CPU * (os.cpu_count() or 1)
     for key, count in (
         ("trainer.num_ranks", config.trainer.num_ranks),
-        ("rollouts.num_actors", config.rollouts.num_actors),
+        ("rollouts.num_actors", config.num_environment_actors),
         ("inference.num_replicas", config.inference.num_replicas),
     ):
         if count > most:

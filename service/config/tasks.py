@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from actors.deadline import within
-from actors.environment.protocol import Environment, Observation
+from actors.environment.protocol import Environment, Message, Observation, Role
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
 from actors.environment.rendering import (
     ChatRenderer,
@@ -75,8 +75,13 @@ def check_prompt(config: Config, model_path: str, observation: Observation) -> N
 
 
 def first_observation(config: Config) -> Observation:
-    """Begin the first task in an environment, as an episode does. Raises: ConfigError."""
+    """Begin the first task in an environment, as an episode does. Raises: ConfigError.
+
+    Where agents outside play, something that any of them may begin with.
+    """
     name = config.tasks.environment
+    if not config.has_environment:
+        return Observation(messages=(Message(role=Role.USER, content="Hello."),))
     make_environment = _maker(config)
     task = open_tasks(config).task(0)
     try:

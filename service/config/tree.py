@@ -24,7 +24,7 @@ from actors.merge.shaping import RewardSettings
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trainer.settings import Dtype, TrainerSettings
 from actors.trajectory_queue.settings import QueueSettings
-from actors.types import TRUNCATIONS
+from actors.types import SESSION, TRUNCATIONS
 from service.gateway.settings import SessionSettings
 from service.inference.settings import InferenceSettings
 
@@ -98,7 +98,7 @@ class TasksSettings:
     __pydantic_config__ = STRICT
 
     environment: str
-    """A registered name, or package.module:Class."""
+    """A registered name, or package.module:Class; session: agents outside play all, over HTTP."""
     options: dict[str, Any] = field(default_factory=dict)
     """What the environment is made with, by the name of its arguments."""
     file: Path | None = None
@@ -183,6 +183,15 @@ class Config:
     sessions: SessionSettings = field(default_factory=SessionSettings)
 
     @property
+    def has_environment(self) -> bool:
+        """Whether environment actors play something: not where agents outside play all."""
+        return self.tasks.environment != SESSION
+
+    @property
+    def num_environment_actors(self) -> int:
+        return self.rollouts.num_actors if self.has_environment else 0
+
+    @property
     def outcome_policy(self) -> OutcomePolicy:
         """The run's own rows of the outcome table, laid over a critic's, over the default ones."""
         algorithm = self.algorithm
@@ -193,8 +202,9 @@ class Config:
 
     @property
     def policies(self) -> dict[str, OutcomePolicy]:
-        """By environment."""
-        return {self.tasks.environment: self.outcome_policy}
+        """By environment. A session ends once: its agent cannot be asked to play again."""
+        own = self.outcome_policy
+        return {self.tasks.environment: own, SESSION: own.without_retries()}
 
     @property
     def group_rule(self) -> GroupRule | None:

@@ -259,8 +259,9 @@ class SessionAnswer(StrictBody):
     ended_at: float | None
     turns: int
     sampled_tokens: int
-    branches: int = Field(
-        description="turns that begin another conversation, or go on from where one went on before"
+    ambiguous: int = Field(
+        description="conversations that went on from one of two turns of equal text, and nobody "
+        "knows from which: what was said before is not trained in them"
     )
     left_out: int = Field(description="turns that are not trained: auxiliary or never seen")
     malformed: int = Field(description="turns with a call that could not be read")
@@ -281,7 +282,7 @@ class SessionAnswer(StrictBody):
             ended_at=view.ended_at,
             turns=view.num_turns,
             sampled_tokens=view.num_sampled_tokens,
-            branches=view.num_branches,
+            ambiguous=view.num_ambiguous,
             left_out=view.num_left_out,
             malformed=view.num_malformed,
             reward=view.reward,

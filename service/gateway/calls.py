@@ -62,8 +62,8 @@ class SessionView:
     ended_at: float | None
     num_turns: int
     num_sampled_tokens: int
-    num_branches: int
-    """Turns that go on from nothing, or from where another went on before, beside the first."""
+    num_ambiguous: int
+    """Conversations that were rendered anew, because two turns of theirs have equal texts."""
     num_left_out: int
     """Turns that are not trained: auxiliary ones, and those that no client has seen."""
     num_malformed: int

@@ -28,13 +28,14 @@ from actors.policy import (
     UnusableReply,
     check_reply,
 )
+from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import FinishReason, Outcome, RolloutAssignment, Timings, Trajectory
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused
 from service.gateway.commits import GroupCommit, StoreAway, TooLate
 from service.gateway.replies import shown_reply, stop_reason
 from service.gateway.settings import SessionSettings
-from service.gateway.tree import Place, SessionTree, next_prompt
+from service.gateway.tree import Place, SessionTree, next_prompt, read
 from service.gateway.turns import (
     Change,
     IntentAdded,
@@ -60,12 +61,6 @@ from service.store.sessions import SessionStore
 log = logging.getLogger("rayloom.gateway")
 
 LOOK_EVERY_S = 1.0
-
-
-def oldest_admitted_version(group_number: int, algorithm: AlgorithmSettings) -> int:
-    return group_number // algorithm.groups_per_step - algorithm.max_lag
-
-
 RETRY_AFTER_S = 5
 Answer = TypeVar("Answer")
 
@@ -79,6 +74,8 @@ class GatewaySettings:
     algorithm: AlgorithmSettings
     max_context_tokens: int
     """Prompt and reply together, as the engine allows."""
+    num_ahead: int = 0
+    """By how much versions were ahead of steps when the term began."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -150,7 +147,7 @@ class Sessions:
         session = await self._of_agent(call.session_id, call.key_digest)
         session.last_request_at = self._now()
         await self._until_admitted(session, deadline_at)
-        place = await self._in_thread(session.tree.find, call.request)
+        place = session.tree.find(call.request, await self._in_thread(read, call.request))
         # First: what is being stored is in the tree already.
         sampling = _under_way(session, call, place.request_digest)
         if sampling is None:
@@ -545,7 +542,11 @@ class Sessions:
         )
         outcome, detail = end.outcome, end.detail
         versions = trajectory.versions
-        oldest = oldest_admitted_version(assignment.group_number, self._settings.algorithm)
+        oldest = oldest_admitted_version(
+            assignment.group_number,
+            self._settings.algorithm,
+            num_ahead=self._settings.num_ahead,
+        )
         if end.status is SessionStatus.FINISHED and not samples:
             outcome, detail = Outcome.EMPTY, detail or "no turn of it was sampled"
         elif end.status is SessionStatus.FINISHED and end.reward is None:
@@ -642,7 +643,7 @@ class Sessions:
             ended_at=end.ended_at if end else None,
             num_turns=session.tree.num_turns,
             num_sampled_tokens=sum(turn.num_sampled for turn in session.tree.turns),
-            num_branches=sum(counts.branches.values()),
+            num_ambiguous=counts.num_ambiguous,
             num_left_out=counts.num_auxiliary + counts.num_unseen,
             num_malformed=counts.num_malformed,
             reward=end.reward if end else None,

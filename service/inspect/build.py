@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from actors.journal.record import JournalStep, TrajectoryEntry
-from actors.types import Sample, TurnSpan
+from actors.types import Sample, TurnSpan, original_numbers
 from service.inspect.facts import turn_note
 from service.inspect.token_text import TokenText
 from service.inspect.view import SampleView, Segment, Token, TokenClass, TrajectoryView
@@ -50,6 +50,7 @@ class _SampleBuilder:
         self._sample, self._trained, self._text = sample, trained, text
         self._ids: list[int] = sample.token_ids.tolist()
         self._mask = sample.mask.tolist()
+        self._versions = original_numbers(sample.versions)
         self._pieces = text.pieces(self._ids)
         self._headers = _marked(self._pieces, text.marks.headers)
         self._marked = self._headers | _marked(self._pieces, text.marks.footers)
@@ -91,7 +92,7 @@ class _SampleBuilder:
             kind=self._kind(position, turn, is_trained=advantage is not None),
             turn=turn.index if turn else None,
             logprob=float(sample.logprobs[position]) if is_known else None,
-            version=int(sample.versions[position]) if is_known else None,
+            version=int(self._versions[position]) if is_known else None,
             advantage=advantage,
             faults=tuple(self._faults_of(position, turn, is_trained=advantage is not None)),
             starts_branch=sample.branch_reason is not None and sample.num_shared == position,

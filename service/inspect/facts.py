@@ -6,7 +6,7 @@ import math
 
 from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.trajectory_queue.ledger import EvictionReason
-from actors.types import TurnSpan
+from actors.types import UNDONE, TurnSpan
 from service.visible import visible_text
 
 REFUSED = "the step's update was not finite, and was refused"
@@ -84,4 +84,6 @@ def _versions(step: JournalStep, entry: TrajectoryEntry) -> str:
         return "none"
     low, high = seen
     span = str(low) if low == high else f"{low} to {high}"
-    return f"{span}, trained on by version {step.trainer_version}"
+    is_undone = any((sample.versions >= UNDONE).any() for sample in entry.trajectory.samples)
+    undone = ", partly by versions that a recovery has undone" if is_undone else ""
+    return f"{span}{undone}, trained on by version {step.trainer_version}"

@@ -46,7 +46,7 @@ def cpus_wanted(config: Config) -> float:
     return (
         config.inference.num_replicas * config.inference.cpus_per_replica
         + config.trainer.num_ranks
-        + config.rollouts.num_actors
+        + config.num_environment_actors
     )
 
 

@@ -130,7 +130,7 @@ def _parts(config: Config, roles: Roles) -> Iterator[_Part]:
         (
             "environment actor",
             Role.ENVIRONMENTS,
-            config.rollouts.num_actors,
+            config.num_environment_actors,
             1,
             0,
             "rollouts.num_actors",

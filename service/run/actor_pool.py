@@ -119,6 +119,8 @@ class ActorPool:
         tasks = [asyncio.create_task(self._keep_alive(slot)) for slot in range(len(self._members))]
         try:
             await asyncio.gather(*tasks)
+            # A pool without actors.
+            await asyncio.Event().wait()
         finally:
             for task in tasks:
                 task.cancel()

@@ -188,7 +188,7 @@ class Supervisor:
         metrics.ledger.bytes_limit.set(config.queue.max_bytes)
         metrics.run.checkpoint_interval.set(config.run.checkpoint_every)
         metrics.steps.policy_age_limit.set(config.algorithm.max_policy_age)
-        metrics.parts.environment_actors_expected.set(config.rollouts.num_actors)
+        metrics.parts.environment_actors_expected.set(config.num_environment_actors)
         metrics.parts.ranks_expected.set(config.trainer.num_ranks)
 
     async def run(self) -> Ending:

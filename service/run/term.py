@@ -243,7 +243,7 @@ class Term:
         # import while ranks and engines start; `EnvironmentPool.watch` lets them play.
         await self._trainer.reserve()
         self._pool = EnvironmentPool(
-            config.rollouts.num_actors,
+            config.num_environment_actors,
             self._start_environment_actor,
             term=term,
             frozen_after_s=config.rollouts.frozen_after_s,
@@ -252,6 +252,8 @@ class Term:
             # Within an episode's time one ends, unless the actor is frozen.
             evaluation_idle_s=config.rollouts.episode_deadline_s + config.rollouts.frozen_after_s,
         )
+        await asyncio.gather(self._start_trainer(), self.queue.open())
+        version = self._trainer.version
         if self._submissions is not None:
             self._gateways = ActorPool(
                 1,
@@ -262,8 +264,6 @@ class Term:
                 queue=self.queue,
                 recorder=self._recorder,
             )
-        await asyncio.gather(self._start_trainer(), self.queue.open())
-        version = self._trainer.version
         self._merge = RestartableMerge(
             self._start_merge_actor,
             on_restart=partial(self._recorder.replaced, Part.MERGE_ACTOR),
@@ -329,6 +329,7 @@ class Term:
                 rollouts=config.rollouts,
                 algorithm=config.algorithm,
                 max_context_tokens=config.model.max_context_tokens,
+                num_ahead=self._trainer.version - (self.first_step - 1),
             ),
             actor_id=actor_id,
             tokenizer_path=self._model,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from actors.merge.advantages import Baseline
 from actors.outcomes import Disposition
-from actors.types import TRUNCATIONS, Outcome
+from actors.types import SESSION, TRUNCATIONS, Outcome
 from service.config.file import ConfigError, parse_config
 from service.config.resumable import refused_changes
 from service.config.tree import Config
@@ -66,6 +67,19 @@ def test_a_rule_that_the_run_gives_comes_before_the_critics() -> None:
     policy = config_with(baseline="critic", scale="none", outcomes=outcomes).outcome_policy
     assert policy.rule(Outcome.TRUNCATED_TOKENS).disposition is Disposition.DROP
     assert policy.rule(Outcome.TRUNCATED_CONTEXT).disposition is Disposition.TRAIN
+
+
+def test_a_session_is_never_played_again_and_has_the_runs_dispositions() -> None:
+    outcomes = {"wall_timeout": {"disposition": "mask", "max_retries": 3}}
+    config = config_with(baseline="critic", scale="none", outcomes=outcomes)
+    own, of_sessions = config.policies["guessing"], config.policies[SESSION]
+    assert own == config.outcome_policy
+    for outcome in Outcome:
+        expected = replace(own.rule(outcome), max_retries=0)
+        assert of_sessions.rule(outcome) == expected
+        assert not of_sessions.is_retried(outcome, attempt=0)
+    assert own.is_retried(Outcome.WALL_TIMEOUT, attempt=2)
+    assert of_sessions.disposition(Outcome.WALL_TIMEOUT) is Disposition.MASK
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ async def test_a_conversation_is_one_sample_with_the_ids_that_were_sampled(tmp_p
     assert (first.message, first.turn_id) == (said("0"), "task-0.0")
     assert (second.message.content, second.stop_reason) == ("1", StopReason.STOP)
     view = await gateway.finish(0.5, components={"hit": 0.5}, turn_rewards={0: 0.25})
-    assert (view.status, view.num_turns, view.num_branches) == (SessionStatus.FINISHED, 2, 0)
+    assert (view.status, view.num_turns, view.num_ambiguous) == (SessionStatus.FINISHED, 2, 0)
     trajectory = await gateway.trajectory()
     (sample,) = trajectory.samples
     assert (trajectory.outcome, trajectory.episode_return) == (Outcome.COMPLETED, 0.75)

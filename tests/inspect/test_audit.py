@@ -31,7 +31,7 @@ from worlds.trajectory_builders import replayed, whole_turns
 
 from actors.merge.advantages import Baseline, Scale, group_advantages
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
-from actors.types import Outcome
+from actors.types import UNDONE, Outcome
 from service.cli.inspect import InspectRequest, run_inspect
 from service.inspect.audit.audit import describe
 from service.inspect.audit.groups import GroupRule, expected_advantages
@@ -48,6 +48,15 @@ def test_what_the_real_code_made_is_clean(tmp_path: Path) -> None:
     assert result.offences == () and result.is_clean and result.unchecked == {}
     assert (result.num_trajectories, result.num_trained) == (8, step.num_packed_trained)
     assert run_inspect(InspectRequest(target=str(tmp_path), audit=True)) == 0
+
+
+def test_tokens_of_versions_that_a_recovery_has_undone_are_no_finding(tmp_path: Path) -> None:
+    step = step_of([group_of(0, [1, 0], version=UNDONE + 7)], number=4, max_policy_age=0)
+    assert audited(tmp_path / "newer", step).offences == ()
+    older = step_of([group_of(0, [1, 0], version=UNDONE + 2)], number=4, max_policy_age=0)
+    offences = audited(tmp_path / "older", older).offences
+    assert {offence.check for offence in offences} == {Check.AGE}
+    assert "the worst is 1" in offences[0].text
 
 
 def test_equal_returns_are_trained_only_where_the_loss_has_another_term(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from actors.trainer.loss.settings import LossSettings
 from actors.trajectory_queue.codec import encode
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.messages import StepInput, StepTrajectory
-from actors.types import Outcome, Trajectory
+from actors.types import UNDONE, Outcome, Trajectory, summarize
 
 
 def make_group(
@@ -288,6 +288,21 @@ def test_what_does_not_fit_is_told_for_three_trajectories_and_counted_beyond() -
     assert "g000000.0-2.a0 left out as token_misaligned: sample 0: 1 token ids" in notices[2]
     assert "use the policy's own tokenizer" in notices[2]
     assert notices[3] == "step 2: 2 more like it; `rayloom inspect`"
+
+
+def test_tokens_of_undone_versions_are_trained_as_recorded_and_age_no_statistic() -> None:
+    (won, lost), other = make_group(0, [1, 0], version=UNDONE + 3), make_group(1, [1, 0], version=1)
+    result = build([(won, lost), other], version=2)
+    rows = [r for shard in result.shards for m in shard.minibatches for r in m.micro_batches]
+    recorded = [s.logprobs[s.mask == 1] for t in (won, lost, *other) for s in t.samples]
+    trained = np.concatenate([row.behaviour_logprobs for row in rows])
+    assert sorted(trained.tolist()) == sorted(np.concatenate(recorded).tolist())
+    statistics = result.report.statistics
+    assert (statistics["policy_age_max"], statistics["policy_age_mean"]) == (1.0, 0.5)
+    # To a client it has the number by which it was told of it.
+    assert won.versions == (3, 3)
+    summary = summarize(won, num_bytes=0)
+    assert (summary.oldest_version, summary.newest_version) == (3, 3)
 
 
 def test_tokens_of_a_version_that_the_trainer_does_not_hold_yet_are_refused_by_name() -> None:

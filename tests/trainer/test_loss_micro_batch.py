@@ -29,6 +29,7 @@ from actors.trainer.statistics import (
     UpdateTotals,
     summarize_step,
 )
+from actors.types import UNDONE
 
 
 def loss_and_gradients(
@@ -269,7 +270,7 @@ def test_statistics_of_four_tokens() -> None:
     )  # fmt: skip
     terms = replace(
         terms_of(tokens),
-        sampled_versions=torch.tensor([5, 4, 5, 2]), trainer_version=5, old_logprobs=None,
+        sampled_versions=torch.tensor([5, UNDONE + 5, 5, 2]), trainer_version=5, old_logprobs=None,
     )  # fmt: skip
     settings = LossSettings(kl=KlSettings(coefficient=1.0), sequence_band=(0.9, 1.1))
     sums, counts, maxima, minima = by_name(statistics_of(terms, settings))
@@ -289,7 +290,8 @@ def test_statistics_of_four_tokens() -> None:
     assert sums["entropy"] == 2.0 and sums["importance_weight"] == 4.0
     assert sums["advantage"] == 4.0 and maxima["advantage"] == 3.0 and minima["advantage"] == -1.0
     assert sums["num_trained"] == 4 and sums["num_packed"] == 10 and sums["num_nonfinite"] == 0
-    # Only the first and the third token come from version 5.
+    # Only the first and the third token come from version 5; the second's was undone, and other
+    # weights have its number.
     assert counts["mismatch_k1"] == counts["mismatch_k3"] == 2
     assert sums["mismatch_k1"] == pytest.approx(-math.log(1.5))
     assert sums["mismatch_k3"] == pytest.approx(0.5 - math.log(1.5))

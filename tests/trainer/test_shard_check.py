@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from worlds.trainer_world import PADDING, pack, random_samples
 
 from actors.batch import MicroBatch, Minibatch, RankShard
-from actors.policy_age import oldest_version, policy_ages
+from actors.policy_age import marked, newest_kept, oldest_version, policy_ages, undone_after
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused, check_versions
+from actors.types import UNDONE, VersionSpan
 
 
 def check(
@@ -72,6 +73,29 @@ def test_the_oldest_version_of_an_age_is_the_first_that_is_no_older(
     candidates = np.arange(-20, version + 1, dtype=np.int32)
     fits = policy_ages(candidates, version, republished) <= max_age
     assert candidates[fits].min() == oldest_version(version, max_age, republished)
+
+
+def test_a_token_of_an_undone_version_is_trained_and_no_newer_than_the_trainer() -> None:
+    """Whatever its number was: lower than the trainer's, the same, or higher."""
+    undone = np.array([UNDONE + 3, UNDONE + 5, UNDONE + 9, 3], np.int32)
+    np.testing.assert_array_equal(policy_ages(undone, 5), [2, 0, 0, 2])
+    np.testing.assert_array_equal(policy_ages(undone, 5, [4, 7]), [1, 0, 0, 1])
+    assert newest_kept(undone) == 3 and newest_kept(undone[:3]) == -1
+    check(row_of(UNDONE + 9, 5, UNDONE + 5), max_policy_age=0)
+    with pytest.raises(PolicyTooOld, match="2 versions old, expected at most 1"):
+        check(row_of(UNDONE + 3), max_policy_age=1)
+    with pytest.raises(ShardRefused, match="sampled by version 6, expected at most 5"):
+        check(row_of(UNDONE + 9, 6))
+
+
+def test_a_version_is_undone_when_a_later_term_went_on_from_an_older_one() -> None:
+    first_versions = {1: 0, 2: 6, 3: 4, 4: 8}
+    kept = [undone_after(term, first_versions) for term in (1, 2, 3, 4)]
+    assert kept == [4, 4, 8, None]
+    turn = (VersionSpan(version=4, start=0, end=2), VersionSpan(version=5, start=2, end=9))
+    assert [span.version for span in marked(turn, 4)] == [4, UNDONE + 5]
+    assert [(span.start, span.end) for span in marked(turn, 4)] == [(0, 2), (2, 9)]
+    assert marked(turn, 5) == marked(turn, None) == turn
 
 
 def test_a_shard_without_tokens_has_no_age() -> None:

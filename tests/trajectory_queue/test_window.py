@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from worlds.queue_builders import through_json
 
 from actors.algorithm import AlgorithmSettings
-from actors.trajectory_queue.window import AdmissionWindow
+from actors.policy_age import policy_ages
+from actors.trajectory_queue.window import AdmissionWindow, oldest_admitted_version
 
 settings_strategy = st.builds(
     lambda p, s, w: AlgorithmSettings(groups_per_step=p, max_lag=s, window_groups=w),
@@ -62,6 +66,38 @@ def test_no_token_is_older_than_the_bound_in_any_closing_order(
             run.closed.add(data.draw(st.sampled_from(run.open_groups())))
         assert run.oldest_age <= settings.max_policy_age
     assert len(run.taken) == len(set(run.taken))
+
+
+def test_the_oldest_version_of_a_group_follows_from_the_admission_formula() -> None:
+    shape = AlgorithmSettings(groups_per_step=3, max_lag=1, window_groups=3)
+    oldest = [oldest_admitted_version(number, shape) for number in range(10)]
+    assert oldest == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
+    # Versions were 2 ahead of steps when the term began; then 4 was step 1 once more.
+    oldest = [oldest_admitted_version(k, shape, num_ahead=2, republished=[4]) for k in (0, 6, 9)]
+    assert oldest == [2, 3, 5]
+
+
+@given(settings_strategy, st.integers(0, 40), st.data())
+def test_a_token_that_is_not_stale_is_within_the_bound_and_an_older_one_may_not_be(
+    shape: AlgorithmSettings, number: int, data: st.DataObject
+) -> None:
+    """A session's token, sampled when its group had another number."""
+    num_ahead = data.draw(st.integers(0, 2))
+    later = st.sets(st.integers(num_ahead + 1, num_ahead + 40), max_size=3)
+    republished = sorted(data.draw(later))
+    # The latest step that takes the group; it is trained by the version of the step before.
+    step = number // shape.groups_per_step + shape.max_policy_age - shape.max_lag
+    trained_by = oldest_admitted_version(
+        step * shape.groups_per_step,
+        replace(shape, max_lag=0),
+        num_ahead=num_ahead,
+        republished=republished,
+    )
+    oldest = oldest_admitted_version(number, shape, num_ahead=num_ahead, republished=republished)
+    ages = policy_ages(np.array([oldest, oldest - 1], np.int32), trained_by, republished)
+    assert ages[0] <= shape.max_policy_age
+    if oldest - 1 >= num_ahead:
+        assert ages[1] > shape.max_policy_age
 
 
 @given(settings_strategy)

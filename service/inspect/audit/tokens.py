@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.policy_age import policy_ages
 from actors.types import NO_VERSION, Outcome, Sample
 from service.inspect.audit.offence import Check, Offence
 
@@ -96,7 +97,7 @@ def _check_rewards(entry: TrajectoryEntry, *, is_shaped: bool) -> Iterator[tuple
 def _check_age(step: JournalStep, entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
     of_samples = [sample.versions for sample in entry.trajectory.samples]
     versions = np.concatenate([np.empty(0, np.int32), *of_samples])
-    ages = step.trainer_version - versions[versions != NO_VERSION]
+    ages = policy_ages(versions[versions != NO_VERSION], step.trainer_version)
     bad = ages[(ages < 0) | (ages > step.max_policy_age)]
     if bad.size:
         worst = bad[np.argmax(np.abs(bad))]
