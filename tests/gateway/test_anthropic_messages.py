@@ -7,7 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from worlds.chat_replies import REPLIES, chat_reply
+from worlds.chat_replies import REPLIES, chat_reply, refusal, without_nulls
 from worlds.dialect_server import DialectServer, Late
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
@@ -163,7 +163,7 @@ def test_the_sdk_makes_of_a_stream_what_the_whole_answer_is(
     asked: Any = {"model": "claude", "messages": [USER], "max_tokens": 9}
     whole = client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
-        assert given(stream.get_final_message().to_dict()) == given(whole.to_dict())
+        assert without_nulls(stream.get_final_message().to_dict()) == without_nulls(whole.to_dict())
     assert (whole.id, whole.model, whole.role) == ("msg_prompt-9-3.4", "claude", "assistant")
     stops = {"length": "max_tokens", "call": "tool_use", "all": "tool_use"}
     assert whole.stop_reason == stops.get(name.partition(" ")[0], "end_turn")
@@ -188,13 +188,6 @@ def test_the_sdk_makes_of_a_stream_what_the_whole_answer_is(
     ]
 
 
-def given(tree: Any) -> Any:
-    """Without nulls: the SDK adds some for what was not sent."""
-    if isinstance(tree, dict):
-        return {name: given(value) for name, value in tree.items() if value is not None}
-    return [given(each) for each in tree] if isinstance(tree, list) else tree
-
-
 def test_the_sdk_gets_the_tokens_that_were_sampled(
     client: anthropic.Anthropic, dialect_server: DialectServer
 ) -> None:
@@ -204,10 +197,6 @@ def test_the_sdk_gets_the_tokens_that_were_sampled(
     assert client.messages.create(**asked).model_extra == shown
     with client.messages.stream(**asked) as stream:
         assert stream.get_final_message().model_extra == shown
-
-
-def refusal(code: RefusalCode, **rest: Any) -> Refused:
-    return Refused(code, f"this is {code}", **rest)
 
 
 def test_the_sdk_reads_every_refusal_and_repeats_only_what_may_pass(

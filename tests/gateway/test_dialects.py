@@ -101,6 +101,32 @@ def test_every_dialect_shows_the_same_calls_and_ids_of_a_reply() -> None:
     assert ids == [item["call_id"] for item in items if item["type"] == "function_call"]
 
 
+def test_no_piece_of_a_stream_splits_a_character_or_a_line() -> None:
+    """Some clients end a line at U+0085 and U+2028 too, and decode each event by itself."""
+    style, content = AnswerStyle(model="m", streams=True), REPLIES["characters"].message.content
+    for dialect in DIALECTS:
+        sent = list(dialect.events(REPLIES["characters"], style))
+        assert all(each.endswith(b"\n\n") and each.count(b"\n\n") == 1 for each in sent)
+        lines = [line for each in sent for line in each.decode("ascii").splitlines()]
+        data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        found = [text for each in data for text in deltas(each)]
+        assert "".join(found) == content
+        assert 2 <= len(found) <= 4
+        for text in found:
+            text.encode()
+
+
+def deltas(data: dict[str, Any]) -> list[str]:
+    """The text that an event of any dialect adds."""
+    if data.get("type") == "response.output_text.delta":
+        return [data["delta"]]
+    if data.get("type") == "content_block_delta":
+        return [data["delta"]["text"]]
+    return [
+        each["delta"]["content"] for each in data.get("choices", []) if each["delta"].get("content")
+    ]
+
+
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.just(10**400), st.floats(), st.text(max_size=4),
     st.sampled_from([

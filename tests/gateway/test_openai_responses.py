@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from worlds.chat_replies import REPLIES, chat_reply
+from worlds.chat_replies import REPLIES, chat_reply, refusal, without_nulls
 from worlds.dialect_server import DialectServer, Late
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
@@ -189,10 +189,12 @@ def test_the_sdk_makes_of_a_stream_what_the_whole_answer_is(
         last: Any = events[-1]
         assert last.type == ("response.incomplete" if is_cut_off else "response.completed")
         streamed = last.response
-    assert given(streamed.to_dict()) == given(whole.to_dict())
+    assert without_nulls(streamed.to_dict()) == without_nulls(whole.to_dict())
     # Each item and each text is sent whole once more, and is what its pieces make.
     done: Any = [each.item for each in events if each.type == "response.output_item.done"]
-    assert [given(each.to_dict()) for each in done] == given(whole.to_dict())["output"]
+    assert [without_nulls(each.to_dict()) for each in done] == without_nulls(whole.to_dict())[
+        "output"
+    ]
     deltas = [each.delta for each in events if each.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text == reply.message.content
     assert (whole.id, whole.model, whole.status) == (
@@ -219,17 +221,6 @@ def test_the_sdk_makes_of_a_stream_what_the_whole_answer_is(
     assert dialect_server.requests[-1].continues == reply.turn_id
 
 
-def given(tree: Any) -> Any:
-    """Without nulls, and what the SDK's helper for streams adds of its own."""
-    if isinstance(tree, dict):
-        return {
-            name: given(value)
-            for name, value in tree.items()
-            if value is not None and not name.startswith("parsed")
-        }
-    return [given(each) for each in tree] if isinstance(tree, list) else tree
-
-
 def test_the_sdk_gets_the_tokens_that_were_sampled(
     client: openai.OpenAI, dialect_server: DialectServer
 ) -> None:
@@ -238,10 +229,6 @@ def test_the_sdk_gets_the_tokens_that_were_sampled(
     assert client.responses.create(model="gpt", input="Hello").model_extra == shown
     with client.responses.stream(model="gpt", input="Hello") as stream:
         assert stream.get_final_response().model_extra == shown
-
-
-def refusal(code: RefusalCode, **rest: Any) -> Refused:
-    return Refused(code, f"this is {code}", **rest)
 
 
 def test_the_sdk_reads_refusals_and_repeats_only_what_may_pass(
@@ -269,4 +256,5 @@ def test_an_error_behind_the_heartbeats_reaches_the_sdk(
     ):
         stream.get_final_response()
     assert caught.value.code == "context_length_exceeded"
-    assert caught.value.message == "this is context_length_exceeded"
+    words = "this model's maximum context length is exceeded: "
+    assert caught.value.message == f"{words}this is context_length_exceeded"
