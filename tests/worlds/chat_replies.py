@@ -1,4 +1,4 @@
-"""Turns as a session answers them, for the dialects to tell."""
+"""What a session answers, for the dialects to tell, and what an SDK makes of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from actors.environment.protocol import Message, Role, ToolCall
-from service.gateway.chat import ChatReply, StopReason
+from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
 
 LOOKED_UP = ToolCall(name="look_up", arguments={"title": "Ærø 🏝", "deep": False}, id="call_a")
 COUNTED = ToolCall(name="count", arguments={}, id="")
@@ -53,3 +53,18 @@ REPLIES = {
         logprobs=np.array([-0.5, np.nan, -0.25], np.float32),
     ),
 }
+
+
+def refusal(code: RefusalCode, **rest: Any) -> Refused:
+    return Refused(code, f"this is {code}", **rest)
+
+
+def without_nulls(tree: Any) -> Any:
+    """What an SDK read, without the fields that it adds for what was not sent."""
+    if isinstance(tree, dict):
+        return {
+            name: without_nulls(value)
+            for name, value in tree.items()
+            if value is not None and not name.startswith("parsed")
+        }
+    return [without_nulls(each) for each in tree] if isinstance(tree, list) else tree

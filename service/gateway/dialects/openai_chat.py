@@ -253,12 +253,16 @@ def _usage(reply: ChatReply) -> dict[str, int]:
 
 def error(refusal: Refused) -> dict[str, Any]:
     """See `Dialect.error`; the code is a text, as OpenAI's own are."""
+    message = refusal.message
+    if refusal.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
+        # Some clients look for these words, and send the request again where they are missing.
+        message = f"this model's maximum context length is exceeded: {message}"
     kind_of_error = ERROR_TYPES.get(refusal.code, "invalid_request_error")
     if refusal.code is RefusalCode.NOT_AVAILABLE:
         kind_of_error = "server_error"
     return {
         "error": {
-            "message": refusal.message,
+            "message": message,
             "type": kind_of_error,
             "param": refusal.param or None,
             "code": refusal.code.value,

@@ -241,11 +241,16 @@ def check_tool_choice(value: object, where: str, *, auto: str, none: str) -> boo
     )
 
 
-def make_call(name: object, arguments: object, call_id: object, *, where: str) -> ToolCall:
-    """A call in the history that a client sends. arguments: an object, or its JSON text."""
+def make_call(
+    name: object, arguments: object, call_id: object, *, where: str, key: str = "arguments"
+) -> ToolCall:
+    """A call in the history that a client sends.
+
+    arguments: an object, or its JSON text. key: where in the call they stand.
+    """
     return ToolCall(
         name=read_text(name, f"{where}.name"),
-        arguments=read_arguments(arguments, f"{where}.arguments"),
+        arguments=read_arguments(arguments, f"{where}.{key}"),
         id="" if call_id is None else read_text(call_id, f"{where}.id"),
     )
 

@@ -1,0 +1,327 @@
+"""Anthropic's Messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
+from service.gateway.chat import ChatReply, ChatRequest, RefusalCode, Refused, StopReason
+from service.gateway.dialects.dialect import AnswerStyle, Dialect
+from service.gateway.dialects.parameters import (
+    BOOKKEEPING,
+    COMMON,
+    IN_THE_CLIENT,
+    MAX_TOKENS,
+    TRAINED,
+    UNCONSTRAINED,
+    Parameters,
+    refused,
+    taken,
+    without_effect,
+)
+from service.gateway.dialects.reading import (
+    check_names,
+    check_tool_choice,
+    check_type,
+    invalid,
+    joined,
+    kind,
+    make_call,
+    make_message,
+    make_request,
+    make_tool,
+    printable,
+    read_body,
+    read_content,
+    read_fields,
+    read_flag,
+    read_limit,
+    read_object,
+    read_objects,
+    read_text,
+    read_text_part,
+    unsupported,
+)
+from service.gateway.dialects.sending import (
+    ERROR_TYPES,
+    event,
+    pieces,
+    shown_calls,
+    shown_tokens,
+)
+
+PARAMETERS: Parameters = {
+    **COMMON,
+    "system": taken("text or blocks of text, which newlines join"),
+    "messages": taken("blocks of text, of thinking, of calls and of their results"),
+    "tools": taken("functions; `strict`, `cache_control` and examples have no effect"),
+    "tool_choice": taken("`auto`, or `none`: no tools are shown"),
+    "max_tokens": MAX_TOKENS,
+    "output_config": taken("`effort` has no effect"),
+    "thinking": without_effect(TRAINED),
+    "context_management": without_effect("the history is what the client sends"),
+    **dict.fromkeys(
+        ("speed", "inference_geo", "diagnostics", "user_profile_id", "workspace_id"),
+        without_effect(BOOKKEEPING),
+    ),
+    "stop_sequences": refused("a turn ends where the policy ends it; cut the text yourself", []),
+    "output_format": refused(UNCONSTRAINED),
+    "container": refused(IN_THE_CLIENT),
+    "mcp_servers": refused(IN_THE_CLIENT, []),
+}
+
+_OUTPUT_CONFIG: Parameters = {
+    "effort": without_effect(TRAINED),
+    "task_budget": without_effect(TRAINED),
+    "format": refused(UNCONSTRAINED),
+}
+_MESSAGE: Parameters = {
+    "role": taken("user, assistant or system"),
+    "content": taken("text or blocks"),
+    # Of an answer that is sent back whole.
+    **dict.fromkeys(
+        ("id", "type", "model", "stop_reason", "stop_sequence", "usage", "cache_control"),
+        without_effect(BOOKKEEPING),
+    ),
+}
+_STOP = {
+    StopReason.STOP: "end_turn",
+    StopReason.LENGTH: "max_tokens",
+    StopReason.CALLS: "tool_use",
+}
+
+
+def read(body: object, headers: Mapping[str, str]) -> tuple[ChatRequest, AnswerStyle]:
+    """See `Dialect.read`."""
+    given = read_body(body, PARAMETERS)
+    model = read_text(given.get("model"), "model")
+    system = read_content(given.get("system"), "system", texts={"text"})
+    spoken = [
+        message
+        for where, tree in read_objects(given.get("messages"), "messages")
+        for message in _messages(tree, where)
+    ]
+    if not spoken:
+        raise invalid("messages", "got none, expected at least one")
+    if spoken[-1].role is Role.ASSISTANT:
+        raise unsupported(
+            "messages",
+            "the last message is the assistant's: the policy begins its turns itself; end with a "
+            "message of the user",
+        )
+    if system:
+        spoken.insert(0, make_message(Role.SYSTEM, system, where="system"))
+    read_fields(
+        read_object(given.get("output_config", {}), "output_config"),
+        _OUTPUT_CONFIG,
+        "output_config",
+    )
+    tools = _tools(given.get("tools"))
+    request = make_request(
+        headers,
+        model=model,
+        messages=spoken,
+        tools=tools if _may_call(given.get("tool_choice")) else (),
+        max_tokens=read_limit(given.get("max_tokens"), "max_tokens"),
+    )
+    return request, AnswerStyle(model=model, streams=read_flag(given.get("stream"), "stream"))
+
+
+def _messages(tree: Mapping[str, Any], where: str) -> Iterator[Message]:
+    """The results of calls stand in a message of the user, and are messages of their own."""
+    given = read_fields(tree, _MESSAGE, where)
+    role, content = read_text(given.get("role"), f"{where}.role"), given.get("content")
+    where_content = f"{where}.content"
+    if role not in ("user", "assistant", "system"):
+        raise invalid(
+            f"{where}.role", f"got {printable(role)!r}, expected user, assistant or system"
+        )
+    if role == "system" or not isinstance(content, list) or not content:
+        text = read_content(content, where_content, texts={"text"})
+        yield make_message(Role(role), text, where=where)
+    elif role == "assistant":
+        yield _assistant(content, where_content)
+    else:
+        yield from _user(content, where_content)
+
+
+def _user(content: list[Any], where: str) -> Iterator[Message]:
+    texts: list[str] = []
+    for place, block in read_objects(content, where):
+        if check_type(block, place, known={"text", "tool_result"}) == "text":
+            texts.append(read_text_part(block, place, texts={"text"}))
+            continue
+        if texts:
+            yield make_message(Role.USER, "\n".join(texts), where=where)
+            texts = []
+        read_flag(block.get("is_error"), f"{place}.is_error")
+        yield make_message(
+            Role.TOOL,
+            read_content(block.get("content"), f"{place}.content", texts={"text"}),
+            where=place,
+            tool_call_id=read_text(block.get("tool_use_id"), f"{place}.tool_use_id"),
+        )
+    if texts:
+        yield make_message(Role.USER, "\n".join(texts), where=where)
+
+
+def _assistant(content: list[Any], where: str) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    known = {"text", "thinking", "redacted_thinking", "tool_use"}
+    for place, block in read_objects(content, where):
+        match check_type(block, place, known=known):
+            case "text":
+                texts.append(read_text_part(block, place, texts={"text"}))
+            case "thinking":
+                thoughts.append(read_text(block.get("thinking"), f"{place}.thinking"))
+            case "tool_use":
+                name, arguments, call_id = (block.get(key) for key in ("name", "input", "id"))
+                calls.append(make_call(name, arguments, call_id, where=place, key="input"))
+    return make_message(
+        Role.ASSISTANT,
+        "\n".join(texts),
+        where=where,
+        reasoning=joined(thoughts),
+        tool_calls=tuple(calls),
+    )
+
+
+def _tools(value: object) -> tuple[ToolSchema, ...]:
+    found = []
+    for where, tree in read_objects(value, "tools"):
+        if tree.get("type") is not None:
+            check_type(tree, where, known={"custom"})
+        found.append(make_tool(tree, where, parameters="input_schema"))
+    return check_names(found, "tools")
+
+
+def _may_call(value: object) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, dict):
+        raise invalid("tool_choice", f"got {kind(value)}, expected an object with a type")
+    name = read_text(value.get("type"), "tool_choice.type")
+    return check_tool_choice(name, "tool_choice", auto="auto", none="none")
+
+
+def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
+    """See `Dialect.answer`."""
+    return {
+        **_head(reply, style),
+        "content": _blocks(reply),
+        "stop_reason": _STOP[reply.stop_reason],
+        "usage": {
+            "input_tokens": reply.num_prompt_tokens,
+            "output_tokens": reply.num_sampled_tokens,
+        },
+    }
+
+
+def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
+    """See `Dialect.events`."""
+    begun = {"input_tokens": reply.num_prompt_tokens, "output_tokens": 0}
+    message = {**_head(reply, style), "content": [], "stop_reason": None, "usage": begun}
+    yield _event("message_start", message=message)
+    for index, block in enumerate(_blocks(reply)):
+        empty, deltas = _growing(block)
+        yield _event("content_block_start", index=index, content_block=empty)
+        for delta in deltas:
+            yield _event("content_block_delta", index=index, delta=delta)
+        yield _event("content_block_stop", index=index)
+    whole = answer(reply, style)
+    end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield _event("message_delta", delta=end, usage=whole["usage"])
+    yield _event("message_stop")
+
+
+def _growing(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """A block as it begins, and what is added to it."""
+    if block["type"] == "tool_use":
+        arguments = json.dumps(block["input"], ensure_ascii=False)
+        parts = [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(arguments)]
+        return {**block, "input": {}}, parts
+    if block["type"] == "thinking":
+        thoughts = [
+            {"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])
+        ]
+        signature = {"type": "signature_delta", "signature": block["signature"]}
+        return {**block, "thinking": "", "signature": ""}, [*thoughts, signature]
+    texts = [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
+    return {**block, "text": ""}, texts
+
+
+def _blocks(reply: ChatReply) -> list[dict[str, Any]]:
+    """At least one: clients look into the first."""
+    message = reply.message
+    blocks: list[dict[str, Any]] = []
+    if message.reasoning:
+        # Some clients send back only thinking that is signed; the session knows its own anyway.
+        blocks.append(
+            {"type": "thinking", "thinking": message.reasoning, "signature": reply.turn_id}
+        )
+    if message.content or not (blocks or message.tool_calls):
+        blocks.append({"type": "text", "text": message.content})
+    for (call_id, name, _), call in zip(shown_calls(reply), message.tool_calls, strict=True):
+        blocks.append(
+            {"type": "tool_use", "id": call_id, "name": name, "input": dict(call.arguments)}
+        )
+    return blocks
+
+
+def _head(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
+    # The tokens are known before the first event, and are in it: SDKs keep only there what they do
+    # not know.
+    return {
+        "id": f"msg_{reply.turn_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": style.model,
+        "stop_sequence": None,
+        **shown_tokens(reply),
+    }
+
+
+def _event(name: str, **data: Any) -> bytes:
+    return event({"type": name, **data}, name=name)
+
+
+def error(refusal: Refused) -> dict[str, Any]:
+    """See `Dialect.error`; `code` and `param` are ours, since Anthropic's types say less."""
+    message = refusal.message
+    kind_of_error = ERROR_TYPES.get(refusal.code, "invalid_request_error")
+    if refusal.code is RefusalCode.NOT_AVAILABLE:
+        kind_of_error = "overloaded_error"
+    if refusal.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
+        # Clients know it by these words alone.
+        message = f"prompt is too long: {message}"
+    return {
+        "type": "error",
+        "error": {
+            "type": kind_of_error,
+            "message": message,
+            "code": refusal.code.value,
+            "param": refusal.param or None,
+        },
+    }
+
+
+def error_event(refusal: Refused) -> bytes:
+    """See `Dialect.error_event`."""
+    return event(error(refusal), name="error")
+
+
+ANTHROPIC_MESSAGES = Dialect(
+    name="anthropic-messages",
+    path="/v1/messages",
+    parameters=PARAMETERS,
+    heartbeat=event({"type": "ping"}, name="ping"),
+    read=read,
+    answer=answer,
+    events=events,
+    error=error,
+    error_event=error_event,
+)

@@ -1,0 +1,393 @@
+"""OpenAI's Responses, whose conversation is a list of items, or what follows an earlier answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
+from service.gateway.chat import ChatReply, ChatRequest, Refused, StopReason
+from service.gateway.dialects.dialect import AnswerStyle, Dialect
+from service.gateway.dialects.openai_chat import error
+from service.gateway.dialects.parameters import (
+    BOOKKEEPING,
+    COMMON,
+    MAX_TOKENS,
+    TRAINED,
+    UNCONSTRAINED,
+    Parameters,
+    refused,
+    taken,
+    without_effect,
+)
+from service.gateway.dialects.reading import (
+    check_names,
+    check_tool_choice,
+    check_type,
+    invalid,
+    joined,
+    make_call,
+    make_message,
+    make_request,
+    make_tool,
+    printable,
+    read_body,
+    read_content,
+    read_fields,
+    read_flag,
+    read_limit,
+    read_object,
+    read_objects,
+    read_text,
+)
+from service.gateway.dialects.sending import COMMENT, event, pieces, shown_calls, shown_tokens
+
+PREFIX = "resp_"
+
+PARAMETERS: Parameters = {
+    **COMMON,
+    "input": taken("text, or items: messages, reasoning, calls of functions and their outputs"),
+    "instructions": taken(
+        "the system message; with `previous_response_id` in place of the one before, which stays "
+        "where there are none"
+    ),
+    "previous_response_id": taken("an answer of this session, which the input follows"),
+    "tools": taken("functions; `strict` has no effect"),
+    "tool_choice": taken("`auto`, or `none`: no tools are shown"),
+    "max_output_tokens": MAX_TOKENS,
+    "text": taken("`verbosity` has no effect"),
+    **dict.fromkeys(("parallel_tool_calls", "reasoning"), without_effect(TRAINED)),
+    "max_tool_calls": without_effect("it is of tools that a server runs"),
+    "include": without_effect("there is nothing more to show"),
+    "stream_options": without_effect("nothing is padded"),
+    "truncation": without_effect("the history is what the client sends"),
+    "context_management": without_effect("the history is what the client sends"),
+    "client_metadata": without_effect(BOOKKEEPING),
+    "background": refused("wait for the answer, or read the stream", False),
+    "conversation": refused("use `previous_response_id`, or send the whole input"),
+    "prompt": refused("send the texts themselves"),
+}
+
+MESSAGE_PARAMETERS: Parameters = {
+    "type": taken("message; it may be missing"),
+    "role": taken("system, developer (which is system), user or assistant"),
+    "content": taken("text or parts of text, which newlines join"),
+    **dict.fromkeys(("id", "status", "phase"), without_effect("not a part of the text")),
+}
+
+_TEXT: Parameters = {
+    "format": refused(UNCONSTRAINED, {"type": "text"}),
+    "verbosity": without_effect(TRAINED),
+}
+_TEXTS = {"input_text", "output_text", "text"}
+_ROLES = {
+    "system": Role.SYSTEM,
+    "developer": Role.SYSTEM,
+    "user": Role.USER,
+    "assistant": Role.ASSISTANT,
+}
+_ITEMS = {"message", "reasoning", "function_call", "function_call_output"}
+
+
+def read(body: object, headers: Mapping[str, str]) -> tuple[ChatRequest, AnswerStyle]:
+    """See `Dialect.read`."""
+    given = read_body(body, PARAMETERS)
+    model = read_text(given.get("model"), "model")
+    messages = _messages(given.get("input"))
+    continues = _continued(given.get("previous_response_id"))
+    instructions = given.get("instructions")
+    if instructions is not None:
+        instructions = read_text(instructions, "instructions")
+        if instructions and not continues:
+            messages.insert(0, make_message(Role.SYSTEM, instructions, where="instructions"))
+    read_fields(read_object(given.get("text", {}), "text"), _TEXT, "text")
+    tools = _tools(given.get("tools"))
+    may_call = check_tool_choice(given.get("tool_choice"), "tool_choice", auto="auto", none="none")
+    limit = read_limit(given.get("max_output_tokens"), "max_output_tokens")
+    request = make_request(
+        headers,
+        model=model,
+        messages=messages,
+        tools=tools if may_call else (),
+        max_tokens=limit,
+        continues=continues,
+        instructions=instructions if continues else None,
+    )
+    repeated = {
+        "instructions": instructions,
+        "previous_response_id": given.get("previous_response_id"),
+        "max_output_tokens": limit,
+        "tools": [_shown_tool(tool) for tool in tools],
+        "tool_choice": "auto" if may_call else "none",
+    }
+    streams = read_flag(given.get("stream"), "stream")
+    return request, AnswerStyle(model=model, streams=streams, repeated=repeated)
+
+
+def _continued(value: object) -> str:
+    if value is None:
+        return ""
+    found = read_text(value, "previous_response_id")
+    turn_id = found.removeprefix(PREFIX)
+    if not turn_id or turn_id == found:
+        raise invalid(
+            "previous_response_id",
+            f"got {printable(found)!r}, expected the `id` of an answer of this session",
+        )
+    return turn_id
+
+
+@dataclass(slots=True, kw_only=True)
+class _AssistantTurn:
+    """Items of the assistant that follow each other, as they are read: one message."""
+
+    thoughts: list[str] = field(default_factory=list)
+    content: str | None = None
+    calls: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def has_spoken(self) -> bool:
+        """What is thought now belongs to another turn."""
+        return self.content is not None or bool(self.calls)
+
+    def messages(self) -> list[Message]:
+        """None where the only item was reasoning that cannot be read."""
+        reasoning = joined(self.thoughts)
+        if not self.has_spoken and reasoning is None:
+            return []
+        return [
+            make_message(
+                Role.ASSISTANT,
+                self.content or "",
+                where="input",
+                reasoning=reasoning,
+                tool_calls=tuple(self.calls),
+            )
+        ]
+
+
+def _messages(value: object) -> list[Message]:
+    if isinstance(value, str):
+        return [make_message(Role.USER, value, where="input")]
+    found: list[Message] = []
+    turn = _AssistantTurn()
+    for where, item in read_objects(value, "input"):
+        kind_of_item = check_type({"type": "message", **item}, where, known=_ITEMS)
+        if kind_of_item == "function_call":
+            name, arguments, call_id = (item.get(key) for key in ("name", "arguments", "call_id"))
+            turn.calls.append(make_call(name, arguments, call_id, where=where))
+        elif kind_of_item == "reasoning":
+            if turn.has_spoken:
+                found += turn.messages()
+                turn = _AssistantTurn()
+            turn.thoughts.append(_thought(item, where))
+        elif kind_of_item == "function_call_output":
+            found += [*turn.messages(), _output(item, where)]
+            turn = _AssistantTurn()
+        else:
+            role, content = _message(item, where)
+            if role is not Role.ASSISTANT or turn.content is not None:
+                found += turn.messages()
+                turn = _AssistantTurn()
+            if role is Role.ASSISTANT:
+                turn.content = content
+            else:
+                found.append(make_message(role, content, where=where))
+    found += turn.messages()
+    if not found:
+        raise invalid("input", "got nothing, expected a text or at least one message")
+    return found
+
+
+def _message(item: Mapping[str, Any], where: str) -> tuple[Role, str]:
+    given = read_fields(item, MESSAGE_PARAMETERS, where)
+    name = read_text(given.get("role"), f"{where}.role")
+    if name not in _ROLES:
+        raise invalid(
+            f"{where}.role", f"got {printable(name)!r}, expected one of {', '.join(_ROLES)}"
+        )
+    return _ROLES[name], read_content(given.get("content"), f"{where}.content", texts=_TEXTS)
+
+
+def _thought(item: Mapping[str, Any], where: str) -> str:
+    """A summary stands for thoughts that are not shown themselves."""
+    content = read_content(
+        item.get("content"), f"{where}.content", texts={"reasoning_text", "text"}
+    )
+    summary = read_content(item.get("summary"), f"{where}.summary", texts={"summary_text"})
+    return content or summary
+
+
+def _output(item: Mapping[str, Any], where: str) -> Message:
+    return make_message(
+        Role.TOOL,
+        read_content(item.get("output"), f"{where}.output", texts=_TEXTS),
+        where=where,
+        tool_call_id=read_text(item.get("call_id"), f"{where}.call_id"),
+    )
+
+
+def _tools(value: object) -> tuple[ToolSchema, ...]:
+    found = []
+    for where, tree in read_objects(value, "tools"):
+        check_type(tree, where, known={"function"})
+        found.append(make_tool(tree, where, parameters="parameters"))
+    return check_names(found, "tools")
+
+
+def _shown_tool(tool: ToolSchema) -> dict[str, Any]:
+    return {"type": "function", **tool.for_template()["function"], "strict": False}
+
+
+def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
+    """See `Dialect.answer`."""
+    is_cut_off = reply.stop_reason is StopReason.LENGTH
+    return {
+        **_head(reply, style),
+        "status": "incomplete" if is_cut_off else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut_off else None,
+        "output": _items(reply),
+        "usage": {
+            "input_tokens": reply.num_prompt_tokens,
+            "output_tokens": reply.num_sampled_tokens,
+            "total_tokens": reply.num_prompt_tokens + reply.num_sampled_tokens,
+            # Demanded by the SDK; neither is known.
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
+        **shown_tokens(reply),
+    }
+
+
+def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
+    """See `Dialect.events`."""
+    numbers = count()
+
+    def send(kind_of_event: str, /, **data: Any) -> bytes:
+        numbered = {"type": kind_of_event, "sequence_number": next(numbers), **data}
+        return event(numbered, name=kind_of_event)
+
+    begun = {**_head(reply, style), "status": "in_progress", "output": []}
+    yield send("response.created", response=begun)
+    yield send("response.in_progress", response=begun)
+    whole = answer(reply, style)
+    for index, item in enumerate(whole["output"]):
+        at = {"output_index": index, "item_id": item["id"]}
+        is_call = item["type"] == "function_call"
+        empty: dict[str, Any] = {"arguments": ""} if is_call else {"content": []}
+        item_begun = {**item, **empty, "status": "in_progress"}
+        yield send("response.output_item.added", output_index=index, item=item_begun)
+        if is_call:
+            arguments, prefix = item["arguments"], "response.function_call_arguments"
+            for piece in pieces(arguments):
+                yield send(f"{prefix}.delta", **at, delta=piece)
+            yield send(f"{prefix}.done", **at, name=item["name"], arguments=arguments)
+        else:
+            for name, data in _growing(item["content"][0]):
+                yield send(name, **at, content_index=0, **data)
+        yield send("response.output_item.done", output_index=index, item=item)
+    yield send(f"response.{whole['status']}", response=whole)
+
+
+def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events by which one part of a content is sent, and their data."""
+    prefix = f"response.{part['type']}"
+    beside: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+    yield "response.content_part.added", {"part": {**part, "text": ""}}
+    for piece in pieces(part["text"]):
+        yield f"{prefix}.delta", {"delta": piece, **beside}
+    yield f"{prefix}.done", {"text": part["text"], **beside}
+    yield "response.content_part.done", {"part": part}
+
+
+def _items(reply: ChatReply) -> list[dict[str, Any]]:
+    """Without calls there is a message, if an empty one: what is sent back then holds the turn."""
+    message, calls = reply.message, shown_calls(reply)
+    items: list[dict[str, Any]] = []
+    if message.reasoning:
+        items.append(
+            {
+                "type": "reasoning",
+                "id": f"rs_{reply.turn_id}",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": message.reasoning}],
+                "status": "completed",
+            }
+        )
+    if message.content or not calls:
+        is_cut_off = reply.stop_reason is StopReason.LENGTH and not calls
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg_{reply.turn_id}",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": message.content, "annotations": []}],
+                "status": "incomplete" if is_cut_off else "completed",
+            }
+        )
+    return items + _call_items(reply.turn_id, calls)
+
+
+def _call_items(turn_id: str, calls: Sequence[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function_call",
+            "id": f"fc_{turn_id}.{index}",
+            "call_id": call_id,
+            "name": name,
+            "arguments": arguments,
+            "status": "completed",
+        }
+        for index, (call_id, name, arguments) in enumerate(calls)
+    ]
+
+
+def _head(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
+    return {
+        "id": f"{PREFIX}{reply.turn_id}",
+        "object": "response",
+        "created_at": int(reply.created_at),
+        "model": style.model,
+        "error": None,
+        "incomplete_details": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "usage": None,
+        **style.repeated,
+    }
+
+
+def error_event(refusal: Refused) -> bytes:
+    """See `Dialect.error_event`.
+
+    OpenAI's SDK raises what stands under `error`, others read the event's own fields, and Codex
+    waits for the response that has failed.
+    """
+    found = error(refusal)["error"]
+    first = {**found, "type": "error", "sequence_number": 0, "error": found}
+    response = {
+        "id": f"{PREFIX}failed",
+        "object": "response",
+        "status": "failed",
+        "error": {"code": found["code"], "message": found["message"]},
+        "output": [],
+    }
+    failed = {"type": "response.failed", "sequence_number": 1, "response": response}
+    return event(first, name="error") + event(failed, name="response.failed")
+
+
+OPENAI_RESPONSES = Dialect(
+    name="openai-responses",
+    path="/v1/responses",
+    parameters=PARAMETERS,
+    heartbeat=COMMENT,
+    read=read,
+    answer=answer,
+    events=events,
+    error=error,
+    error_event=error_event,
+)

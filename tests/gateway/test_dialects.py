@@ -1,0 +1,234 @@
+"""What holds for all dialects: one request in three words, and no body that breaks a reader."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds.chat_replies import REPLIES
+
+from service.gateway.chat import ChatRequest, RefusalCode, Refused
+from service.gateway.dialects import DIALECTS
+from service.gateway.dialects.anthropic_messages import ANTHROPIC_MESSAGES
+from service.gateway.dialects.dialect import AnswerStyle, Dialect, error_headers
+from service.gateway.dialects.openai_chat import OPENAI_CHAT
+from service.gateway.dialects.openai_responses import OPENAI_RESPONSES
+from service.gateway.dialects.parameters import Effect
+
+FUNCTION = {
+    "name": "look_up",
+    "description": "Reads a page.",
+    "parameters": {"type": "object", "properties": {"title": {"type": "string"}}},
+}
+ARGUMENTS = '{"title": "Ærø"}'
+# A system message, a turn of thinking, text and a call, its answer, a text, and a question.
+CHAT: dict[str, Any] = {
+    "model": "m", "max_tokens": 9, "stream": True, "tool_choice": "auto",
+    "tools": [{"type": "function", "function": FUNCTION}],
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "be"}]},
+        {"role": "user", "content": "Where?"},
+        {
+            "role": "assistant", "content": "I look", "reasoning_content": "hm",
+            "tool_calls": [{
+                "id": "c1", "type": "function",
+                "function": {"name": "look_up", "arguments": ARGUMENTS},
+            }],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "found"},
+        {"role": "assistant", "content": "There."},
+        {"role": "user", "content": "Sure?"},
+    ],
+}  # fmt: skip
+MESSAGES: dict[str, Any] = {
+    "model": "m", "max_tokens": 9, "stream": True, "tool_choice": {"type": "auto"},
+    "tools": [{"input_schema": FUNCTION["parameters"], **FUNCTION}],
+    "system": [{"type": "text", "text": "be"}],
+    "messages": [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "s"},
+            {"type": "text", "text": "I look"},
+            {"type": "tool_use", "id": "c1", "name": "look_up", "input": json.loads(ARGUMENTS)},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "is_error": False,
+             "content": [{"type": "text", "text": "found"}]},
+        ]},
+        {"role": "assistant", "content": "There."},
+        {"role": "user", "content": [{"type": "text", "text": "Sure?"}]},
+    ],
+}  # fmt: skip
+RESPONSES: dict[str, Any] = {
+    "model": "m", "max_output_tokens": 9, "stream": True, "tool_choice": "auto",
+    "tools": [{"type": "function", "strict": None, **FUNCTION}],
+    "instructions": "be",
+    "input": [
+        {"role": "user", "content": "Where?"},
+        {"type": "reasoning", "id": "r", "summary": [],
+         "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "id": "m", "status": "completed",
+         "content": [{"type": "output_text", "text": "I look", "annotations": []}]},
+        {"type": "function_call", "call_id": "c1", "name": "look_up", "arguments": ARGUMENTS},
+        {"type": "function_call_output", "call_id": "c1", "output": "found"},
+        {"role": "assistant", "content": "There."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Sure?"}]},
+    ],
+}  # fmt: skip
+BODIES = [(OPENAI_CHAT, CHAT), (ANTHROPIC_MESSAGES, MESSAGES), (OPENAI_RESPONSES, RESPONSES)]
+
+
+def test_the_same_conversation_is_the_same_request_in_every_dialect() -> None:
+    requests = [dialect.read(body, {})[0] for dialect, body in BODIES]
+    assert requests[0] == requests[1] == requests[2]
+    assert [message.role for message in requests[0].messages] == [
+        "system", "user", "assistant", "tool", "assistant", "user"
+    ]  # fmt: skip
+    assert tuple(dialect for dialect, _ in BODIES) == DIALECTS
+
+
+def test_every_dialect_shows_the_same_calls_and_ids_of_a_reply() -> None:
+    reply, style = REPLIES["all"], AnswerStyle(model="m", streams=False)
+    chat = OPENAI_CHAT.answer(reply, style)["choices"][0]["message"]["tool_calls"]
+    blocks = ANTHROPIC_MESSAGES.answer(reply, style)["content"]
+    items = OPENAI_RESPONSES.answer(reply, style)["output"]
+    ids = [call["id"] for call in chat]
+    assert ids == [block["id"] for block in blocks if block["type"] == "tool_use"]
+    assert ids == [item["call_id"] for item in items if item["type"] == "function_call"]
+
+
+def test_no_piece_of_a_stream_splits_a_character_or_a_line() -> None:
+    """Some clients end a line at U+0085 and U+2028 too, and decode each event by itself."""
+    style, content = AnswerStyle(model="m", streams=True), REPLIES["characters"].message.content
+    for dialect in DIALECTS:
+        sent = list(dialect.events(REPLIES["characters"], style))
+        assert all(each.endswith(b"\n\n") and each.count(b"\n\n") == 1 for each in sent)
+        lines = [line for each in sent for line in each.decode("ascii").splitlines()]
+        data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        found = [text for each in data for text in deltas(each)]
+        assert "".join(found) == content
+        assert 2 <= len(found) <= 4
+        for text in found:
+            text.encode()
+
+
+def deltas(data: dict[str, Any]) -> list[str]:
+    """The text that an event of any dialect adds."""
+    if data.get("type") == "response.output_text.delta":
+        return [data["delta"]]
+    if data.get("type") == "content_block_delta":
+        return [data["delta"]["text"]]
+    return [
+        each["delta"]["content"] for each in data.get("choices", []) if each["delta"].get("content")
+    ]
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.just(10**400), st.floats(), st.text(max_size=4),
+    st.sampled_from([
+        "\ud800", "", "user", "assistant", "tool", "tool_result", "function_call", "thinking",
+        "reasoning", "message", "{", "{'a': None}", "[]", "{'a': '\ud800'}", '{"a": NaN}',
+    ]),
+)  # fmt: skip
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["type", "role", "content", "text", "name", "id", "\udfff", "properties"]),
+        inner, max_size=3,
+    ),
+    max_leaves=6,
+)  # fmt: skip
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """Each container of a tree with a key or an index of it."""
+    found: list[tuple[Any, Any]] = []
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+        for key in keys:
+            found.append((node, key))
+            if isinstance(node[key], dict | list):
+                waiting.append(node[key])
+    return found
+
+
+@pytest.mark.parametrize(("dialect", "body"), BODIES, ids=[each.name for each, _ in BODIES])
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_body_is_a_request_or_is_refused(
+    dialect: Dialect, body: dict[str, Any], data: st.DataObject
+) -> None:
+    """A valid body with a few parts that are changed, missing, moved or added."""
+    body = copy.deepcopy(body)
+    for _ in range(data.draw(st.integers(1, 3))):
+        there = places(body)
+        if not there:
+            break
+        node, key = there[data.draw(st.integers(0, len(there) - 1))]
+        match data.draw(st.sampled_from(["change", "remove", "move", "add"])):
+            case "change":
+                node[key] = data.draw(TREES)
+            case "remove":
+                del node[key]
+            case "move":
+                other, at = there[data.draw(st.integers(0, len(there) - 1))]
+                node[key] = copy.deepcopy(other[at])
+            case _ if isinstance(node, dict):
+                node[data.draw(st.sampled_from(sorted(dialect.parameters)))] = data.draw(TREES)
+    try:
+        request, style = dialect.read(body, {"X-Stainless-Retry-Count": "1"})
+    except Refused as refused:
+        assert refused.code.status == 400
+        json.dumps(dialect.error(refused), ensure_ascii=False).encode()
+        dialect.error_event(refused)
+        return
+    assert isinstance(request, ChatRequest) and request.messages
+    whole = dialect.answer(REPLIES["all"], style)
+    json.dumps(whole, ensure_ascii=False, allow_nan=False).encode()
+    assert b"".join(dialect.events(REPLIES["all"], style)).endswith(b"\n\n")
+
+
+@settings(max_examples=50)
+@given(body=TREES)
+def test_any_json_at_all_is_refused(body: object) -> None:
+    for dialect in DIALECTS:
+        with pytest.raises(Refused):
+            dialect.read(body, {})
+
+
+def test_the_tables_say_what_a_dialect_does() -> None:
+    """Values that a table says are harmless or without effect are taken, all others are not."""
+    for dialect, body in BODIES:
+        assert set(body) <= {
+            name for name, each in dialect.parameters.items() if each.effect is Effect.READ
+        }
+        for name, parameter in dialect.parameters.items():
+            assert parameter.note and not parameter.note.endswith(".")
+            if parameter.effect is Effect.NONE:
+                assert dialect.read({**body, name: {"any": [1]}}, {}) == dialect.read(body, {})
+            elif parameter.effect is Effect.REFUSED:
+                for value in (None, *parameter.harmless):
+                    assert dialect.read({**body, name: value}, {}) == dialect.read(body, {})
+                with pytest.raises(Refused) as caught:
+                    dialect.read({**body, name: {"any": [1]}}, {})
+                found = caught.value.code, caught.value.param
+                assert found == (RefusalCode.UNSUPPORTED_PARAMETER, name)
+            else:
+                assert parameter.harmless == ()
+
+
+def test_only_what_may_pass_asks_to_be_sent_again() -> None:
+    for code in RefusalCode:
+        headers = error_headers(Refused(code, "", retry_after_s=5))
+        if code.status in (429, 503):
+            assert headers == {"retry-after": "5"}
+        else:
+            assert headers == {"x-should-retry": "false"}
+    assert error_headers(Refused(RefusalCode.NOT_AVAILABLE, "")) == {}
