@@ -246,6 +246,16 @@ def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | 
         found.append((commit.term, commit))
 
 
+def first_versions(connection: Connection) -> dict[int, int]:
+    """By term, of every lineage, the policy version that it went on from; 0: it began afresh."""
+    leases, checkpoints = tables.leases, tables.checkpoints
+    parent = checkpoints.c.id == leases.c.parent_checkpoint
+    query = select(leases.c.term, checkpoints.c.policy_version).select_from(
+        leases.outerjoin(checkpoints, parent)
+    )
+    return {term: version or 0 for term, version in connection.execute(query)}
+
+
 def _row(connection: Connection, query: Select[Any], *, what: str) -> Any:
     if (row := connection.execute(query).first()) is None:
         raise Damaged(f"{what} is not there")

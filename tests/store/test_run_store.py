@@ -14,9 +14,16 @@ from sqlalchemy import update
 from worlds.record_builders import evaluation_record, step_record
 from worlds.store_builders import OpenStore, commit, queue_snapshot, write_under_way
 
+from actors.policy_age import undone_after
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
 from service.store import tables
-from service.store.lineage import count_events, newest_records, read_events, read_history
+from service.store.lineage import (
+    count_events,
+    first_versions,
+    newest_records,
+    read_events,
+    read_history,
+)
 from service.store.run_store import LeaseLost, ReadOnlyStore, RunStore, StoreError
 
 
@@ -148,6 +155,19 @@ def test_what_was_committed_after_the_checkpoint_returned_to_leaves_the_lineage(
     assert [item.directory for item in store.checkpoints()] == ["2-2", "1-1"]
     assert [step.value("reward_mean") for step in read_history(store).steps] == [0.1, 0.9]
     assert [item.rollout_id for item in read_events(store)] == ["r1", "r2"]
+
+
+def test_each_terms_first_version_tells_which_versions_of_earlier_ones_are_undone(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    store = opened(tmp_path)
+    for term, passed_over, steps in ((1, (), (2, 4)), (2, {"1-4"}, (3,)), (3, (), ())):
+        assert store.acquire_lease(owner="test", passed_over=passed_over).term == term
+        for step in steps:
+            commit(store, term=term, step=step)
+    found = store.read(first_versions)
+    assert found == {1: 0, 2: 2, 3: 3}
+    assert [undone_after(term, found) for term in found] == [2, 3, None]
 
 
 def test_a_run_whose_every_checkpoint_is_unusable_does_not_start_afresh(
