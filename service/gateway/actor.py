@@ -115,6 +115,12 @@ class Gateway:
     async def discard(self, session_id: str) -> SessionView | Refused | None:
         return await _answer(self._sessions.discard(session_id))
 
+    async def claim(self, submission_id: str, name: str) -> int | Refused | None:
+        return await _answer(self._sessions.claim(submission_id, name))
+
+    async def close_group(self, submission_id: str) -> int | Refused | None:
+        return await _answer(self._sessions.close_group(submission_id))
+
     async def view(self, session_id: str) -> SessionView | Refused | None:
         return await _answer(self._sessions.view(session_id))
 

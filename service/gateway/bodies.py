@@ -71,6 +71,17 @@ class SessionsBody(StrictBody):
     task: TaskData = Field(
         default_factory=dict, description="what is played; kept beside the sessions, for people"
     )
+    session: str | None = Field(
+        None,
+        pattern=SESSIONS_ID_PATTERN,
+        description="claim one session of the group, under this name of yours: agents join it as "
+        "they come, and all of them send the same body but for this name; null: all sessions",
+    )
+    join_seconds: Seconds | None = Field(
+        None,
+        description="with `session`: how long after its admission the group can be joined; "
+        "rollouts.episode_deadline_s at most, which null asks for",
+    )
     num_sessions: NumSamples | None = Field(
         None, description="members of the group; null: algorithm.group_size"
     )
@@ -96,6 +107,11 @@ class SessionsBody(StrictBody):
         Raises: ValueError for limits beyond the run's, and for sampling that it does not use.
         """
         self._check_sampling(rollouts)
+        if self.session is None and self.join_seconds is not None:
+            raise ValueError(
+                "join_seconds without session: nobody joins a group whose sessions are "
+                "all given at once; leave it out"
+            )
         task = Task(
             task_id=self.id,
             environment=SESSION,
@@ -108,6 +124,10 @@ class SessionsBody(StrictBody):
         }
         if self.shows_tokens:
             asked["shows_tokens"] = True
+        if self.session is not None:
+            asked["joins"] = True
+        if self.join_seconds is not None:
+            asked["join_seconds"] = self.join_seconds
         return RolloutRequest.of(
             task,
             asked_samples=self.num_sessions,
@@ -136,6 +156,9 @@ class SessionsBody(StrictBody):
                 "reward_seconds", limits.reward_seconds, sessions.reward_deadline_s
             ),
             shows_tokens=self.shows_tokens,
+            join_s=None
+            if self.session is None
+            else _at_most("join_seconds", self.join_seconds, rollouts.episode_deadline_s),
         )
 
     def _check_sampling(self, rollouts: RolloutSettings) -> None:
@@ -156,7 +179,7 @@ class SessionsBody(StrictBody):
 def _at_most(name: str, asked: Any, limit: Any) -> Any:
     if asked is not None and asked > limit:
         raise ValueError(
-            f"limits.{name} is {asked:g}, expected at most {limit:g}, the run's own; lower it, or "
+            f"{name} is {asked:g}, expected at most {limit:g}, the run's own; lower it, or "
             "raise the run's setting"
         )
     return limit if asked is None else asked
@@ -239,8 +262,14 @@ class NewSession(StrictBody):
         )
 
 
+class CloseAnswer(StrictBody):
+    """Nobody joins a group any more."""
+
+    given_up: int = Field(description="its sessions that nobody had claimed")
+
+
 class SessionsAnswer(StrictBody):
-    """The sessions of a group; nothing of them is shown again but to the same request."""
+    """The sessions of a group, or the one that was claimed; shown again to the same request alone."""
 
     id: str
     is_new: bool = Field(description="false: this very group was created before")

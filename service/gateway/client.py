@@ -86,6 +86,16 @@ class GatewayClient:
         found: SessionView | None = await self._ask("discard", session_id)
         return found
 
+    async def claim(self, submission_id: str, name: str) -> int | None:
+        """None: there is no such group. Raises: Refused; RunUnavailable."""
+        found: int | None = await self._ask("claim", submission_id, name)
+        return found
+
+    async def close_group(self, submission_id: str) -> int | None:
+        """None: there is no such group. Raises: Refused; RunUnavailable."""
+        found: int | None = await self._ask("close_group", submission_id)
+        return found
+
     async def view(self, session_id: str) -> SessionView | None:
         """None: there is none. Raises: Refused; RunUnavailable."""
         found: SessionView | None = await self._ask("view", session_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +21,7 @@ from service.api.problems import Problem
 from service.api.schemas import ID_PATTERN
 from service.api.settings import HttpSettings, bearer_of, digest_of
 from service.gateway.bodies import (
+    CloseAnswer,
     FinishBody,
     NewSession,
     RewardBody,
@@ -61,6 +62,10 @@ class SessionPort(Protocol):
 
     async def view(self, session_id: str) -> SessionView | None: ...
 
+    async def claim(self, submission_id: str, name: str) -> int | None: ...
+
+    async def close_group(self, submission_id: str) -> int | None: ...
+
 
 def add_sessions(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
     """Add the routes of sessions."""
@@ -92,6 +97,10 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, settings: Http
         if not is_new:
             response.status_code = 200
         response.headers["Location"] = f"{PREFIX}/rollouts/{wanted.id}"
+        members: Iterable[int] = range(wanted.num_samples)
+        if body.session is not None:
+            claimed = await _native(port.claim(wanted.id, body.session))
+            members = [] if claimed is None else [claimed]
         address = settings.service.public_url or str(request.base_url)
         return SessionsAnswer(
             id=wanted.id,
@@ -102,9 +111,17 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, settings: Http
                     client_key=client_key,
                     address=address.rstrip("/"),
                 )
-                for member in range(wanted.num_samples)
+                for member in members
             ],
         )
+
+    @app.post(f"{PREFIX}/sessions/{{group}}/close")
+    async def close(group: str = Path(pattern=ID_PATTERN)) -> CloseAnswer:
+        """Let nobody join a group any more; its sessions that nobody has claimed are given up."""
+        given_up = await _native(port.close_group(group))
+        if given_up is None:
+            raise Problem(404, "unknown-group", f"this run knows no group {group!r} of sessions")
+        return CloseAnswer(given_up=given_up)
 
     @app.get(f"{PREFIX}/sessions/{{name}}")
     async def show(name: str = Path(pattern=ID_PATTERN)) -> SessionAnswer:

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from actors.algorithm import AlgorithmSettings
 from actors.environment.rendering import ChatRenderer, RenderError
 from actors.environment.settings import RolloutSettings
@@ -29,7 +31,14 @@ from actors.policy import (
     check_reply,
 )
 from actors.trajectory_queue.window import oldest_admitted_version
-from actors.types import FinishReason, Outcome, RolloutAssignment, Timings, Trajectory
+from actors.types import (
+    FinishReason,
+    Outcome,
+    RolloutAssignment,
+    Timings,
+    Trajectory,
+    original_numbers,
+)
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused
 from service.gateway.commits import GroupCommit, StoreAway, TooLate
@@ -40,6 +49,8 @@ from service.gateway.turns import (
     Change,
     IntentAdded,
     IntentDropped,
+    SessionClaimed,
+    SessionCut,
     SessionEnded,
     SessionIntent,
     SessionOpened,
@@ -98,8 +109,6 @@ class _Session:
     stored: StoredSession
     tree: SessionTree
     last_request_at: float
-    cut: Outcome | None = None
-    """What a client was told to end by: a limit, or a context that is full."""
     is_closing: bool = False
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -135,6 +144,7 @@ class Sessions:
         self._now = now
         self._known: dict[str, asyncio.Task[_Session | None]] = {}
         """Sessions that are in memory, or on the way there."""
+        self._claiming = asyncio.Lock()
         # One thread: a tokenizer is not for two at once.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
         self._begun: set[asyncio.Task[Any]] = set()
@@ -145,6 +155,12 @@ class Sessions:
         """Sample a turn, or give the one that this request has got already. Raises: Refused."""
         deadline_at = asyncio.get_running_loop().time() + call.deadline_s
         session = await self._of_agent(call.session_id, call.key_digest)
+        if not session.stored.is_taken:
+            raise Refused(
+                RefusalCode.FORBIDDEN,
+                f"nobody has claimed session {call.session_id}; claim one of its group with POST "
+                "/api/v1/sessions and a name of your own in `session`",
+            )
         session.last_request_at = self._now()
         await self._until_admitted(session, deadline_at)
         place = session.tree.find(call.request, await self._in_thread(read, call.request))
@@ -191,6 +207,54 @@ class Sessions:
         elif (number := session.tree.number_of(request_id)) is not None and session.is_open:
             session.tree.mark_unseen(number, is_unseen=True)
             self._commits.add([TurnUnseen(session_id=session_id, number=number)])
+
+    # -- what clients ask ---------------------------------------------------------------------
+
+    async def claim(self, submission_id: str, name: str) -> int | None:
+        """Give a group's next free session to a client that comes, the same one again to the same.
+
+        Args: name: what the client calls it. Returns: the member's number; None: no such group.
+        Raises: Refused, where none is free.
+        """
+        async with self._claiming:
+            group = await self._members(submission_id)
+            if not group:
+                return None
+            for session in group:
+                if session.stored.claimed_by == name:
+                    return session.stored.member
+            free = [each for each in group if each.is_open and not each.stored.is_taken]
+            if not free:
+                raise Refused(
+                    RefusalCode.CONFLICT,
+                    f"group {submission_id} has no free session of {len(group)}: all are claimed, "
+                    "or it is closed; begin another group",
+                )
+            session, now = free[0], self._now()
+            await self._commit(
+                [SessionClaimed(session_id=session.stored.id, name=name, claimed_at=now)]
+            )
+            session.stored = replace(session.stored, claimed_by=name, claimed_at=now)
+            session.last_request_at = now
+            return session.stored.member
+
+    async def close_group(self, submission_id: str) -> int | None:
+        """Give up a group's sessions that nobody has claimed. Returns: how many; None: no group."""
+        async with self._claiming:
+            group = await self._members(submission_id)
+            free = [each for each in group if each.is_open and not each.stored.is_taken]
+            for session in free:
+                end = self._broken_off(SessionStatus.DISCARDED, "its group was closed")
+                await self._end(session, end)
+            return len(free) if group else None
+
+    async def _members(self, submission_id: str) -> list[_Session]:
+        try:
+            stored = await asyncio.to_thread(self._store.of_submission, submission_id)
+        except StoreError as error:
+            raise _unavailable(str(error)) from error
+        found = [await self._find(session.id) for session in stored]
+        return [session for session in found if session is not None]
 
     # -- what the holder of the reward's key asks ---------------------------------------------
 
@@ -319,7 +383,7 @@ class Sessions:
             raise _closed(session)
         spec, num_begun = session.stored.spec, len(session.sampling)
         if session.tree.num_counted + num_begun >= spec.max_turns:
-            session.cut = Outcome.MAX_TURNS
+            self._cut(session, Outcome.MAX_TURNS)
             raise Refused(
                 RefusalCode.ROLLOUT_STOPPED,
                 f"session {call.session_id} has {session.tree.num_counted + num_begun} turns, "
@@ -354,7 +418,7 @@ class Sessions:
             ) from error
         room = self._settings.max_context_tokens - prompt.token_ids.shape[0]
         if room < 1:
-            session.cut = Outcome.TRUNCATED_CONTEXT
+            self._cut(session, Outcome.TRUNCATED_CONTEXT)
             raise Refused(
                 RefusalCode.CONTEXT_LENGTH_EXCEEDED,
                 f"the messages have {prompt.token_ids.shape[0]} tokens, which leaves no room for a "
@@ -439,6 +503,11 @@ class Sessions:
             raise _closed(session) from error
         return stored
 
+    def _cut(self, session: _Session, outcome: Outcome) -> None:
+        if session.stored.cut is not outcome:
+            session.stored = replace(session.stored, cut=outcome)
+            self._commits.add([SessionCut(session_id=session.stored.id, outcome=outcome)])
+
     def _forget_intent(self, session: _Session, request_id: str) -> None:
         self._commits.add([IntentDropped(session_id=session.stored.id, request_id=request_id)])
 
@@ -482,8 +551,8 @@ class Sessions:
         last = session.tree.last_counted()
         if last is None:
             return Outcome.EMPTY
-        if session.cut is not None:
-            return session.cut
+        if session.stored.cut is not None:
+            return session.stored.cut
         if last.finish_reason is FinishReason.LENGTH:
             return Outcome.TRUNCATED_TOKENS
         return Outcome.COMPLETED
@@ -505,7 +574,14 @@ class Sessions:
             return replace(stored.end, reward_until=None, detail="no reward came in time")
         if stored.opened_at is None or not session.is_open:
             return None
-        if now >= stored.opened_at + stored.spec.ttl_s:
+        join_s, begun_at = stored.spec.join_s, stored.begun_at
+        if begun_at is None:
+            if join_s is None or now < stored.opened_at + join_s:
+                return None
+            return self._broken_off(
+                SessionStatus.DISCARDED, f"no agent claimed it within {join_s:g} s"
+            )
+        if now >= begun_at + stored.spec.ttl_s:
             why = f"it was not finished within {stored.spec.ttl_s:g} s"
         elif not session.sampling and now >= session.last_request_at + stored.spec.idle_s:
             why = f"nothing was asked of it for {stored.spec.idle_s:g} s"
@@ -723,11 +799,16 @@ def _as_reply(session: _Session, turn: SessionTurn) -> ChatReply:
         stop_reason=stop_reason(turn.reply, turn.finish_reason),
         num_prompt_tokens=session.tree.num_prompt_tokens(turn.number),
         num_sampled_tokens=turn.num_sampled,
-        policy_version=max((span.version for span in turn.version_spans), default=0),
+        policy_version=_newest_version(turn),
         created_at=turn.created_at,
         sampled_token_ids=turn.sampled_token_ids if shows else None,
         logprobs=turn.logprobs if shows else None,
     )
+
+
+def _newest_version(turn: SessionTurn) -> int:
+    versions = [span.version for span in turn.version_spans]
+    return int(original_numbers(np.array(versions, np.int32)).max(initial=0))
 
 
 def _unsampled(error: Exception) -> Refused:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from actors.environment.protocol import Message, ToolSchema
 from actors.environment.rendering import BreakReason
 from actors.expert_records import ExpertIndices
-from actors.types import FinishReason, LogProbs, TokenIds, VersionSpan
+from actors.types import FinishReason, LogProbs, Outcome, TokenIds, VersionSpan
 from service.intake.session import SessionEnd
 
 
@@ -132,6 +132,25 @@ class SessionOpened:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionClaimed:
+    """The first of a session counts."""
+
+    session_id: str
+    name: str
+    """What the client calls it."""
+    claimed_at: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionCut:
+    """A client was told to end by a limit, or by a context that is full; the newest counts."""
+
+    session_id: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded:
     """Given once; one whose reward was to come may be followed by one in which it has come."""
 
@@ -140,5 +159,13 @@ class SessionEnded:
 
 
 Change = (
-    IntentAdded | IntentDropped | TurnAdded | TurnSeen | TurnUnseen | SessionOpened | SessionEnded
+    IntentAdded
+    | IntentDropped
+    | TurnAdded
+    | TurnSeen
+    | TurnUnseen
+    | SessionOpened
+    | SessionClaimed
+    | SessionCut
+    | SessionEnded
 )

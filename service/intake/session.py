@@ -27,6 +27,9 @@ class SessionSpec:
     """Seconds from its finish, within which a reward that is to come has to be given."""
     shows_tokens: bool = False
     """Answers carry the sampled ids and their log-probabilities."""
+    join_s: float | None = None
+    """Sessions are claimed one by one as agents come, within so many seconds from the admission;
+    those that nobody claims are given up. None: all of them are the client's from the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +97,25 @@ class StoredSession:
     """Seconds since 1970."""
     opened_at: float | None = None
     """When its group was first admitted; None: it waits."""
+    claimed_by: str = ""
+    """What the client that has claimed it calls it; empty: nobody has, or need not."""
+    claimed_at: float | None = None
+    cut: Outcome | None = None
+    """What its agent was told to end by: a limit, or a context that is full."""
     end: SessionEnd | None = None
     """None: it is not over."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether an agent may come."""
+        return self.spec.join_s is None or bool(self.claimed_by)
+
+    @property
+    def begun_at(self) -> float | None:
+        """Since when its time runs: it is admitted, and an agent may come."""
+        if self.opened_at is None or not self.is_taken:
+            return None
+        return max(self.opened_at, self.claimed_at or self.opened_at)
 
 
 def session_id(submission_id: str, member: int) -> str:

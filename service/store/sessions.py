@@ -11,13 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from sqlalchemy import Connection, Select, bindparam, delete, insert, select, tuple_, update
+from sqlalchemy import Connection, Row, Select, bindparam, delete, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
+from actors.policy_age import marked, undone_after
+from actors.types import Outcome
 from service.gateway.turns import (
     Change,
     IntentAdded,
     IntentDropped,
+    SessionClaimed,
+    SessionCut,
     SessionEnded,
     SessionIntent,
     SessionOpened,
@@ -28,6 +32,7 @@ from service.gateway.turns import (
 )
 from service.intake.session import SessionEnd, SessionKeys, StoredSession
 from service.store import tables
+from service.store.lineage import first_versions
 from service.store.run_store import RunStore
 
 _TURN_FIELDS = tuple(field.name for field in fields(SessionTurn))
@@ -45,12 +50,12 @@ class SessionStore:
     ) -> tuple[StoredSession, tuple[SessionTurn, ...], tuple[SessionIntent, ...]] | None:
         """The session, its turns by number, and the intents that no turn has followed.
 
-        The turns' arrays are read-only. Returns: None for one that is not known. Raises:
-        StoreError.
+        The turns' arrays are read-only; versions of an earlier term that a recovery has undone are
+        marked (`actors.policy_age`). Returns: None for one that is not known. Raises: StoreError.
         """
         turns, intents = tables.session_turns.c, tables.session_intents.c
         turns_query = (
-            select(*(turns[name] for name in _TURN_FIELDS))
+            select(turns.term, *(turns[name] for name in _TURN_FIELDS))
             .where(turns.session_id == session_id)
             .order_by(turns.number)
         )
@@ -68,7 +73,7 @@ class SessionStore:
                 return None
             return (
                 found[0],
-                tuple(SessionTurn(**row) for row in connection.execute(turns_query).mappings()),
+                _turns(connection.execute(turns_query).all(), first_versions(connection)),
                 tuple(SessionIntent(**row) for row in connection.execute(intents_query).mappings()),
             )
 
@@ -120,6 +125,8 @@ class _Rows:
     unseen: dict[tuple[str, int], bool] = field(default_factory=dict)
     """Of turns that were stored before."""
     opened: dict[str, float] = field(default_factory=dict)
+    claims: dict[str, SessionClaimed] = field(default_factory=dict)
+    cuts: dict[str, Outcome] = field(default_factory=dict)
     new_ends: dict[str, SessionEnd] = field(default_factory=dict)
 
     def take(self, change: Change) -> bool:
@@ -140,6 +147,12 @@ class _Rows:
                 self._show(session, number, is_unseen=True)
             case SessionOpened(opened_at=opened_at):
                 self.opened.setdefault(session, opened_at)
+            case SessionClaimed():
+                if not self._is_open(session):
+                    return False
+                self.claims.setdefault(session, change)
+            case SessionCut(outcome=outcome):
+                self.cuts[session] = outcome
             case SessionEnded(end=end):
                 return self._end(session, end)
         return True
@@ -172,6 +185,17 @@ class _Rows:
             return False
         self.ends[session] = self.new_ends[session] = end
         return True
+
+
+def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionTurn, ...]:
+    """rows: the term, and a turn's fields. first: as `first_versions`."""
+    turns: list[SessionTurn] = []
+    for row in rows:
+        term, values = row[0], row[1:]
+        turn = SessionTurn(**dict(zip(_TURN_FIELDS, values, strict=True)))
+        spans = marked(turn.version_spans, undone_after(term, first))
+        turns.append(turn if spans == turn.version_spans else replace(turn, version_spans=spans))
+    return tuple(turns)
 
 
 def _apply(connection: Connection, changes: Sequence[Change], term: int) -> frozenset[int]:
@@ -244,6 +268,23 @@ def _store(
     _execute(
         connection,
         update(sessions)
+        .where(sessions.c.id == session, sessions.c.claimed_by == "")
+        .values(claimed_by=bindparam("name"), claimed_at=bindparam("at")),
+        (
+            {"of_session": of_session, "name": claim.name, "at": claim.claimed_at}
+            for of_session, claim in rows.claims.items()
+        ),
+    )
+    _execute(
+        connection,
+        update(sessions)
+        .where(sessions.c.id == session)
+        .values(cut=bindparam("outcome", type_=sessions.c.cut.type)),
+        ({"of_session": of_session, "outcome": cut} for of_session, cut in rows.cuts.items()),
+    )
+    _execute(
+        connection,
+        update(sessions)
         .where(sessions.c.id == session)
         .values(end=bindparam("ended", type_=sessions.c.end.type)),
         ({"of_session": of_session, "ended": end} for of_session, end in rows.new_ends.items()),
@@ -312,6 +353,9 @@ def _sessions(connection: Connection, query: Select[Any]) -> list[StoredSession]
             keys=SessionKeys(agent=row.agent_key, reward=row.reward_key),
             created_at=row.created_at,
             opened_at=row.opened_at,
+            claimed_by=row.claimed_by,
+            claimed_at=row.claimed_at,
+            cut=row.cut,
             end=row.end,
         )
         for row in connection.execute(query)

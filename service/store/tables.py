@@ -37,7 +37,7 @@ from actors.environment.protocol import Message, ToolSchema
 from actors.environment.rendering import BreakReason
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot
-from actors.types import FinishReason, VersionSpan
+from actors.types import FinishReason, Outcome, VersionSpan
 from service.intake.session import SessionEnd, SessionSpec
 from service.intake.submission import RolloutRequest, RolloutResult, SubmissionView
 from service.store.errors import Damaged
@@ -322,6 +322,9 @@ sessions = Table(
     Column("reward_key", String, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("opened_at", Float, nullable=True),
+    Column("claimed_by", String, nullable=False, default=""),
+    Column("claimed_at", Float, nullable=True),
+    Column("cut", AsWord(Outcome), nullable=True),
     Column("end", AsJson(SessionEnd), nullable=True),
 )
 

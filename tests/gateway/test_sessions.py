@@ -13,7 +13,7 @@ from worlds.gateway_world import NAME, SPEC, Gateway, Policy, said, user
 
 from actors.environment.protocol import ToolSchema
 from actors.policy import PolicyUnavailable
-from actors.types import FinishReason, Outcome
+from actors.types import NO_VERSION, UNDONE, FinishReason, Outcome
 from service.gateway.calls import Finish
 from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
 from service.gateway.keys import AGENT, REWARD
@@ -167,6 +167,34 @@ async def test_a_discarded_session_is_not_trained(tmp_path: Path) -> None:
     assert await gateway.sessions.discard(NAME) == view
     assert await gateway.sessions.discard("gone-0") is None
     assert (await gateway.trajectory()).outcome is Outcome.CANCELLED
+
+
+async def test_agents_join_a_group_as_they_come(tmp_path: Path) -> None:
+    """Closed by count, by a call and by a deadline: what nobody claimed is no member."""
+    gateway = Gateway(tmp_path)
+    gateway.create(spec=replace(SPEC, join_s=30), members=4)
+    for member in range(4):
+        gateway.admit(f"task-{member}")
+    await asyncio.sleep(0.05)
+    sessions = gateway.sessions
+    assert [await sessions.claim("task", name) for name in ("b", "a", "b")] == [0, 1, 0]
+    assert await sessions.claim("gone", "b") is None
+    await gateway.ask(HI)
+    assert (await refusal(gateway.ask(HI, name="task-2"))).code is RefusalCode.FORBIDDEN
+    after = await gateway.restart(*(f"task-{member}" for member in range(4)))
+    await asyncio.sleep(0.05)
+    sessions = after.sessions
+    assert [await sessions.claim("task", name) for name in ("a", "c")] == [1, 2]
+    looking = asyncio.create_task(sessions.look_forever())
+    after.clock += 30
+    left = await after.trajectory("task-3")
+    looking.cancel()
+    assert (left.outcome, left.detail) == (Outcome.CANCELLED, "no agent claimed it within 30 s")
+    assert (await refusal(sessions.claim("task", "d"))).code is RefusalCode.CONFLICT
+    after.create("other", spec=replace(SPEC, join_s=30))
+    assert await sessions.claim("other", "a") == 0
+    assert [await sessions.close_group(name) for name in ("other", "other", "gone")] == [1, 0, None]
+    assert (await refusal(sessions.claim("other", "b"))).code is RefusalCode.CONFLICT
 
 
 async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path) -> None:
@@ -327,6 +355,23 @@ async def test_a_kill_before_the_commit_has_the_request_sampled_once_more(tmp_pa
     assert (await after.ask(HI, request_id="one")).turn_id == "task-0.0"
     await after.finish(1.0)
     assert (await after.trajectory()).num_trained == 2
+
+
+async def test_what_a_recovery_has_undone_is_trained_as_it_was_sampled(tmp_path: Path) -> None:
+    """Case 32: the run goes back to an earlier version, and a session goes on."""
+    gateway = await Gateway(tmp_path).opened()
+    before = await gateway.ask(HI)
+    after = await gateway.restart(NAME)
+    assert before.policy_version == 3
+    assert await after.ask(HI, is_retry=True) == before
+    await after.ask(HI, said("0"), MORE)
+    await after.finish(1.0)
+    trajectory = await after.trajectory()
+    (sample,) = trajectory.samples
+    # The second term went on from version 0, and samples with another version 3.
+    trained = sample.versions[sample.versions != NO_VERSION].tolist()
+    assert trained == [UNDONE + 3] * 2 + [3] * 2
+    assert trajectory.versions == (3, 3)
 
 
 async def test_a_finished_session_is_delivered_by_the_next_gateway(tmp_path: Path) -> None:
