@@ -115,6 +115,17 @@ def test_results_that_follow_each_other_share_the_templates_turn_case_6() -> Non
     assert {each.name for each in player.places[1].new_messages} == {"calculator"}
 
 
+@pytest.mark.parametrize("ids", [("a", "b", "c"), ("call_0", "call_0", "call_0")])
+def test_calls_of_several_turns_are_counted_through_case_5(ids: tuple[str, ...]) -> None:
+    player = SessionPlayer()
+    # The first call is none of the policy's; some policies give every call the same id.
+    chat = [HI, says("", call(ids[0], "1")), result(ids[0], "one")]
+    for call_id in ids[1:]:
+        chat += [player.ask(chat, says("", call(call_id, "2"))), result(call_id, "two")]
+    player.ask([*chat, player.ask(chat, says("3")), user("on")], says("4"))
+    assert parents(player) == [None, 0, 1, 2] and len(player.samples()) == 1
+
+
 def test_a_reply_of_which_the_client_shows_one_call_is_rewritten_case_7() -> None:
     player = SessionPlayer()
     said = player.ask([HI], says("", call("a", "1"), call("b", "2")))
@@ -206,6 +217,15 @@ def test_siblings_of_equal_text_are_told_apart_by_ids_or_reasoning_case_12() -> 
     by_ids.ask(asked, says("8"))
     assert parents(by_ids)[-1] == 4
 
+    # A client may have named what came before them anew.
+    renamed = SessionPlayer("mistral")
+    chat = [HI, renamed.ask([HI], says("", call("abcdefgh0"))), result("abcdefgh0", "7")]
+    replies = [renamed.ask(chat, says("", call(f"abcdefgh{n}"))) for n in (1, 2)]
+    chat[1:] = [says("", call("x")), result("x", "7")]
+    for number, reply in enumerate(replies, start=1):
+        renamed.ask([*chat, reply, result(f"abcdefgh{number}", "7")], says("7"))
+    assert parents(renamed) == [None, 0, 0, 1, 2]
+
     by_reasoning = SessionPlayer("qwen3")
     for thought in ("a", "b", "c"):
         by_reasoning.ask([HI], says("4", reasoning=thought))
@@ -239,12 +259,19 @@ def test_siblings_that_cannot_be_told_apart_are_left_and_counted_case_12() -> No
     question = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     no = "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
     # Neither thought is put into what goes on; the policy said its text, but not here.
+    assert player.places[2].new_messages == tuple(shown)
     assert player.shown() == [
         f"{question}[<think>\na\n</think>\n\n4<|im_end|>]",
         f"{question}[<think>\nb\n</think>\n\n4<|im_end|>]",
         f"{question}4<|im_end|>{no}[5<|im_end|>]{no}[6<|im_end|>]",
     ]
     assert player.tree.counts().num_ambiguous == player.rebuilt().counts().num_ambiguous == 1
+    # That a client shows no reasoning does not say that there was none.
+    player = SessionPlayer("qwen3")
+    for reasoning in ("a", None):
+        player.ask([HI], says("4", reasoning=reasoning))
+    player.ask(shown, says("5"))
+    assert parents(player) == [None, None, None]
     # Neither is taken where the ids are the client's own.
     player = SessionPlayer()
     for call_id in ("a", "b"):
@@ -382,10 +409,11 @@ def test_a_retry_is_answered_by_the_turn_that_is_there_already_case_18() -> None
     assert asked(digest=digest) is player.tree.turns[1]  # the newest of two siblings
     player.ask([HI, one, user("no")], says("2"))
     assert asked(digest=digest) is None
-    # A request that is still being sampled came between, too.
+    # A request that is still being sampled came between, too, whichever turn is stored first.
     other = player.places[2].request_digest
     assert asked(digest=other) is player.tree.turns[2]
     player.tree.note_request(digest)
+    player.tree.add(replace(player.tree.turns[2], number=3))
     assert asked(digest=other) is None
 
 
@@ -448,6 +476,15 @@ def test_a_turn_is_gone_on_from_by_its_name() -> None:
     assert len(shown) == 3 and shown[0].endswith(
         "<|tool|>7<|end|><|assistant|>[3<|end|>]<|user|>on<|end|><|assistant|>[6<|end|>]"
     )
+
+
+def test_what_follows_a_named_turn_may_hold_another_reply() -> None:
+    player = SessionPlayer()
+    one = player.ask([HI], says("1"))
+    two = player.ask([HI, one, user("a")], says("2"))
+    player.ask([user("a"), two, user("b")], says("3"), request={"continues": "s-0.0"})
+    assert parents(player) == [None, 0, 0]
+    assert player.tree.counts().num_ambiguous == 0
 
 
 @pytest.mark.parametrize("name", ["s-0.1", "s-0.", "s-0", "s-1.0", "0", "s-0.²", "s-0.-1", "." * 9])
