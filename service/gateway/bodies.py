@@ -109,8 +109,8 @@ class SessionsBody(StrictBody):
         self._check_sampling(rollouts)
         if self.session is None and self.join_seconds is not None:
             raise ValueError(
-                "join_seconds without session: nobody joins a group whose sessions are "
-                "all given at once; leave it out"
+                "join_seconds without session: nobody joins a group whose sessions are all given "
+                "at once; leave it out"
             )
         task = Task(
             task_id=self.id,
@@ -269,7 +269,7 @@ class CloseAnswer(StrictBody):
 
 
 class SessionsAnswer(StrictBody):
-    """The sessions of a group, or the one that was claimed; shown again to the same request alone."""
+    """The sessions of a group, or the one that was claimed; only the same request is shown them."""
 
     id: str
     is_new: bool = Field(description="false: this very group was created before")

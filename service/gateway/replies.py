@@ -25,12 +25,15 @@ def shown_reply(
     parsed: ParsedReply | None,
     tools: tuple[ToolSchema, ...],
     finish_reason: FinishReason,
+    *,
+    turn_id: str,
 ) -> ShownReply:
     """Make the message of a reply.
 
     Calls that can be read are shown, also of a tool that nobody declared, whose fault the agent
     tells its model. Where none of several can be read, the text is shown as it was said.
     Args: text: the decoded reply, without the end tokens behind it. parsed: None: not parsed.
+    turn_id: of which calls get an id that the parser gave none of their own.
     """
     if parsed is None:
         return ShownReply(message=_assistant(text), is_malformed=False)
@@ -47,7 +50,9 @@ def shown_reply(
             is_malformed = True
         else:
             is_malformed |= call.name not in names
-            calls.append(ToolCall(name=call.name, arguments=arguments, id=call.id))
+            taken = {each.id for each in calls}
+            call_id = call.id if call.id and call.id not in taken else f"{turn_id}.{len(calls)}"
+            calls.append(ToolCall(name=call.name, arguments=arguments, id=call_id))
     content = parsed.content
     if is_malformed and not calls:
         content = visible_text(text)

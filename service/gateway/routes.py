@@ -69,13 +69,14 @@ class SessionPort(Protocol):
 
 def add_sessions(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
     """Add the routes of sessions."""
-    _add_lifecycle(app, run, port, settings)
+    _add_creation(app, run, port, settings)
+    _add_lifecycle(app, port)
     for dialect in DIALECTS:
         _add_dialect(app, dialect, port, settings)
     _add_models(app)
 
 
-def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
+def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
     @app.post(f"{PREFIX}/sessions", status_code=201)
     async def create(body: SessionsBody, request: Request, response: Response) -> SessionsAnswer:
         """Accept a task for agents outside: durable when answered. The same body again is answered
@@ -101,16 +102,12 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, settings: Http
         if body.session is not None:
             claimed = await _native(port.claim(wanted.id, body.session))
             members = [] if claimed is None else [claimed]
-        address = settings.service.public_url or str(request.base_url)
+        address = (settings.service.public_url or str(request.base_url)).rstrip("/")
         return SessionsAnswer(
             id=wanted.id,
             is_new=is_new,
             sessions=[
-                NewSession.of(
-                    session_id(wanted.id, member),
-                    client_key=client_key,
-                    address=address.rstrip("/"),
-                )
+                NewSession.of(session_id(wanted.id, member), client_key=client_key, address=address)
                 for member in members
             ],
         )
@@ -123,6 +120,8 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, settings: Http
             raise Problem(404, "unknown-group", f"this run knows no group {group!r} of sessions")
         return CloseAnswer(given_up=given_up)
 
+
+def _add_lifecycle(app: FastAPI, port: SessionPort) -> None:
     @app.get(f"{PREFIX}/sessions/{{name}}")
     async def show(name: str = Path(pattern=ID_PATTERN)) -> SessionAnswer:
         """Where a session stands."""

@@ -72,6 +72,8 @@ from service.store.sessions import SessionStore
 log = logging.getLogger("rayloom.gateway")
 
 LOOK_EVERY_S = 1.0
+# A session's turns, auxiliary ones too, over those of its limit.
+MOST_TURNS_FACTOR = 8
 RETRY_AFTER_S = 5
 Answer = TypeVar("Answer")
 
@@ -382,7 +384,9 @@ class Sessions:
         if not session.is_open:
             raise _closed(session)
         spec, num_begun = session.stored.spec, len(session.sampling)
-        if session.tree.num_counted + num_begun >= spec.max_turns:
+        # Calls that are no part of the task are not counted, but cost as much.
+        is_over = session.tree.num_turns + num_begun >= MOST_TURNS_FACTOR * spec.max_turns
+        if is_over or session.tree.num_counted + num_begun >= spec.max_turns:
             self._cut(session, Outcome.MAX_TURNS)
             raise Refused(
                 RefusalCode.ROLLOUT_STOPPED,
@@ -460,9 +464,15 @@ class Sessions:
             self._forget_intent(session, call.request_id)
             raise _unavailable("the engine gave the turn up; send the request again")
         text = self._renderer.decode(turn.sampled_token_ids)
-        shown = shown_reply(text, reply.parsed, place.tools, turn.finish_reason)
         if not session.is_open:
             raise _closed(session)
+        shown = shown_reply(
+            text,
+            reply.parsed,
+            place.tools,
+            turn.finish_reason,
+            turn_id=session.tree.turn_id(session.tree.num_turns),
+        )
         sampling.is_committing = True
         stored = SessionTurn(
             number=session.tree.num_turns,

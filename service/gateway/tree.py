@@ -240,14 +240,14 @@ class SessionTree:
         tools, links = reading or read(request)
         messages, is_ambiguous = request.messages, False
         named = self._named(request.continues) if request.continues else None
-        if named is not None:
-            messages = _without_repeated_instructions(messages, behind=named)
-        if named is not None and named.tools_key == tools:
+        is_new = named is not None and _has_new_instructions(request, named.history())
+        if named is not None and named.tools_key == tools and not is_new:
             parent: _Node | None = named
             links = _links_behind(named, messages)
         else:
             if named is not None:
-                messages = (*named.history(), *messages)
+                history = named.history()
+                messages = (*(_instructed_anew(request, history) if is_new else history), *messages)
                 links = links_of(messages)
             same = self._deepest(links, tools=tools)
             parent = _told_apart(same, messages)
@@ -497,14 +497,25 @@ def _links_behind(node: _Node, messages: Sequence[Message]) -> list[Link]:
     )
 
 
-def _without_repeated_instructions(
-    messages: tuple[Message, ...], *, behind: _Node
-) -> tuple[Message, ...]:
-    """A client that names a turn says again how its conversation is instructed."""
-    is_repeated = (
-        messages[0].role is Role.SYSTEM and links_of(messages[:1])[0].key == behind.first_key
-    )
-    return messages[1:] if is_repeated else messages
+def _has_new_instructions(request: ChatRequest, history: tuple[Message, ...]) -> bool:
+    """Whether the conversation that goes on is to begin with another system message."""
+    if request.instructions is None:
+        return False
+    began, begins = history[: _num_instructions(history)], _instructions(request)
+    return [link.key for link in links_of(began)] != [link.key for link in links_of(begins)]
+
+
+def _instructed_anew(request: ChatRequest, history: tuple[Message, ...]) -> tuple[Message, ...]:
+    return (*_instructions(request), *history[_num_instructions(history) :])
+
+
+def _instructions(request: ChatRequest) -> tuple[Message, ...]:
+    text = request.instructions
+    return (Message(role=Role.SYSTEM, content=text),) if text else ()
+
+
+def _num_instructions(history: tuple[Message, ...]) -> int:
+    return int(bool(history) and history[0].role is Role.SYSTEM)
 
 
 def _are_under_others(nodes: Sequence[_Node], tools: bytes) -> bool:

@@ -135,21 +135,17 @@ class _Rows:
         match change:
             case TurnAdded(turn=turn):
                 return self._add(session, turn)
+            case IntentAdded() | SessionClaimed() if not self._is_open(session):
+                return False
             case IntentAdded(intent=intent):
-                if not self._is_open(session):
-                    return False
                 self.intents[session, intent.request_id] = intent
             case IntentDropped(request_id=request_id):
                 self.intents[session, request_id] = None
-            case TurnSeen(number=number):
-                self._show(session, number, is_unseen=False)
-            case TurnUnseen(number=number):
-                self._show(session, number, is_unseen=True)
+            case TurnSeen(number=number) | TurnUnseen(number=number):
+                self._show(session, number, is_unseen=isinstance(change, TurnUnseen))
             case SessionOpened(opened_at=opened_at):
                 self.opened.setdefault(session, opened_at)
             case SessionClaimed():
-                if not self._is_open(session):
-                    return False
                 self.claims.setdefault(session, change)
             case SessionCut(outcome=outcome):
                 self.cuts[session] = outcome

@@ -464,8 +464,9 @@ def test_a_turn_is_gone_on_from_by_its_name() -> None:
     named = {"continues": "s-0.0"}
     three = player.ask([result("a", "7")], says("3"), tools=(CALCULATOR,), request=named)
     # Instructions are said with every request; the conversation has them once.
-    player.ask([rules, result("a", "8")], says("4"), tools=(CALCULATOR,), request=named)
-    player.ask([rules, user("on")], says("5"), request={"continues": "s-0.1"})
+    again = {**named, "instructions": "rules"}
+    player.ask([result("a", "8")], says("4"), tools=(CALCULATOR,), request=again)
+    player.ask([user("on")], says("5"), request={"continues": "s-0.1", "instructions": "rules"})
     whole = [rules, HI, said, result("a", "7"), three, user("on")]
     player.ask(whole, says("6"), tools=(CALCULATOR,))
     assert parents(player) == [None, 0, 0, None, 1]
@@ -565,3 +566,14 @@ def test_rewards_by_turn_stand_beside_that_of_the_session() -> None:
     np.testing.assert_array_equal(sample.versions[sample.mask == 1], [0, 0, 1, 1])
     (unscored,) = player.samples()
     assert [turn.reward for turn in unscored.turns] == [0.0, 0.0]
+
+
+def test_a_turn_may_be_gone_on_from_under_other_instructions() -> None:
+    player = SessionPlayer()
+    said = player.ask([system("rules"), HI], says("1"))
+    for instructions in ("other rules", ""):
+        request = {"continues": "s-0.0", "instructions": instructions}
+        player.ask([user("on")], says("2"), request=request)
+        begun = [system(instructions)] if instructions else []
+        place = player.places[-1]
+        assert (place.parent, place.new_messages) == (None, (*begun, HI, said, user("on")))
