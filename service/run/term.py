@@ -132,6 +132,8 @@ class Term:
         self._pool: EnvironmentPool | None = None
         self._gateways: ActorPool | None = None
         """Of one gateway; None in a run without clients."""
+        self._num_ahead = 0
+        """By how much versions were ahead of steps when the term began."""
         self._loop: Loop | None = None
         self._stop_asked = asyncio.Event()
 
@@ -254,6 +256,7 @@ class Term:
         )
         await asyncio.gather(self._start_trainer(), self.queue.open())
         version = self._trainer.version
+        self._num_ahead = version - (self.first_step - 1)
         if self._submissions is not None:
             self._gateways = ActorPool(
                 1,
@@ -329,7 +332,7 @@ class Term:
                 rollouts=config.rollouts,
                 algorithm=config.algorithm,
                 max_context_tokens=config.model.max_context_tokens,
-                num_ahead=self._trainer.version - (self.first_step - 1),
+                num_ahead=self._num_ahead,
             ),
             actor_id=actor_id,
             tokenizer_path=self._model,

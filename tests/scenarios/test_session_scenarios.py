@@ -1,7 +1,8 @@
-"""Agents that know nothing of Rayloom, against a service: OpenAI's client, and kills between."""
+"""Agents that know nothing of Rayloom, against a service: the providers' clients, and a kill."""
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from worlds.run_driver import START_S, STEP_S, Run, running, small_config
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(600)]
 
 KEY = "a key of the scenario, long enough"
+SPOKEN = (["chat"], ["messages"], ["responses"], ["chat", "messages", "responses"])
 OVER = {"trained", "evicted", "cancelled"}
 
 
@@ -59,13 +61,21 @@ def test_an_agent_that_knows_a_url_is_trained_and_a_dead_gateway_costs_it_nothin
             made = sessions.create(name, limit_s=START_S, num_sessions=4)
             games = [
                 pool.submit(
-                    sessions.play, each, number=number, limit_s=START_S, streams=bool(index % 2)
+                    sessions.play,
+                    each,
+                    number=number,
+                    limit_s=START_S,
+                    speaks=speaks,
+                    streams=bool(index % 2),
                 )
-                for index, each in enumerate(made)
+                for index, (each, speaks) in enumerate(zip(made, SPOKEN, strict=True))
             ]
             return [game.result() for game in games]
 
         for step in range(2):
+            if step == 1:
+                # In the middle of the games.
+                threading.Timer(0.5, run.kill_part, ["ray::Gateway"]).start()
             rewards = [group(f"step-{step}-{index}", number=3 + index) for index in range(2)]
             for index, found in enumerate(rewards):
                 view = wait_until_over(client, f"step-{step}-{index}", limit_s=2 * STEP_S)
@@ -76,8 +86,6 @@ def test_an_agent_that_knows_a_url_is_trained_and_a_dead_gateway_costs_it_nothin
                     "completed",
                     "truncated_tokens",
                 }
-            if step == 0:
-                run.kill_part("ray::Gateway")
         check_refusals(client)
     check_lineage(run.events())
 

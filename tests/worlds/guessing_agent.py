@@ -1,7 +1,7 @@
-"""An agent that knows nothing of Rayloom: it plays a guessing game over OpenAI's own client.
+"""An agent that knows nothing of Rayloom: it plays a guessing game over its provider's own client.
 
-It is started with an address and a key alone. `SessionClient` is the other side: who creates
-sessions and rewards them.
+It is started with the session's environment variables alone. `SessionClient` is the other side: who
+creates sessions and rewards them.
 """
 
 from __future__ import annotations
@@ -9,26 +9,32 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from anthropic import Anthropic
 from openai import OpenAI
 
+LIMIT_S = 300.0
 HIGHEST = 7
 NUM_GUESSES = 3
 
 
-def play(env: dict[str, str], *, number: int, streams: bool = False) -> float:
-    """Play one game. Returns: 1.0 where the number was found, else 0.0."""
-    client = OpenAI(
-        base_url=env["OPENAI_BASE_URL"], api_key=env["OPENAI_API_KEY"], max_retries=5, timeout=300
-    )
+def play(
+    env: dict[str, str], *, number: int, speaks: Sequence[str] = ("chat",), streams: bool = False
+) -> float:
+    """Play one game. Returns: 1.0 where the number was found, else 0.0.
+
+    speaks: the dialects of its requests, chat, messages or responses, one after the other.
+    """
+    ask = _speaker(env, streams=streams)
     messages: list[Any] = [
         {"role": "user", "content": f"Say one number from 1 to {HIGHEST}. Guess my number."}
     ]
-    for _ in range(NUM_GUESSES):
-        text = _ask(client, messages, streams=streams)
+    for guess in range(NUM_GUESSES):
+        text = ask[speaks[guess % len(speaks)]](messages)
         messages.append({"role": "assistant", "content": text})
         found = re.search(r"\d+", text)
         if found and int(found[0]) == number:
@@ -38,12 +44,44 @@ def play(env: dict[str, str], *, number: int, streams: bool = False) -> float:
     return 0.0
 
 
-def _ask(client: OpenAI, messages: list[Any], *, streams: bool) -> str:
-    if not streams:
-        answer = client.chat.completions.create(model="any", messages=messages)
-        return answer.choices[0].message.content or ""
-    parts = client.chat.completions.create(model="any", messages=messages, stream=True)
-    return "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+def _speaker(env: dict[str, str], *, streams: bool) -> dict[str, Callable[[list[Any]], str]]:
+    """What says a conversation in a dialect, and gives the answer's text."""
+    openai = OpenAI(
+        base_url=env["OPENAI_BASE_URL"],
+        api_key=env["OPENAI_API_KEY"],
+        max_retries=8,
+        timeout=LIMIT_S,
+    )
+    anthropic = Anthropic(
+        base_url=env["ANTHROPIC_BASE_URL"],
+        api_key=env["ANTHROPIC_API_KEY"],
+        max_retries=8,
+        timeout=LIMIT_S,
+    )
+
+    def chat(messages: list[Any]) -> str:
+        if not streams:
+            answer = openai.chat.completions.create(model="any", messages=messages)
+            return answer.choices[0].message.content or ""
+        parts = openai.chat.completions.create(model="any", messages=messages, stream=True)
+        return "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+
+    def say(messages: list[Any]) -> str:
+        asked: dict[str, Any] = {"model": "any", "max_tokens": 8, "messages": messages}
+        if streams:
+            with anthropic.messages.stream(**asked) as stream:
+                blocks = stream.get_final_message().content
+        else:
+            blocks = anthropic.messages.create(**asked).content
+        return "".join(block.text for block in blocks if block.type == "text")
+
+    def respond(messages: list[Any]) -> str:
+        if not streams:
+            return openai.responses.create(model="any", input=messages).output_text
+        with openai.responses.stream(model="any", input=messages) as stream:
+            return stream.get_final_response().output_text
+
+    return {"chat": chat, "messages": say, "responses": respond}
 
 
 @dataclass
