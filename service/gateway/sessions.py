@@ -12,7 +12,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -82,6 +82,8 @@ class GatewaySettings:
 class _Sampling:
     """A turn that is being sampled, and who waits for it."""
 
+    request_id: str
+    """That began it."""
     digest: str
     idempotency_key: str
     task: asyncio.Task[SessionTurn] = field(init=False)
@@ -89,6 +91,15 @@ class _Sampling:
     """The client that asked for it last is gone."""
     is_committing: bool = False
     """It has been sampled: its turn counts, whatever happens to the session."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ending:
+    """An end, or a reward that came late, on its way to the store."""
+
+    digest: str
+    """Of the request; empty: nobody asked for it."""
+    task: asyncio.Task[None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -100,16 +111,20 @@ class _Session:
     last_request_at: float
     cut: Outcome | None = None
     """What a client was told to end by: a limit, or a context that is full."""
-    is_closing: bool = False
+    ending: _Ending | None = None
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """It has ended, and its reward is known or will never be."""
     sampling: dict[str, _Sampling] = field(default_factory=dict)
     """By request id."""
+    askers: dict[str, str] = field(default_factory=dict)
+    """By the request that began a turn: the newest request that it answers, or is to answer."""
+    showing: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """By the number of a turn that was unseen: storing that it is seen now."""
 
     @property
     def is_open(self) -> bool:
-        return self.stored.end is None and not self.is_closing
+        return self.stored.end is None and self.ending is None
 
 
 class Sessions:
@@ -158,39 +173,70 @@ class Sessions:
                 digest=place.request_digest,
             )
             if turn is not None:
-                return await self._again(session, turn)
+                session.askers[turn.request_id] = call.request_id
+                return await self._show(session, turn)
             sampling = self._begin(session, call, place, deadline_at)
+        session.askers[sampling.request_id] = call.request_id
         sampling.is_abandoned = False
         left_s = deadline_at - asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(left_s):
                 turn = await asyncio.shield(sampling.task)
         except TimeoutError:
-            sampling.is_abandoned = True
+            await self.abandon(call.session_id, call.request_id)
             raise _unavailable("the turn was not sampled in time; send the request again") from None
         except asyncio.CancelledError:
             if sampling.task.cancelled():
                 raise _closed(session) from None
             raise
+        turn = session.tree.turn(turn.number)
+        if sampling.is_abandoned:
+            return _as_reply(session, turn)
+        return await self._show(session, turn)
+
+    async def _show(self, session: _Session, turn: SessionTurn) -> ChatReply:
+        """Answer with a turn that is stored; that it is seen is stored before. Raises: Refused."""
+        number = turn.number
+        if turn.is_unseen:
+            if not session.is_open:
+                raise _closed(session)
+            # In memory at once: what becomes of it next is stored behind this.
+            session.tree.mark_unseen(number, is_unseen=False)
+            seen = TurnSeen(session_id=session.stored.id, number=number)
+            session.showing[number] = self._keep_going(self._commit([seen]))
+        if (showing := session.showing.get(number)) is not None:
+            try:
+                await asyncio.shield(showing)
+            except Refused:
+                self._hide(session, number)
+                raise
+            if session.showing.get(number) is showing:
+                del session.showing[number]
         return _as_reply(session, turn)
 
-    async def _again(self, session: _Session, turn: SessionTurn) -> ChatReply:
-        """Answer with a turn that is there. Raises: Refused."""
-        if turn.is_unseen:
-            await self._commit([TurnSeen(session_id=session.stored.id, number=turn.number)])
-            turn = session.tree.mark_unseen(turn.number, is_unseen=False)
-        return _as_reply(session, turn)
+    def _hide(self, session: _Session, number: int) -> None:
+        session.tree.mark_unseen(number, is_unseen=True)
+        self._commits.add([TurnUnseen(session_id=session.stored.id, number=number)])
 
     async def abandon(self, session_id: str, request_id: str) -> None:
-        """The client of this request has gone before it was answered."""
+        """The client of this request has gone before it was answered.
+
+        It changes nothing where another request, a retry of this one, is answered with the turn.
+        """
         session = await self._find(session_id)
         if session is None:
             return
-        if (sampling := session.sampling.get(request_id)) is not None:
+        answered = (first for first, newest in session.askers.items() if newest == request_id)
+        # One that asked another gateway is not among them.
+        first = next(answered, None if request_id in session.askers else request_id)
+        if first is None:
+            return
+        if (sampling := session.sampling.get(first)) is not None:
             sampling.is_abandoned = True
-        elif (number := session.tree.number_of(request_id)) is not None and session.is_open:
-            session.tree.mark_unseen(number, is_unseen=True)
-            self._commits.add([TurnUnseen(session_id=session_id, number=number)])
+            if not sampling.task.done():
+                return
+        if (number := session.tree.number_of(first)) is not None and session.is_open:
+            self._hide(session, number)
 
     # -- what the holder of the reward's key asks ---------------------------------------------
 
@@ -237,16 +283,14 @@ class Sessions:
                 return await self._view(session)
             raise _ended_otherwise(session)
         _check_turns(session, given)
-        await self._keep_end(
-            session,
-            replace(
-                end,
-                reward=given.reward,
-                components=given.components,
-                turn_rewards={**end.turn_rewards, **given.turn_rewards},
-                reward_until=None,
-            ),
+        rewarded = replace(
+            end,
+            reward=given.reward,
+            components=given.components,
+            turn_rewards={**end.turn_rewards, **given.turn_rewards},
+            reward_until=None,
         )
+        await self._ended(session, given.digest, self._keep_end(session, rewarded))
         return await self._view(session)
 
     async def discard(self, session_id: str) -> SessionView | None:
@@ -300,7 +344,7 @@ class Sessions:
             for task in list(self._known.values()):
                 is_there = task.done() and not task.cancelled() and task.exception() is None
                 session = task.result() if is_there else None
-                if session is None or session.is_closing:
+                if session is None or session.ending is not None:
                     continue
                 if (end := self._overdue(session)) is not None:
                     self._keep_going(self._end_overdue(session, end))
@@ -327,6 +371,7 @@ class Sessions:
             )
         session.tree.note_request(place.request_digest)
         sampling = _Sampling(
+            request_id=call.request_id,
             digest=place.request_digest,
             idempotency_key=call.request.idempotency_key,
         )
@@ -362,7 +407,7 @@ class Sessions:
                 param="messages",
             )
         most = min(room, session.stored.spec.max_tokens_per_turn)
-        parent = None if place.parent is None else session.tree.turns[place.parent]
+        parent = None if place.parent is None else session.tree.turn(place.parent)
         request = GenerateRequest(
             prompt_token_ids=prompt.token_ids,
             max_tokens=min(most, call.request.max_tokens or most),
@@ -437,6 +482,8 @@ class Sessions:
             # Its group was cancelled.
             self._drop(session, str(error))
             raise _closed(session) from error
+        if sampling.is_abandoned and not stored.is_unseen and session.is_open:
+            self._hide(session, stored.number)
         return stored
 
     def _forget_intent(self, session: _Session, request_id: str) -> None:
@@ -445,24 +492,48 @@ class Sessions:
     # -- the end ------------------------------------------------------------------------------
 
     async def _end(self, session: _Session, end: SessionEnd, *, is_stated: bool = False) -> None:
-        """Give up what is being sampled, wait for what is being stored, and store the end."""
-        if not session.is_open:
-            raise _ended_otherwise(session)
-        session.is_closing = True
-        try:
+        """End a session; the same end again waits for the first. Raises: Refused."""
+
+        async def give_up_and_keep() -> None:
             for sampling in list(session.sampling.values()):
                 if not sampling.is_committing:
                     sampling.task.cancel()
             tasks = [sampling.task for sampling in session.sampling.values()]
             await asyncio.gather(*tasks, return_exceptions=True)
+            seen = end
             if not is_stated and end.status is SessionStatus.FINISHED:
-                end = replace(end, outcome=self._seen_outcome(session))
-            await self._keep_end(session, end)
-        finally:
-            session.is_closing = False
+                seen = replace(end, outcome=self._seen_outcome(session))
+            await self._keep_end(session, seen)
+
+        await self._ended(session, end.digest, give_up_and_keep())
+
+    async def _ended(self, session: _Session, digest: str, work: Coroutine[Any, Any, None]) -> None:
+        """Begin the work that ends a session, or wait for what was begun. Raises: Refused."""
+        ending = session.ending
+        if ending is not None:
+            work.close()
+            if ending.digest != digest:
+                raise _ended_otherwise(session)
+        else:
+            ending = session.ending = _Ending(digest=digest, task=self._keep_going(work))
+            ending.task.add_done_callback(lambda _: setattr(session, "ending", None))
+        # It goes on when this caller is gone: the end may be stored already.
+        await asyncio.shield(ending.task)
 
     async def _keep_end(self, session: _Session, end: SessionEnd) -> None:
-        await self._commit([SessionEnded(session_id=session.stored.id, end=end)])
+        """Raises: Refused."""
+        while True:
+            try:
+                await self._commits.commit([SessionEnded(session_id=session.stored.id, end=end)])
+                break
+            except StoreAway:
+                # It will be stored, or nothing any more: the same end again is no other one.
+                continue
+            except StoreError as error:
+                raise _unavailable(str(error)) from error
+            except TooLate as error:
+                self._drop(session, str(error))
+                raise _closed(session) from error
         session.stored = replace(session.stored, end=end)
         if end.reward_until is None:
             session.over.set()
@@ -470,12 +541,8 @@ class Sessions:
     async def _end_overdue(self, session: _Session, end: SessionEnd) -> None:
         if session.stored.end is None:
             await self._end(session, end)
-            return
-        session.is_closing = True
-        try:
-            await self._keep_end(session, end)
-        finally:
-            session.is_closing = False
+        else:
+            await self._ended(session, "", self._keep_end(session, end))
 
     def _seen_outcome(self, session: _Session) -> Outcome:
         """How a session ended of which the client says nothing."""
