@@ -524,6 +524,38 @@ class ApiMetrics:
         )
 
 
+class GatewayMetrics:
+    """The sessions that agents outside play; the gateway has one of these."""
+
+    def __init__(self) -> None:
+        self.gained = AtomicRegistry()
+        self.values = AtomicRegistry(self.gained.change)
+        self.open = self.values.gauge(
+            "rayloom_sessions_open", "Sessions that are admitted and have not ended."
+        )
+        self.ended = self.gained.counter(
+            "rayloom_sessions_ended", "Sessions that ended, and how.", "outcome"
+        )
+        self.turns = self.gained.counter(
+            "rayloom_session_turns",
+            "Turns of ended sessions: trained, auxiliary, or unseen by any client.",
+            "use",
+        )
+        self.refused = self.gained.counter(
+            "rayloom_session_refusals", "Requests of agents that were refused, and why.", "code"
+        )
+        self.seconds = self.gained.histogram(
+            "rayloom_session_turn_seconds",
+            "From an agent's request to the turn that answers it, with the wait for admission.",
+            buckets=SECONDS_BUCKETS,
+        )
+        self.commit_seconds = self.gained.histogram(
+            "rayloom_session_commit_seconds",
+            "From a sampled turn to its being durable.",
+            buckets=SECONDS_BUCKETS,
+        )
+
+
 class Metrics:
     """What a run's supervisor has to say.
 

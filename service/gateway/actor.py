@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from actors.environment.rendering import load_renderer
+from actors.metrics import GatewayMetrics
 from actors.policy import PolicyClient
 from actors.trajectory_queue.exchange import RolloutExchange
 from actors.trajectory_queue.settings import ExchangeSettings
@@ -22,6 +23,7 @@ from service.gateway.sessions import GatewaySettings, Sessions
 from service.store.database import PATIENCE_S
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
+from service.telemetry.endpoint import Reading, push_forever
 
 # Shorter than the store's own patience, after which it is given up.
 STORE_HOLD_S = PATIENCE_S / 2
@@ -39,13 +41,16 @@ class Gateway:
         make_policy: Callable[[], PolicyClient],
         queue: Any,
         database_url: str,
+        run_id: str,
         term: int,
     ) -> None:
         """tokenizer_path: a directory or hub name. queue: handle of the trajectory queue actor.
 
-        term: whose lease the turns are stored under. Raises: StoreError.
+        run_id: by which the endpoint of its metrics is found. term: whose lease the turns are stored under. Raises: StoreError.
         """
         store = RunStore(database_url)
+        self._run_id, self._actor_id = run_id, actor_id
+        self._metrics = GatewayMetrics()
         self._commits = GroupCommit(
             SessionStore(store), term=term, hold_s=min(settings.sessions.hold_s, STORE_HOLD_S)
         )
@@ -59,6 +64,7 @@ class Gateway:
             make_policy=make_policy,
             store=SessionStore(store),
             commits=self._commits,
+            metrics=self._metrics,
         )
         self._exchange = RolloutExchange(
             self._sessions.play,
@@ -77,14 +83,24 @@ class Gateway:
         """
         exchanging = asyncio.create_task(self._exchange.run())
         looking = asyncio.create_task(self._sessions.look_forever())
+        pushing = asyncio.create_task(
+            push_forever(self._run_id, role=self._actor_id, read=self._read_metrics)
+        )
         try:
             await asyncio.wait((exchanging, looking), return_when=asyncio.FIRST_COMPLETED)
             for task in (looking, exchanging):
                 if task.done():
                     task.result()
         finally:
-            for task in (exchanging, looking):
+            for task in (exchanging, looking, pushing):
                 task.cancel()
+
+    def _read_metrics(self) -> Reading:
+        metrics = self._metrics
+        metrics.open.set(self._sessions.num_open)
+        return Reading(
+            gained=list(metrics.gained.collect()), values=tuple(metrics.values.collect())
+        )
 
     async def ping(self) -> None:
         """Answer; an actor whose event loop is blocked does not."""

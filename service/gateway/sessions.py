@@ -12,7 +12,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ import numpy as np
 from actors.algorithm import AlgorithmSettings
 from actors.environment.rendering import ChatRenderer, RenderError
 from actors.environment.settings import RolloutSettings
+from actors.metrics import GatewayMetrics
 from actors.policy import (
     GenerateRequest,
     PolicyClient,
@@ -95,6 +96,8 @@ class GatewaySettings:
 class _Sampling:
     """A turn that is being sampled, and who waits for it."""
 
+    request_id: str
+    """That began it."""
     digest: str
     idempotency_key: str
     task: asyncio.Task[SessionTurn] = field(init=False)
@@ -104,6 +107,15 @@ class _Sampling:
     """It has been sampled: its turn counts, whatever happens to the session."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ending:
+    """An end, or a reward that came late, on its way to the store."""
+
+    digest: str
+    """Of the request; empty: nobody asked for it."""
+    task: asyncio.Task[None]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Session:
     """A session in memory."""
@@ -111,16 +123,20 @@ class _Session:
     stored: StoredSession
     tree: SessionTree
     last_request_at: float
-    is_closing: bool = False
+    ending: _Ending | None = None
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """It has ended, and its reward is known or will never be."""
     sampling: dict[str, _Sampling] = field(default_factory=dict)
     """By request id."""
+    askers: dict[str, str] = field(default_factory=dict)
+    """By the request that began a turn: the newest request that it answers, or is to answer."""
+    showing: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """By the number of a turn that was unseen: storing that it is seen now."""
 
     @property
     def is_open(self) -> bool:
-        return self.stored.end is None and not self.is_closing
+        return self.stored.end is None and self.ending is None
 
 
 class Sessions:
@@ -134,9 +150,11 @@ class Sessions:
         make_policy: Callable[[], PolicyClient],
         store: SessionStore,
         commits: GroupCommit,
+        metrics: GatewayMetrics | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """now: seconds since 1970."""
+        """metrics: told of what happens. now: seconds since 1970."""
+        self._metrics = metrics or GatewayMetrics()
         self._settings = settings
         self._renderer = renderer
         self._make_policy = make_policy
@@ -155,6 +173,16 @@ class Sessions:
 
     async def chat(self, call: ChatCall) -> ChatReply:
         """Sample a turn, or give the one that this request has got already. Raises: Refused."""
+        began = time.monotonic()
+        try:
+            reply = await self._chat(call)
+        except Refused as refused:
+            self._metrics.refused.labels(code=refused.code.value).inc()
+            raise
+        self._metrics.seconds.observe(time.monotonic() - began)
+        return reply
+
+    async def _chat(self, call: ChatCall) -> ChatReply:
         deadline_at = asyncio.get_running_loop().time() + call.deadline_s
         session = await self._of_agent(call.session_id, call.key_digest)
         if not session.stored.is_taken:
@@ -176,39 +204,70 @@ class Sessions:
                 digest=place.request_digest,
             )
             if turn is not None:
-                return await self._again(session, turn)
+                session.askers[turn.request_id] = call.request_id
+                return await self._show(session, turn)
             sampling = self._begin(session, call, place, deadline_at)
+        session.askers[sampling.request_id] = call.request_id
         sampling.is_abandoned = False
         left_s = deadline_at - asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(left_s):
                 turn = await asyncio.shield(sampling.task)
         except TimeoutError:
-            sampling.is_abandoned = True
+            await self.abandon(call.session_id, call.request_id)
             raise _unavailable("the turn was not sampled in time; send the request again") from None
         except asyncio.CancelledError:
             if sampling.task.cancelled():
                 raise _closed(session) from None
             raise
+        turn = session.tree.turn(turn.number)
+        if sampling.is_abandoned:
+            return _as_reply(session, turn)
+        return await self._show(session, turn)
+
+    async def _show(self, session: _Session, turn: SessionTurn) -> ChatReply:
+        """Answer with a turn that is stored; that it is seen is stored before. Raises: Refused."""
+        number = turn.number
+        if turn.is_unseen:
+            if not session.is_open:
+                raise _closed(session)
+            # In memory at once: what becomes of it next is stored behind this.
+            session.tree.mark_unseen(number, is_unseen=False)
+            seen = TurnSeen(session_id=session.stored.id, number=number)
+            session.showing[number] = self._keep_going(self._commit([seen]))
+        if (showing := session.showing.get(number)) is not None:
+            try:
+                await asyncio.shield(showing)
+            except Refused:
+                self._hide(session, number)
+                raise
+            if session.showing.get(number) is showing:
+                del session.showing[number]
         return _as_reply(session, turn)
 
-    async def _again(self, session: _Session, turn: SessionTurn) -> ChatReply:
-        """Answer with a turn that is there. Raises: Refused."""
-        if turn.is_unseen:
-            await self._commit([TurnSeen(session_id=session.stored.id, number=turn.number)])
-            turn = session.tree.mark_unseen(turn.number, is_unseen=False)
-        return _as_reply(session, turn)
+    def _hide(self, session: _Session, number: int) -> None:
+        session.tree.mark_unseen(number, is_unseen=True)
+        self._commits.add([TurnUnseen(session_id=session.stored.id, number=number)])
 
     async def abandon(self, session_id: str, request_id: str) -> None:
-        """The client of this request has gone before it was answered."""
+        """The client of this request has gone before it was answered.
+
+        It changes nothing where another request, a retry of this one, is answered with the turn.
+        """
         session = await self._find(session_id)
         if session is None:
             return
-        if (sampling := session.sampling.get(request_id)) is not None:
+        answered = (first for first, newest in session.askers.items() if newest == request_id)
+        # One that asked another gateway is not among them.
+        first = next(answered, None if request_id in session.askers else request_id)
+        if first is None:
+            return
+        if (sampling := session.sampling.get(first)) is not None:
             sampling.is_abandoned = True
-        elif (number := session.tree.number_of(request_id)) is not None and session.is_open:
-            session.tree.mark_unseen(number, is_unseen=True)
-            self._commits.add([TurnUnseen(session_id=session_id, number=number)])
+            if not sampling.task.done():
+                return
+        if (number := session.tree.number_of(first)) is not None and session.is_open:
+            self._hide(session, number)
 
     # -- what clients ask ---------------------------------------------------------------------
 
@@ -303,16 +362,14 @@ class Sessions:
                 return await self._view(session)
             raise _ended_otherwise(session)
         _check_turns(session, given)
-        await self._keep_end(
-            session,
-            replace(
-                end,
-                reward=given.reward,
-                components=given.components,
-                turn_rewards={**end.turn_rewards, **given.turn_rewards},
-                reward_until=None,
-            ),
+        rewarded = replace(
+            end,
+            reward=given.reward,
+            components=given.components,
+            turn_rewards={**end.turn_rewards, **given.turn_rewards},
+            reward_until=None,
         )
+        await self._ended(session, given.digest, self._keep_end(session, rewarded))
         return await self._view(session)
 
     async def discard(self, session_id: str) -> SessionView | None:
@@ -350,9 +407,20 @@ class Sessions:
         session.admitted.set()
         await session.over.wait()
         trajectory = await self._in_thread(self._trajectory, session, assignment)
+        self._count_end(session, trajectory)
         # What is asked of it from here on is read from the store.
         self._known.pop(name, None)
         return trajectory
+
+    @property
+    def num_open(self) -> int:
+        """Sessions that are admitted and have not ended."""
+        return sum(each.admitted.is_set() and each.is_open for each in self._loaded())
+
+    def _loaded(self) -> list[_Session]:
+        tasks = list(self._known.values())
+        done = [t for t in tasks if t.done() and not t.cancelled() and t.exception() is None]
+        return [session for task in done if (session := task.result()) is not None]
 
     async def look_forever(self) -> None:
         """End the sessions whose time is up; never returns.
@@ -363,12 +431,8 @@ class Sessions:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._commits.failure is not None:
                 raise self._commits.failure
-            for task in list(self._known.values()):
-                is_there = task.done() and not task.cancelled() and task.exception() is None
-                session = task.result() if is_there else None
-                if session is None or session.is_closing:
-                    continue
-                if (end := self._overdue(session)) is not None:
+            for session in self._loaded():
+                if session.ending is None and (end := self._overdue(session)) is not None:
                     self._keep_going(self._end_overdue(session, end))
 
     def close(self) -> None:
@@ -395,6 +459,7 @@ class Sessions:
             )
         session.tree.note_request(place.request_digest)
         sampling = _Sampling(
+            request_id=call.request_id,
             digest=place.request_digest,
             idempotency_key=call.request.idempotency_key,
         )
@@ -430,7 +495,7 @@ class Sessions:
                 param="messages",
             )
         most = min(room, session.stored.spec.max_tokens_per_turn)
-        parent = None if place.parent is None else session.tree.turns[place.parent]
+        parent = None if place.parent is None else session.tree.turn(place.parent)
         request = GenerateRequest(
             prompt_token_ids=prompt.token_ids,
             max_tokens=min(most, call.request.max_tokens or most),
@@ -502,6 +567,7 @@ class Sessions:
         # Nobody can go on from it, or be answered with it, before it is stored: the request is
         # under way until then.
         session.tree.add(stored)
+        began = time.monotonic()
         try:
             await self._commits.commit([TurnAdded(session_id=session.stored.id, turn=stored)])
         except StoreAway as error:
@@ -511,6 +577,9 @@ class Sessions:
             # Its group was cancelled.
             self._drop(session, str(error))
             raise _closed(session) from error
+        self._metrics.commit_seconds.observe(time.monotonic() - began)
+        if sampling.is_abandoned and not stored.is_unseen and session.is_open:
+            self._hide(session, stored.number)
         return stored
 
     def _cut(self, session: _Session, outcome: Outcome) -> None:
@@ -524,24 +593,48 @@ class Sessions:
     # -- the end ------------------------------------------------------------------------------
 
     async def _end(self, session: _Session, end: SessionEnd, *, is_stated: bool = False) -> None:
-        """Give up what is being sampled, wait for what is being stored, and store the end."""
-        if not session.is_open:
-            raise _ended_otherwise(session)
-        session.is_closing = True
-        try:
+        """End a session; the same end again waits for the first. Raises: Refused."""
+
+        async def give_up_and_keep() -> None:
             for sampling in list(session.sampling.values()):
                 if not sampling.is_committing:
                     sampling.task.cancel()
             tasks = [sampling.task for sampling in session.sampling.values()]
             await asyncio.gather(*tasks, return_exceptions=True)
+            seen = end
             if not is_stated and end.status is SessionStatus.FINISHED:
-                end = replace(end, outcome=self._seen_outcome(session))
-            await self._keep_end(session, end)
-        finally:
-            session.is_closing = False
+                seen = replace(end, outcome=self._seen_outcome(session))
+            await self._keep_end(session, seen)
+
+        await self._ended(session, end.digest, give_up_and_keep())
+
+    async def _ended(self, session: _Session, digest: str, work: Coroutine[Any, Any, None]) -> None:
+        """Begin the work that ends a session, or wait for what was begun. Raises: Refused."""
+        ending = session.ending
+        if ending is not None:
+            work.close()
+            if ending.digest != digest:
+                raise _ended_otherwise(session)
+        else:
+            ending = session.ending = _Ending(digest=digest, task=self._keep_going(work))
+            ending.task.add_done_callback(lambda _: setattr(session, "ending", None))
+        # It goes on when this caller is gone: the end may be stored already.
+        await asyncio.shield(ending.task)
 
     async def _keep_end(self, session: _Session, end: SessionEnd) -> None:
-        await self._commit([SessionEnded(session_id=session.stored.id, end=end)])
+        """Raises: Refused."""
+        while True:
+            try:
+                await self._commits.commit([SessionEnded(session_id=session.stored.id, end=end)])
+                break
+            except StoreAway:
+                # It will be stored, or nothing any more: the same end again is no other one.
+                continue
+            except StoreError as error:
+                raise _unavailable(str(error)) from error
+            except TooLate as error:
+                self._drop(session, str(error))
+                raise _closed(session) from error
         session.stored = replace(session.stored, end=end)
         if end.reward_until is None:
             session.over.set()
@@ -549,12 +642,8 @@ class Sessions:
     async def _end_overdue(self, session: _Session, end: SessionEnd) -> None:
         if session.stored.end is None:
             await self._end(session, end)
-            return
-        session.is_closing = True
-        try:
-            await self._keep_end(session, end)
-        finally:
-            session.is_closing = False
+        else:
+            await self._ended(session, "", self._keep_end(session, end))
 
     def _seen_outcome(self, session: _Session) -> Outcome:
         """How a session ended of which the client says nothing."""
@@ -641,6 +730,13 @@ class Sessions:
             outcome = Outcome.STALE
             detail = f"sampled by version {versions[0]}, expected at least {oldest}"
         return replace(trajectory, outcome=outcome, detail=detail)
+
+    def _count_end(self, session: _Session, trajectory: Trajectory) -> None:
+        counts, turns = session.tree.counts(), self._metrics.turns
+        self._metrics.ended.labels(outcome=trajectory.outcome.value).inc()
+        turns.labels(use="trained").inc(counts.num_counted)
+        turns.labels(use="auxiliary").inc(counts.num_auxiliary)
+        turns.labels(use="unseen").inc(counts.num_unseen)
 
     # -- finding and keeping ------------------------------------------------------------------
 

@@ -228,6 +228,10 @@ class SessionTree:
         """Turns that are trained, as it stands; what a session's limit of turns bounds."""
         return len(self._counted())
 
+    def turn(self, number: int) -> SessionTurn:
+        """As it stands."""
+        return self._nodes[number].turn
+
     def turn_id(self, number: int) -> str:
         return f"{self._session_id}.{number}"
 

@@ -339,6 +339,7 @@ class Term:
             make_policy=self._engines.make_policy,
             queue=self.queue.actor,
             database_url=self._run_dir.database_url,
+            run_id=self._run_id,
             term=self._lease.term,
         )
 

@@ -424,3 +424,56 @@ async def test_a_database_that_is_away_shows_no_turn(tmp_path: Path) -> None:
     assert len(gateway.policy.requests) == 1
     await gateway.finish(1.0)
     assert len((await gateway.trajectory()).turns) == 1
+
+
+async def test_a_finish_that_is_under_way_is_one_with_its_repetition(tmp_path: Path) -> None:
+    """Case 23: a client that was not answered in time repeats it, also under a locked database."""
+    gateway = await Gateway(tmp_path, settings=SessionSettings(hold_s=0.1)).opened()
+    await gateway.ask(HI)
+    with gateway.store._database._writing_connection():
+        asked = [asyncio.create_task(gateway.finish(1.0)) for _ in range(2)]
+        other = asyncio.create_task(gateway.finish(2.0))
+        assert (await refusal(other)).code is RefusalCode.CONFLICT
+        asked[0].cancel()
+        await asyncio.sleep(0.3)
+        assert (await refusal(gateway.ask(HI))).code is RefusalCode.SESSION_CLOSED
+    view = await asked[1]
+    assert (view.reward, await gateway.finish(1.0)) == (1.0, view)
+    assert (await gateway.trajectory()).episode_return == 1.0
+
+
+async def test_a_late_word_of_a_broken_connection_hides_no_turn_that_a_retry_got(
+    tmp_path: Path,
+) -> None:
+    """Cases 18, 19: a client's connection breaks, and its retry is there before the news of it."""
+    gate = asyncio.Event()
+    gateway = await Gateway(tmp_path).opened()
+
+    async def ask_twice(*, abandons_at: str) -> None:
+        gate.clear()
+        gateway.policy.before = gate.wait
+        message, first = user(abandons_at), f"{abandons_at} first"
+        gone = asyncio.create_task(gateway.ask(message, request_id=first))
+        await asyncio.sleep(0.05)
+        if abandons_at == "before":
+            await gateway.sessions.abandon(NAME, first)
+        again = asyncio.create_task(gateway.ask(message, request_id="again", is_retry=True))
+        await asyncio.sleep(0.05)
+        if abandons_at == "while":
+            await gateway.sessions.abandon(NAME, first)
+        gate.set()
+        assert (await again) == (await gone)
+        if abandons_at == "after":
+            await gateway.sessions.abandon(NAME, first)
+
+    for abandons_at in ("before", "while", "after"):
+        await ask_twice(abandons_at=abandons_at)
+    view = await gateway.sessions.view(NAME)
+    assert view is not None and (view.num_turns, view.num_left_out) == (3, 0)
+    # The retry's client is gone as well.
+    await gateway.sessions.abandon(NAME, "again")
+    view = await gateway.sessions.view(NAME)
+    assert view is not None and (view.num_turns, view.num_left_out) == (3, 1)
+    await gateway.restart()
+    found = gateway.sessions_store.load(NAME)
+    assert found is not None and [turn.is_unseen for turn in found[1]] == [True, False, False]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from actors.metrics import ApiMetrics, Metrics
+from actors.metrics import ApiMetrics, GatewayMetrics, Metrics
 
 # What the text format adds to a family's name.
 SUFFIXES = {
@@ -75,8 +75,14 @@ class Declared:
 
 def declared() -> list[Declared]:
     """Every metric, in the order of declaration."""
-    metrics, found = Metrics(), []
-    registries = metrics.gained, metrics.values, ApiMetrics().gained
+    metrics, gateway, found = Metrics(), GatewayMetrics(), []
+    registries = (
+        metrics.gained,
+        metrics.values,
+        ApiMetrics().gained,
+        gateway.gained,
+        gateway.values,
+    )
     for collector in chain.from_iterable(each._collector_to_names for each in registries):
         (family,) = collector.describe()  # type: ignore[attr-defined]
         found.append(
