@@ -46,7 +46,8 @@ class Gateway:
     ) -> None:
         """tokenizer_path: a directory or hub name. queue: handle of the trajectory queue actor.
 
-        run_id: by which the endpoint of its metrics is found. term: whose lease the turns are stored under. Raises: StoreError.
+        run_id: by which the endpoint of its metrics is found. term: whose lease the turns are
+        stored under. Raises: StoreError.
         """
         store = RunStore(database_url)
         self._run_id, self._actor_id = run_id, actor_id
