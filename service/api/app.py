@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
 
-from fastapi import FastAPI, Path, Response
+from fastapi import FastAPI, Path, Request, Response
 from fastapi.responses import JSONResponse
 
 from actors.metrics import ApiMetrics
 from service.api import problems
+from service.api.callers import Callers, caller_of
 from service.api.counting import CountedRequests
 from service.api.guards import Guards
+from service.api.named_keys import add_keys
+from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem, shown
 from service.api.schemas import (
     ID_PATTERN,
@@ -25,27 +27,6 @@ from service.api.schemas import (
 )
 from service.api.settings import HttpSettings
 from service.intake.submission import RolloutRequest, Status, SubmissionView, SubmitReply
-from service.run.health import Readiness
-
-PREFIX = "/api/v1"
-
-
-class RunPort(Protocol):
-    """What the routes need of a run. Every call may raise RunUnavailable."""
-
-    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
-        """Accept all or none; durable when this returns."""
-        ...
-
-    async def submission(self, submission_id: str) -> SubmissionView | None: ...
-
-    async def cancel(self, submission_id: str) -> SubmissionView | None: ...
-
-    async def stop(self, grace_s: float | None) -> None:
-        """Have the run end after the step in hand; None: however long that takes."""
-        ...
-
-    async def readiness(self) -> Readiness: ...
 
 
 def create_app(
@@ -59,11 +40,15 @@ def create_app(
     app = FastAPI(
         title="Rayloom", description="Rollouts for a training run, over HTTP.", lifespan=lifespan
     )
+    # Asked by the routes too whose keys the guards leave to them.
+    app.state.callers = Callers(
+        run, first_digest=settings.key_digest, defaults=settings.service.key_limits
+    )
     app.add_middleware(
         Guards,
         max_body_bytes=settings.service.max_body_kib << 10,
         max_session_body_bytes=settings.sessions.max_body_mib << 20,
-        key_digest=settings.key_digest,
+        callers=app.state.callers,
         hosts=settings.hosts,
     )
     # Around the guards: what they refuse counts too.
@@ -72,6 +57,7 @@ def create_app(
     _add_health(app, run)
     _add_rollouts(app, run, settings)
     _add_stop(app, run)
+    add_keys(app, run)
     return app
 
 
@@ -97,25 +83,29 @@ def _add_health(app: FastAPI, run: RunPort) -> None:
 
 def _add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
     @app.post(f"{PREFIX}/rollouts", status_code=202)
-    async def submit(body: SubmitBody, response: Response) -> SubmitAnswer:
+    async def submit(body: SubmitBody, request: Request, response: Response) -> SubmitAnswer:
         """Accept a batch of tasks: durable when answered, all or none."""
-        requests = body.requests(num_samples=settings.algorithm.group_size)
+        caller = caller_of(request)
+        requests = body.requests(num_samples=settings.algorithm.group_size, caller=caller)
         _check(body.environment, requests, settings)
-        reply = await run.submit(requests)
+        reply = await run.submit(requests, limits=caller.limits)
         refuse_if_needed(reply)
         if len(requests) == 1:
             response.headers["Location"] = f"{PREFIX}/rollouts/{requests[0].id}"
         return SubmitAnswer.of(reply)
 
     @app.get(f"{PREFIX}/rollouts/{{rollout_id}}")
-    async def rollout(rollout_id: str = Path(pattern=ID_PATTERN)) -> RolloutAnswer:
+    async def rollout(
+        request: Request, rollout_id: str = Path(pattern=ID_PATTERN)
+    ) -> RolloutAnswer:
         """How a task stands, and each rollout of it."""
-        return RolloutAnswer.of(_found(rollout_id, await run.submission(rollout_id)))
+        view = await run.submission(rollout_id, sees=caller_of(request).sees)
+        return RolloutAnswer.of(_found(rollout_id, view))
 
     @app.post(f"{PREFIX}/rollouts/{{rollout_id}}/cancel")
-    async def cancel(rollout_id: str = Path(pattern=ID_PATTERN)) -> RolloutAnswer:
+    async def cancel(request: Request, rollout_id: str = Path(pattern=ID_PATTERN)) -> RolloutAnswer:
         """Take a task back, as long as no training step has taken it; may be repeated."""
-        view = _found(rollout_id, await run.cancel(rollout_id))
+        view = _found(rollout_id, await run.cancel(rollout_id, sees=caller_of(request).sees))
         if view.status is not Status.CANCELLED:
             raise Problem(409, "already-over", _why_not_cancelled(view))
         return RolloutAnswer.of(view)
@@ -193,11 +183,20 @@ def refuse_if_needed(reply: SubmitReply) -> None:
         raise Problem(
             409,
             "id-conflict",
-            f"{len(reply.conflicts)} ids are known with another content: "
+            f"{len(reply.conflicts)} ids are taken, with another content or by another: "
             f"{', '.join(reply.conflicts[:8])}; nothing of this request was accepted; give changed "
             "tasks ids of their own",
             errors=[{"loc": ["body", "tasks", each]} for each in reply.conflicts],
             headers={"x-should-retry": "false"},
+        )
+    if reply.is_quota and reply.is_too_large:
+        raise Problem(413, "batch-too-large", f"{reply.refusal}; split the batch")
+    if reply.is_quota:
+        raise Problem(
+            429,
+            "quota",
+            f"{reply.refusal}; send them again in {reply.retry_after_s} s",
+            headers={"Retry-After": str(reply.retry_after_s)},
         )
     if reply.is_too_large:
         raise Problem(

@@ -11,10 +11,10 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
+from service.access.keys import digest_of
 from service.config.file import ConfigError
 from service.config.tree import Config, ServiceSettings
 from service.gateway.settings import SessionSettings
@@ -35,7 +35,8 @@ class HttpSettings:
     environments: tuple[str, ...]
     """Whose tasks are accepted."""
     key_digest: str | None = None
-    """SHA-256 of the bearer key, hexadecimal; None: no key is needed."""
+    """SHA-256 of the first admin key, hexadecimal; None: no key is needed, as long as the run has
+    no named ones (`service.access.keys`)."""
 
     @property
     def hosts(self) -> frozenset[str] | None:
@@ -136,11 +137,6 @@ def take_key() -> str | None:
         ctypes.memset(address, ord("x"), len(os.fsencode(key)))
     del os.environ[KEY_VARIABLE]
     return key
-
-
-def digest_of(key: str) -> str:
-    """SHA-256 of a key, hexadecimal: the key itself is kept nowhere."""
-    return sha256(key.encode()).hexdigest()
 
 
 def bearer_of(headers: Mapping[str, str]) -> str:

@@ -16,11 +16,13 @@ from actors.policy import PolicyClient
 from actors.trajectory_queue.exchange import RolloutExchange
 from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import SESSION
+from service.access.keys import Caller
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, Refused
 from service.gateway.commits import GroupCommit
 from service.gateway.sessions import GatewaySettings, Sessions
 from service.store.database import PATIENCE_S
+from service.store.keys import read_keys
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
 from service.telemetry.endpoint import Reading, push_forever
@@ -66,6 +68,7 @@ class Gateway:
             store=SessionStore(store),
             commits=self._commits,
             metrics=self._metrics,
+            read_keys=lambda: read_keys(store),
         )
         self._exchange = RolloutExchange(
             self._sessions.play,
@@ -120,26 +123,30 @@ class Gateway:
         await self._sessions.abandon(session_id, request_id)
 
     async def finish(
-        self, session_id: str, key_digest: str, finish: Finish
+        self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
     ) -> SessionView | Refused:
-        return await _answer(self._sessions.finish(session_id, key_digest, finish))
+        return await _answer(self._sessions.finish(session_id, key_digest, finish, client))
 
     async def give_reward(
-        self, session_id: str, key_digest: str, given: Finish
+        self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
     ) -> SessionView | Refused:
-        return await _answer(self._sessions.give_reward(session_id, key_digest, given))
+        return await _answer(self._sessions.give_reward(session_id, key_digest, given, client))
 
-    async def discard(self, session_id: str) -> SessionView | Refused | None:
-        return await _answer(self._sessions.discard(session_id))
+    async def discard(
+        self, session_id: str, sees: str | None = None
+    ) -> SessionView | Refused | None:
+        return await _answer(self._sessions.discard(session_id, sees))
 
     async def claim(self, submission_id: str, name: str) -> int | Refused | None:
         return await _answer(self._sessions.claim(submission_id, name))
 
-    async def close_group(self, submission_id: str) -> int | Refused | None:
-        return await _answer(self._sessions.close_group(submission_id))
+    async def close_group(
+        self, submission_id: str, sees: str | None = None
+    ) -> int | Refused | None:
+        return await _answer(self._sessions.close_group(submission_id, sees))
 
-    async def view(self, session_id: str) -> SessionView | Refused | None:
-        return await _answer(self._sessions.view(session_id))
+    async def view(self, session_id: str, sees: str | None = None) -> SessionView | Refused | None:
+        return await _answer(self._sessions.view(session_id, sees))
 
 
 async def _answer(work: Any) -> Any:

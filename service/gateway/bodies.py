@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import derived_seed
 from actors.types import SESSION, Outcome, Task
+from service.access.keys import Caller
 from service.api.schemas import NumSamples, StrictBody, TaskData
 from service.gateway.calls import Finish, SessionView
 from service.gateway.keys import AGENT, REWARD, key_digests, session_key
@@ -97,12 +98,12 @@ class SessionsBody(StrictBody):
     def request(
         self,
         *,
-        client_key: str,
+        caller: Caller,
         group_size: int,
         rollouts: RolloutSettings,
         sessions: SessionSettings,
     ) -> RolloutRequest:
-        """client_key: from which the sessions' keys are derived. group_size: the default.
+        """caller: from whose key the sessions' are derived. group_size: the default.
 
         Raises: ValueError for limits beyond the run's, and for sampling that it does not use.
         """
@@ -133,10 +134,12 @@ class SessionsBody(StrictBody):
             asked_samples=self.num_sessions,
             default_samples=group_size,
             min_usable_samples=self.min_usable_sessions,
+            tenant=caller.tenant,
+            key_name=caller.name,
             sessions=SessionRequest(
                 spec=self._spec(rollouts, sessions),
                 keys=tuple(
-                    key_digests(client_key, session_id(self.id, member))
+                    key_digests(caller.secret, session_id(self.id, member))
                     for member in range(num_sessions)
                 ),
                 asked=asked,

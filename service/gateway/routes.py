@@ -16,10 +16,13 @@ import msgspec
 from fastapi import FastAPI, Path, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from service.api.app import PREFIX, RunPort, check_samples, refuse_if_needed
+from service.access.keys import Caller, digest_of
+from service.api.app import check_samples, refuse_if_needed
+from service.api.callers import Callers, caller_of
+from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem
 from service.api.schemas import ID_PATTERN
-from service.api.settings import HttpSettings, bearer_of, digest_of
+from service.api.settings import HttpSettings, bearer_of
 from service.gateway.bodies import (
     CloseAnswer,
     FinishBody,
@@ -54,23 +57,35 @@ class SessionPort(Protocol):
         """The client may not have got its answer."""
         ...
 
-    async def finish(self, session_id: str, key_digest: str, finish: Finish) -> SessionView: ...
+    async def finish(
+        self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
+    ) -> SessionView:
+        """client: who sends it with a key of its own, in place of the session's."""
+        ...
 
-    async def give_reward(self, session_id: str, key_digest: str, given: Finish) -> SessionView: ...
+    async def give_reward(
+        self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
+    ) -> SessionView:
+        """As `finish`."""
+        ...
 
-    async def discard(self, session_id: str) -> SessionView | None: ...
+    async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
+        """sees: as `Caller.sees`; None also for one that is not shown, here and below."""
+        ...
 
-    async def view(self, session_id: str) -> SessionView | None: ...
+    async def view(self, session_id: str, sees: str | None = None) -> SessionView | None: ...
 
-    async def claim(self, submission_id: str, name: str) -> int | None: ...
+    async def claim(self, submission_id: str, name: str) -> int | None:
+        """Of a group that the caller has created, or joined."""
+        ...
 
-    async def close_group(self, submission_id: str) -> int | None: ...
+    async def close_group(self, submission_id: str, sees: str | None = None) -> int | None: ...
 
 
 def add_sessions(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
     """Add the routes of sessions."""
     _add_creation(app, run, port, settings)
-    _add_lifecycle(app, port)
+    _add_lifecycle(app, port, app.state.callers)
     for dialect in DIALECTS:
         _add_dialect(app, dialect, port, settings)
     _add_models(app)
@@ -81,10 +96,10 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
     async def create(body: SessionsBody, request: Request, response: Response) -> SessionsAnswer:
         """Accept a task for agents outside: durable when answered. The same body again is answered
         with the same keys, with status 200."""
-        client_key = bearer_of(request.headers) if settings.key_digest else ""
+        caller = caller_of(request)
         try:
             wanted = body.request(
-                client_key=client_key,
+                caller=caller,
                 group_size=settings.algorithm.group_size,
                 rollouts=settings.rollouts,
                 sessions=settings.sessions,
@@ -92,12 +107,13 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         except ValueError as error:
             raise Problem(422, "invalid-request", str(error)) from error
         check_samples(wanted, settings)
-        reply = await run.submit([wanted])
+        reply = await run.submit([wanted], limits=caller.limits)
         refuse_if_needed(reply)
         is_new = wanted.id in reply.new_ids
         if not is_new:
             response.status_code = 200
         response.headers["Location"] = f"{PREFIX}/rollouts/{wanted.id}"
+        response.headers["Cache-Control"] = "no-store"
         members: Iterable[int] = range(wanted.num_samples)
         if body.session is not None:
             claimed = await _native(port.claim(wanted.id, body.session))
@@ -107,46 +123,61 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
             id=wanted.id,
             is_new=is_new,
             sessions=[
-                NewSession.of(session_id(wanted.id, member), client_key=client_key, address=address)
+                NewSession.of(
+                    session_id(wanted.id, member), client_key=caller.secret, address=address
+                )
                 for member in members
             ],
         )
 
     @app.post(f"{PREFIX}/sessions/{{group}}/close")
-    async def close(group: str = Path(pattern=ID_PATTERN)) -> CloseAnswer:
+    async def close(request: Request, group: str = Path(pattern=ID_PATTERN)) -> CloseAnswer:
         """Let nobody join a group any more; its sessions that nobody has claimed are given up."""
-        given_up = await _native(port.close_group(group))
+        given_up = await _native(port.close_group(group, caller_of(request).sees))
         if given_up is None:
             raise Problem(404, "unknown-group", f"this run knows no group {group!r} of sessions")
         return CloseAnswer(given_up=given_up)
 
 
-def _add_lifecycle(app: FastAPI, port: SessionPort) -> None:
+def _add_lifecycle(app: FastAPI, port: SessionPort, callers: Callers) -> None:
     @app.get(f"{PREFIX}/sessions/{{name}}")
-    async def show(name: str = Path(pattern=ID_PATTERN)) -> SessionAnswer:
+    async def show(request: Request, name: str = Path(pattern=ID_PATTERN)) -> SessionAnswer:
         """Where a session stands."""
-        return _shown(name, await _native(port.view(name)))
+        return _shown(name, await _native(port.view(name, caller_of(request).sees)))
 
     @app.delete(f"{PREFIX}/sessions/{{name}}")
-    async def discard(name: str = Path(pattern=ID_PATTERN)) -> SessionAnswer:
+    async def discard(request: Request, name: str = Path(pattern=ID_PATTERN)) -> SessionAnswer:
         """End a session that is not to be trained; one that has ended stays as it is."""
-        return _shown(name, await _native(port.discard(name)))
+        return _shown(name, await _native(port.discard(name, caller_of(request).sees)))
 
     @app.post(f"{PREFIX}/sessions/{{name}}/finish")
     async def finish(
         body: FinishBody, request: Request, name: str = Path(pattern=ID_PATTERN)
     ) -> SessionAnswer:
-        """End a session, by the reward's key."""
-        key = digest_of(_key_of(request.headers))
-        return SessionAnswer.of(await _native(port.finish(name, key, body.finish())))
+        """End a session, by the reward's key or its client's."""
+        key = _key_of(request.headers)
+        client = await _client(key)
+        work = port.finish(name, digest_of(key), body.finish(), client)
+        return SessionAnswer.of(await _native(work))
 
     @app.put(f"{PREFIX}/sessions/{{name}}/reward")
     async def reward(
         body: RewardBody, request: Request, name: str = Path(pattern=ID_PATTERN)
     ) -> SessionAnswer:
-        """Give a finished session the reward that it waits for, by the reward's key."""
-        key = digest_of(_key_of(request.headers))
-        return SessionAnswer.of(await _native(port.give_reward(name, key, body.finish())))
+        """Give a finished session the reward that it waits for, by the reward's key or its
+        client's."""
+        key = _key_of(request.headers)
+        client = await _client(key)
+        work = port.give_reward(name, digest_of(key), body.finish(), client)
+        return SessionAnswer.of(await _native(work))
+
+    async def _client(key: str) -> Caller | None:
+        """Who sends a key that is no session's; None: nobody who is known by one."""
+        caller = None if not key or session_of_key(key) else await callers.find(key)
+        if caller is None or not caller.secret:
+            return None
+        callers.count(caller)
+        return caller
 
 
 async def _native(work: Any) -> Any:

@@ -16,6 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.deadline import ActorLost, within
+from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.api.problems import RunUnavailable
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.launch.cluster import NAMESPACE
@@ -78,7 +79,7 @@ class _RemoteHandle:
 
 
 class SupervisorClient:
-    """`service.api.app.RunPort` in any process: the supervisor, found by the run's id."""
+    """`service.api.ports.RunPort` in any process: the supervisor, found by the run's id."""
 
     def __init__(self, run_id: str, *, host: Any = None) -> None:
         """host: a handle of `service.launch.serve_host.RunHost`, where there is one."""
@@ -86,14 +87,27 @@ class SupervisorClient:
         self._host = host
         self._actor: Any = None
 
-    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
-        return await self._ask("submit", requests)
+    async def submit(
+        self, requests: Sequence[RolloutRequest], *, limits: KeyLimits = NO_LIMITS
+    ) -> SubmitReply:
+        return await self._ask("submit", requests, limits)
 
-    async def submission(self, submission_id: str) -> SubmissionView | None:
-        return await self._ask("submission", submission_id)
+    async def submission(
+        self, submission_id: str, *, sees: str | None = None
+    ) -> SubmissionView | None:
+        return await self._ask("submission", submission_id, sees)
 
-    async def cancel(self, submission_id: str) -> SubmissionView | None:
-        return await self._ask("cancel", submission_id)
+    async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
+        return await self._ask("cancel", submission_id, sees)
+
+    async def keys(self) -> tuple[NamedKey, ...]:
+        return await self._ask("keys")
+
+    async def add_key(self, key: NamedKey) -> bool:
+        return await self._ask("add_key", key)
+
+    async def revoke_key(self, name: str) -> NamedKey | None:
+        return await self._ask("revoke_key", name)
 
     async def stop(self, grace_s: float | None) -> None:
         await self._ask("stop", grace_s)

@@ -44,6 +44,9 @@ class SubmissionStore:
                 "num_samples": item.num_samples,
                 "num_bytes": item.num_bytes,
                 "accepted_at": accepted_at,
+                "environment": item.task.environment,
+                "tenant": item.tenant,
+                "key_name": item.key_name,
             }
             for item in requests
         ]
@@ -55,6 +58,8 @@ class SubmissionStore:
                 "spec": item.sessions.spec,
                 "agent_key": keys.agent,
                 "reward_key": keys.reward,
+                "tenant": item.tenant,
+                "key_name": item.key_name,
                 "created_at": accepted_at,
             }
             for item in requests
@@ -77,6 +82,9 @@ class SubmissionStore:
                 num_samples=request.num_samples,
                 num_bytes=request.num_bytes,
                 accepted_at=accepted_at,
+                environment=request.task.environment,
+                tenant=request.tenant,
+                key_name=request.key_name,
             )
             for request, position in zip(requests, positions, strict=True)
         ]
@@ -160,13 +168,13 @@ class SubmissionStore:
     def find(self, submission_ids: Sequence[str]) -> dict[str, KnownSubmission]:
         """Those of them that are over and still known."""
         accepted = tables.submissions.c
-        query = select(accepted.id, accepted.digest, accepted.ended).where(
+        query = select(accepted.id, accepted.digest, accepted.tenant, accepted.ended).where(
             accepted.id.in_(submission_ids), accepted.ended.is_not(None)
         )
         rows = self._store.read(lambda connection: connection.execute(query).all())
         return {
-            submission_id: KnownSubmission(digest=digest, view=view)
-            for submission_id, digest, view in rows
+            submission_id: KnownSubmission(digest=digest, view=view, tenant=tenant)
+            for submission_id, digest, tenant, view in rows
         }
 
     def read(self) -> StoredSubmissions:
@@ -183,6 +191,9 @@ class SubmissionStore:
             accepted.num_samples,
             accepted.num_bytes,
             accepted.accepted_at,
+            accepted.environment,
+            accepted.tenant,
+            accepted.key_name,
             accepted.is_cancelled,
         )
         live = select(*columns).where(accepted.ended.is_(None)).order_by(accepted.position)

@@ -15,10 +15,12 @@ from worlds.submission_service import Service
 
 from actors.algorithm import AlgorithmSettings
 from actors.metrics import ApiMetrics
+from service.access.keys import NO_LIMITS, KeyLimits, NamedKey, digest_of
 from service.api.app import create_app
+from service.api.callers import Callers
 from service.api.guards import Guards
 from service.api.problems import RunUnavailable
-from service.api.settings import HttpSettings, digest_of
+from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.run.health import Phase, Readiness, readiness
@@ -41,15 +43,28 @@ class LocalRun:
     is_gone: bool = False
     stops: list[float | None] = field(default_factory=list)
 
-    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
-        return await self.service.submissions.submit(requests)
+    async def submit(
+        self, requests: Sequence[RolloutRequest], *, limits: KeyLimits = NO_LIMITS
+    ) -> SubmitReply:
+        return await self.service.submissions.submit(requests, limits=limits)
 
-    async def submission(self, submission_id: str) -> SubmissionView | None:
-        return await self.service.submissions.view(submission_id)
+    async def submission(
+        self, submission_id: str, *, sees: str | None = None
+    ) -> SubmissionView | None:
+        return await self.service.submissions.view(submission_id, sees=sees)
 
-    async def cancel(self, submission_id: str) -> SubmissionView | None:
+    async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
         await self.service.cancel(submission_id)
-        return await self.service.submissions.view(submission_id)
+        return await self.service.submissions.view(submission_id, sees=sees)
+
+    async def keys(self) -> Sequence[NamedKey]:
+        return ()
+
+    async def add_key(self, key: NamedKey) -> bool:
+        raise NotImplementedError
+
+    async def revoke_key(self, name: str) -> NamedKey | None:
+        raise NotImplementedError
 
     async def stop(self, grace_s: float | None) -> None:
         self.stops.append(grace_s)
@@ -222,7 +237,7 @@ async def test_a_body_that_stalls_is_given_up(run: LocalRun) -> None:
         create_app(run, SETTINGS),
         max_body_bytes=4096,
         max_session_body_bytes=4096,
-        key_digest=None,
+        callers=Callers(run, first_digest=None),
         body_limit_s=0.1,
     )
 
@@ -389,7 +404,9 @@ async def test_a_run_that_has_not_begun_takes_nothing_in(tmp_path: Path) -> None
 
 
 class Broken(LocalRun):
-    async def submission(self, submission_id: str) -> SubmissionView | None:
+    async def submission(
+        self, submission_id: str, *, sees: str | None = None
+    ) -> SubmissionView | None:
         raise ZeroDivisionError("a secret of ours")
 
 

@@ -15,7 +15,7 @@ from actors.environment.protocol import Message, Role, ToolSchema
 from actors.environment.settings import RolloutSettings
 from actors.policy import GenerateReply, GenerateRequest
 from actors.types import SESSION, RolloutAssignment, Task, Trajectory
-from service.api.settings import digest_of
+from service.access.keys import digest_of
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, ChatRequest
 from service.gateway.commits import GroupCommit

@@ -1,0 +1,50 @@
+"""What the routes need of a run. They know neither Ray nor where the run lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
+from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
+from service.run.health import Readiness
+
+PREFIX = "/api/v1"
+
+
+class RunPort(Protocol):
+    """Every call may raise RunUnavailable."""
+
+    async def submit(
+        self, requests: Sequence[RolloutRequest], *, limits: KeyLimits = NO_LIMITS
+    ) -> SubmitReply:
+        """Accept all or none; durable when this returns. limits: of the caller's key."""
+        ...
+
+    async def submission(
+        self, submission_id: str, *, sees: str | None = None
+    ) -> SubmissionView | None:
+        """None also for one of another tenant. sees: as `Caller.sees`."""
+        ...
+
+    async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
+        """As `submission`."""
+        ...
+
+    async def keys(self) -> Sequence[NamedKey]:
+        """The run's named keys, revoked ones too."""
+        ...
+
+    async def add_key(self, key: NamedKey) -> bool:
+        """False where its name is taken."""
+        ...
+
+    async def revoke_key(self, name: str) -> NamedKey | None:
+        """None: there is none."""
+        ...
+
+    async def stop(self, grace_s: float | None) -> None:
+        """Have the run end after the step in hand; None: however long that takes."""
+        ...
+
+    async def readiness(self) -> Readiness: ...
