@@ -30,6 +30,8 @@ log = logging.getLogger("rayloom.api")
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 # Where a session's own keys are asked for, by the routes.
 _SESSION_PATH = re.compile(r"(/sessions/|/v1/|/api/v1/sessions/[^/]+/(finish|reward)$)")
+# Where agents send their conversations.
+_TURN_PATH = re.compile(r"/sessions/|/v1/")
 # Far beyond what any client sends; names and values together.
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
@@ -95,7 +97,8 @@ class Guards:
             caller = await self._callers.admit(headers)
             check_scope(caller, path=scope["path"])
             note_caller(scope, caller)
-        most = self._max_session_body_bytes if has_own_keys else self._max_body_bytes
+        is_turn = _TURN_PATH.match(scope["path"]) is not None
+        most = self._max_session_body_bytes if is_turn else self._max_body_bytes
         announced = headers.get("content-length", "0")
         # Digits beyond these make no length that could be taken.
         if announced.isdecimal() and int(announced[:20]) > most:

@@ -33,6 +33,11 @@ STATED_OUTCOMES = frozenset(
 )
 
 Reward = Annotated[float, Field(allow_inf_nan=False)]
+MAX_COMPONENTS = 64
+Components = Annotated[
+    dict[Annotated[str, Field(min_length=1, max_length=128)], Reward],
+    Field(max_length=MAX_COMPONENTS),
+]
 WholeNumber = Annotated[int, Field(ge=1, strict=True)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -195,7 +200,7 @@ class FinishBody(StrictBody):
     reward_pending: bool = Field(
         False, description="it is given later, with PUT …/reward; then reward is null"
     )
-    components: dict[str, Reward] = Field(
+    components: Components = Field(
         default_factory=dict, description="named parts of the reward, for curves"
     )
     turn_rewards: dict[int, Reward] = Field(
@@ -228,7 +233,7 @@ class RewardBody(StrictBody):
     """The reward that a finished session waits for."""
 
     reward: Reward | None = Field(description="null: it could not be had, a reward_error")
-    components: dict[str, Reward] = Field(default_factory=dict)
+    components: Components = Field(default_factory=dict)
     turn_rewards: dict[int, Reward] = Field(default_factory=dict)
 
     def finish(self) -> Finish:
