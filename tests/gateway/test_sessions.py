@@ -39,6 +39,8 @@ async def test_a_conversation_is_one_sample_with_the_ids_that_were_sampled(tmp_p
     first = await gateway.ask(HI)
     second = await gateway.ask(HI, said("0"), MORE)
     assert (first.message, first.turn_id) == (said("0"), "task-0.0")
+    # Only who creates a session can have its tokens shown.
+    assert first.sampled_token_ids is None and first.logprobs is None
     assert (second.message.content, second.stop_reason) == ("1", StopReason.STOP)
     view = await gateway.finish(0.5, components={"hit": 0.5}, turn_rewards={0: 0.25})
     assert (view.status, view.num_turns, view.num_ambiguous) == (SessionStatus.FINISHED, 2, 0)
