@@ -32,6 +32,8 @@ from service.api.settings import bearer_of
 FRESH_S = 2.0
 # Between two readings that unknown keys ask for: guesses cost the supervisor no more.
 AGAIN_S = 0.25
+# How long a request waits for a run that may not answer, when keys are known.
+PATIENCE_S = 1.0
 BURST_S = 5.0
 
 
@@ -56,7 +58,7 @@ class Callers:
         self._book = KeyBook()
         self._read_at: float | None = None
         """When the newest reading that has ended was begun."""
-        self._reading = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
 
     async def admit(self, headers: Mapping[str, str]) -> Caller:
         """Who sends a request with these headers. Raises: Problem; RunUnavailable."""
@@ -106,24 +108,38 @@ class Callers:
             )
 
     async def _read_since(self, moment: float) -> None:
-        """Have a reading that was begun at this moment or later.
+        """Have a reading that was begun at this moment or later, unless that takes long.
 
-        A run that does not answer revokes nothing over HTTP: what was read before holds on.
+        While the run does not answer, what was read before holds on.
         Raises: RunUnavailable where nothing was ever read.
         """
-        async with self._reading:
-            loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        patient_until = loop.time() + PATIENCE_S
+        while self._read_at is None or self._read_at < moment:
+            if self._reading is None:
+                self._reading = asyncio.create_task(self._read())
+            if self._read_at is None:
+                await asyncio.shield(self._reading)
+            elif (left_s := patient_until - loop.time()) > 0:
+                await asyncio.wait({self._reading}, timeout=left_s)
+            else:
+                return
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
             if self._read_at is not None:
-                if self._read_at >= moment:
-                    return
                 await asyncio.sleep(self._read_at + AGAIN_S - loop.time())
             began = loop.time()
-            try:
-                self._book.update(await self._run.keys())
-            except RunUnavailable:
-                if self._read_at is None:
-                    raise
+            self._book.update(await self._run.keys())
             self._read_at = began
+        except RunUnavailable:
+            if self._read_at is None:
+                raise
+            # As if it were read: those who wait go on, and it is asked again later.
+            self._read_at = loop.time()
+        finally:
+            self._reading = None
 
 
 def caller_of(request: Request) -> Caller:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -347,8 +348,14 @@ async def test_a_run_that_does_not_answer_leaves_the_keys_that_were_known(run: T
     key = await new_key(app, "owner")
     async with client_of(app) as known, client_of(run.app()) as fresh:
         assert (await known.get("/docs", headers=bearer(key))).status_code == 200
-        run.is_gone = True
-        assert (await known.get("/docs", headers=bearer(key))).status_code == 200
+        run.is_gone, run.silent_s = True, 30.0
+        # A key that may have been revoked is waited for; not for as long as the run is silent.
+        app.state.callers._read_at -= FRESH_S
+        began = time.monotonic()
+        asked = [known.get("/docs", headers=bearer(key)) for _ in range(5)]
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+        assert time.monotonic() - began < 5.0
+        run.silent_s = 0.0
         assert (await fresh.get("/docs", headers=bearer(key))).status_code == 503
         assert (await fresh.get("/docs", headers=bearer(FIRST_KEY))).status_code == 200
     with pytest.raises(RunUnavailable):

@@ -59,6 +59,8 @@ class TenantRun:
     stops: list[float | None] = field(default_factory=list)
     num_key_reads: int = 0
     is_gone: bool = False
+    silent_s: float = 0.0
+    """How long a run that is gone takes to be missed."""
     playing: list[asyncio.Task[object]] = field(default_factory=list)
 
     @classmethod
@@ -115,6 +117,7 @@ class TenantRun:
     async def keys(self) -> Sequence[NamedKey]:
         self.num_key_reads += 1
         if self.is_gone:
+            await asyncio.sleep(self.silent_s)
             raise RunUnavailable("the run does not answer")
         return read_keys(self.service.store)
 
