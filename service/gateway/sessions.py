@@ -33,6 +33,8 @@ from actors.policy import (
 )
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import (
+    PLAYED_OUT,
+    TRUNCATIONS,
     FinishReason,
     Outcome,
     RolloutAssignment,
@@ -73,6 +75,8 @@ from service.store.sessions import SessionStore
 log = logging.getLogger("rayloom.gateway")
 
 LOOK_EVERY_S = 1.0
+# Outcomes of which a missing reward is an error of its own.
+GRADED = PLAYED_OUT | TRUNCATIONS
 # A session's turns, auxiliary ones too, over those of its limit.
 MOST_TURNS_FACTOR = 8
 RETRY_AFTER_S = 5
@@ -724,7 +728,7 @@ class Sessions:
         )
         if end.status is SessionStatus.FINISHED and not samples:
             outcome, detail = Outcome.EMPTY, detail or "no turn of it was sampled"
-        elif end.status is SessionStatus.FINISHED and end.reward is None:
+        elif end.outcome in GRADED and end.reward is None:
             outcome, detail = Outcome.REWARD_ERROR, detail or "it was finished without a reward"
         elif versions is not None and versions[0] < oldest:
             outcome = Outcome.STALE

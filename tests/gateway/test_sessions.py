@@ -201,7 +201,13 @@ async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path)
     """Cases 24, 29, 30: nothing sampled, a reply that was cut off, a context that is full."""
     cut = reply("4 4 4", finish_reason=FinishReason.LENGTH)
 
-    async def end(directory: str, *, stated: Outcome | None = None, **fields: object) -> Outcome:
+    async def end(
+        directory: str,
+        *,
+        stated: Outcome | None = None,
+        reward: float | None = 1.0,
+        **fields: object,
+    ) -> Outcome:
         (tmp_path / directory).mkdir()
         gateway = await Gateway(tmp_path / directory, **fields).opened()  # type: ignore[arg-type]
         if directory != "nothing":
@@ -211,7 +217,7 @@ async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path)
             except Refused as refused:
                 assert refused.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED
                 assert refused.param == "messages"
-        await gateway.finish(1.0, outcome=stated)
+        await gateway.finish(reward, outcome=stated)
         return (await gateway.trajectory()).outcome
 
     assert await end("nothing") is Outcome.EMPTY
@@ -219,6 +225,8 @@ async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path)
     assert await end("full", max_context_tokens=80) is Outcome.TRUNCATED_CONTEXT
     stated = Outcome.AGENT_ERROR
     assert await end("stated", max_context_tokens=80, stated=stated) is stated
+    assert await end("unrewarded", stated=stated, reward=None) is stated
+    assert await end("missing", reward=None) is Outcome.REWARD_ERROR
 
 
 async def test_a_lone_stop_token_is_a_turn(tmp_path: Path) -> None:
