@@ -17,6 +17,7 @@ from actors.environment.builtin.calculator import CalculatorEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
 from actors.environment.builtin.reasoning_gym_env import ReasoningGymEnvironment
 from actors.environment.protocol import Environment
+from actors.environment.task_data import BadDataSchema, data_schema_of
 
 ENTRY_POINT_GROUP = "rayloom.environments"
 
@@ -74,7 +75,9 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
         ) from None
     make = partial(factory, **options)
     try:
-        make()
+        data_schema_of(make())
+    except BadDataSchema as error:
+        raise BadEnvironmentOptions(f"environment {name!r}: {error}; mend the class") from error
     except (TypeError, ValueError) as error:
         raise BadEnvironmentOptions(f"environment {name!r}: {error}") from error
     return make

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from actors.limits import MAX_SEED
-from service.api.settings import checked_service
+from service.api.settings import KEY_VARIABLE, checked_service
 from service.cli.outlet import escape_unencodable, say
 from service.config.file import ConfigError, describe_config, load_config
 from service.config.tree import Config, TinyModelSettings
@@ -187,6 +187,48 @@ def _path(option: str, text: str | None, *, what: str = "a directory") -> Path |
     if text is not None and not text.strip():
         raise ConfigError(f"{option}: got an empty text, expected {what}; name one")
     return None if text is None else Path(text)
+
+
+@app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(help="of tasks: .jsonl or .parquet")],
+    url: Annotated[
+        str, typer.Option(help="of the service, with the run's prefix")
+    ] = "http://127.0.0.1:8000",
+    key: Annotated[
+        str | None, typer.Option(envvar=KEY_VARIABLE, show_envvar=True, help="of the service")
+    ] = None,
+    results: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="where each task that is over is written; default: FILE.results"
+        ),
+    ] = None,
+    batch: Annotated[str | None, typer.Option(help="a name to list these tasks by")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="rollouts of each task; default: the run's")
+    ] = None,
+    tasks_per_request: Annotated[int, typer.Option(min=1, max=10_000)] = 64,
+    wait: Annotated[bool, typer.Option(help="until all tasks are over")] = True,
+) -> None:
+    """Give a service the tasks of FILE, and wait until they are over.
+
+    The same command goes on after an interruption, and submits nothing twice. Ends with 0 when all
+    are over (with --no-wait: accepted), 1 when the service does not answer, 2 when it refuses.
+    """
+    from service.cli.submit import SubmitRequest, submit_file
+
+    request = SubmitRequest(
+        file=file,
+        url=url,
+        key=key,
+        results=_path("--results", results, what="a file") or Path(f"{file}.results"),
+        batch=batch,
+        num_samples=samples,
+        tasks_per_request=tasks_per_request,
+        waits=wait,
+    )
+    raise typer.Exit(submit_file(request))
 
 
 @app.command()

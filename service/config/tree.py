@@ -150,6 +150,8 @@ class ServiceSettings:
     """MiB of these tasks; more are refused with status 429."""
     keep_ended_tasks: Positive = 10000
     """The newest so many tasks that are over can still be asked for."""
+    keep_feed_entries: Positive = 200000
+    """The newest so many entries of the feed can still be read; some 100 bytes each."""
     allowed_hosts: tuple[str, ...] = ()
     """Names, beside those of loopback, that a Host header may have where the API listens there."""
     max_tasks_per_request: Positive = 256

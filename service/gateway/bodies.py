@@ -9,10 +9,11 @@ from pydantic import Field, model_validator
 from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import derived_seed
 from actors.types import SESSION, Outcome, Task
-from service.api.schemas import NumSamples, StrictBody, TaskData
+from service.api.schemas import NumSamples, RolloutId, StrictBody, TaskData
 from service.gateway.calls import Finish, SessionView
 from service.gateway.keys import AGENT, REWARD, key_digests, session_key
 from service.gateway.settings import SessionSettings
+from service.intake.listing import SessionLine, SessionPage
 from service.intake.session import SessionRequest, SessionSpec, SessionStatus, session_id
 from service.intake.submission import RolloutRequest
 
@@ -88,6 +89,9 @@ class SessionsBody(StrictBody):
     min_usable_sessions: NumSamples | None = Field(
         None, description="train as soon as so many can be used; null: wait for all"
     )
+    batch: RolloutId | None = Field(
+        None, description="a name of yours for some groups, by which they can be listed"
+    )
     limits: LimitsBody = LimitsBody()
     sampling: SamplingBody = SamplingBody()
     shows_tokens: bool = Field(
@@ -133,6 +137,7 @@ class SessionsBody(StrictBody):
             asked_samples=self.num_sessions,
             default_samples=group_size,
             min_usable_samples=self.min_usable_sessions,
+            batch=self.batch or "",
             sessions=SessionRequest(
                 spec=self._spec(rollouts, sessions),
                 keys=tuple(
@@ -276,8 +281,8 @@ class SessionsAnswer(StrictBody):
     sessions: list[NewSession]
 
 
-class SessionAnswer(StrictBody):
-    """Where a session stands."""
+class SessionLineAnswer(StrictBody):
+    """A session in a list."""
 
     id: str
     group: str = Field(description="whose member it is; GET /api/v1/rollouts/GROUP tells the rest")
@@ -286,6 +291,43 @@ class SessionAnswer(StrictBody):
     created_at: float = Field(description="seconds since 1970")
     opened_at: float | None = Field(description="when its group was admitted")
     ended_at: float | None
+    reward: float | None
+    reward_pending: bool
+    outcome: Outcome | None
+
+    @classmethod
+    def of_line(cls, line: SessionLine) -> SessionLineAnswer:
+        return cls(
+            id=line.id,
+            group=line.submission_id,
+            member=line.member,
+            status=line.status,
+            created_at=line.created_at,
+            opened_at=line.opened_at,
+            ended_at=line.ended_at,
+            reward=line.reward,
+            reward_pending=line.is_reward_pending,
+            outcome=line.outcome,
+        )
+
+
+class SessionListAnswer(StrictBody):
+    """A page of sessions."""
+
+    sessions: list[SessionLineAnswer]
+    next: str | None = Field(description="the `cursor` of the next page; null: this is the last")
+
+    @classmethod
+    def of(cls, page: SessionPage) -> SessionListAnswer:
+        return cls(
+            sessions=[SessionLineAnswer.of_line(line) for line in page.sessions],
+            next=None if page.next is None else "{}.{}".format(*page.next),
+        )
+
+
+class SessionAnswer(SessionLineAnswer):
+    """Where a session stands."""
+
     turns: int
     sampled_tokens: int
     ambiguous: int = Field(
@@ -294,9 +336,6 @@ class SessionAnswer(StrictBody):
     )
     left_out: int = Field(description="turns that are not trained: auxiliary or never seen")
     malformed: int = Field(description="turns with a call that could not be read")
-    reward: float | None
-    reward_pending: bool
-    outcome: Outcome | None
     detail: str
 
     @classmethod

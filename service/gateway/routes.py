@@ -10,22 +10,31 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
-from fastapi import FastAPI, Path, Request, Response
+from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from service.api.app import PREFIX, RunPort, check_samples, refuse_if_needed
+from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem
-from service.api.schemas import ID_PATTERN
+from service.api.rollouts import (
+    IdempotencyKey,
+    Limit,
+    check_samples,
+    key_digest,
+    refuse_if_needed,
+)
+from service.api.schemas import ID_PATTERN, RolloutId
 from service.api.settings import HttpSettings, bearer_of, digest_of
+from service.api.waiting import Prefer, patiently
 from service.gateway.bodies import (
     CloseAnswer,
     FinishBody,
     NewSession,
     RewardBody,
     SessionAnswer,
+    SessionListAnswer,
     SessionsAnswer,
     SessionsBody,
 )
@@ -34,13 +43,22 @@ from service.gateway.chat import ChatReply, RefusalCode, Refused
 from service.gateway.dialects import DIALECTS
 from service.gateway.dialects.dialect import AnswerStyle, Dialect, error_headers, models_answer
 from service.gateway.keys import session_of_key
-from service.intake.session import session_id
+from service.intake.listing import SessionFilter
+from service.intake.session import SessionStatus, session_id
 
 # A stream begins with its first heartbeat; until then an error has a status of its own.
 FIRST_HEARTBEAT_S = 1.0
 HEARTBEAT_EVERY_S = 5.0
 MODEL = "policy"
 SESSION_HEADER = "x-rayloom-session"
+UNKNOWN: dict[int | str, dict[str, Any]] = {
+    404: {"description": "the run knows no such session, or knows it no more"}
+}
+ENDING: dict[int | str, dict[str, Any]] = {
+    **UNKNOWN,
+    409: {"description": "it has ended, or been rewarded, otherwise"},
+}
+SessionName = Annotated[str, Path(pattern=ID_PATTERN, description="the session's id")]
 # Parsing a large body would hold up every other request.
 THREAD_BYTES = 1 << 18
 
@@ -70,15 +88,29 @@ class SessionPort(Protocol):
 def add_sessions(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
     """Add the routes of sessions."""
     _add_creation(app, run, port, settings)
-    _add_lifecycle(app, port)
+    _add_lifecycle(app, run, port)
     for dialect in DIALECTS:
         _add_dialect(app, dialect, port, settings)
     _add_models(app)
 
 
 def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
-    @app.post(f"{PREFIX}/sessions", status_code=201)
-    async def create(body: SessionsBody, request: Request, response: Response) -> SessionsAnswer:
+    @app.post(
+        f"{PREFIX}/sessions",
+        tags=["sessions"],
+        status_code=201,
+        responses={
+            200: {"model": SessionsAnswer, "description": "these very sessions exist already"},
+            409: {"description": "the id is known with another content"},
+            429: {"description": "the backlog is full; Retry-After says when to come again"},
+        },
+    )
+    async def create(
+        body: SessionsBody,
+        request: Request,
+        response: Response,
+        idempotency_key: IdempotencyKey = None,
+    ) -> SessionsAnswer:
         """Accept a task for agents outside: durable when answered. The same body again is answered
         with the same keys, with status 200."""
         client_key = bearer_of(request.headers) if settings.key_digest else ""
@@ -92,7 +124,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         except ValueError as error:
             raise Problem(422, "invalid-request", str(error)) from error
         check_samples(wanted, settings)
-        reply = await run.submit([wanted])
+        reply = await run.submit([wanted], key=key_digest(idempotency_key))
         refuse_if_needed(reply)
         is_new = wanted.id in reply.new_ids
         if not is_new:
@@ -112,8 +144,12 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
             ],
         )
 
-    @app.post(f"{PREFIX}/sessions/{{group}}/close")
-    async def close(group: str = Path(pattern=ID_PATTERN)) -> CloseAnswer:
+    @app.post(
+        f"{PREFIX}/sessions/{{group}}/close",
+        tags=["sessions"],
+        responses={404: {"description": "there is no such group"}},
+    )
+    async def close(group: RolloutId) -> CloseAnswer:
         """Let nobody join a group any more; its sessions that nobody has claimed are given up."""
         given_up = await _native(port.close_group(group))
         if given_up is None:
@@ -121,29 +157,51 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         return CloseAnswer(given_up=given_up)
 
 
-def _add_lifecycle(app: FastAPI, port: SessionPort) -> None:
-    @app.get(f"{PREFIX}/sessions/{{name}}")
-    async def show(name: str = Path(pattern=ID_PATTERN)) -> SessionAnswer:
-        """Where a session stands."""
-        return _shown(name, await _native(port.view(name)))
+def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort) -> None:
+    @app.get(f"{PREFIX}/sessions", tags=["sessions"])
+    async def sessions(
+        group: RolloutId | None = None,
+        status: SessionStatus | None = None,
+        cursor: Annotated[
+            str | None,
+            Query(pattern=r"^\d{1,9}\.\d{1,9}$", description="`next` of the page before"),
+        ] = None,
+        limit: Limit = 100,
+    ) -> SessionListAnswer:
+        """Sessions in the order of acceptance, without what their turns tell. A page may be short,
+        or empty, and have a `next`."""
+        wanted = SessionFilter(group=group, status=status)
+        position, _, member = (cursor or "").partition(".")
+        after = (int(position), int(member)) if cursor else None
+        return SessionListAnswer.of(await run.sessions(wanted, after=after, limit=limit))
 
-    @app.delete(f"{PREFIX}/sessions/{{name}}")
-    async def discard(name: str = Path(pattern=ID_PATTERN)) -> SessionAnswer:
+    @app.get(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=UNKNOWN)
+    async def show(response: Response, name: SessionName, prefer: Prefer = None) -> SessionAnswer:
+        """Where a session stands; with `Prefer: wait=N` once a queued one is open or has ended, or
+        an open one has ended."""
+        before = await _native(port.view(name))
+        if before is not None and before.ended_at is None:
+            before = await patiently(
+                lambda: _native(port.view(name)),
+                lambda found: found is None or found.status is not before.status,
+                prefer=prefer,
+                response=response,
+            )
+        return _shown(name, before)
+
+    @app.delete(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=UNKNOWN)
+    async def discard(name: SessionName) -> SessionAnswer:
         """End a session that is not to be trained; one that has ended stays as it is."""
         return _shown(name, await _native(port.discard(name)))
 
-    @app.post(f"{PREFIX}/sessions/{{name}}/finish")
-    async def finish(
-        body: FinishBody, request: Request, name: str = Path(pattern=ID_PATTERN)
-    ) -> SessionAnswer:
+    @app.post(f"{PREFIX}/sessions/{{name}}/finish", tags=["sessions"], responses=ENDING)
+    async def finish(body: FinishBody, request: Request, name: SessionName) -> SessionAnswer:
         """End a session, by the reward's key."""
         key = digest_of(_key_of(request.headers))
         return SessionAnswer.of(await _native(port.finish(name, key, body.finish())))
 
-    @app.put(f"{PREFIX}/sessions/{{name}}/reward")
-    async def reward(
-        body: RewardBody, request: Request, name: str = Path(pattern=ID_PATTERN)
-    ) -> SessionAnswer:
+    @app.put(f"{PREFIX}/sessions/{{name}}/reward", tags=["sessions"], responses=ENDING)
+    async def reward(body: RewardBody, request: Request, name: SessionName) -> SessionAnswer:
         """Give a finished session the reward that it waits for, by the reward's key."""
         key = digest_of(_key_of(request.headers))
         return SessionAnswer.of(await _native(port.give_reward(name, key, body.finish())))

@@ -38,7 +38,8 @@ from actors.environment.rendering import BreakReason
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot
 from actors.types import FinishReason, Outcome, VersionSpan
-from service.intake.session import SessionEnd, SessionSpec
+from service.intake.feed import FeedKind
+from service.intake.session import SessionEnd, SessionSpec, SessionStatus
 from service.intake.submission import RolloutRequest, RolloutResult, SubmissionView
 from service.store.errors import Damaged
 from service.telemetry.records import EvaluationRecord, StepRecord
@@ -53,7 +54,7 @@ class RunKind(StrEnum):
 
 
 # Raise it with every change of a table or of a stored record that an older Rayloom cannot read.
-FORMAT = 6
+FORMAT = 7
 
 metadata = MetaData()
 
@@ -225,6 +226,8 @@ checkpoints = Table(
     # Of the lineage's steps up to this one; null with the snapshot.
     Column("totals", AsJson(RunTotals), nullable=True),
     Column("committed_at", Float, nullable=False),
+    # The feed's newest entry that it makes final.
+    Column("feed_number", Integer, nullable=False),
 )
 
 events = Table(
@@ -283,6 +286,13 @@ submissions = Table(
     Column("num_samples", Integer, nullable=False),
     Column("num_bytes", Integer, nullable=False),
     Column("accepted_at", Float, nullable=False),
+    Column("environment", String, nullable=False),
+    # The client's own name for some tasks; empty: none.
+    Column("batch", String, nullable=False, index=True),
+    # Of the request that it was accepted with: SHA-256 of its Idempotency-Key, and the digest of
+    # its content; null without one.
+    Column("request_key", String, nullable=True, index=True),
+    Column("request_digest", String, nullable=True),
     Column("is_cancelled", Boolean, nullable=False, default=False),
     # How it ended; null as long as it is not over.
     Column("ended", AsJson(SubmissionView), nullable=True),
@@ -306,6 +316,24 @@ results = Table(
     Column("rollout_id", String, primary_key=True, index=True),
     Column("attempt", Integer, primary_key=True, autoincrement=False),
     Column("result", AsJson(RolloutResult), nullable=False),
+)
+
+# The columns are the fields of `FeedEntry`.
+feed = Table(
+    "feed",
+    metadata,
+    Column("number", Integer, primary_key=True, autoincrement=True),
+    Column("at", Float, nullable=False),
+    Column("kind", AsWord(FeedKind), nullable=False),
+    Column("task", String, nullable=True),
+    Column("member", Integer, nullable=True),
+    Column("outcome", AsWord(Outcome), nullable=True),
+    Column("reward", Float, nullable=True),
+    Column("step", Integer, nullable=True),
+    Column("reason", AsWord(EvictionReason), nullable=True),
+    Column("session_status", AsWord(SessionStatus), nullable=True),
+    Column("void_after", Integer, nullable=True),
+    sqlite_autoincrement=True,
 )
 
 # One for each member of a submission whose task agents outside play; gone with the submission's
