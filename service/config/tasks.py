@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from actors.deadline import within
+from actors.environment.data_sets import read_data_set
 from actors.environment.protocol import Environment, Message, Observation, Role
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
 from actors.environment.rendering import (
@@ -42,7 +43,16 @@ def open_tasks(config: Config) -> TaskSource:
     if settings.file is None:
         return GeneratedTasks(settings.environment, run_seed=config.run.seed)
     try:
-        tasks = read_tasks(settings.file)
+        tasks = (
+            read_tasks(settings.file)
+            if settings.columns is None
+            else read_data_set(
+                settings.file,
+                environment=settings.environment,
+                columns=settings.columns,
+                split=settings.split,
+            )
+        )
         source = FileTasks(tasks, run_seed=config.run.seed, num_held_out=settings.evaluation_tasks)
     except BadTaskFile as error:
         raise ConfigError(f"tasks.file: {error}") from error

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from worlds.code_repository import write_repository
+from worlds.episode_builders import ASSIGNMENT, SETTINGS, FakePolicy, renderer, reply
 
 from actors.environment.builtin.code_search.environment import (
     BAD_ANSWER,
@@ -22,7 +24,10 @@ from actors.environment.builtin.code_search.tools import ANSWER, SEARCH_TOOLS, _
 from actors.environment.protocol import Action, Role, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
 from actors.environment.tool_calls import parse_tool_calls
-from actors.types import Task
+from actors.environment.turn_loop import play_episode
+from actors.merge.disposition import classify
+from actors.merge.shaping import RewardSettings
+from actors.types import Outcome, Task
 
 TRUTH = ["shop/cart.py", "tests/test_cart.py"]
 DATA = {"question": "Where is the cart?", "repository": "shop", "files": TRUTH, "extra": 1}
@@ -177,3 +182,30 @@ def test_options_are_held_to_their_bounds() -> None:
     for options in wrong:
         with pytest.raises(BadEnvironmentOptions, match="expected"):
             resolve("code_search", options)
+
+
+class Generous(CodeSearchEnvironment):
+    """A defect: it rewards what it cannot read."""
+
+    async def step(self, action: Action) -> StepResult:
+        return replace(await super().step(action), reward=1.0)
+
+
+@pytest.mark.parametrize("kind", [CodeSearchEnvironment, Generous])
+async def test_a_malformed_end_is_not_rewarded_and_one_that_were_is_an_alarm(
+    tmp_path: Path, kind: type[CodeSearchEnvironment]
+) -> None:
+    write_repository(tmp_path / "shop")
+    task = Task(task_id="t", environment="code_search", seed=0, data=DATA)
+    trajectory = await play_episode(
+        replace(ASSIGNMENT, task=task),
+        make_environment=lambda: kind(root=str(tmp_path), max_malformed=1),
+        policy=FakePolicy(reply(call("list_files") + "<|im_end|>"), reply("no call<|im_end|>")),
+        renderer=renderer(),
+        settings=replace(SETTINGS, max_tokens_per_turn=200),
+        max_context_tokens=4_000,
+    )
+    assert trajectory.outcome is Outcome.MALFORMED_TOOL_CALL and trajectory.num_malformed_turns == 2
+    member = classify(trajectory, policies={}, reward=RewardSettings())
+    assert member.is_malformed_rewarded == (kind is Generous)
+    assert _Pool.pids() == []
