@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.code_repository import write_repository
+from worlds.code_repository import FILES, git_repository, write_repository
 from worlds.episode_builders import ASSIGNMENT, SETTINGS, FakePolicy, renderer, reply
 
 from actors.environment.builtin.code_search.environment import (
@@ -19,15 +19,19 @@ from actors.environment.builtin.code_search.environment import (
     NO_CALLS_LEFT,
     CodeSearchEnvironment,
 )
+from actors.environment.builtin.code_search.from_git import QuestionSource
 from actors.environment.builtin.code_search.grading import canonical_path, grade_files
 from actors.environment.builtin.code_search.tools import ANSWER, SEARCH_TOOLS, _Pool
 from actors.environment.protocol import Action, Role, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.environment.tasks import read_tasks
 from actors.environment.tool_calls import parse_tool_calls
 from actors.environment.turn_loop import play_episode
 from actors.merge.disposition import classify
 from actors.merge.shaping import RewardSettings
 from actors.types import Outcome, Task
+from service.cli.artifacts import write_code_search
+from service.config.file import ConfigError
 
 TRUTH = ["shop/cart.py", "tests/test_cart.py"]
 DATA = {"question": "Where is the cart?", "repository": "shop", "files": TRUTH, "extra": 1}
@@ -209,3 +213,55 @@ async def test_a_malformed_end_is_not_rewarded_and_one_that_were_is_an_alarm(
     member = classify(trajectory, policies={}, reward=RewardSettings())
     assert member.is_malformed_rewarded == (kind is Generous)
     assert _Pool.pids() == []
+
+
+def test_questions_come_from_a_repositorys_commits_and_docstrings(tmp_path: Path) -> None:
+    repository = git_repository(
+        tmp_path / "repository",
+        ("shop: add a cart", {**FILES, "old.py": "", "CHANGELOG.md": "1\n"}),
+        ("prices: tax what is sold", {"shop/prices.py": "TAX = 1\n", "CHANGELOG.md": "2\n"}),
+        ("rename cart.py for good", {"shop/cart.py": '"""What is chosen by a customer."""\n'}),
+        ("old: fall out of use", {"old.py": "x = 1\n"}),
+        ("drop it", {"old.py": None}),
+        ("Revert all of these changes", {"README.md": "# Shop 2\n"}),
+        ("tests: hold the cart's total", {"tests/test_cart.py": "'A.'\n", "README.md": "# 3\n"}),
+        ("tests: hold the cart's total", {"tests/test_cart.py": '"""One of a kind.\n\nTwo."""\n'}),
+        ("an empty commit of ours", {}),
+    )
+    out = tmp_path / "sets" / "own.jsonl"
+
+    def written(source: QuestionSource, **options: int) -> dict[str, list[str]]:
+        limits = {"count": 10, "max_files": 2, **options}
+        write_code_search(repository, out, source=source, **limits)
+        tasks = read_tasks(out)
+        assert {task.data["repository"] for task in tasks} == {"own.tar.gz"}
+        return {task.data["question"]: task.data["files"] for task in tasks}
+
+    commits = {
+        "tests: hold the cart's total": ["tests/test_cart.py"],
+        "prices: tax what is sold": ["shop/prices.py"],
+    }
+    assert written(QuestionSource.COMMITS) == commits
+    assert len(written(QuestionSource.COMMITS, count=1)) == 1
+    assert written(QuestionSource.DOCSTRINGS) == {
+        "What is chosen by a customer.": ["shop/cart.py"],
+        "One of a kind.": ["tests/test_cart.py"],
+    }
+    for place, word in ((tmp_path / "sets", "git archive: "), (tmp_path / "none", "git archive: ")):
+        with pytest.raises(ConfigError, match=word):
+            write_code_search(place, out, source=QuestionSource.COMMITS, count=1, max_files=1)
+    empty = git_repository(tmp_path / "empty", ("first", {"a": "x"}))
+    with pytest.raises(ConfigError, match="got no commits that make a question"):
+        write_code_search(empty, out, source=QuestionSource.COMMITS, count=1, max_files=1)
+
+
+async def test_a_set_that_was_written_can_be_played(tmp_path: Path) -> None:
+    repository = git_repository(tmp_path / "repository", ("shop: add a cart", FILES))
+    out = tmp_path / "own.parquet"
+    write_code_search(repository, out, source=QuestionSource.COMMITS, count=1, max_files=len(FILES))
+    (task,) = read_tasks(out)
+    environment = CodeSearchEnvironment(root=str(tmp_path))
+    await environment.reset(task)
+    done = await step(environment, call("answer", files=sorted(FILES)))
+    await environment.close()
+    assert done.reward == 1.0
