@@ -25,7 +25,9 @@ def test_each_call_of_what_resolve_gives_makes_a_fresh_environment() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnknownEnvironment, match="got 'chess', expected one of calculator, code_search, guess"):
+    with pytest.raises(
+        UnknownEnvironment, match="got 'chess', expected one of calculator, code_search, guess"
+    ):
         resolve("chess", {})
 
 
