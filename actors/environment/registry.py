@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from actors.environment.builtin.calculator import CalculatorEnvironment
+from actors.environment.builtin.code_search.environment import CodeSearchEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
 from actors.environment.builtin.reasoning_gym_env import ReasoningGymEnvironment
 from actors.environment.protocol import Environment
@@ -27,6 +28,7 @@ EnvironmentFactory = Callable[..., Environment]
 _factories: dict[str, EnvironmentFactory] = {
     "guessing": GuessingEnvironment,
     "calculator": CalculatorEnvironment,
+    "code_search": CodeSearchEnvironment,
     "reasoning_gym": ReasoningGymEnvironment,
 }
 

@@ -143,7 +143,7 @@ def read_tasks(path: str | Path, *, checks: Mapping[str, DataCheck] | None = Non
     path = Path(path)
     _check_suffix(path)
     try:
-        rows = list(_parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path))
+        rows = list(_parquet_rows(path) if path.suffix == ".parquet" else json_rows(path))
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise BadTaskFile(f"task file {path}: cannot be read: {error}") from error
     first_found: dict[str, str] = {}
@@ -203,7 +203,8 @@ def _check_suffix(path: Path) -> None:
         )
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The values of a JSONL file, and where each stands. Raises: BadTaskFile, OSError."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}, line {number}"

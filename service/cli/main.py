@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from actors.environment.builtin.code_search.from_git import QuestionSource
 from actors.limits import MAX_SEED
 from service.api.settings import KEY_VARIABLE, checked_service
 from service.cli.outlet import escape_unencodable, say
@@ -340,6 +341,27 @@ def tasks_reasoning_gym(
     from service.cli.artifacts import write_reasoning_gym
 
     typer.echo(write_reasoning_gym(family, out, count=count, seed=seed, options=options or []))
+
+
+@tasks_app.command("code-search")
+def tasks_code_search(
+    repository: Annotated[
+        Path, typer.Argument(metavar="REPO", help="a git repository's directory")
+    ],
+    out: TaskFile,
+    source: Annotated[
+        QuestionSource, typer.Option("--from", help="where questions and answers come from")
+    ] = QuestionSource.COMMITS,
+    count: Count = 1000,
+    max_files: Annotated[int, typer.Option(min=1, help="of an answer")] = 5,
+) -> None:
+    """Write at most COUNT tasks of code_search, and REPO's files at HEAD as an archive beside them.
+
+    Commits: which files did a commit change, by its subject. Docstrings: which module is it.
+    """
+    from service.cli.artifacts import write_code_search
+
+    typer.echo(write_code_search(repository, out, source=source, count=count, max_files=max_files))
 
 
 @tasks_app.command("generate")

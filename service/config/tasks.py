@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from actors.deadline import within
+from actors.environment.data_sets import read_data_set
 from actors.environment.protocol import Environment, Message, Observation, Role
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
 from actors.environment.rendering import (
@@ -44,7 +45,17 @@ def open_tasks(config: Config) -> TaskSource:
         return GeneratedTasks(settings.environment, run_seed=config.run.seed)
     try:
         checks = {name: DataCheck(schema) for name, schema in data_schemas(config).items()}
-        tasks = read_tasks(settings.file, checks=checks)
+        tasks = (
+            read_tasks(settings.file, checks=checks)
+            if settings.columns is None
+            else read_data_set(
+                settings.file,
+                environment=settings.environment,
+                columns=settings.columns,
+                split=settings.split,
+                check=checks.get(settings.environment),
+            )
+        )
         source = FileTasks(tasks, run_seed=config.run.seed, num_held_out=settings.evaluation_tasks)
     except BadTaskFile as error:
         raise ConfigError(f"tasks.file: {error}") from error
