@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from actors.metrics import ApiMetrics
-from service.api import problems
+from service.api import openapi, problems
 from service.api.counting import CountedRequests
 from service.api.environments import add_environments
 from service.api.feed import STREAM_S, add_feed
@@ -43,6 +43,7 @@ def create_app(
     # Around the guards: what they refuse counts too.
     app.add_middleware(CountedRequests, metrics=metrics or ApiMetrics())
     problems.install(app)
+    openapi.install(app)
     _add_health(app, run)
     add_environments(app, settings)
     add_rollouts(app, run, settings)
@@ -52,12 +53,17 @@ def create_app(
 
 
 def _add_health(app: FastAPI, run: RunPort) -> None:
-    @app.get("/healthz")
+    @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:
         """This process answers."""
         return {"status": "ok"}
 
-    @app.get("/readyz", response_model=ReadyAnswer)
+    @app.get(
+        "/readyz",
+        tags=["health"],
+        response_model=ReadyAnswer,
+        responses={503: {"model": ReadyAnswer, "description": "not ready, with the reasons"}},
+    )
     async def readyz() -> JSONResponse:
         """200 when rollouts are played and trained on now; else 503, with the reasons."""
         found = await run.readiness()
@@ -72,7 +78,7 @@ def _add_health(app: FastAPI, run: RunPort) -> None:
 
 
 def _add_stop(app: FastAPI, run: RunPort) -> None:
-    @app.post(f"{PREFIX}/stop", status_code=202)
+    @app.post(f"{PREFIX}/stop", tags=["run"], status_code=202)
     async def stop(body: StopBody) -> StopAnswer:
         """End the run after the step in hand, with a checkpoint; may be repeated. What waits and
         what is played stays accepted, for when the run goes on."""

@@ -20,6 +20,11 @@ STREAM_S = 300.0
 HEARTBEAT_EVERY_S = 10.0
 EVENTS_PER_READ = 500
 HEARTBEAT = b": waiting\n\n"
+EVENT_SCHEMA = {
+    "type": "object",
+    "description": "one event of the stream",
+    "properties": {name: {"type": "string"} for name in ("id", "event", "data")},
+}
 GONE: dict[int | str, dict[str, Any]] = {
     410: {"description": "entries behind the cursor are no longer kept"}
 }
@@ -53,7 +58,7 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
             200: {
                 "description": "events: `id` is an entry's number, `event` its kind, `data` the "
                 "entry as the feed has it; comments in between keep the connection",
-                "content": {"text/event-stream": {"schema": {"type": "string"}}},
+                "content": {"text/event-stream": {"schema": EVENT_SCHEMA}},
             },
             **GONE,
         },

@@ -106,10 +106,8 @@ class SubmitBody(StrictBody):
 
 
 class StopBody(StrictBody):
-    grace_seconds: float | None = Field(
+    grace_seconds: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] | None = Field(
         None,
-        ge=0,
-        allow_inf_nan=False,
         description="a step that is not trained by then is given up, and its rollouts are played "
         "again when the run goes on; null: wait for it",
     )

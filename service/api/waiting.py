@@ -22,7 +22,7 @@ Prefer = Annotated[
     Header(
         description=f"`wait=N`: answer once there is news, or after N seconds, {MAX_WAIT_S} at "
         "most; the answer's `Preference-Applied` says how many were taken",
-        examples=["wait=30"],
+        examples=["wait=1"],
     ),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import derived_seed
@@ -32,9 +32,27 @@ STATED_OUTCOMES = frozenset(
     }
 )
 
-Reward = Annotated[float, Field(allow_inf_nan=False)]
+
+def _stated(outcome: Outcome) -> Outcome:
+    if outcome not in STATED_OUTCOMES:
+        allowed = ", ".join(sorted(STATED_OUTCOMES))
+        raise ValueError(f"got {outcome}, expected null or one of {allowed}")
+    return outcome
+
+
+StatedOutcome = Annotated[
+    Outcome,
+    AfterValidator(_stated),
+    WithJsonSchema({"type": "string", "enum": sorted(STATED_OUTCOMES)}),
+]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+TurnRewards = Annotated[
+    dict[Annotated[int, Field(ge=0, lt=10**9)], Number],
+    Field(json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
+]
 WholeNumber = Annotated[int, Field(ge=1, strict=True)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 class LimitsBody(StrictBody):
@@ -60,9 +78,9 @@ class LimitsBody(StrictBody):
 class SamplingBody(StrictBody):
     """What training samples with; given to be checked, since the loss assumes the run's own."""
 
-    temperature: float | None = Field(None, description="rollouts.temperature")
-    top_p: float | None = Field(None, description="1")
-    top_k: int | None = Field(None, description="-1 or 0: off")
+    temperature: Number | None = Field(None, description="rollouts.temperature")
+    top_p: Number | None = Field(None, description="1")
+    top_k: Annotated[int, Field(strict=True)] | None = Field(None, description="-1 or 0: off")
 
 
 class SessionsBody(StrictBody):
@@ -94,7 +112,7 @@ class SessionsBody(StrictBody):
     )
     limits: LimitsBody = LimitsBody()
     sampling: SamplingBody = SamplingBody()
-    shows_tokens: bool = Field(
+    shows_tokens: Flag = Field(
         False, description="answers carry the sampled ids and their log-probabilities"
     )
 
@@ -193,26 +211,32 @@ def _at_most(name: str, asked: Any, limit: Any) -> Any:
 class FinishBody(StrictBody):
     """How a session ends. The same body again changes nothing."""
 
-    reward: Reward | None = Field(None, description="of the whole session")
-    reward_pending: bool = Field(
+    model_config = ConfigDict(
+        json_schema_extra={
+            "not": {
+                "properties": {"reward": {"type": "number"}, "reward_pending": {"const": True}},
+                "required": ["reward", "reward_pending"],
+            }
+        }
+    )
+
+    reward: Number | None = Field(None, description="of the whole session")
+    reward_pending: Flag = Field(
         False, description="it is given later, with PUT …/reward; then reward is null"
     )
-    components: dict[str, Reward] = Field(
+    components: dict[str, Number] = Field(
         default_factory=dict, description="named parts of the reward, for curves"
     )
-    turn_rewards: dict[int, Reward] = Field(
+    turn_rewards: TurnRewards = Field(
         default_factory=dict, description="by the number of the turn, beside the session's"
     )
-    outcome: Outcome | None = Field(None, description="null: as the gateway saw it")
+    outcome: StatedOutcome | None = Field(None, description="null: as the gateway saw it")
     detail: str = Field("", max_length=2000, description="why, for people")
 
     @model_validator(mode="after")
     def _agree(self) -> FinishBody:
         if self.reward_pending and self.reward is not None:
             raise ValueError("reward_pending with a reward; expected one of them")
-        if self.outcome is not None and self.outcome not in STATED_OUTCOMES:
-            allowed = ", ".join(sorted(STATED_OUTCOMES))
-            raise ValueError(f"outcome is {self.outcome}, expected null or one of {allowed}")
         return self
 
     def finish(self) -> Finish:
@@ -229,9 +253,9 @@ class FinishBody(StrictBody):
 class RewardBody(StrictBody):
     """The reward that a finished session waits for."""
 
-    reward: Reward | None = Field(description="null: it could not be had, a reward_error")
-    components: dict[str, Reward] = Field(default_factory=dict)
-    turn_rewards: dict[int, Reward] = Field(default_factory=dict)
+    reward: Number | None = Field(description="null: it could not be had, a reward_error")
+    components: dict[str, Number] = Field(default_factory=dict)
+    turn_rewards: TurnRewards = Field(default_factory=dict)
 
     def finish(self) -> Finish:
         return Finish(

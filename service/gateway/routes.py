@@ -40,6 +40,7 @@ from service.gateway.bodies import (
 )
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused
+from service.gateway.description import described
 from service.gateway.dialects import DIALECTS
 from service.gateway.dialects.dialect import AnswerStyle, Dialect, error_headers, models_answer
 from service.gateway.keys import session_of_key
@@ -197,13 +198,13 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort) -> None:
     @app.post(f"{PREFIX}/sessions/{{name}}/finish", tags=["sessions"], responses=ENDING)
     async def finish(body: FinishBody, request: Request, name: SessionName) -> SessionAnswer:
         """End a session, by the reward's key."""
-        key = digest_of(_key_of(request.headers))
+        key = digest_of(_sent_key(request.headers))
         return SessionAnswer.of(await _native(port.finish(name, key, body.finish())))
 
     @app.put(f"{PREFIX}/sessions/{{name}}/reward", tags=["sessions"], responses=ENDING)
     async def reward(body: RewardBody, request: Request, name: SessionName) -> SessionAnswer:
         """Give a finished session the reward that it waits for, by the reward's key."""
-        key = digest_of(_key_of(request.headers))
+        key = digest_of(_sent_key(request.headers))
         return SessionAnswer.of(await _native(port.give_reward(name, key, body.finish())))
 
 
@@ -239,13 +240,17 @@ def _add_dialect(app: FastAPI, dialect: Dialect, port: SessionPort, settings: Ht
         return await _chat(dialect, port, settings, request, name)
 
     async def free(request: Request) -> Response:
-        key = _key_of(request.headers)
-        name = request.headers.get(SESSION_HEADER) or session_of_key(key)
+        name = request.headers.get(SESSION_HEADER) or session_of_key(_sent_key(request.headers))
         return await _chat(dialect, port, settings, request, name)
 
-    words = {"summary": f"Sample a turn: {dialect.name}", "response_class": Response}
-    app.post(f"/sessions/{{name}}{dialect.path}", **words)(bound)  # type: ignore[arg-type]
-    app.post(dialect.path, **words)(free)  # type: ignore[arg-type]
+    for path, route in ((f"/sessions/{{name}}{dialect.path}", bound), (dialect.path, free)):
+        app.post(
+            path,
+            tags=["agents"],
+            summary=f"Sample a turn: {dialect.name}",
+            response_class=Response,
+            openapi_extra=described(dialect),
+        )(route)
 
 
 def _add_models(app: FastAPI) -> None:
@@ -253,21 +258,27 @@ def _add_models(app: FastAPI) -> None:
         """The one model that a session has; agents may ask for any name."""
         return models_answer(MODEL, created_at=0)
 
-    app.get("/sessions/{name}/v1/models")(models)
-    app.get("/v1/models")(models)
+    async def bound(name: str) -> dict[str, Any]:
+        """As `/v1/models`; whatever the session."""
+        return await models()
+
+    # A name alone tells nothing of a session, and needs no key.
+    for path, route in (("/sessions/{name}/v1/models", bound), ("/v1/models", models)):
+        app.get(path, tags=["agents"], openapi_extra={"security": []})(route)
 
 
 async def _chat(
     dialect: Dialect, port: SessionPort, settings: HttpSettings, request: Request, name: str
 ) -> Response:
     try:
+        key = _key_of(request.headers)
         body = await _parsed(await request.body())
         wanted, style = await asyncio.to_thread(dialect.read, body, request.headers)
     except Refused as refused:
         return _error(dialect, refused)
     call = ChatCall(
         session_id=name,
-        key_digest=digest_of(_key_of(request.headers)),
+        key_digest=digest_of(key),
         request_id=uuid.uuid4().hex,
         request=wanted,
         deadline_s=settings.sessions.hold_s,
@@ -350,5 +361,15 @@ def _error(dialect: Dialect, refused: Refused) -> JSONResponse:
 
 
 def _key_of(headers: Mapping[str, str]) -> str:
-    """The key that a client sent: as a bearer's, or as Anthropic's clients do."""
+    """The key that a client sent: as a bearer's, or as Anthropic's clients do. Raises: Refused."""
+    key = _sent_key(headers)
+    if not key:
+        raise Refused(
+            RefusalCode.INVALID_KEY,
+            "no key was sent, expected one of the session's; send it as Authorization: Bearer KEY",
+        )
+    return key
+
+
+def _sent_key(headers: Mapping[str, str]) -> str:
     return bearer_of(headers) or headers.get("x-api-key", "")

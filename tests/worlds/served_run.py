@@ -15,9 +15,10 @@ from fastapi import FastAPI
 
 from actors.algorithm import AlgorithmSettings
 from service.api.app import create_app
-from service.api.settings import HttpSettings
+from service.api.settings import HttpSettings, digest_of
 from service.config.tree import ServiceSettings
 from service.gateway.routes import add_sessions
+from service.gateway.settings import SessionSettings
 from worlds.local_run import LocalRun, LocalSessions
 from worlds.submission_service import Service
 
@@ -44,21 +45,34 @@ class _Counting(LocalRun):
 
 
 @contextmanager
-def served(directory: Path, *, limits: ServiceSettings | None = None) -> Iterator[ServedRun]:
-    """As long as the block lasts."""
+def served(
+    directory: Path,
+    *,
+    limits: ServiceSettings | None = None,
+    key: str = "",
+    hold_s: float = 5.0,
+    stream_s: float = 1.0,
+) -> Iterator[ServedRun]:
+    """As long as the block lasts. key: that the API asks for; empty: none. hold_s: of agents'
+    requests. stream_s: of the feed's events."""
     limits = limits or ServiceSettings(max_tasks_per_request=8, max_waiting_tasks=8)
+    held = SessionSettings(hold_s=hold_s)
     settings = HttpSettings(
-        service=limits, algorithm=AlgorithmSettings(group_size=2), environments=("guessing",)
+        service=limits,
+        sessions=held,
+        algorithm=AlgorithmSettings(group_size=2),
+        environments=("guessing",),
+        key_digest=digest_of(key) if key else None,
     )
     service, world = Service(directory, settings=limits), ServedRun()
     run = _Counting(service)
     run.world = world
 
-    async def play() -> None:
+    async def play(sessions: LocalSessions) -> None:
         while True:
             await asyncio.sleep(0.01)
             if world.may_play.is_set():
-                await service.admit()
+                await sessions.admit()
                 service.play()
                 await service.train()
                 await service.commit()
@@ -66,15 +80,15 @@ def served(directory: Path, *, limits: ServiceSettings | None = None) -> Iterato
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.begin()
-        sessions = LocalSessions(service)
+        sessions = LocalSessions(service, settings=held)
         add_sessions(app, run, sessions, settings)
-        playing = asyncio.create_task(play())
+        playing = asyncio.create_task(play(sessions))
         yield
         playing.cancel()
         sessions.close()
         service.store.close()
 
-    app = create_app(run, settings, lifespan=lifespan, stream_s=1.0)
+    app = create_app(run, settings, lifespan=lifespan, stream_s=stream_s)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
     thread = threading.Thread(target=server.run)
     thread.start()
