@@ -22,7 +22,6 @@ from actors.expert_records import ExpertRecords
 from actors.limits import MAX_REWARD
 from actors.merge.branches import branch_reason, common_prefix, regions
 from actors.merge.misalignment import LOGPROB_TOLERANCE, REWARD_TOLERANCE
-from actors.trajectory_queue.codec import encode
 from actors.types import (
     NO_VERSION,
     PLAYED_OUT,
@@ -45,6 +44,7 @@ from service.gateway.upload_bodies import (
     TrajectoryBody,
     TurnBody,
 )
+from service.gateway.upload_content import stored_content
 from service.intake.uploads import PolicyFacts, Upload
 
 # The rest is for us to say.
@@ -123,7 +123,7 @@ def checked_upload(body: TrajectoryBody, facts: PolicyFacts) -> Upload:
         detail=body.detail,
         samples=tuple(samples),
     )
-    content = encode([trajectory]).data.tobytes()
+    content = stored_content(trajectory)
     versions = trajectory.versions
     assert versions is not None, "a trajectory without a trained token"
     return Upload(

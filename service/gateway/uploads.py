@@ -16,11 +16,11 @@ import numpy as np
 
 from actors.environment.rendering import ChatRenderer
 from actors.limits import MIB
-from actors.trajectory_queue.codec import TrajectoryBlock, decode
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import UNDONE, Outcome, RolloutAssignment, Sample, Trajectory
 from service.gateway.chat import RefusalCode, Refused
 from service.gateway.sessions import RETRY_AFTER_S, GatewaySettings
+from service.gateway.upload_content import decoded_content
 from service.intake.uploads import (
     GroupPolicy,
     PolicyFacts,
@@ -126,7 +126,7 @@ class Uploads:
 
     def _delivered(self, stored: StoredUpload, assignment: RolloutAssignment) -> Trajectory:
         whole = Trajectory.of(assignment, Outcome.COMPLETED, detail="")
-        found = decode(_block(stored.content), 0)
+        found = decoded_content(stored.content)
         trajectory = replace(
             whole,
             outcome=found.outcome,
@@ -158,10 +158,6 @@ def policy_facts(settings: GatewaySettings, renderer: ChatRenderer) -> PolicyFac
         max_context_tokens=settings.max_context_tokens,
         temperature=settings.rollouts.temperature,
     )
-
-
-def _block(content: bytes) -> TrajectoryBlock:
-    return TrajectoryBlock(data=np.frombuffer(content, np.uint8), offsets=(0, len(content)))
 
 
 def _marked(sample: Sample, kept: int | None) -> Sample:

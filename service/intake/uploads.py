@@ -43,7 +43,7 @@ class Upload:
     digest: str
     """Equal for an equal trajectory of an equal group, in whatever format it came."""
     content: bytes
-    """A message of `actors.trajectory_queue.codec`, of a trajectory without an assignment."""
+    """Of `service.gateway.upload_content`: a trajectory without an assignment."""
     oldest_version: int
     newest_version: int
     metadata: Mapping[str, Any] = field(default_factory=dict)

@@ -28,11 +28,11 @@ from worlds.upload_world import (
     renamed,
 )
 
-from actors.trajectory_queue.codec import TrajectoryBlock, decode
 from actors.types import UNDONE, Outcome, Trajectory, Turn
 from service.config.tree import ServiceSettings
 from service.gateway.upload_bodies import TrajectoryBody, decode_body
 from service.gateway.upload_checks import Fault, checked_upload
+from service.gateway.upload_content import decoded_content, stored_content
 from service.intake.uploads import Upload
 
 NAN = float("nan")
@@ -50,8 +50,7 @@ def read(body: dict[str, Any], *, packed: bool) -> Upload:
 
 
 def trajectory_of(upload: Upload) -> Trajectory:
-    data = np.frombuffer(upload.content, np.uint8)
-    return decode(TrajectoryBlock(data=data, offsets=(0, len(data))), 0)
+    return decoded_content(upload.content)
 
 
 # -- token-exact ----------------------------------------------------------------------------------
@@ -98,6 +97,7 @@ def test_what_is_uploaded_in_either_format_is_what_the_queue_gets(trajectory: Tr
     assert len({upload.content for upload in uploads}) == 1
     found = trajectory_of(uploads[0])
     assert_same_samples(renamed(found), renamed(trajectory))
+    assert stored_content(found) == uploads[0].content
     assert (found.outcome, found.detail) == (trajectory.outcome, "ü")
     assert (uploads[0].oldest_version, uploads[0].newest_version) == trajectory.versions
 
