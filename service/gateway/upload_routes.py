@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Path, Request, Response
+from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
 from actors.policy import GenerateReply, GenerateRequest
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import MAX_ERRORS, Problem
 from service.api.rollouts import check_samples, refuse_if_needed
-from service.api.schemas import ID_PATTERN, StrictBody
+from service.api.schemas import RolloutId, StrictBody
 from service.api.settings import HttpSettings
 from service.gateway.generation import checked_request, generate_answer
 from service.gateway.routes import THREAD_BYTES, native
@@ -141,14 +142,30 @@ class TrajectoryAnswer(StrictBody):
     metadata: dict[str, Any]
 
 
-_EITHER_FORMAT = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": {"type": "object"}},
-            MSGPACK: {"schema": {"type": "object"}},
-        },
-    }
+def _either_format(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """A body's part of the OpenAPI document. FastAPI reads none of msgspec's types by itself."""
+    (reference,), definitions = msgspec.json.schema_components([kind])
+    schema = _inlined(reference, definitions)
+    content = {media_type: {"schema": schema} for media_type in ("application/json", MSGPACK)}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """A schema without references to definitions, which none of ours makes to itself."""
+    if isinstance(schema, list):
+        return [_inlined(each, definitions) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {name: _inlined(each, definitions) for name, each in schema.items()}
+
+
+_TAGS: list[str | Enum] = ["trajectories"]
+_UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "the run does not know it"}}
+_REFUSED: dict[int | str, dict[str, Any]] = {
+    409: {"description": "a group is known with another number of members"},
+    429: {"description": "too much waits; Retry-After says when to come again"},
 }
 
 
@@ -162,7 +179,7 @@ def add_uploads(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSett
 def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSettings) -> None:
     service = settings.service
 
-    @app.post(UPLOADS, openapi_extra=_EITHER_FORMAT)
+    @app.post(UPLOADS, tags=_TAGS, responses=_REFUSED, openapi_extra=_either_format(UploadBody))
     async def upload(request: Request) -> UploadAnswer:
         """Take in trajectories that were sampled elsewhere, JSON or MessagePack: all of them are
         checked before any is stored. docs/service.md has the fields."""
@@ -182,8 +199,8 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
             refuse_if_needed(await run.submit(closed))
         return UploadAnswer.of(reply)
 
-    @app.get(f"{UPLOADS}/{{name}}")
-    async def show(name: str = Path(pattern=ID_PATTERN)) -> TrajectoryAnswer:
+    @app.get(f"{UPLOADS}/{{name}}", tags=_TAGS, responses=_UNKNOWN)
+    async def show(name: RolloutId) -> TrajectoryAnswer:
         """An accepted trajectory, without its tokens."""
         found = await native(port.uploaded(name))
         if found is None:
@@ -203,8 +220,12 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
             metadata=dict(found.metadata),
         )
 
-    @app.delete(f"{UPLOADS}/groups/{{group}}")
-    async def drop(group: str = Path(pattern=ID_PATTERN)) -> GroupAnswer:
+    @app.delete(
+        f"{UPLOADS}/groups/{{group}}",
+        tags=_TAGS,
+        responses={**_UNKNOWN, 409: {"description": "it is complete, and submitted"}},
+    )
+    async def drop(group: RolloutId) -> GroupAnswer:
         """Forget the trajectories of a group that is not complete; their ids are free again."""
         found = await native(port.drop_group(group))
         if found is None:
@@ -222,7 +243,7 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
 
 
 def _add_lookups(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSettings) -> None:
-    @app.get(f"{PREFIX}/policy")
+    @app.get(f"{PREFIX}/policy", tags=_TAGS)
     async def policy() -> PolicyAnswer:
         """What has to be known to sample for this run."""
         facts, readiness = await native(port.policy_facts()), await run.readiness()
@@ -238,7 +259,12 @@ def _add_lookups(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSet
 
 
 def _add_generate(app: FastAPI, port: UploadPort, settings: HttpSettings) -> None:
-    @app.post(f"{PREFIX}/generate", openapi_extra=_EITHER_FORMAT, response_class=Response)
+    @app.post(
+        f"{PREFIX}/generate",
+        tags=_TAGS,
+        response_class=Response,
+        openapi_extra=_either_format(GenerateBody),
+    )
     async def generate(request: Request) -> Response:
         """Sample behind a prompt of token ids, at the run's temperature; JSON or MessagePack, and
         the answer in the same. Held while no engine is there, for sessions.hold_s at most."""

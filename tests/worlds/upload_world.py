@@ -26,7 +26,6 @@ from service.gateway.sessions import GatewaySettings
 from service.gateway.settings import SessionSettings
 from service.gateway.upload_routes import add_uploads
 from service.gateway.uploads import Uploads, policy_facts
-from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.intake.uploads import (
     GroupPolicy,
     PolicyFacts,
@@ -35,10 +34,11 @@ from service.intake.uploads import (
     UploadReply,
     UploadView,
 )
-from service.run.health import Phase, Readiness, readiness
+from service.run.health import Readiness
 from service.store.uploads import UploadStore
 from worlds.episode_builders import renderer
 from worlds.gateway_world import Policy
+from worlds.local_run import LocalRun
 from worlds.queue_builders import take_all
 from worlds.submission_service import Service
 from worlds.trajectory_builders import linear_turns, make_trajectory
@@ -65,6 +65,13 @@ HTTP = HttpSettings(
 )
 
 
+class _Run(LocalRun):
+    """Its version is the service's step."""
+
+    async def readiness(self) -> Readiness:
+        return replace(await super().readiness(), policy_version=self.service.step)
+
+
 @dataclass
 class UploadWorld:
     """One process of a run; `restart` is what a kill -9 and a new start make of it."""
@@ -80,8 +87,9 @@ class UploadWorld:
             SETTINGS, store=UploadStore(self.service.store), term=self.service.store.newest_term()
         )
         self.generation = Generation(lambda: self.policy)
-        app = create_app(self, self.http)
-        add_uploads(app, self, self, self.http)
+        run = _Run(self.service)
+        app = create_app(run, self.http)
+        add_uploads(app, run, self, self.http)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app), base_url="http://localhost"
         )
@@ -90,27 +98,6 @@ class UploadWorld:
     async def restart(self) -> UploadWorld:
         self.service.store.close()
         return await UploadWorld(self.directory, self.policy, self.http).begin()
-
-    # -- the run's port -----------------------------------------------------------------------
-
-    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
-        return await self.service.submissions.submit(requests)
-
-    async def submission(self, submission_id: str) -> SubmissionView | None:
-        return await self.service.submissions.view(submission_id)
-
-    async def cancel(self, submission_id: str) -> SubmissionView | None:
-        await self.service.cancel(submission_id)
-        return await self.submission(submission_id)
-
-    async def stop(self, grace_s: float | None) -> None:
-        raise NotImplementedError
-
-    async def readiness(self) -> Readiness:
-        return readiness(
-            phase=Phase.TRAINING, detail="", policy_version=self.service.step, engines_ready=1,
-            engines_expected=1, behind_s=0.0, publish_limit_s=30.0, store_away_s=0.0,
-        )  # fmt: skip
 
     # -- the gateway's ------------------------------------------------------------------------
 
