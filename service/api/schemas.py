@@ -121,6 +121,8 @@ def is_deeper(tree: Any, limit: int) -> bool:
     """Whether more than `limit` containers lie inside each other. Example: {"a": [1]} has 2."""
     level = [tree]
     for _ in range(limit):
+        if not level:
+            return False
         inner = (node.values() if isinstance(node, dict) else node for node in level)
         level = [each for part in inner for each in part if isinstance(each, dict | list)]
     return bool(level)

@@ -24,7 +24,7 @@ from actors.merge.shaping import RewardSettings
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trainer.settings import Dtype, TrainerSettings
 from actors.trajectory_queue.settings import QueueSettings
-from actors.types import SESSION, TRUNCATIONS
+from actors.types import SESSION, TRUNCATIONS, UPLOADED
 from service.gateway.settings import SessionSettings
 from service.inference.settings import InferenceSettings
 
@@ -208,9 +208,11 @@ class Config:
 
     @property
     def policies(self) -> dict[str, OutcomePolicy]:
-        """By environment. A session ends once: its agent cannot be asked to play again."""
+        """By environment. A session ends once: its agent cannot be asked to play again. Nor can who
+        uploads a trajectory."""
         own = self.outcome_policy
-        return {self.tasks.environment: own, SESSION: own.without_retries()}
+        once = own.without_retries()
+        return {self.tasks.environment: own, SESSION: once, UPLOADED: once}
 
     @property
     def group_rule(self) -> GroupRule | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Annotated, Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Path, Query, Request, Response
@@ -62,6 +62,7 @@ ENDING: dict[int | str, dict[str, Any]] = {
 SessionName = Annotated[str, Path(pattern=ID_PATTERN, description="the session's id")]
 # Parsing a large body would hold up every other request.
 THREAD_BYTES = 1 << 18
+Answer = TypeVar("Answer")
 
 
 class SessionPort(Protocol):
@@ -133,7 +134,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         response.headers["Location"] = f"{PREFIX}/rollouts/{wanted.id}"
         members: Iterable[int] = range(wanted.num_samples)
         if body.session is not None:
-            claimed = await _native(port.claim(wanted.id, body.session))
+            claimed = await native(port.claim(wanted.id, body.session))
             members = [] if claimed is None else [claimed]
         address = (settings.service.public_url or str(request.base_url)).rstrip("/")
         return SessionsAnswer(
@@ -152,7 +153,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
     )
     async def close(group: RolloutId) -> CloseAnswer:
         """Let nobody join a group any more; its sessions that nobody has claimed are given up."""
-        given_up = await _native(port.close_group(group))
+        given_up = await native(port.close_group(group))
         if given_up is None:
             raise Problem(404, "unknown-group", f"this run knows no group {group!r} of sessions")
         return CloseAnswer(given_up=given_up)
@@ -180,10 +181,10 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort) -> None:
     async def show(response: Response, name: SessionName, prefer: Prefer = None) -> SessionAnswer:
         """Where a session stands; with `Prefer: wait=N` once a queued one is open or has ended, or
         an open one has ended."""
-        before = await _native(port.view(name))
+        before = await native(port.view(name))
         if before is not None and before.ended_at is None:
             before = await patiently(
-                lambda: _native(port.view(name)),
+                lambda: native(port.view(name)),
                 lambda found: found is None or found.status is not before.status,
                 prefer=prefer,
                 response=response,
@@ -193,22 +194,22 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort) -> None:
     @app.delete(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=UNKNOWN)
     async def discard(name: SessionName) -> SessionAnswer:
         """End a session that is not to be trained; one that has ended stays as it is."""
-        return _shown(name, await _native(port.discard(name)))
+        return _shown(name, await native(port.discard(name)))
 
     @app.post(f"{PREFIX}/sessions/{{name}}/finish", tags=["sessions"], responses=ENDING)
     async def finish(body: FinishBody, request: Request, name: SessionName) -> SessionAnswer:
         """End a session, by the reward's key."""
         key = digest_of(_sent_key(request.headers))
-        return SessionAnswer.of(await _native(port.finish(name, key, body.finish())))
+        return SessionAnswer.of(await native(port.finish(name, key, body.finish())))
 
     @app.put(f"{PREFIX}/sessions/{{name}}/reward", tags=["sessions"], responses=ENDING)
     async def reward(body: RewardBody, request: Request, name: SessionName) -> SessionAnswer:
         """Give a finished session the reward that it waits for, by the reward's key."""
         key = digest_of(_sent_key(request.headers))
-        return SessionAnswer.of(await _native(port.give_reward(name, key, body.finish())))
+        return SessionAnswer.of(await native(port.give_reward(name, key, body.finish())))
 
 
-async def _native(work: Any) -> Any:
+async def native(work: Awaitable[Answer]) -> Answer:
     """Raises: Problem in place of Refused."""
     try:
         return await work

@@ -22,6 +22,7 @@ import numpy as np
 from actors.algorithm import AlgorithmSettings
 from actors.environment.rendering import ChatRenderer, RenderError
 from actors.environment.settings import RolloutSettings
+from actors.expert_records import ModelShape
 from actors.metrics import GatewayMetrics
 from actors.policy import (
     GenerateRequest,
@@ -94,6 +95,8 @@ class GatewaySettings:
     """Prompt and reply together, as the engine allows."""
     num_ahead: int = 0
     """By how much versions were ahead of steps when the term began."""
+    shape: ModelShape | None = None
+    """Vocabulary and routing of the trained model; None: not known."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -27,6 +27,7 @@ from service.store import tables
 from service.store.feed import add_entries, prune_feed
 from service.store.lineage import events_of, surviving_spans
 from service.store.run_store import Lease, RunStore
+from service.store.uploads import forget_contents, forget_groups
 
 
 class SubmissionStore:
@@ -180,6 +181,7 @@ class SubmissionStore:
                 is_left_out = table.c.ended.is_not(None) & (table.c.position <= first_left_out)
                 sessions = tables.sessions
                 left_out = select(table.c.id).where(is_left_out)
+                forget_groups(connection, left_out)
                 connection.execute(delete(sessions).where(sessions.c.submission_id.in_(left_out)))
                 connection.execute(delete(table).where(is_left_out))
             prune_feed(connection, keep=keep_entries)
@@ -295,9 +297,11 @@ class SubmissionStore:
 
 
 def _forget_turns(connection: Connection, submission_ids: Sequence[str]) -> None:
-    """`SessionStore.apply` adds none to a submission without a request."""
+    """And the trajectories that were uploaded as submissions. `SessionStore.apply` adds no turn to
+    a submission without a request."""
     sessions = tables.sessions.c
     of_them = select(sessions.id).where(sessions.submission_id == bindparam("of_submission"))
     rows = [{"of_submission": submission_id} for submission_id in submission_ids]
     for table in (tables.session_turns, tables.session_intents):
         connection.execute(delete(table).where(table.c.session_id.in_(of_them)), rows)
+    forget_contents(connection, submission_ids)

@@ -1,11 +1,11 @@
-"""The tables of a run's database: leases, checkpoints, ledger events, records, submissions and
-sessions.
+"""The tables of a run's database: leases, checkpoints, ledger events, records, submissions,
+sessions and uploads.
 
 A row of `checkpoints` is the commit point: what its ledger names as trained is trained. Rows of
 `events`, `steps` and `evaluations` carry the term that wrote them; `lineage.py` says which of
 them survive, and `retention.py` for how long. What was ever stored is counted in `event_totals` and
 `step_totals`. A row of `submissions` is a promise to a client and belongs to no term; neither do a
-session and its turns, which every later term goes on with.
+session and its turns, nor an uploaded trajectory, which every later term goes on with.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    UniqueConstraint,
 )
 
 from actors.environment.protocol import Message, ToolSchema
@@ -394,6 +395,35 @@ session_turns = Table(
     Column("logprobs", AsColumn(np.float32), nullable=False),
     Column("new_token_ids", AsColumn(np.int32), nullable=False),
     Column("expert_indices", AsExperts, nullable=True),
+)
+
+# Of uploaded trajectories. The columns are the fields of `UploadGroup`. Gone with the submission
+# that a group becomes.
+upload_groups = Table(
+    "upload_groups",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("num_uploaded", Integer, nullable=False),
+    Column("num_members", Integer, nullable=True),
+    Column("is_closed", Boolean, nullable=False),
+)
+
+uploads = Table(
+    "uploads",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("group_id", String, ForeignKey("upload_groups.id"), nullable=False),
+    # Of the rollout in its group.
+    Column("member", Integer, nullable=False),
+    # That wrote it.
+    Column("term", Integer, ForeignKey("leases.term"), nullable=False),
+    Column("digest", String, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("metadata", AsJson(dict[str, Any]), nullable=False),
+    # Null once nothing can deliver it again. It stands last: see `session_turns`.
+    Column("content", LargeBinary, nullable=True),
+    UniqueConstraint("group_id", "member"),
 )
 
 # The columns are the fields of `SessionIntent`. Gone with the turn that it announces, or once there
