@@ -160,7 +160,7 @@ class CodeSearchEnvironment:
 
     async def close(self) -> None:
         if self._tools is not None:
-            self._tools.close()
+            await self._tools.aclose()
 
     def _graded(self, call: ToolCall) -> StepResult:
         answered = read_answer(call.arguments)
