@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from worlds.code_repository import FILES, git_repository, write_repository
 from worlds.episode_builders import ASSIGNMENT, SETTINGS, FakePolicy, renderer, reply
 
@@ -265,3 +266,11 @@ async def test_a_set_that_was_written_can_be_played(tmp_path: Path) -> None:
     done = await step(environment, call("answer", files=sorted(FILES)))
     await environment.close()
     assert done.reward == 1.0
+
+
+def test_the_schema_of_the_data_takes_what_can_be_played() -> None:
+    validator = Draft202012Validator(dict(CodeSearchEnvironment.data_schema))
+    assert validator.is_valid(DATA) and validator.is_valid({**DATA, "files": []})
+    for change in ({"question": ""}, {"files": "shop/cart.py"}, {"files": [1]}, {"repository": 3}):
+        assert not validator.is_valid({**DATA, **change})
+    assert not validator.is_valid({"question": "Where?"})

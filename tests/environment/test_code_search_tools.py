@@ -18,6 +18,8 @@ from worlds.code_repository import (
     good_tar_gz,
     good_zip,
     hostile_archives,
+    tar_entry,
+    tar_gz,
     write_repository,
 )
 
@@ -139,17 +141,17 @@ async def test_a_pattern_without_end_costs_its_process_and_not_the_event_loop(ro
     (root / "shop" / "trap.txt").write_text("a" * 60 + "!\n")
     async with tools(root, call_limit_s=1.0) as search:
         shop = await search.open("shop")
-        await search.call(shop, "list_files", {})
-        before = set(_Pool.pids())
+        pids: set[int] = set()
         trap = asyncio.create_task(search.call(shop, "grep", {"pattern": "(a+)+$"}))
         num_turns = 0
         while not trap.done():
             await asyncio.sleep(0.01)
             num_turns += 1
+            pids.update(_Pool.pids())
         answer = trap.result()
         assert answer.is_error and not answer.is_malformed and "too long" in answer.text
         assert num_turns > 5
-        assert not before <= set(_Pool.pids())
+        assert pids and not any(map(psutil.pid_exists, pids))
         assert (await search.call(shop, "list_files", {"glob": "trap*"})).text == "trap.txt"
 
 
@@ -297,6 +299,26 @@ async def test_an_archive_is_unpacked_once_without_links_and_git(root: Path, mak
         time.sleep(0.01)
         good_zip(archive) if make is good_zip else good_tar_gz(archive)
         assert await search.open(archive.name) != places[0]
+
+
+async def test_what_is_unpacked_makes_room_when_nobody_uses_it(root: Path) -> None:
+    content = tar_entry("zeros", bytes(2**20))
+    for number in range(11):
+        tar_gz(root / f"{number}.tar.gz", content)
+    async with tools(root, max_repository_bytes=2**20) as used:
+        first = await used.open("0.tar.gz")
+        places = []
+        for number in range(1, 11):
+            async with tools(root, max_repository_bytes=2**20) as search:
+                places.append(await search.open(f"{number}.tar.gz"))
+        # Eight times what one may hold: the one in use, and the newest.
+        assert [Path(place).is_dir() for place in (first, *places)] == [True] + [False] * 3 + [
+            True
+        ] * 7
+        assert not (await used.call(first, "list_files", {})).is_error
+        async with tools(root, max_repository_bytes=2**20) as search:
+            again = await search.open("1.tar.gz")
+            assert (await search.call(again, "list_files", {})).text == "zeros"
 
 
 async def test_no_hostile_archive_is_unpacked(root: Path) -> None:

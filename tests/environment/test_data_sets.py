@@ -140,15 +140,20 @@ def test_what_cannot_be_used_is_told_with_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_configuration_maps_columns_for_any_environment(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "rows.jsonl", [{"query": f"q{n}", "gold": []} for n in range(6)])
-    tasks = {"environment": "guessing", "file": str(file), "evaluation_tasks": 2}
-    tree = {"model": {"tiny": {}}, "tasks": {**tasks, "columns": {"question": "query"}}}
+    file = jsonl(tmp_path / "rows.jsonl", [{**ROWS[0], "query": f"q{n}"} for n in range(6)])
+    tasks = {
+        "environment": "code_search",
+        "options": {"root": str(tmp_path)},
+        "file": str(file),
+        "evaluation_tasks": 2,
+    }
+    tree = {"model": {"tiny": {}}, "tasks": {**tasks, "columns": COLUMNS}}
     source = open_tasks(parse_config(tree, source="test"))
     asked = {source.task(index).data["question"] for index in range(4)}
     assert len(asked | {task.data["question"] for task in source.held_out(2)}) == 6
     tree = {**tree, "tasks": {**tasks, "columns": {"question": "quest"}}}
     with pytest.raises(ConfigError, match=r"tasks\.file: .* column quest is missing, got gold"):
         open_tasks(parse_config(tree, source="test"))
-    tree = {**tree, "tasks": {"environment": "guessing", "columns": {"question": "query"}}}
+    tree = {**tree, "tasks": {"environment": "guessing", "columns": COLUMNS}}
     with pytest.raises(ConfigError, match=r"tasks\.columns is set without tasks\.file"):
         parse_config(tree, source="test")

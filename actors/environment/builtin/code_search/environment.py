@@ -18,6 +18,7 @@ run ones) at the answer, of which `f1` alone is the reward; `malformed` at each 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from actors.environment.builtin.code_search.grading import grade_files, is_file_path
 from actors.environment.builtin.code_search.tools import (
@@ -56,6 +57,25 @@ class CodeSearchEnvironment:
     max_lines, max_chars: of one tool's answer. call_limit_s: of one call.
     max_repository_mib: of an archive, unpacked.
     """
+
+    data_schema: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {
+            "question": {"type": "string", "minLength": 1, "maxLength": MAX_QUESTION_CHARS},
+            "repository": {
+                "type": "string",
+                "minLength": 1,
+                "description": "a directory or an archive, by its path below the option root",
+            },
+            "files": {
+                "type": "array",
+                "items": {"type": "string", "minLength": 1},
+                "maxItems": MAX_TRUE_FILES,
+                "description": "the paths within the repository that are the answer",
+            },
+        },
+        "required": ["question", "repository", "files"],
+    }
 
     def __init__(
         self,
@@ -140,7 +160,7 @@ class CodeSearchEnvironment:
 
     async def close(self) -> None:
         if self._tools is not None:
-            self._tools.close()
+            await self._tools.aclose()
 
     def _graded(self, call: ToolCall) -> StepResult:
         answered = read_answer(call.arguments)

@@ -116,7 +116,9 @@ def _of_docstrings(archive: Path) -> Iterator[_Question]:
             sentence = _first_sentence(content.read())
             if sentence not in seen and _is_question(sentence, (member.name,)):
                 seen.add(sentence)
-                yield _Question(name=member.name, text=sentence, files=(member.name,))
+                yield _Question(
+                    name=member.name.replace("/", ":"), text=sentence, files=(member.name,)
+                )
 
 
 def _first_sentence(source: bytes) -> str:

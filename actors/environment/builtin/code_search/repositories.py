@@ -2,8 +2,9 @@
 
 Invariant: a repository that a task names lies below the root, links resolved. What is unpacked
 lies in a scratch directory of this process, which it removes when it ends; where it is killed, the
-next process of the same user that makes one removes it (each holds a lock on its own). Called by
-`tools`.
+next process of the same user that makes one removes it (each holds a lock on its own). Beyond
+KEPT_REPOSITORIES times the bytes that one may have, those that nobody uses and that were used least
+lately are removed. Called by `tools`.
 """
 
 from __future__ import annotations
@@ -12,18 +13,28 @@ import atexit
 import fcntl
 import os
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
+from collections import OrderedDict
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from actors.environment.builtin.code_search.servers import NoAnswer, kill, read_line, start_program
+from actors.environment.builtin.code_search.servers import (
+    NoAnswer,
+    kill,
+    read_line,
+    signal_group,
+    start_program,
+)
 from actors.environment.builtin.code_search.unpack import SUFFIXES, ArchiveLimits, arguments
 
 _PREFIX = "rayloom-code-search-"
 _LOCK = "lock"
+KEPT_REPOSITORIES = 8
 # A directory without a lock is being made, or was left in that moment.
 _LOCKLESS_S = 3600.0
 
@@ -32,20 +43,34 @@ class BadRepository(ValueError):
     """A task's repository cannot be used; the text says what, got, expected."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Unpacked:
+    """An archive's directory, or what is becoming of it."""
+
+    directory: Future[str] = field(default_factory=Future)
+    num_bytes: int = 0
+    num_users: int = 0
+
+
+_ArchiveKey = tuple[str, int, int, int]
+
+
 class Repositories:
-    """Of one root. `locate` may be called from several threads."""
+    """Of one root. Its methods may be called from several threads."""
 
     def __init__(self, root: str, *, limits: ArchiveLimits, unpack_limit_s: float) -> None:
         self._root = root
         self._limits = limits
         self._unpack_limit_s = unpack_limit_s
         self._lock = threading.Lock()
-        self._unpacked: dict[tuple[str, int, int, int], Future[str]] = {}
+        self._programs: set[subprocess.Popen[bytes]] = set()
+        # The one that was used last stands last.
+        self._unpacked: OrderedDict[_ArchiveKey, _Unpacked] = OrderedDict()
 
     def locate(self, name: str) -> str:
         """The directory that holds the repository, unpacked where it has to be; blocks meanwhile.
 
-        Raises: BadRepository, ServerFailed.
+        It stays until `release`. Raises: BadRepository, ServerFailed.
         """
         path = self._path(name)
         if path.is_dir():
@@ -60,17 +85,50 @@ class Repositories:
         key = (str(path), status.st_ino, status.st_size, status.st_mtime_ns)
         with self._lock:
             is_mine = key not in self._unpacked
-            place = self._unpacked.setdefault(key, Future())
+            place = self._unpacked.setdefault(key, _Unpacked())
+            place.num_users += 1
+            self._unpacked.move_to_end(key)
         if is_mine:
             try:
-                place.set_result(self._unpack(path, name))
+                directory, place.num_bytes = self._unpack(path, name)
             except BaseException as error:
                 with self._lock:
                     # What failed for want of space or time may be tried again.
                     del self._unpacked[key]
-                place.set_exception(error)
+                place.directory.set_exception(error)
                 raise
-        return place.result()
+            place.directory.set_result(directory)
+            self._make_room()
+        return place.directory.result()
+
+    def release(self, directory: str) -> None:
+        """Let go of what `locate` gave."""
+        with self._lock:
+            for place in self._unpacked.values():
+                if place.directory.done() and place.directory.result() == directory:
+                    place.num_users -= 1
+
+    def stop(self) -> None:
+        """Give up what is being unpacked."""
+        with self._lock:
+            for program in self._programs:
+                signal_group(program)
+
+    def _make_room(self) -> None:
+        """Remove what nobody uses, beyond what is kept."""
+        most = KEPT_REPOSITORIES * self._limits.max_bytes
+        removed = []
+        with self._lock:
+            held = sum(place.num_bytes for place in self._unpacked.values())
+            for key, place in list(self._unpacked.items()):
+                if held <= most:
+                    break
+                if not place.num_users:
+                    del self._unpacked[key]
+                    removed.append(place.directory.result())
+                    held -= place.num_bytes
+        for directory in removed:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _path(self, name: str) -> Path:
         root = Path(self._root).expanduser().resolve()
@@ -90,20 +148,25 @@ class Repositories:
             raise BadRepository(f"repository {name!r}: it leads outside of {root} by a link")
         return path
 
-    def _unpack(self, path: Path, name: str) -> str:
+    def _unpack(self, path: Path, name: str) -> tuple[str, int]:
+        """Returns: the directory, and how many bytes it holds."""
         directory = tempfile.mkdtemp(dir=scratch())
         program = start_program("unpack", arguments(str(path), directory, self._limits))
+        with self._lock:
+            self._programs.add(program)
         try:
             found = read_line(program, limit_s=self._unpack_limit_s)
         except NoAnswer as error:
             found = {"refused": f"unpacking it failed: {error}"}
         finally:
+            with self._lock:
+                self._programs.discard(program)
             kill(program)
         problem = found.get("refused") or found.get("failure")
         if problem is not None:
             shutil.rmtree(directory, ignore_errors=True)
             raise BadRepository(f"repository {name!r}: the archive is refused: {problem}")
-        return directory
+        return directory, found["bytes"]
 
 
 _scratch: tuple[str, int, int] | None = None

@@ -56,7 +56,7 @@ def start_program(
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a program with its group, and wait for it."""
-    _signal(process)
+    signal_group(process)
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
@@ -146,7 +146,7 @@ class ServerThreads:
             idle, self._idle = self._idle, set()
             for server in self._busy:
                 # Its thread reads from it, and lets go of it then.
-                _signal(server.process)
+                signal_group(server.process)
             busy = list(self._busy)
         for server in idle:
             kill(server.process)
@@ -187,6 +187,7 @@ class ServerThreads:
         kill(server.process)
 
 
-def _signal(process: subprocess.Popen[bytes]) -> None:
+def signal_group(process: subprocess.Popen[bytes]) -> None:
+    """Have the kernel kill a program with its group; whoever reads from it waits for it."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

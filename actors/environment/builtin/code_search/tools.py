@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from typing import Any, ClassVar
 
 from actors.environment.builtin.code_search.repositories import Repositories
 from actors.environment.builtin.code_search.server import RETIRES_AFTER_CPU_S
@@ -21,8 +22,6 @@ from actors.environment.builtin.code_search.servers import NoAnswer, ServerThrea
 from actors.environment.builtin.code_search.tree import Bounds
 from actors.environment.builtin.code_search.unpack import ArchiveLimits
 from actors.environment.protocol import ToolSchema
-
-_Result = TypeVar("_Result")
 
 MAX_ANSWER_FILES = 64
 _TEXT = {"type": "string"}
@@ -105,25 +104,28 @@ def read_answer(arguments: Mapping[str, Any]) -> list[str] | None:
 
 
 class CodeTools:
-    """Use it as an asynchronous context manager, or call `close`."""
+    """Use it as an asynchronous context manager, or call `close` or `aclose`."""
 
     def __init__(self, settings: ToolSettings) -> None:
         self._settings = settings
         self._pool = _Pool.shared(settings)
+        self._opened: list[str] = []
         self._is_closed = False
 
     async def __aenter__(self) -> CodeTools:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.close()
+        await self.aclose()
 
     async def open(self, repository: str) -> str:
         """Locate a repository by its name below the root. Returns: its directory, for `call`.
 
         Raises: BadRepository, ServerFailed.
         """
-        return await self._pool.locate(repository)
+        directory = await self._pool.locate(repository)
+        self._opened.append(directory)
+        return directory
 
     async def call(self, directory: str, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call one of SEARCH_TOOLS; the arguments satisfy its schema.
@@ -158,11 +160,18 @@ class CodeTools:
         missing: list[str] = answer["missing"]
         return missing
 
+    async def aclose(self) -> None:
+        """As `close`; the processes' ends are waited for in a thread."""
+        await asyncio.to_thread(self.close)
+
     def close(self) -> None:
         """Let go; with the last one of these settings, every process ends."""
-        if not self._is_closed:
-            self._is_closed = True
-            _Pool.release(self._settings)
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for directory in self._opened:
+            self._pool.unpin(directory)
+        _Pool.release(self._settings)
 
 
 class _Pool:
@@ -219,17 +228,28 @@ class _Pool:
             return [pid for pool in cls._shared.values() for pid in pool._servers.pids()]
 
     async def ask(self, request: Mapping[str, Any], *, limit_s: float) -> dict[str, Any]:
-        return await self._run(self._threads, lambda: self._servers.ask(request, limit_s=limit_s))
+        ask = partial(self._servers.ask, request, limit_s=limit_s)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, ask)
 
     async def locate(self, name: str) -> str:
-        return await self._run(self._unpacking, lambda: self._located.locate(name))
+        found = self._unpacking.submit(self._located.locate, name)
+        try:
+            return await asyncio.wrap_future(found)
+        except asyncio.CancelledError:
+            found.add_done_callback(self._unpin_late)
+            raise
 
-    async def _run(self, threads: ThreadPoolExecutor, work: Callable[[], _Result]) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+    def unpin(self, directory: str) -> None:
+        self._located.release(directory)
+
+    def _unpin_late(self, found: Future[str]) -> None:
+        if not found.cancelled() and found.exception() is None:
+            self._located.release(found.result())
 
     def _close(self) -> None:
         # Idle threads end, and with them what they started; then nothing is left to kill but what
         # calls that were given up still use.
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._unpacking.shutdown(wait=False, cancel_futures=True)
+        self._located.stop()
         self._servers.close()

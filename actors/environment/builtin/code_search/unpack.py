@@ -5,7 +5,7 @@ names of an archive are held to that form before anything is written; an entry t
 comes twice, or is beyond the limits makes the archive one that is refused as a whole. Links,
 devices and git's own directory are left out. What is counted are the bytes that come out, not those
 that the archive declares. Confined like the tools (`sandbox`), but for writing. It prints one line
-of JSON: `files` and `left_out`, or `refused`. Standard library alone.
+of JSON: `files`, `left_out` and `bytes`, or `refused`. Standard library alone.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class _Entry:
 def unpack(archive: str, directory: str, limits: ArchiveLimits) -> dict[str, int]:
     """Unpack into an empty directory. Returns: counts. Raises: Refused, OSError."""
     target = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    counts = {"files": 0, "left_out": 0}
-    num_bytes = 0
+    counts = {"files": 0, "left_out": 0, "bytes": 0}
     try:
         with open(archive, "rb") as file:
             for entry in _entries(archive, file, limits):
@@ -69,7 +68,8 @@ def unpack(archive: str, directory: str, limits: ArchiveLimits) -> dict[str, int
                 if entry.content is None:
                     os.close(_directory(target, parts))
                     continue
-                num_bytes += _write(target, parts, entry.content, limits.max_bytes - num_bytes)
+                room = limits.max_bytes - counts["bytes"]
+                counts["bytes"] += _write(target, parts, entry.content, room)
                 counts["files"] += 1
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         # RuntimeError: zipfile's, for an entry with a password.
