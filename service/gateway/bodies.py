@@ -141,7 +141,7 @@ class SessionsBody(StrictBody):
             data=self.task,
         )
         num_sessions = self.num_sessions or group_size
-        asked: dict[str, float | bool] = {
+        asked: dict[str, int | float | bool] = {
             name: value for name, value in self.limits.model_dump().items() if value is not None
         }
         if self.shows_tokens:
@@ -372,11 +372,11 @@ class SessionAnswer(SessionLineAnswer):
             created_at=view.created_at,
             opened_at=view.opened_at,
             ended_at=view.ended_at,
-            turns=view.num_turns,
-            sampled_tokens=view.num_sampled_tokens,
-            ambiguous=view.num_ambiguous,
-            left_out=view.num_left_out,
-            malformed=view.num_malformed,
+            turns=view.totals.num_turns,
+            sampled_tokens=view.totals.num_sampled_tokens,
+            ambiguous=view.totals.num_ambiguous,
+            left_out=view.totals.num_left_out,
+            malformed=view.totals.num_malformed,
             reward=view.reward,
             reward_pending=view.is_reward_pending,
             outcome=view.outcome,

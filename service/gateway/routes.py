@@ -15,6 +15,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem
@@ -305,36 +306,51 @@ async def _chat(
         raise
     finally:
         gone.cancel()
-    return StreamingResponse(
-        _events(dialect, style, work, lambda: port.abandon(call.session_id, call.request_id)),
-        media_type="text/event-stream",
-        headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-    )
+    return _Stream(dialect, style, work, lambda: port.abandon(call.session_id, call.request_id))
 
 
-async def _events(
-    dialect: Dialect, style: AnswerStyle, work: asyncio.Task[ChatReply], abandon: Callable[[], None]
-) -> AsyncIterator[bytes]:
+class _Stream(StreamingResponse):
     """Heartbeats until the turn is there, then its events."""
-    is_whole = False
-    try:
-        while not work.done():
-            yield dialect.heartbeat
-            await asyncio.wait({work}, timeout=HEARTBEAT_EVERY_S)
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        style: AnswerStyle,
+        work: asyncio.Task[ChatReply],
+        abandon: Callable[[], None],
+    ) -> None:
+        """abandon: called where the client is gone before the last event."""
+        super().__init__(
+            self._events(),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+        self._dialect, self._style = dialect, style
+        self._work, self._abandon = work, abandon
+        self._is_whole = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            reply = work.result()
+            await super().__call__(scope, receive, send)
+        finally:
+            # Not in the generator: of a client that is gone at once it has not begun.
+            if not self._work.done():
+                self._work.cancel()
+            elif not self._is_whole:
+                self._abandon()
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        while not self._work.done():
+            yield self._dialect.heartbeat
+            await asyncio.wait({self._work}, timeout=HEARTBEAT_EVERY_S)
+        try:
+            reply = self._work.result()
         except Refused as refused:
-            yield dialect.error_event(refused)
-            is_whole = True
-            return
-        for event in dialect.events(reply, style):
-            yield event
-        is_whole = True
-    finally:
-        if not work.done():
-            work.cancel()
-        elif not is_whole:
-            abandon()
+            yield self._dialect.error_event(refused)
+        else:
+            for event in self._dialect.events(reply, self._style):
+                yield event
+        self._is_whole = True
 
 
 async def _until_gone(request: Request) -> None:

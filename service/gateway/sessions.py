@@ -67,6 +67,7 @@ from service.intake.session import (
     SessionEnd,
     SessionKeys,
     SessionStatus,
+    SessionTotals,
     StoredSession,
     session_id,
 )
@@ -630,6 +631,7 @@ class Sessions:
 
     async def _keep_end(self, session: _Session, end: SessionEnd) -> None:
         """Raises: Refused."""
+        end = replace(end, totals=_totals(session))
         while True:
             try:
                 await self._commits.commit([SessionEnded(session_id=session.stored.id, end=end)])
@@ -820,8 +822,10 @@ class Sessions:
             raise _closed(session)
 
     async def _view(self, session: _Session) -> SessionView:
-        stored, end, counts = session.stored, session.stored.end, session.tree.counts()
+        stored, end = session.stored, session.stored.end
         status = SessionStatus.QUEUED if stored.opened_at is None else SessionStatus.OPEN
+        # The turns of one that is trained are gone.
+        totals = (end and end.totals) or _totals(session)
         return SessionView(
             id=stored.id,
             submission_id=stored.submission_id,
@@ -830,11 +834,7 @@ class Sessions:
             created_at=stored.created_at,
             opened_at=stored.opened_at,
             ended_at=end.ended_at if end else None,
-            num_turns=session.tree.num_turns,
-            num_sampled_tokens=sum(turn.num_sampled for turn in session.tree.turns),
-            num_ambiguous=counts.num_ambiguous,
-            num_left_out=counts.num_auxiliary + counts.num_unseen,
-            num_malformed=counts.num_malformed,
+            totals=totals,
             reward=end.reward if end else None,
             is_reward_pending=end is not None and end.reward_until is not None,
             outcome=end.outcome if end else None,
@@ -902,6 +902,17 @@ def _check_turns(session: _Session, finish: Finish) -> None:
             f"session has, which are below {session.tree.num_turns}",
             param="turn_rewards",
         )
+
+
+def _totals(session: _Session) -> SessionTotals:
+    tree, counts = session.tree, session.tree.counts()
+    return SessionTotals(
+        num_turns=tree.num_turns,
+        num_sampled_tokens=sum(turn.num_sampled for turn in tree.turns),
+        num_ambiguous=counts.num_ambiguous,
+        num_left_out=counts.num_auxiliary + counts.num_unseen,
+        num_malformed=counts.num_malformed,
+    )
 
 
 def _as_reply(session: _Session, turn: SessionTurn) -> ChatReply:
