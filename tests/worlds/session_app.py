@@ -17,6 +17,8 @@ from service.config.tree import ServiceSettings
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply
 from service.gateway.routes import add_sessions
+from service.intake.feed import FeedPage
+from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.session import session_id
 from service.intake.submission import Backlog, RolloutRequest, SubmissionView, SubmitReply
 from service.run.health import Readiness
@@ -43,7 +45,7 @@ class SessionRun:
         add_sessions(app, self, self, settings)
         return app
 
-    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
+    async def submit(self, requests: Sequence[RolloutRequest], *, key: str = "") -> SubmitReply:
         backlog = Backlog(waiting=0, capacity=8)
         for wanted in requests:
             if (known := self.submitted.get(wanted.id)) is not None:
@@ -57,6 +59,17 @@ class SessionRun:
 
     async def submission(self, submission_id: str) -> SubmissionView | None:
         return None
+
+    async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
+        raise NotImplementedError
+
+    async def sessions(
+        self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
+    ) -> SessionPage:
+        return self.gateway.sessions_store.page(wanted, after=after, limit=limit)
+
+    async def feed(self, *, after: int, limit: int) -> FeedPage:
+        raise NotImplementedError
 
     async def cancel(self, submission_id: str) -> SubmissionView | None:
         return None
@@ -91,6 +104,12 @@ class SessionRun:
 
     async def view(self, session_id: str) -> SessionView | None:
         return await self.gateway.sessions.view(session_id)
+
+    async def claim(self, submission_id: str, name: str) -> int | None:
+        return await self.gateway.sessions.claim(submission_id, name)
+
+    async def close_group(self, submission_id: str) -> int | None:
+        return await self.gateway.sessions.close_group(submission_id)
 
 
 @dataclass
