@@ -111,6 +111,12 @@ def fuzz(directory: Path, *options: str) -> str:
             url = f"{world.url}/api/v1/sessions"
             assert httpx.post(url, json={"id": name}, headers=headers).status_code == 201
         world.may_play.set()
+        for name in ("fuzzed-0", "other-1"):
+            opened = {**headers, "prefer": "wait=60"}
+            found = httpx.get(f"{url}/{name}", headers=opened, timeout=90).json()
+            assert found["status"] == "open"
+        # What the fuzzer submits waits: playing it would share the loop that answers.
+        world.may_play.clear()
         program = str(Path(sys.executable).with_name("schemathesis"))
         done = subprocess.run(
             [
@@ -120,7 +126,7 @@ def fuzz(directory: Path, *options: str) -> str:
             cwd=directory, env={**os.environ, "NO_COLOR": "1"},
             capture_output=True, text=True, timeout=3600, check=False,
         )  # fmt: skip
-        assert httpx.get(f"{world.url}/healthz").status_code == 200
+        assert httpx.get(f"{world.url}/healthz", timeout=60).status_code == 200
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
