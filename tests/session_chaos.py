@@ -219,6 +219,7 @@ def session_faults() -> list[Fault]:
 def check_turns(run: Run, memories: list[Memory]) -> str:
     """Hold what was trained against what was seen. Returns: how much it was, for people."""
     trained: dict[str, TrajectoryEntry] = {}
+    reasons = Counter(str(event.reason) for event in run.events() if event.kind == "evicted")
     for step in open_journal(run.place.path).steps():
         for entry in step.entries:
             if entry.reason is None:
@@ -244,8 +245,8 @@ def check_turns(run: Run, memories: list[Memory]) -> str:
         num_turns, num_seen = num_turns + found.total(), num_seen + shown.total()
     assert num_seen > 0
     return (
-        f"{len(trained)} of {len(views)} sessions trained, {num_turns} turns in them, of which "
-        f"clients saw {num_seen}"
+        f"{len(trained.keys() & views.keys())} of {len(views)} sessions trained, {num_turns} turns "
+        f"in them, of which clients saw {num_seen}; evicted: {dict(reasons)}"
     )
 
 
@@ -269,8 +270,7 @@ def key_of(ids: object, logprobs: object) -> Key:
 
 
 def prove(directory: Path, *, seed: int, num_points: int, model: str | None = None) -> None:
-    """Play and check. model: a built one; None: the run builds its own."""
-    os.environ["RAYLOOM_API_KEY"] = KEY
+    """Play and check, with KEY in the environment. model: a built one; None: the run builds one."""
     rng = random.Random(seed)
     config = small_config(
         directory,
@@ -310,6 +310,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True, help="of the choice of the faults")
     parser.add_argument("--points", type=int, default=200, help="faults")
     options = parser.parse_args()
+    os.environ["RAYLOOM_API_KEY"] = KEY
     with tempfile.TemporaryDirectory(prefix="session-chaos-") as directory:
         prove(Path(directory), seed=options.seed, num_points=options.points)
 

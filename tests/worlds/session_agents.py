@@ -126,9 +126,23 @@ class Agents:
         name, rng = session["id"], random.Random()
         if name in self._memory.finished:
             return
+        finish = f"finish {name}"
+        if finish not in self._memory.asked:
+            await self._converse(session, rng)
+            # No group is without a difference, which would not be trained.
+            body = {"reward": float(int(name[-1]) % 2)}
+            self._note("asks", request=finish, session="", messages=body)
+        # After it the session takes no more turns; nobody knows whether it was heard.
+        body = self._memory.asked[finish]["messages"]
+        headers = {"authorization": f"Bearer {session['reward_key']}"}
+        for _ in range(2):
+            view = await self._ask("POST", f"/api/v1/sessions/{name}/finish", body, headers)
+        self._note("finished", session=name, view=view)
+
+    async def _converse(self, session: dict[str, Any], rng: random.Random) -> None:
         chats: list[list[dict[str, str]]] = []
         for request, asked in list(self._memory.asked.items()):
-            if asked["session"] == name:
+            if asked["session"] == session["id"]:
                 self._note("gives up", request=request)
                 if rng.random() < 0.7:
                     await self._turn(session, asked["messages"], chats, num_tries=1)
@@ -137,16 +151,6 @@ class Agents:
             num_asked = rng.choice((1, 1, 2))
             asked_now = [_next(chats, rng) for _ in range(num_asked)]
             await asyncio.gather(*(self._turn(session, each, chats) for each in asked_now))
-        headers = {"authorization": f"Bearer {session['reward_key']}"}
-        body = {"reward": float(rng.random() < 0.5)}
-        known = self._memory.asked.get(f"finish {name}")
-        if known is not None:
-            body = known["messages"]
-        else:
-            self._note("asks", request=f"finish {name}", session="", messages=body)
-        for _ in range(2):
-            view = await self._ask("POST", f"/api/v1/sessions/{name}/finish", body, headers)
-        self._note("finished", session=name, view=view)
 
     async def _turn(
         self,
