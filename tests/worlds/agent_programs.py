@@ -52,7 +52,7 @@ class AgentKind:
     program: Callable[[Path], Path]
     """In the environment with this directory."""
     modules: tuple[str, ...]
-    """What the program imports, for the launcher."""
+    """What the program imports, also late, for the launcher: else each process does."""
     begin: Callable[[Path, int], Game]
     """Lay out the game with a number in a directory."""
     judge: Callable[[str, Game], float]
@@ -98,7 +98,14 @@ KINDS = {
         AgentKind(
             name="langgraph",
             program=lambda _: EXAMPLES / "langgraph_calculator.py",
-            modules=("langchain_core.tools", "langchain_openai", "langgraph.prebuilt"),
+            modules=(
+                "langchain_core.tools",
+                "langchain_openai",
+                "langgraph.prebuilt",
+                "openai.resources",
+                "httpcore2",
+                "truststore",
+            ),
             begin=_ask,
             judge=_has_calculated,
             learning_rate=1.5e-4,
@@ -106,7 +113,13 @@ KINDS = {
         AgentKind(
             name="openai_agents",
             program=lambda _: EXAMPLES / "openai_agents_calculator.py",
-            modules=("agents",),
+            modules=(
+                "agents",
+                "openai.resources.responses",
+                "anyio._backends._asyncio",
+                "httpcore2",
+                "truststore",
+            ),
             begin=_ask,
             judge=_has_calculated,
             learning_rate=1.5e-4,
@@ -118,6 +131,10 @@ KINDS = {
                 "minisweagent.run.mini",
                 "minisweagent.models.litellm_textbased_model",
                 "minisweagent.environments.local",
+                "litellm._service_logger",
+                "litellm.proxy.openai_files_endpoints.common_utils",
+                "httpcore",
+                "h2.connection",
             ),
             begin=_lay_out,
             judge=_has_submitted,

@@ -59,7 +59,7 @@ def standard_errors_of_rise(rewards: Sequence[float]) -> float:
     """How far the mean of the last steps is above that of the first, in its standard errors.
 
     (b - a) / sqrt((s_a^2 + s_b^2) / n), s^2 the sample variances of the n first and n last steps.
-    Example: standard_errors_of_rise([0, 1, 0, 1, 0, 9, 10, 11, 10, 11, 10]) -> 30
+    Example: standard_errors_of_rise([0, 1, 0, 1, 0, 9, 10, 11, 10, 11, 10]) -> 28.9
     """
     first, last = rewards[:NUM_COMPARED], rewards[-NUM_COMPARED:]
     variance = (statistics.variance(first) + statistics.variance(last)) / NUM_COMPARED
