@@ -23,6 +23,10 @@ log = logging.getLogger("rayloom.api")
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 # Where a session's own keys are asked for, by the routes.
 _SESSION_PATH = re.compile(r"(/sessions/|/v1/|/api/v1/sessions/[^/]+/(finish|reward)$)")
+# Token columns: large bodies of the client's, JSON or MessagePack.
+_COLUMN_PATHS = frozenset({"/api/v1/trajectories", "/api/v1/generate"})
+_TYPES = ("application/json",)
+_COLUMN_TYPES = (*_TYPES, "application/msgpack")
 # From the first look at a body to its end.
 BODY_LIMIT_S = 30.0
 
@@ -81,7 +85,9 @@ class Guards:
         has_own_keys = _SESSION_PATH.match(scope["path"]) is not None
         if scope["path"] not in OPEN_PATHS and not has_own_keys and not self._has_key(headers):
             raise _wrong_key(headers)
-        most = self._max_session_body_bytes if has_own_keys else self._max_body_bytes
+        has_columns = scope["path"] in _COLUMN_PATHS
+        is_large = has_own_keys or has_columns
+        most = self._max_session_body_bytes if is_large else self._max_body_bytes
         announced = headers.get("content-length", "0")
         # Digits beyond these make no length that could be taken.
         if announced.isdecimal() and int(announced[:20]) > most:
@@ -92,7 +98,7 @@ class Guards:
         except TimeoutError:
             raise self._too_slow() from None
         if body:
-            _check_format(headers)
+            _check_format(headers, _COLUMN_TYPES if has_columns else _TYPES)
         return body
 
     def _has_key(self, headers: Headers) -> bool:
@@ -133,8 +139,8 @@ def _too_large(most: int) -> Problem:
     )
 
 
-def _check_format(headers: Headers) -> None:
-    """Raises: Problem for a body that is not announced as plain JSON."""
+def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:
+    """Raises: Problem for a body that is not announced as one of these, and plain."""
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise Problem(
@@ -144,12 +150,12 @@ def _check_format(headers: Headers) -> None:
             headers={"Accept-Encoding": "identity"},
         )
     media_type = headers.get("content-type", "")
-    if media_type.partition(";")[0].strip().lower() != "application/json":
+    if media_type.partition(";")[0].strip().lower() not in media_types:
         raise Problem(
             415,
             "unsupported-media-type",
-            f"Content-Type is {shown(media_type)!r}, expected application/json; send one JSON "
-            "object with Content-Type: application/json",
+            f"Content-Type is {shown(media_type)!r}, expected {' or '.join(media_types)}; send one "
+            f"JSON object with Content-Type: application/json",
         )
 
 

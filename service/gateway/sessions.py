@@ -22,6 +22,7 @@ import numpy as np
 from actors.algorithm import AlgorithmSettings
 from actors.environment.rendering import ChatRenderer, RenderError
 from actors.environment.settings import RolloutSettings
+from actors.expert_records import ModelShape
 from actors.metrics import GatewayMetrics
 from actors.policy import (
     GenerateRequest,
@@ -33,6 +34,8 @@ from actors.policy import (
 )
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import (
+    PLAYED_OUT,
+    TRUNCATIONS,
     FinishReason,
     Outcome,
     RolloutAssignment,
@@ -64,6 +67,7 @@ from service.intake.session import (
     SessionEnd,
     SessionKeys,
     SessionStatus,
+    SessionTotals,
     StoredSession,
     session_id,
 )
@@ -73,6 +77,8 @@ from service.store.sessions import SessionStore
 log = logging.getLogger("rayloom.gateway")
 
 LOOK_EVERY_S = 1.0
+# Outcomes of which a missing reward is an error of its own.
+GRADED = PLAYED_OUT | TRUNCATIONS
 # A session's turns, auxiliary ones too, over those of its limit.
 MOST_TURNS_FACTOR = 8
 RETRY_AFTER_S = 5
@@ -90,6 +96,8 @@ class GatewaySettings:
     """Prompt and reply together, as the engine allows."""
     num_ahead: int = 0
     """By how much versions were ahead of steps when the term began."""
+    shape: ModelShape | None = None
+    """Vocabulary and routing of the trained model; None: not known."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -623,6 +631,7 @@ class Sessions:
 
     async def _keep_end(self, session: _Session, end: SessionEnd) -> None:
         """Raises: Refused."""
+        end = replace(end, totals=_totals(session))
         while True:
             try:
                 await self._commits.commit([SessionEnded(session_id=session.stored.id, end=end)])
@@ -724,7 +733,7 @@ class Sessions:
         )
         if end.status is SessionStatus.FINISHED and not samples:
             outcome, detail = Outcome.EMPTY, detail or "no turn of it was sampled"
-        elif end.status is SessionStatus.FINISHED and end.reward is None:
+        elif end.outcome in GRADED and end.reward is None:
             outcome, detail = Outcome.REWARD_ERROR, detail or "it was finished without a reward"
         elif versions is not None and versions[0] < oldest:
             outcome = Outcome.STALE
@@ -813,8 +822,10 @@ class Sessions:
             raise _closed(session)
 
     async def _view(self, session: _Session) -> SessionView:
-        stored, end, counts = session.stored, session.stored.end, session.tree.counts()
+        stored, end = session.stored, session.stored.end
         status = SessionStatus.QUEUED if stored.opened_at is None else SessionStatus.OPEN
+        # The turns of one that is trained are gone.
+        totals = (end and end.totals) or _totals(session)
         return SessionView(
             id=stored.id,
             submission_id=stored.submission_id,
@@ -823,11 +834,7 @@ class Sessions:
             created_at=stored.created_at,
             opened_at=stored.opened_at,
             ended_at=end.ended_at if end else None,
-            num_turns=session.tree.num_turns,
-            num_sampled_tokens=sum(turn.num_sampled for turn in session.tree.turns),
-            num_ambiguous=counts.num_ambiguous,
-            num_left_out=counts.num_auxiliary + counts.num_unseen,
-            num_malformed=counts.num_malformed,
+            totals=totals,
             reward=end.reward if end else None,
             is_reward_pending=end is not None and end.reward_until is not None,
             outcome=end.outcome if end else None,
@@ -895,6 +902,17 @@ def _check_turns(session: _Session, finish: Finish) -> None:
             f"session has, which are below {session.tree.num_turns}",
             param="turn_rewards",
         )
+
+
+def _totals(session: _Session) -> SessionTotals:
+    tree, counts = session.tree, session.tree.counts()
+    return SessionTotals(
+        num_turns=tree.num_turns,
+        num_sampled_tokens=sum(turn.num_sampled for turn in tree.turns),
+        num_ambiguous=counts.num_ambiguous,
+        num_left_out=counts.num_auxiliary + counts.num_unseen,
+        num_malformed=counts.num_malformed,
+    )
 
 
 def _as_reply(session: _Session, turn: SessionTurn) -> ChatReply:

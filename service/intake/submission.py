@@ -8,7 +8,7 @@ task itself lies in the store alone, until nothing can play it again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from hashlib import sha256
@@ -47,6 +47,8 @@ class RolloutRequest:
     """Equal for a repeated request, different for a changed one."""
     num_bytes: int
     """About as many are stored of it."""
+    batch: str = ""
+    """The client's own name for some tasks; empty: none."""
     sessions: SessionRequest | None = None
     """For a task that agents outside play, of as many members as there are samples."""
 
@@ -58,6 +60,7 @@ class RolloutRequest:
         asked_samples: int | None,
         default_samples: int,
         min_usable_samples: int | None = None,
+        batch: str = "",
         sessions: SessionRequest | None = None,
     ) -> RolloutRequest:
         """asked_samples: what the client named; None: nothing, so that it gets the run's default.
@@ -75,6 +78,8 @@ class RolloutRequest:
                     f"expected {num_samples}, one for each sample"
                 )
             sent += (dict(sessions.asked), asdict(sessions.keys[0]))
+        if batch:
+            sent += ({"batch": batch},)
         content = json.dumps(sent, sort_keys=True, ensure_ascii=False).encode()
         return cls(
             task=task,
@@ -82,12 +87,18 @@ class RolloutRequest:
             min_usable_samples=min_usable_samples,
             digest=sha256(content).hexdigest(),
             num_bytes=len(content),
+            batch=batch,
             sessions=sessions,
         )
 
     @property
     def id(self) -> str:
         return self.task.task_id
+
+
+def digest_of_requests(requests: Sequence[RolloutRequest]) -> str:
+    """Of what one HTTP request asks for, in its order."""
+    return sha256("\n".join(item.digest for item in requests).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +113,8 @@ class Submission:
     num_bytes: int
     accepted_at: float
     """Seconds since 1970."""
+    environment: str
+    batch: str = ""
     is_cancelled: bool = False
 
 
@@ -170,6 +183,10 @@ class SubmissionView:
     num_ahead: int
     """Submissions that will be admitted before it; 0 for one that is not queued."""
     rollouts: tuple[RolloutView, ...]
+    environment: str
+    batch: str
+    accepted_at: float
+    """Seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +217,8 @@ class SubmitReply:
     """Ids that were not known before."""
     conflicts: tuple[str, ...] = ()
     """Ids that are known with another content."""
+    is_key_taken: bool = False
+    """Another request was accepted under this one's idempotency key."""
     refusal: str = ""
     """Why nothing can be accepted now."""
     retry_after_s: int | None = None

@@ -17,6 +17,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.deadline import ActorLost, within
 from service.api.problems import RunUnavailable
+from service.intake.feed import FeedPage
+from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.launch.cluster import NAMESPACE
 from service.run.health import Readiness
@@ -78,7 +80,7 @@ class _RemoteHandle:
 
 
 class SupervisorClient:
-    """`service.api.app.RunPort` in any process: the supervisor, found by the run's id."""
+    """`service.api.ports.RunPort` in any process: the supervisor, found by the run's id."""
 
     def __init__(self, run_id: str, *, host: Any = None) -> None:
         """host: a handle of `service.launch.serve_host.RunHost`, where there is one."""
@@ -86,11 +88,22 @@ class SupervisorClient:
         self._host = host
         self._actor: Any = None
 
-    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
-        return await self._ask("submit", requests)
+    async def submit(self, requests: Sequence[RolloutRequest], *, key: str = "") -> SubmitReply:
+        return await self._ask("submit", requests, key)
 
     async def submission(self, submission_id: str) -> SubmissionView | None:
         return await self._ask("submission", submission_id)
+
+    async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
+        return await self._ask("tasks", wanted, after, limit)
+
+    async def sessions(
+        self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
+    ) -> SessionPage:
+        return await self._ask("sessions", wanted, after, limit)
+
+    async def feed(self, *, after: int, limit: int) -> FeedPage:
+        return await self._ask("feed", after, limit)
 
     async def cancel(self, submission_id: str) -> SubmissionView | None:
         return await self._ask("cancel", submission_id)

@@ -25,6 +25,8 @@ from actors.trajectory_queue.ledger import Ledger, LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
+from service.intake.feed import FeedPage
+from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.launch.placement import Role
@@ -307,13 +309,27 @@ class Supervisor:
             exit_reason=self._exit_reason,
         )
 
-    async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
+    async def submit(self, requests: Sequence[RolloutRequest], key: str = "") -> SubmitReply:
         """Accept tasks, all or none. Raises: LeaseLost, StoreError."""
-        return await self._own_submissions.submit(requests)
+        return await self._own_submissions.submit(requests, key=key)
 
     async def submission(self, submission_id: str) -> SubmissionView | None:
         """Raises: LeaseLost, StoreError."""
         return await self._own_submissions.view(submission_id)
+
+    async def tasks(self, wanted: TaskFilter, after: int, limit: int) -> TaskPage:
+        """Raises: LeaseLost, StoreError."""
+        return await self._own_submissions.page(wanted, after=after, limit=limit)
+
+    async def sessions(
+        self, wanted: SessionFilter, after: SessionPlace | None, limit: int
+    ) -> SessionPage:
+        """Raises: LeaseLost, StoreError."""
+        return await self._own_submissions.sessions(wanted, after=after, limit=limit)
+
+    async def feed(self, after: int, limit: int) -> FeedPage:
+        """Raises: LeaseLost, StoreError."""
+        return await self._own_submissions.feed(after=after, limit=limit)
 
     async def cancel(self, submission_id: str) -> SubmissionView | None:
         """Cancel what no step has taken. Raises: LeaseLost, StoreError."""

@@ -29,7 +29,7 @@ from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, cla
 from actors.trainer.group import TrainerGroup, remove_reservations, reservation_name
 from actors.trainer.settings import RankSettings
 from actors.trajectory_queue.settings import QueueStateSettings
-from actors.types import SESSION
+from actors.types import SESSION, UPLOADED
 from service.config.tasks import open_tasks
 from service.config.tree import Config
 from service.gateway.actor import Gateway
@@ -106,7 +106,7 @@ class Term:
             queue=config.queue,
             num_steps=config.run.steps,
             policies=config.policies,
-            durable=frozenset({SESSION}),
+            durable=frozenset({SESSION, UPLOADED}),
         )
         nodes = alive_nodes()
         self.roles = roles_of(nodes, before=roles_before)
@@ -333,6 +333,7 @@ class Term:
                 algorithm=config.algorithm,
                 max_context_tokens=config.model.max_context_tokens,
                 num_ahead=self._num_ahead,
+                shape=self._trainer.shape,
             ),
             actor_id=actor_id,
             tokenizer_path=self._model,

@@ -20,10 +20,12 @@ from sqlalchemy import Connection, Row, Table, bindparam, insert, select, update
 
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import QueueSnapshot
+from service.intake.feed import FeedEntry
 from service.intake.submission import RolloutResult
 from service.store import tables
 from service.store.database import PATIENCE_S, Database
 from service.store.errors import LeaseHeld, LeaseLost, StoreError
+from service.store.feed import add_entries, newest_number
 from service.store.lineage import Checkpoint, committed_checkpoints, lineage_totals
 from service.store.owner import is_alive_here, own_name, process_of
 from service.store.place import check_local, sqlite_file
@@ -355,10 +357,12 @@ class RunStore(ReadOnlyStore):
         new_events: Sequence[LedgerEvent],
         last_event_seq: int,
         new_results: Sequence[RolloutResult] = (),
+        new_entries: Sequence[FeedEntry] = (),
     ) -> None:
         """From here on, what the snapshot's ledger calls trained is trained.
 
-        directory: its name in the run's directory of checkpoints.
+        directory: its name in the run's directory of checkpoints. new_entries: what the feed tells
+        of the ledger up to last_event_seq.
         Raises: LeaseLost.
         """
         row = {
@@ -373,8 +377,12 @@ class RunStore(ReadOnlyStore):
 
         def store(connection: Connection) -> None:
             _insert_outcomes(connection, term, new_events, new_results)
-            totals = lineage_totals(connection, term, last_step=step)
-            _insert(connection, tables.checkpoints, {**row, "totals": totals})
+            add_entries(connection, new_entries)
+            found = {
+                "totals": lineage_totals(connection, term, last_step=step),
+                "feed_number": newest_number(connection),
+            }
+            _insert(connection, tables.checkpoints, {**row, **found})
 
         self.write(term, store)
 

@@ -19,6 +19,7 @@ from actors.outcomes import DEFAULT_RULES, Disposition
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats, Side
 from actors.types import Outcome, TrajectorySummary
+from service.intake.feed import FeedEntry
 from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutResult
 from service.run.health import Phase, Tail
@@ -224,6 +225,9 @@ class RunRecorder:
         self, *, step: int, version: int, directory: str, snapshot: QueueSnapshot
     ) -> None:
         events, results = self._take_pending()
+        entries: list[FeedEntry] = []
+        if self._submissions is not None:
+            entries = self._submissions.take_entries(last_event_seq=snapshot.last_event_seq)
 
         async def write() -> None:
             await self._thread.call(
@@ -235,6 +239,7 @@ class RunRecorder:
                 queue_snapshot=snapshot,
                 new_events=events,
                 new_results=results,
+                new_entries=entries,
                 last_event_seq=snapshot.last_event_seq,
             )
             self._stored.events(events)
