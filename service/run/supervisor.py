@@ -32,6 +32,7 @@ from service.intake.submission import RolloutRequest, SubmissionView, SubmitRepl
 from service.launch.placement import Role
 from service.launch.resume import fallback_notice, find_faults
 from service.launch.run_dir import RunDir, write_config
+from service.report.page import write_report
 from service.run.engines import Engines
 from service.run.health import (
     Cursor,
@@ -579,9 +580,6 @@ class Supervisor:
         """Returns: False for the owner of an older lease, whose run it is no more."""
         if self._store.newest_term() != self._recorder.term:
             return False
-        # Here for its matplotlib: a supervisor that replaces a killed one starts sooner without.
-        from service.report.page import write_report
-
         history = read_history(self._store)
         summary = summarize_run(
             history,
