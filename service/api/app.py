@@ -18,8 +18,6 @@ from service.api.schemas import (
     ID_PATTERN,
     ReadyAnswer,
     RolloutAnswer,
-    StopAnswer,
-    StopBody,
     SubmitAnswer,
     SubmitBody,
 )
@@ -40,10 +38,6 @@ class RunPort(Protocol):
     async def submission(self, submission_id: str) -> SubmissionView | None: ...
 
     async def cancel(self, submission_id: str) -> SubmissionView | None: ...
-
-    async def stop(self, grace_s: float | None) -> None:
-        """Have the run end after the step in hand; None: however long that takes."""
-        ...
 
     async def readiness(self) -> Readiness: ...
 
@@ -71,7 +65,6 @@ def create_app(
     problems.install(app)
     _add_health(app, run)
     _add_rollouts(app, run, settings)
-    _add_stop(app, run)
     return app
 
 
@@ -119,15 +112,6 @@ def _add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         if view.status is not Status.CANCELLED:
             raise Problem(409, "already-over", _why_not_cancelled(view))
         return RolloutAnswer.of(view)
-
-
-def _add_stop(app: FastAPI, run: RunPort) -> None:
-    @app.post(f"{PREFIX}/stop", status_code=202)
-    async def stop(body: StopBody) -> StopAnswer:
-        """End the run after the step in hand, with a checkpoint; may be repeated. What waits and
-        what is played stays accepted, for when the run goes on."""
-        await run.stop(body.grace_seconds)
-        return StopAnswer(phase=(await run.readiness()).phase.value)
 
 
 def _found(rollout_id: str, view: SubmissionView | None) -> SubmissionView:

@@ -319,7 +319,9 @@ def _evaluation_points(evaluations: Evaluations) -> Points:
     found = [
         (float(evaluation.step), value)
         for evaluation in evaluations
-        if (value := evaluation.best_known_reward) is not None and math.isfinite(value)
+        if evaluation.is_scheduled
+        and (value := evaluation.best_known_reward) is not None
+        and math.isfinite(value)
     ]
     stride = max(1, math.ceil(len(found) / MAX_EVALUATIONS))
     kept = np.array(found[::-stride][::-1], dtype=np.float64).reshape(-1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ class LocalRun:
     service: Service
     behind_s: float = 0.0
     is_gone: bool = False
-    stops: list[float | None] = field(default_factory=list)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> SubmitReply:
         return await self.service.submissions.submit(requests)
@@ -50,9 +49,6 @@ class LocalRun:
     async def cancel(self, submission_id: str) -> SubmissionView | None:
         await self.service.cancel(submission_id)
         return await self.service.submissions.view(submission_id)
-
-    async def stop(self, grace_s: float | None) -> None:
-        self.stops.append(grace_s)
 
     async def readiness(self) -> Readiness:
         if self.is_gone:
@@ -496,17 +492,3 @@ async def test_requests_are_counted_by_route_and_status_and_never_by_path(run: L
         ("", "GET", "404"): 1,
         ("/healthz", "other", "405"): 1,
     }
-
-
-async def test_a_run_is_told_to_stop_with_a_grace_or_without(
-    run: LocalRun, client: httpx.AsyncClient
-) -> None:
-    for body in ({}, {"grace_seconds": 1.5}):
-        answer = await client.post("/api/v1/stop", json=body)
-        assert answer.status_code == 202 and answer.json() == {"phase": "training"}
-    assert run.stops == [None, 1.5]
-    for body in ('{"grace_seconds": -1}', '{"grace_seconds": 1e999}'):
-        headers = {"content-type": "application/json"}
-        answer = await client.post("/api/v1/stop", content=body, headers=headers)
-        problem(answer, 422, "invalid-request")
-    assert run.stops == [None, 1.5]
