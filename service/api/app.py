@@ -14,9 +14,9 @@ from service.api.counting import CountedRequests
 from service.api.environments import add_environments
 from service.api.feed import STREAM_S, add_feed
 from service.api.guards import Guards
-from service.api.ports import PREFIX, RunPort
+from service.api.ports import RunPort
 from service.api.rollouts import add_rollouts
-from service.api.schemas import ReadyAnswer, StopAnswer, StopBody
+from service.api.schemas import ReadyAnswer
 from service.api.settings import HttpSettings
 
 
@@ -48,7 +48,6 @@ def create_app(
     add_environments(app, settings)
     add_rollouts(app, run, settings)
     add_feed(app, run, stream_s=stream_s)
-    _add_stop(app, run)
     return app
 
 
@@ -75,12 +74,3 @@ def _add_health(app: FastAPI, run: RunPort) -> None:
             engines={"ready": found.engines_ready, "total": found.engines_expected},
         )
         return JSONResponse(body.model_dump(), status_code=200 if found.is_ready else 503)
-
-
-def _add_stop(app: FastAPI, run: RunPort) -> None:
-    @app.post(f"{PREFIX}/stop", tags=["run"], status_code=202)
-    async def stop(body: StopBody) -> StopAnswer:
-        """End the run after the step in hand, with a checkpoint; may be repeated. What waits and
-        what is played stays accepted, for when the run goes on."""
-        await run.stop(body.grace_seconds)
-        return StopAnswer(phase=(await run.readiness()).phase.value)

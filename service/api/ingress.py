@@ -14,6 +14,7 @@ from ray.serve.context import _get_global_client
 
 from actors.metrics import ApiMetrics
 from service.api.app import create_app
+from service.api.control import add_control
 from service.api.settings import HttpSettings, api_application_name
 from service.config.file import ConfigError
 from service.gateway.client import GatewayClient
@@ -51,6 +52,7 @@ class ApiIngress:
         run = SupervisorClient(self._run_id, host=self._host)
         app = create_app(run, self._settings, metrics=metrics, lifespan=pushing)
         gateway = GatewayClient(run)
+        add_control(app, run)
         add_sessions(app, run, gateway, self._settings)
         add_uploads(app, run, gateway, self._settings)
         return app

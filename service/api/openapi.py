@@ -134,8 +134,10 @@ def whole_document() -> dict[str, Any]:
     """Of the API with all its routes."""
     # They import this package.
     from service.api.app import create_app
+    from service.api.control import ControlPort, add_control
     from service.api.ports import RunPort
     from service.gateway.routes import SessionPort, add_sessions
+    from service.gateway.upload_routes import UploadPort, add_uploads
 
     settings = HttpSettings(
         service=ServiceSettings(), algorithm=AlgorithmSettings(), environments=()
@@ -143,7 +145,9 @@ def whole_document() -> dict[str, Any]:
     # Neither is called where nothing is asked.
     run, sessions = cast(RunPort, None), cast(SessionPort, None)
     app = create_app(run, settings)
+    add_control(app, cast(ControlPort, None))
     add_sessions(app, run, sessions, settings)
+    add_uploads(app, run, cast(UploadPort, None), settings)
     return app.openapi()
 
 

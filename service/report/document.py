@@ -93,7 +93,9 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
             if each.name in totals.statistics
         },
         "steps": step_columns(steps),
-        "evaluations": evaluation_columns(history.evaluations),
+        "evaluations": evaluation_columns(
+            [each for each in history.evaluations if each.is_scheduled]
+        ),
         "config_text": picture.config_text.strip(),
         "live": None if live is None else _live(live),
     }

@@ -187,6 +187,7 @@ def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
     found = (
         _ledger_table(summary),
         _counted("Outcomes", "trajectories", summary.outcomes),
+        _asked_evaluations(summary),
         _stages_table(summary),
         _tokens_table(summary),
         _counted("Why turns opened a new sample", "reason", summary.merge.branches),
@@ -197,6 +198,24 @@ def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
         ),
     )
     return tuple(table for table in found if table.rows)
+
+
+def _asked_evaluations(summary: RunSummary) -> Table:
+    return Table(
+        caption="Evaluations that were asked for",
+        header=("version", "reward", "tasks", "samples", "temperature", "pass@k"),
+        rows=tuple(
+            (
+                str(each.policy_version),
+                units.reward(each.best_known_reward),
+                units.full_count(each.num_tasks),
+                units.full_count(each.num_samples),
+                f"{each.temperature:g}",
+                ", ".join(f"{k}: {value:.2f}" for k, value in sorted(each.pass_at.items())),
+            )
+            for each in summary.evaluation.asked
+        ),
+    )
 
 
 def _ledger_table(summary: RunSummary) -> Table:

@@ -121,6 +121,10 @@ class SupervisorClient:
             raise RunUnavailable("the run has no gateway for sessions now: it starts, or recovers")
         return found
 
+    async def control(self, call: str, *arguments: Any) -> Any:
+        """Make a call of `service.run.control.Control`. Raises: ControlRefused, RunUnavailable."""
+        return await self._ask("control", call, *arguments)
+
     async def _ask(self, method: str, *arguments: Any) -> Any:
         try:
             call = getattr(await self._find(), method).remote(*arguments)

@@ -1,5 +1,5 @@
 """The tables of a run's database: leases, checkpoints, ledger events, records, submissions,
-sessions and uploads.
+sessions, uploads, and what operators asked for.
 
 A row of `checkpoints` is the commit point: what its ledger names as trained is trained. Rows of
 `events`, `steps` and `evaluations` carry the term that wrote them; `lineage.py` says which of
@@ -42,6 +42,7 @@ from actors.types import FinishReason, Outcome, VersionSpan
 from service.intake.feed import FeedKind
 from service.intake.session import SessionEnd, SessionSpec, SessionStatus
 from service.intake.submission import RolloutRequest, RolloutResult, SubmissionView
+from service.run.pauses import Pausable
 from service.store.errors import Damaged
 from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.totals import RunTotals
@@ -211,6 +212,9 @@ leases = Table(
     Column("renewed_at", Float, nullable=True),
     # The checkpoint that this term started from; null for a fresh start.
     Column("parent_checkpoint", Integer, ForeignKey("checkpoints.id"), nullable=True),
+    # An operator asked for that checkpoint: what was committed after it is undone, and is gone back
+    # to no more, also where this term commits nothing.
+    Column("is_return", Boolean, nullable=False, default=False),
 )
 
 checkpoints = Table(
@@ -255,6 +259,8 @@ evaluations = Table(
     metadata,
     Column("term", Integer, ForeignKey("leases.term"), primary_key=True),
     Column("step", Integer, primary_key=True, autoincrement=False),
+    # 0: the schedule's own; 1, 2, 3, … those that were asked for at this step.
+    Column("number", Integer, primary_key=True, autoincrement=False),
     Column("record", AsJson(EvaluationRecord), nullable=False),
 )
 
@@ -437,4 +443,29 @@ session_intents = Table(
     Column("parent", Integer, nullable=True),
     Column("policy_version", Integer, nullable=True),
     Column("created_at", Float, nullable=False),
+)
+
+# What an operator has paused; no row: nothing. Of no term: a pause ends when it is resumed.
+pauses = Table(
+    "pauses",
+    metadata,
+    Column("part", AsWord(Pausable), primary_key=True),
+    Column("since", Float, nullable=False),
+    Column("reason", String, nullable=False),
+)
+
+# What operators asked of the run, refusals included; the newest of them.
+admin_calls = Table(
+    "admin_calls",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("at", Float, nullable=False),
+    # The name of the key; empty: the run knows none.
+    Column("caller", String, nullable=False),
+    # Such as "POST /api/v1/control/training/pause".
+    Column("call", String, nullable=False),
+    # The body as it was sent, cut.
+    Column("body", Text, nullable=False),
+    Column("status", Integer, nullable=False),
+    Column("answer", Text, nullable=False),
 )

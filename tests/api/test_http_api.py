@@ -491,17 +491,3 @@ async def test_requests_are_counted_by_route_and_status_and_never_by_path(run: L
         ("", "GET", "404"): 1,
         ("/healthz", "other", "405"): 1,
     }
-
-
-async def test_a_run_is_told_to_stop_with_a_grace_or_without(
-    run: LocalRun, client: httpx.AsyncClient
-) -> None:
-    for body in ({}, {"grace_seconds": 1.5}):
-        answer = await client.post("/api/v1/stop", json=body)
-        assert answer.status_code == 202 and answer.json() == {"phase": "training"}
-    assert run.stops == [None, 1.5]
-    for body in ('{"grace_seconds": -1}', '{"grace_seconds": 1e999}'):
-        headers = {"content-type": "application/json"}
-        answer = await client.post("/api/v1/stop", content=body, headers=headers)
-        problem(answer, 422, "invalid-request")
-    assert run.stops == [None, 1.5]
