@@ -486,7 +486,7 @@ class Sessions:
             # Its group was cancelled.
             self._drop(session, str(error))
             raise _closed(session) from error
-        if sampling.is_abandoned and not stored.is_unseen and session.is_open:
+        if sampling.is_abandoned and not stored.is_unseen:
             self._hide(session, stored.number)
         return stored
 
