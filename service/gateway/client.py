@@ -28,6 +28,7 @@ from service.intake.uploads import (
     UploadView,
 )
 from service.run.remote_handles import SUPERVISOR_DEADLINE_S, await_reply
+from service.store.errors import LeaseLost, StoreError
 
 # The gateway ends a request itself when its time is up; only one that does not is given up.
 ANSWER_MARGIN_S = 2.0
@@ -158,7 +159,8 @@ class GatewayClient:
     async def _reply(self, call: Awaitable[Answer], deadline_s: float) -> Answer:
         try:
             return await await_reply(call, name="gateway", deadline_s=deadline_s)
-        except ActorLost as error:
+        except (ActorLost, LeaseLost, StoreError) as error:
+            # It is gone, or will be: it can store nothing any more.
             self._actor = None
             raise RunUnavailable(str(error)) from error
 

@@ -176,6 +176,7 @@ class Sessions:
         # One thread: a tokenizer is not for two at once.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
         self._begun: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
 
     # -- what agents ask ----------------------------------------------------------------------
 
@@ -226,7 +227,7 @@ class Sessions:
             raise _unavailable("the turn was not sampled in time; send the request again") from None
         except asyncio.CancelledError:
             if sampling.task.cancelled():
-                raise _closed(session) from None
+                raise (_stopping() if session.is_open else _closed(session)) from None
             raise
         turn = session.tree.turn(turn.number)
         if sampling.is_abandoned:
@@ -444,6 +445,8 @@ class Sessions:
                     self._keep_going(self._end_overdue(session, end))
 
     def close(self) -> None:
+        """Take nothing more: what is asked from here on is for the next gateway."""
+        self._is_closed = True
         for task in self._begun:
             task.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -586,7 +589,7 @@ class Sessions:
             self._drop(session, str(error))
             raise _closed(session) from error
         self._metrics.commit_seconds.observe(time.monotonic() - began)
-        if sampling.is_abandoned and not stored.is_unseen and session.is_open:
+        if sampling.is_abandoned and not stored.is_unseen:
             self._hide(session, stored.number)
         return stored
 
@@ -768,6 +771,8 @@ class Sessions:
         return session
 
     async def _known_or_refused(self, name: str) -> _Session:
+        if self._is_closed:
+            raise _stopping()
         session = await self._find(name)
         if session is None:
             raise Refused(
@@ -946,6 +951,10 @@ def _unsampled(error: Exception) -> Refused:
 
 def _unavailable(why: str) -> Refused:
     return Refused(RefusalCode.NOT_AVAILABLE, why, retry_after_s=RETRY_AFTER_S)
+
+
+def _stopping() -> Refused:
+    return _unavailable("the gateway is being stopped; send the request again")
 
 
 def _closed(session: _Session) -> Refused:

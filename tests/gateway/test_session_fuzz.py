@@ -299,5 +299,6 @@ async def test_readers_that_are_slow_or_gone_hold_up_nobody(tmp_path: Path) -> N
         await broken
     slow.may_read.set()
     assert (await reading).endswith(b"data: [DONE]\n\n")
+    await until(lambda: not run.telling)
     view = await run.gateway.finish(1.0)
     assert (view.totals.num_turns, view.totals.num_left_out) == (6, 4)

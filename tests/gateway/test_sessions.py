@@ -489,3 +489,17 @@ async def test_a_late_word_of_a_broken_connection_hides_no_turn_that_a_retry_got
     await gateway.restart()
     found = gateway.sessions_store.load(NAME)
     assert found is not None and [turn.is_unseen for turn in found[1]] == [True, False, False]
+
+
+async def test_a_gateway_that_is_stopped_ends_no_session(tmp_path: Path) -> None:
+    """The request may be sent again, to the next one."""
+    gate = asyncio.Event()
+    gateway = await Gateway(tmp_path, policy=Policy(before=gate.wait)).opened()
+    asked = asyncio.create_task(gateway.ask(HI, request_id="one"))
+    while not gateway.policy.requests:
+        await asyncio.sleep(0.01)
+    after = await gateway.restart(NAME)
+    for refused in (await refusal(asked), await refusal(gateway.ask(HI))):
+        assert refused.code is RefusalCode.NOT_AVAILABLE
+    gate.set()
+    assert (await after.ask(HI, request_id="one")).turn_id == "task-0.0"

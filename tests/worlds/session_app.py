@@ -32,7 +32,8 @@ class SessionRun:
 
     gateway: Gateway
     submitted: dict[str, RolloutRequest] = field(default_factory=dict)
-    _telling: set[asyncio.Task[None]] = field(default_factory=set)
+    telling: set[asyncio.Task[None]] = field(default_factory=set)
+    """Abandoned requests, on their way to the gateway."""
 
     def app(self) -> FastAPI:
         settings = HttpSettings(
@@ -90,8 +91,8 @@ class SessionRun:
     def abandon(self, session_id: str, request_id: str) -> None:
         # As a call of an actor whose answer nobody awaits.
         task = asyncio.create_task(self.gateway.sessions.abandon(session_id, request_id))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self.telling.add(task)
+        task.add_done_callback(self.telling.discard)
 
     async def finish(self, session_id: str, key_digest: str, finish: Finish) -> SessionView:
         return await self.gateway.sessions.finish(session_id, key_digest, finish)
@@ -156,7 +157,15 @@ class Reader:
         return b"".join(self.parts)
 
     async def _send(self, message: Message) -> None:
-        await self.may_read.wait()
+        # As servers do: what is sent to one that is gone is dropped at once.
+        waiting = [asyncio.create_task(event.wait()) for event in (self.may_read, self.left)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+        if self.left.is_set():
+            return
         if message["type"] == "http.response.start":
             self.status = message["status"]
         elif message["type"] == "http.response.body":
