@@ -10,7 +10,7 @@ LOCK := cpu
 LOCKED := $(PIP) install --quiet --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo test chaos proof stack image mutants bench-merge bench-train bench-recovery lint lock clean
+.PHONY: help setup deps demo test chaos proof stack image mutants bench-merge bench-train bench-recovery lint lock page clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,7 +47,7 @@ test: setup ## all the tests but those of `chaos` and `proof`
 chaos: setup ## runs and groups whose parts die, freeze or are interrupted; SEED=n MINUTES=m: faults by chance
 	$(if $(SEED),$(BIN)/python tests/chaos.py --seed $(SEED) --minutes $(or $(MINUTES),30),$(BIN)/python -m pytest -m 'chaos and not proof')
 
-proof: setup ## the long proofs and `chaos`, or one part: PART=training, nodes, release, chart, images, chaos
+proof: setup ## the long proofs and `chaos`, or one part: PART=training, clients, nodes, release, chart, images, chaos, fuzz
 	$(BIN)/python -m pytest -m '(proof or chaos)$(if $(PART), and $(PART))' --timeout 3600
 
 stack: setup ## a service with Prometheus and Alertmanager, in the background; DO=status, DO=down
@@ -101,6 +101,9 @@ lock: ## resolve the lock files again, as pyproject.toml asks (needs uv); UPGRAD
 	$(RESOLVE) $(if $(UPGRADE),--upgrade) pyproject.toml --extra cpu --extra reasoning-gym --extra dev \
 		--excludes locks/excluded-cpu.txt --constraints locks/cpu.txt \
 		$(call WITHOUT,locks/source.in locks/cpu.txt) -o locks/dev.txt
+
+page: ## pack the page again from service/page/src (needs npm)
+	cd service/page && npm ci --no-audit --no-fund --ignore-scripts && npm run check && npm run build
 
 clean: ## remove the environment and the caches
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -187,6 +187,9 @@ class RunMetrics:
         self.phase = registry.gauges(
             "rayloom_run_phase", "1 for what the run is doing, 0 for all else.", label="phase"
         )
+        self.paused = registry.gauges(
+            "rayloom_run_paused", "1 for what an operator has paused, 0 for all else.", label="part"
+        )
         self.phase_time = registry.gauge(
             "rayloom_run_phase_timestamp_seconds",
             "Since when the run does that, seconds since 1970.",

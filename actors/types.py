@@ -27,6 +27,8 @@ NO_VERSION = -1
 UNDONE = 1 << 30
 # The environment of the tasks that agents outside play, over HTTP.
 SESSION = "session"
+# Of the groups of trajectories that were sampled elsewhere, and are uploaded whole.
+UPLOADED = "uploaded"
 
 
 class FinishReason(StrEnum):

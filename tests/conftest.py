@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What `make proof PART=…` runs.
-PROOF_PARTS = {"training", "nodes", "release", "chart", "images", "chaos"}
+PROOF_PARTS = {"training", "clients", "nodes", "release", "chart", "images", "chaos", "fuzz"}
 
 # No deadline: machines that run tests are busy.
 settings.register_profile("rayloom", deadline=None, suppress_health_check=[HealthCheck.too_slow])

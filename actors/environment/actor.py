@@ -69,7 +69,6 @@ class EnvironmentActor:
         )
         self._evaluations: set[asyncio.Task[Trajectory]] = set()
         self._num_evaluated = 0
-        self._evaluation_slots = asyncio.Semaphore(settings.rollouts.slots_per_actor)
 
     async def run(self) -> None:
         """Take, play and hand over until `stop`.
@@ -97,15 +96,20 @@ class EnvironmentActor:
                 play.cancel()
 
     async def evaluate(
-        self, tasks: Sequence[Task], *, temperature: float = 0.0
+        self, tasks: Sequence[Task], *, temperature: float = 0.0, slots_share: float = 1.0
     ) -> list[TrajectorySummary]:
-        """Play each task once, beside the training episodes and counted apart from them.
+        """Play each task as often as it is named, beside the training episodes and counted apart
+        from them.
 
-        Returns: one summary a task, in their order; nothing goes to the queue.
+        slots_share: of rollouts.slots_per_actor, so many are played at once.
+        Returns: one summary for each, in their order; nothing goes to the queue.
         """
-        assignments = [_evaluation(task) for task in tasks]
+        assignments = [_evaluation(task, number) for number, task in enumerate(tasks)]
+        slots = asyncio.Semaphore(
+            max(1, int(slots_share * self._settings.rollouts.slots_per_actor))
+        )
         plays = [
-            asyncio.create_task(self._evaluate_one(assignment, temperature=temperature))
+            asyncio.create_task(self._evaluate_one(assignment, slots, temperature=temperature))
             for assignment in assignments
         ]
         self._evaluations.update(plays)
@@ -157,17 +161,17 @@ class EnvironmentActor:
         return self._policy
 
     async def _evaluate_one(
-        self, assignment: RolloutAssignment, *, temperature: float
+        self, assignment: RolloutAssignment, slots: asyncio.Semaphore, *, temperature: float
     ) -> Trajectory:
-        async with self._evaluation_slots:
+        async with slots:
             episode = partial(self._episode, temperature=temperature)
             trajectory = await play_once(episode, assignment)
         self._num_evaluated += 1
         return trajectory
 
 
-def _evaluation(task: Task) -> RolloutAssignment:
-    rollout_id = f"evaluation-{task.task_id}"
+def _evaluation(task: Task, number: int) -> RolloutAssignment:
+    rollout_id = f"evaluation-{task.task_id}-{number}"
     return RolloutAssignment(
         rollout_id=rollout_id, group_id=rollout_id, group_number=-1, attempt=0, task=task
     )

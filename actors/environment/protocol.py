@@ -295,7 +295,8 @@ class Environment(Protocol):
     """One episode at a time; every random choice derives from the task's seed.
 
     A constructor takes options as keyword arguments and does nothing slow; slow work belongs in
-    `reset`. No method may block the event loop: other episodes share it.
+    `reset`. No method may block the event loop: other episodes share it. An attribute `data_schema`
+    may hold the JSON schema of its tasks' data (`task_data`); without it any object is taken.
     """
 
     async def reset(self, task: Task) -> Observation:

@@ -14,9 +14,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from actors.environment.builtin.calculator import CalculatorEnvironment
+from actors.environment.builtin.code_search.environment import CodeSearchEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
 from actors.environment.builtin.reasoning_gym_env import ReasoningGymEnvironment
 from actors.environment.protocol import Environment
+from actors.environment.task_data import BadDataSchema, data_schema_of
 
 ENTRY_POINT_GROUP = "rayloom.environments"
 
@@ -26,6 +28,7 @@ EnvironmentFactory = Callable[..., Environment]
 _factories: dict[str, EnvironmentFactory] = {
     "guessing": GuessingEnvironment,
     "calculator": CalculatorEnvironment,
+    "code_search": CodeSearchEnvironment,
     "reasoning_gym": ReasoningGymEnvironment,
 }
 
@@ -74,7 +77,9 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
         ) from None
     make = partial(factory, **options)
     try:
-        make()
+        data_schema_of(make())
+    except BadDataSchema as error:
+        raise BadEnvironmentOptions(f"environment {name!r}: {error}; mend the class") from error
     except (TypeError, ValueError) as error:
         raise BadEnvironmentOptions(f"environment {name!r}: {error}") from error
     return make

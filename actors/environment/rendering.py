@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from hashlib import sha256
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,6 +46,11 @@ class ChatTokenizer(Protocol):
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
+    def get_vocab(self) -> dict[str, int]: ...
+
+    @property
+    def chat_template(self) -> Any: ...
+
     @property
     def eos_token_id(self) -> int | None: ...
 
@@ -68,6 +74,17 @@ def load_tokenizer(path: str) -> ChatTokenizer:
     loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
     tokenizer: ChatTokenizer = loader.from_pretrained(path)
     return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer: ChatTokenizer) -> str:
+    """Tell tokenizers apart: equal for equal vocabularies, added tokens included, and templates.
+
+    Who samples elsewhere computes it alike, from a Hugging Face tokenizer.
+    Returns: "sha256:" and the digest, hexadecimal, of the JSON text that stands here.
+    """
+    content = {"chat_template": tokenizer.chat_template, "vocab": tokenizer.get_vocab()}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{sha256(text.encode()).hexdigest()}"
 
 
 def load_renderer(
@@ -264,6 +281,11 @@ class ChatRenderer:
         self._cached_prompt = lru_cache(_CACHE_ENTRIES)(self._render_prompt)
         self._cached_delta = lru_cache(_CACHE_ENTRIES)(self._render_delta)
         self._cached_text = lru_cache(_CACHE_ENTRIES)(self._decode)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """As `tokenizer_fingerprint`."""
+        return tokenizer_fingerprint(self._tokenizer)
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TokenIds:
         """Render a chat's beginning with the generation prompt.

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.expert_records import ExpertIndices, ExpertRecords
-from actors.merge.branches import branch_reason, common_prefix
+from actors.merge.branches import branch_reason, common_prefix, regions
 from actors.types import (
     NO_VERSION,
     BranchReason,
@@ -83,12 +83,6 @@ class _OpenSample:
         if shared < self.prompt.shape[0]:
             return shared
         return shared + common_prefix(self.sampled, prompt[shared:])
-
-    def regions(self) -> NDArray[np.int32]:
-        """[T] int32: the first prompt is 0, each action odd, each observation even."""
-        borders = [0, *(each for turn in self.turns for each in (turn.start, turn.end))]
-        lengths = np.diff(borders)
-        return np.repeat(np.arange(lengths.shape[0], dtype=np.int32), lengths)
 
 
 class SampleBuilder:
@@ -179,7 +173,7 @@ class SampleBuilder:
             if reason is None:
                 nearest = self._open[parent]
                 ids = np.concatenate([nearest.prompt, nearest.sampled])
-                reason = branch_reason(ids, prompt, regions=nearest.regions(), position=shared)
+                reason = branch_reason(ids, prompt, regions=regions(nearest.turns), position=shared)
             sample = _OpenSample(parent if shared else None, shared, reason)
         self._open.append(sample)
         return sample

@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from actors.environment.task_data import DataCheck
 from actors.types import Task
 
 # Below 2^31, so that a seed suits every generator there is (some take 32 bits, some signed).
@@ -132,16 +133,17 @@ class BadTaskFile(ValueError):
     """A task file cannot be used; the message names the row and the remedy."""
 
 
-def read_tasks(path: str | Path) -> list[Task]:
+def read_tasks(path: str | Path, *, checks: Mapping[str, DataCheck] | None = None) -> list[Task]:
     """Read a task file, by its suffix: .jsonl or .parquet.
 
+    Args: checks: by environment, what its tasks' data have to satisfy.
     Raises: BadTaskFile for an unknown suffix, an unreadable or empty file, a row that is not a
-    task, or a task id that comes twice.
+    task or whose data the environment does not take, or a task id that comes twice.
     """
     path = Path(path)
     _check_suffix(path)
     try:
-        rows = list(_parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path))
+        rows = list(_parquet_rows(path) if path.suffix == ".parquet" else json_rows(path))
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise BadTaskFile(f"task file {path}: cannot be read: {error}") from error
     first_found: dict[str, str] = {}
@@ -154,6 +156,9 @@ def read_tasks(path: str | Path) -> list[Task]:
                 "expected unique ids; rename or remove one"
             )
         first_found[task.task_id] = where
+        check = (checks or {}).get(task.environment)
+        if check is not None and (problem := check.problem(task.data)):
+            raise BadTaskFile(f"{where}: task {task.task_id!r}: {problem}")
         tasks.append(task)
     if not tasks:
         raise BadTaskFile(f"task file {path}: got no tasks, expected one or more")
@@ -198,7 +203,8 @@ def _check_suffix(path: Path) -> None:
         )
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The values of a JSONL file, and where each stands. Raises: BadTaskFile, OSError."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}, line {number}"

@@ -17,10 +17,12 @@ by the sample builder.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.types import BranchReason, TokenIds
+from actors.types import BranchReason, TokenIds, TurnSpan
 
 # Histories count as alike again where this many of the sample's last tokens come back; in short
 # turns fewer, down to the second number.
@@ -55,6 +57,14 @@ def branch_reason(
     if changed[0] == 0:
         return BranchReason.TOOLS_CHANGED
     return BranchReason.RETOKENISED if changed[0] % 2 else BranchReason.TEMPLATE
+
+
+def regions(turns: Sequence[TurnSpan]) -> NDArray[np.int32]:
+    """[T] int32, up to the last turn's end: the first prompt is 0, each action odd, each
+    observation even."""
+    borders = [0, *(each for turn in turns for each in (turn.start, turn.end))]
+    lengths = np.diff(borders)
+    return np.repeat(np.arange(lengths.shape[0], dtype=np.int32), lengths)
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:

@@ -49,8 +49,8 @@ class TrainerSettings:
     """Where the ranks run."""
     dtype: Dtype = Dtype.FLOAT32
     """What forward and backward compute in; weights and optimiser stay float32."""
-    learning_rate: Rate = 1e-3
-    """AdamW's learning rate after the warm-up."""
+    learning_rate: NotNegative = 1e-3
+    """AdamW's learning rate after the warm-up; 0: nothing is learnt, for a control."""
     warmup_updates: Natural = 5
     """Optimiser updates of linear warm-up."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)

@@ -185,6 +185,12 @@ class TrajectoryQueue:
         self._notify()
         return num_held
 
+    async def hold(self, is_held: bool) -> None:
+        """Hand out nothing, or go on. As QueueState.hold."""
+        await self._opened.wait()
+        self._state.hold(is_held)
+        self._notify()
+
     async def cancel_group(self, group_id: str) -> tuple[bool, QueueCut]:
         """Evict a group as cancelled; False when it has left, or a step has taken it."""
         await self._opened.wait()

@@ -41,6 +41,8 @@ from actors.trajectory_queue.window import AdmissionWindow
 from actors.types import Outcome, RolloutAssignment, TrajectorySummary
 
 _DEFAULT_POLICY = OutcomePolicy()
+# How what was played ends where its turns were held for too long.
+HELD_UP = frozenset({Outcome.WALL_TIMEOUT, Outcome.INFRASTRUCTURE_ERROR})
 
 
 class QueueState:
@@ -89,7 +91,9 @@ class QueueState:
         self._failures = FailureCounter()
         self._released: set[str] = set()
         """Ids of dead actors."""
-        self._is_ended = False
+        self._is_ended = self._is_held = False
+        self._held_up: set[str] = set()
+        """Rollout ids that were handed out while turns were held, and have not come back."""
         self._num_changes = 0
         if not keeps_taken:
             self._window.roll_back_all()
@@ -155,6 +159,8 @@ class QueueState:
             raise ActorReleased(
                 f"queue: actor {actor_id} was released; a replacement needs an id of its own"
             )
+        if self._is_held:
+            return []
         assignments: list[RolloutAssignment] = []
         candidates = self._candidates(environments)
         while len(assignments) < max_count:
@@ -174,6 +180,13 @@ class QueueState:
             return False
         group = self._group_of(rollout)
         del self._handed_out[rollout.rollout_id]
+        was_held_up = rollout.rollout_id in self._held_up
+        self._held_up.discard(rollout.rollout_id)
+        if was_held_up and summary.outcome in HELD_UP and not self._is_durable(group):
+            self._num_retries += 1
+            rollout.clear(RolloutState.PENDING)
+            self._make_ready(rollout)
+            return True
         self._summaries.append(summary)
         group.end_attempt(rollout, summary, payload)
         self._after_attempt(rollout, summary.outcome)
@@ -256,6 +269,18 @@ class QueueState:
         self._fail(rollouts, detail="its payload was lost")
         return rolled_back
 
+    def hold(self, is_held: bool) -> None:
+        """Hand out nothing while no turn is sampled, or go on.
+
+        A rollout that was played meanwhile, and whose time ran out, is played again: its attempt
+        counts as if it had never been handed out. Not where somebody outside ends it, who would
+        give the same again.
+        """
+        self._is_held = is_held
+        if is_held:
+            self._held_up.update(self._handed_out)
+        self._num_changes += 1
+
     def set_loaded_version(self, version: int) -> None:
         """Every ready engine holds `version`. Raises: ValueError when it goes backwards."""
         self._window.set_loaded_version(version)
@@ -321,6 +346,9 @@ class QueueState:
             replacements=dict(self._replacements),
             variance_refills=self._refills.counts(),
         )
+
+    def _is_durable(self, group: Group) -> bool:
+        return group.task.environment in self.settings.durable
 
     def _policy(self, environment: str) -> OutcomePolicy:
         return self.settings.policies.get(environment, _DEFAULT_POLICY)
@@ -404,6 +432,7 @@ class QueueState:
         held = [r for r in map(self._find, list(self._handed_out)) if r and r.actor_id == actor_id]
         for rollout in held:
             del self._handed_out[rollout.rollout_id]
+            self._held_up.discard(rollout.rollout_id)
         self._fail(held, detail=detail)
         return len(held)
 
@@ -414,7 +443,7 @@ class QueueState:
             if self._find(rollout.rollout_id) is None or rollout.state is RolloutState.GONE:
                 continue
             group = self._group_of(rollout)
-            if group.task.environment in self.settings.durable:
+            if self._is_durable(group):
                 rollout.clear(RolloutState.PENDING)
                 self._make_ready(rollout)
             else:
@@ -462,6 +491,7 @@ class QueueState:
 
     def _evict(self, rollout: Rollout, reason: EvictionReason) -> None:
         self._handed_out.pop(rollout.rollout_id, None)
+        self._held_up.discard(rollout.rollout_id)
         self._drop_waiting(rollout.rollout_id)
         rollout.clear(RolloutState.GONE)
         self._num_changes += 1

@@ -35,6 +35,7 @@ from actors.deadline import is_set_within, within
 from actors.weights.board import (
     Board,
     BoardStatus,
+    HoldOrder,
     NotPublished,
     Publication,
     Seat,
@@ -142,6 +143,11 @@ class WeightBoard:
             await self._wait_for_change(min(remaining_s, PROBE_PERIOD_S))
             await self._drop_dead(self._board.laggards())
 
+    async def hold(self, is_held: bool) -> None:
+        """Have every replica hold its turns, or go on."""
+        self._board.hold(is_held)
+        self._wake()
+
     async def status(self, term: int | None = None) -> BoardStatus:
         """How it stands. term: of the asking run, which so shows that it lives."""
         now = self._clock()
@@ -206,10 +212,12 @@ class WeightBoard:
         version: int | None,
         timeout_s: float,
         num_workers: int = 1,
-    ) -> Publication | None:
-        """Say that the replica lives and holds (term, version); wait for what it must load.
+        is_held: bool = False,
+    ) -> Publication | HoldOrder | None:
+        """Say that the replica lives and holds (term, version); wait for what it must load or do.
 
-        Args: num_workers: processes of its engine that take part in a broadcast.
+        Args: num_workers: processes of its engine that take part in a broadcast. is_held: whether
+            it holds its turns.
         Returns: None when nothing came up within timeout_s.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
@@ -219,6 +227,7 @@ class WeightBoard:
             term,
             version=version,
             num_workers=num_workers,
+            is_held=is_held,
             lease_s=timeout_s,
             now=self._clock(),
         )

@@ -116,6 +116,18 @@ class ReplicaReport:
     version: int | None = None
     check_logprobs: Float32s | None = None
     """Its scores of `check_tokens` after its last load; None before it."""
+    loaded_at: float | None = None
+    """When it said that it had loaded its version, by the board's clock; None: not to this board.
+    """
+    is_held: bool = False
+    """It samples nothing: its turns wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldOrder:
+    """For an engine: hold your turns, or go on."""
+
+    is_held: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +142,9 @@ class BoardStatus:
 
     retired: frozenset[str] = frozenset()
     """Replicas that ended in order, as when Serve was asked for fewer; of the newest."""
+
+    now: float = 0.0
+    """By the board's clock."""
 
     quiet_s: float = 0.0
     """Seconds since all live replicas held the current publication, or a start or a load got
@@ -200,6 +215,7 @@ class Board:
         self._num_failed: Counter[str] = Counter()
         """By replica, the seats that it was given since it last loaded a version."""
         self._num_groups = 0
+        self._is_held = False
 
     # Publications
 
@@ -258,6 +274,7 @@ class Board:
         *,
         version: int | None,
         num_workers: int,
+        is_held: bool = False,
         lease_s: float,
         now: float,
     ) -> None:
@@ -265,7 +282,7 @@ class Board:
         known = self._replicas.get(replica_id) or ReplicaReport(
             replica_id=replica_id, num_workers=num_workers
         )
-        self._replicas[replica_id] = replace(known, term=term, version=version)
+        self._replicas[replica_id] = replace(known, term=term, version=version, is_held=is_held)
         self._extend(replica_id, lease_s=lease_s, now=now)
         if replica_id in self.laggards():
             self._get_on(0, now=now)
@@ -276,10 +293,19 @@ class Board:
             self._extend(replica_id, lease_s=lease_s, now=now)
             self._get_on(num_loaded, now=now)
 
-    def next_for(self, replica_id: str) -> Publication | None:
-        """The current publication, for a replica that lacks it."""
+    def hold(self, is_held: bool) -> None:
+        """From now on every replica, those that join too, is to hold its turns, or to go on."""
+        self._is_held = is_held
+
+    def next_for(self, replica_id: str) -> Publication | HoldOrder | None:
+        """The current publication, for a replica that lacks it; else whether it is to hold."""
         replica = self._replicas.get(replica_id)
-        return None if replica is None or self._holds(replica) else self._current
+        if replica is None:
+            return None
+        if not self._holds(replica):
+            return self._current
+        is_as_asked = replica.is_held == self._is_held
+        return None if is_as_asked else HoldOrder(is_held=self._is_held)
 
     def report(
         self,
@@ -294,7 +320,7 @@ class Board:
         if (replica := self._replicas.get(replica_id)) is None:
             return
         self._replicas[replica_id] = replace(
-            replica, term=term, version=version, check_logprobs=check_logprobs
+            replica, term=term, version=version, check_logprobs=check_logprobs, loaded_at=now
         )
         self._extend(replica_id, lease_s=0.0, now=now)
         self._num_failed.pop(replica_id, None)
@@ -331,6 +357,7 @@ class Board:
             version=None if self._current is None else self._current.version,
             replicas=tuple(self._replicas.values()),
             retired=frozenset(self._retired),
+            now=now,
             quiet_s=now - self._moved_at,
         )
 

@@ -150,8 +150,8 @@ def caller_of(request: Request) -> Caller:
 
 
 def note_caller(scope: Scope, caller: Caller) -> None:
-    """For `caller_of`."""
-    scope.setdefault("state", {})["caller"] = caller
+    """For `caller_of`; the name alone is for what writes it down."""
+    scope.setdefault("state", {}).update(caller=caller, key_name=caller.name)
 
 
 def check_scope(caller: Caller, *, path: str) -> None:
@@ -166,8 +166,14 @@ def check_scope(caller: Caller, *, path: str) -> None:
 
 
 # What a client's key may ask; whatever is added elsewhere is for admins. Each of these routes shows
-# and changes what is the caller's tenant's alone.
-CLIENT_PATHS = ("/api/v1/rollouts", "/api/v1/sessions", "/docs", "/openapi.json")
+# and changes what is the caller's tenant's alone, or the same for all.
+CLIENT_PATHS = (
+    "/api/v1/rollouts",
+    "/api/v1/sessions",
+    "/api/v1/environments",
+    "/docs",
+    "/openapi.json",
+)
 
 
 def _wrong_key(*, has_sent: bool) -> Problem:

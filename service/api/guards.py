@@ -35,6 +35,10 @@ _TURN_PATH = re.compile(r"/sessions/|/v1/")
 # Far beyond what any client sends; names and values together.
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
+# Token columns: large bodies of the client's, JSON or MessagePack.
+_COLUMN_PATHS = frozenset({"/api/v1/trajectories", "/api/v1/generate"})
+_TYPES = ("application/json",)
+_COLUMN_TYPES = (*_TYPES, "application/msgpack")
 # From the first look at a body to its end.
 BODY_LIMIT_S = 30.0
 
@@ -97,8 +101,9 @@ class Guards:
             caller = await self._callers.admit(headers)
             check_scope(caller, path=scope["path"])
             note_caller(scope, caller)
-        is_turn = _TURN_PATH.match(scope["path"]) is not None
-        most = self._max_session_body_bytes if is_turn else self._max_body_bytes
+        has_columns = scope["path"] in _COLUMN_PATHS
+        is_large = has_columns or _TURN_PATH.match(scope["path"]) is not None
+        most = self._max_session_body_bytes if is_large else self._max_body_bytes
         announced = headers.get("content-length", "0")
         # Digits beyond these make no length that could be taken.
         if announced.isdecimal() and int(announced[:20]) > most:
@@ -109,7 +114,7 @@ class Guards:
         except TimeoutError:
             raise self._too_slow() from None
         if body:
-            _check_format(headers)
+            _check_format(headers, _COLUMN_TYPES if has_columns else _TYPES)
         return body
 
     def _too_slow(self) -> Problem:
@@ -158,8 +163,8 @@ def _check_headers(headers: list[tuple[bytes, bytes]]) -> None:
         )
 
 
-def _check_format(headers: Headers) -> None:
-    """Raises: Problem for a body that is not announced as plain JSON."""
+def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:
+    """Raises: Problem for a body that is not announced as one of these, and plain."""
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise Problem(
@@ -169,12 +174,12 @@ def _check_format(headers: Headers) -> None:
             headers={"Accept-Encoding": "identity"},
         )
     media_type = headers.get("content-type", "")
-    if media_type.partition(";")[0].strip().lower() != "application/json":
+    if media_type.partition(";")[0].strip().lower() not in media_types:
         raise Problem(
             415,
             "unsupported-media-type",
-            f"Content-Type is {shown(media_type)!r}, expected application/json; send one JSON "
-            "object with Content-Type: application/json",
+            f"Content-Type is {shown(media_type)!r}, expected {' or '.join(media_types)}; send one "
+            f"JSON object with Content-Type: application/json",
         )
 
 

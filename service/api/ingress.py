@@ -14,10 +14,12 @@ from ray.serve.context import _get_global_client
 
 from actors.metrics import ApiMetrics
 from service.api.app import create_app
+from service.api.control import add_control
 from service.api.settings import HttpSettings, api_application_name
 from service.config.file import ConfigError
 from service.gateway.client import GatewayClient
 from service.gateway.routes import add_sessions
+from service.gateway.upload_routes import add_uploads
 from service.run.remote_handles import SupervisorClient
 from service.telemetry.endpoint import Reading, push_forever
 
@@ -49,7 +51,10 @@ class ApiIngress:
 
         run = SupervisorClient(self._run_id, host=self._host)
         app = create_app(run, self._settings, metrics=metrics, lifespan=pushing)
-        add_sessions(app, run, GatewayClient(run), self._settings)
+        gateway = GatewayClient(run)
+        add_control(app, run)
+        add_sessions(app, run, gateway, self._settings)
+        add_uploads(app, run, gateway, self._settings)
         return app
 
 

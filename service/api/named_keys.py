@@ -72,7 +72,12 @@ class KeysAnswer(StrictBody):
 def add_keys(app: FastAPI, run: RunPort) -> None:
     """Add the routes of keys; the guards let admins alone in."""
 
-    @app.post(f"{PREFIX}/keys", status_code=201)
+    @app.post(
+        f"{PREFIX}/keys",
+        tags=["keys"],
+        status_code=201,
+        responses={409: {"description": "the name is, or was, taken; or there are too many keys"}},
+    )
     async def create(body: KeyBody, response: Response) -> NewKeyAnswer:
         """Create a key. It is good at once."""
         raw = new_key()
@@ -95,12 +100,16 @@ def add_keys(app: FastAPI, run: RunPort) -> None:
         response.headers["Cache-Control"] = "no-store"
         return NewKeyAnswer(key=raw, about=KeyAnswer.of(key))
 
-    @app.get(f"{PREFIX}/keys")
+    @app.get(f"{PREFIX}/keys", tags=["keys"])
     async def keys() -> KeysAnswer:
         """The run's named keys."""
         return KeysAnswer(keys=[KeyAnswer.of(key) for key in await run.keys()])
 
-    @app.delete(f"{PREFIX}/keys/{{name}}")
+    @app.delete(
+        f"{PREFIX}/keys/{{name}}",
+        tags=["keys"],
+        responses={404: {"description": "the run has no key of this name"}},
+    )
     async def revoke(name: str = Path(pattern=NAME_PATTERN)) -> KeyAnswer:
         """Revoke a key for good, and with it the keys of the sessions that it created; may be
         repeated. Every replica has noticed within three seconds."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
+from service.intake.feed import FeedPage
+from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.run.health import Readiness
 
@@ -16,15 +18,32 @@ class RunPort(Protocol):
     """Every call may raise RunUnavailable."""
 
     async def submit(
-        self, requests: Sequence[RolloutRequest], *, limits: KeyLimits = NO_LIMITS
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        key: str = "",
+        limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
-        """Accept all or none; durable when this returns. limits: of the caller's key."""
+        """Accept all or none; durable when this returns. key: as `SubmissionQueue.submit`. limits:
+        of the caller's key."""
         ...
 
     async def submission(
         self, submission_id: str, *, sees: str | None = None
     ) -> SubmissionView | None:
         """None also for one of another tenant. sees: as `Caller.sees`."""
+        ...
+
+    async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
+        """Those behind a position."""
+        ...
+
+    async def sessions(
+        self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
+    ) -> SessionPage: ...
+
+    async def feed(self, *, after: int, limit: int) -> FeedPage:
+        """What was told behind a number."""
         ...
 
     async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 MEDIA_TYPE = "application/problem+json"
 # How long a client should wait for a run that is starting or going back to a checkpoint.
@@ -107,11 +108,22 @@ def _of_http(error: HTTPException, request: Request) -> Problem:
         there = ", ".join(f"{'/'.join(sorted(each.methods))} {each.path}" for each in routes)
         return Problem(404, "not-found", f"nothing is at {path}; there are {there}; see /docs")
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
-        allowed = (headers or {}).get("Allow", "another")
+        allowed = ", ".join(_methods_at(request))
         detail = f"got {shown(request.method)} for {path}, expected {allowed}; see /docs"
-        return Problem(405, "method-not-allowed", detail, headers=headers)
+        return Problem(405, "method-not-allowed", detail, headers={"Allow": allowed})
     code = HTTPStatus(status).phrase.lower().replace(" ", "-")
     return Problem(status, code, str(error.detail), headers=headers)
+
+
+def _methods_at(request: Request) -> list[str]:
+    """Of all routes of the path; Starlette names the first one's."""
+    found = {
+        method
+        for route in request.app.routes
+        if isinstance(route, Route | APIRoute) and route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
+    return sorted(found)
 
 
 def _malformed(what: str) -> Problem:

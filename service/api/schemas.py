@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from actors.environment.tasks import derived_seed
 from actors.limits import MAX_TASK_SEED
-from actors.types import Task
+from actors.trajectory_queue.ledger import EvictionReason
+from actors.types import Outcome, Task
 from service.access.keys import Caller
+from service.intake.feed import FeedEntry, FeedKind, FeedPage
+from service.intake.listing import TaskPage
+from service.intake.session import SessionStatus
 from service.intake.submission import (
     Backlog,
     RolloutRequest,
@@ -70,6 +74,9 @@ class SubmitBody(StrictBody):
     num_samples: NumSamples | None = Field(
         None, description="rollouts of each task; null: algorithm.group_size"
     )
+    batch: RolloutId | None = Field(
+        None, description="a name of yours for these tasks, by which they can be listed"
+    )
     tasks: list[TaskBody] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -96,16 +103,15 @@ class SubmitBody(StrictBody):
                 min_usable_samples=task.min_usable_samples,
                 tenant=caller.tenant,
                 key_name=caller.name,
+                batch=self.batch or "",
             )
             for task in self.tasks
         ]
 
 
 class StopBody(StrictBody):
-    grace_seconds: float | None = Field(
+    grace_seconds: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] | None = Field(
         None,
-        ge=0,
-        allow_inf_nan=False,
         description="a step that is not trained by then is given up, and its rollouts are played "
         "again when the run goes on; null: wait for it",
     )
@@ -119,6 +125,8 @@ def is_deeper(tree: Any, limit: int) -> bool:
     """Whether more than `limit` containers lie inside each other. Example: {"a": [1]} has 2."""
     level = [tree]
     for _ in range(limit):
+        if not level:
+            return False
         inner = (node.values() if isinstance(node, dict) else node for node in level)
         level = [each for part in inner for each in part if isinstance(each, dict | list)]
     return bool(level)
@@ -171,29 +179,99 @@ class PlaceAnswer(_Positioned):
     num_samples: int
 
 
-class RolloutAnswer(_Positioned):
-    """A submitted task and its rollouts."""
+class RolloutLine(_Positioned):
+    """A submitted task in a list."""
 
+    environment: str
+    batch: str | None
+    accepted_at: float = Field(description="seconds since 1970")
+    num_samples: int
     reward: float | None = Field(description="mean over its rollouts that have ended")
     outcomes: dict[str, int]
     policy_versions: tuple[int, int] | None
-    samples: list[SampleAnswer]
 
     @classmethod
-    def of(cls, view: SubmissionView) -> RolloutAnswer:
+    def of(cls, view: SubmissionView) -> Self:
+        return cls(**cls._fields_of(view))
+
+    @classmethod
+    def _fields_of(cls, view: SubmissionView) -> dict[str, Any]:
         samples = [SampleAnswer.of(item) for item in view.rollouts]
         rewards = [sample.reward for sample in samples if sample.reward is not None]
         versions = [each for sample in samples for each in sample.policy_versions or ()]
-        return cls(
+        return dict(
             id=view.id,
             place=view.position,
             ahead=view.num_ahead,
             status=view.status,
+            environment=view.environment,
+            batch=view.batch or None,
+            accepted_at=view.accepted_at,
+            num_samples=len(view.rollouts),
             reward=sum(rewards) / len(rewards) if rewards else None,
             outcomes=dict(Counter(sample.outcome for sample in samples if sample.outcome)),
             policy_versions=(min(versions), max(versions)) if versions else None,
-            samples=samples,
         )
+
+
+class RolloutAnswer(RolloutLine):
+    """A submitted task and its rollouts, which are one group."""
+
+    samples: list[SampleAnswer]
+
+    @classmethod
+    def _fields_of(cls, view: SubmissionView) -> dict[str, Any]:
+        samples = [SampleAnswer.of(item) for item in view.rollouts]
+        return {**super()._fields_of(view), "samples": samples}
+
+
+class RolloutsAnswer(StrictBody):
+    """A page of tasks."""
+
+    rollouts: list[RolloutLine]
+    next: int | None = Field(description="the `cursor` of the next page; null: this is the last")
+
+    @classmethod
+    def of(cls, page: TaskPage) -> RolloutsAnswer:
+        return cls(rollouts=[RolloutLine.of(view) for view in page.tasks], next=page.next)
+
+
+class EntryAnswer(StrictBody):
+    """An entry of the feed; what its kind does not have is null."""
+
+    number: int = Field(description="grows, with gaps")
+    at: float = Field(description="when it was stored, in seconds since 1970")
+    kind: FeedKind
+    task: str | None = Field(description="the task's id, or the group's of a session")
+    member: int | None = Field(description="of the rollout or session among the task's")
+    outcome: Outcome | None
+    reward: float | None
+    step: int | None = Field(
+        description="the training step that a rollout left with; of `went_back`, that the run goes "
+        "on from"
+    )
+    reason: EvictionReason | None = Field(description="of `evicted`")
+    session_status: SessionStatus | None
+    void_after: int | None = Field(
+        description="of `went_back`: `admitted`, `trained` and `evicted` beyond this number hold "
+        "no more, and come again"
+    )
+
+    @classmethod
+    def of(cls, entry: FeedEntry) -> EntryAnswer:
+        return cls(**{name: getattr(entry, name) for name in cls.model_fields})
+
+
+class FeedAnswer(StrictBody):
+    """A page of the feed."""
+
+    entries: list[EntryAnswer]
+    next: int = Field(description="`after` of the next page")
+
+    @classmethod
+    def of(cls, page: FeedPage, *, after: int) -> FeedAnswer:
+        entries = [EntryAnswer.of(entry) for entry in page.entries]
+        return cls(entries=entries, next=entries[-1].number if entries else after)
 
 
 class SubmitAnswer(StrictBody):

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
@@ -34,6 +35,8 @@ class HttpSettings:
     sessions: SessionSettings = field(default_factory=SessionSettings)
     environments: tuple[str, ...]
     """Whose tasks are accepted."""
+    data_schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By environment, the JSON schema of its tasks' data; one without takes any object."""
     key_digest: str | None = None
     """SHA-256 of the first admin key, hexadecimal; None: no key is needed, as long as the run has
     no named ones (`service.access.keys`)."""
@@ -92,7 +95,7 @@ def http_settings(config: Config) -> HttpSettings:
     """What the API checks. The key is taken out of the environment: call it once, and first.
 
     Raises: ConfigError for an API that anybody in the network could use, or without a port of its
-        own.
+        own; for an environment that cannot be made.
     """
     service = config.service
     if service.port == config.metrics.port != 0:
@@ -111,12 +114,17 @@ def http_settings(config: Config) -> HttpSettings:
             f"service.host is {service.host} and no key is set: whoever reaches this address could "
             f"use the API; set {KEY_VARIABLE} to a long random key, or listen on 127.0.0.1"
         )
+    # An environment is the user's own code: imported once nothing else can be refused, and once the
+    # key is out of its reach.
+    from service.config.tasks import data_schemas
+
     return HttpSettings(
         service=service,
         algorithm=config.algorithm,
         rollouts=config.rollouts,
         sessions=config.sessions,
         environments=(config.tasks.environment,),
+        data_schemas=data_schemas(config),
         key_digest=None if key is None else digest_of(key),
     )
 

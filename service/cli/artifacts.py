@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from actors.environment.builtin.code_search.from_git import QuestionSource, tasks_of_repository
 from actors.environment.builtin.reasoning_gym_env import generate_tasks
 from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.tasks import BadTaskFile, GeneratedTasks, write_tasks
@@ -90,6 +91,25 @@ def write_generated(environment: str, out: Path, *, count: int, seed: int) -> st
     except (BadTaskFile, UnknownEnvironment, ValueError, OSError) as error:
         raise ConfigError(f"tasks generate: {error}") from error
     return f"{count} tasks of {environment} in {out}"
+
+
+def write_code_search(
+    repository: Path, out: Path, *, source: QuestionSource, count: int, max_files: int
+) -> str:
+    """Write questions about a git repository, and its files beside them. Raises: ConfigError."""
+    archive = out.with_name(f"{out.stem}.tar.gz")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tasks = tasks_of_repository(
+            repository, archive, source=source, count=count, max_files=max_files
+        )
+        write_tasks(out, tasks)
+    except (BadTaskFile, ValueError, OSError) as error:
+        raise ConfigError(f"tasks code-search: {error}") from error
+    return (
+        f"{len(tasks)} tasks of code_search in {out}, about {archive}; play them with "
+        f"tasks.options.root {out.parent}"
+    )
 
 
 def _option(text: str) -> tuple[str, object]:

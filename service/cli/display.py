@@ -48,6 +48,7 @@ STAGE_STYLES = {
 }
 
 PHASE_STYLES = {
+    Phase.PAUSED: "bold yellow",
     Phase.RECOVERING: "bold yellow",
     Phase.STOPPING: "bold yellow",
     Phase.FINISHED: "bold green",

@@ -16,6 +16,7 @@ from service.config.file import ConfigError
 from service.inspect.audit.audit import audit, describe
 from service.inspect.build import build_view
 from service.inspect.listing import Filters, list_trajectories
+from service.inspect.page import write_page
 from service.inspect.reader import (
     OpenJournal,
     config_beside,
@@ -90,8 +91,6 @@ def _show_one(request: InspectRequest, journal: OpenJournal) -> int:
         with outlet(sys.__stdout__):
             show(view, OutletConsole())
         return 0
-    from service.inspect.page import write_page  # with the report's figures: seconds of imports
-
     try:
         write_page(request.html, view)
     except OSError as error:

@@ -14,9 +14,10 @@ from typing import Annotated
 
 import typer
 
+from actors.environment.builtin.code_search.from_git import QuestionSource
 from actors.limits import MAX_SEED
 from service.access.keys import KeyLimits, Scope
-from service.api.settings import checked_service
+from service.api.settings import KEY_VARIABLE, checked_service
 from service.cli.outlet import escape_unencodable, say
 from service.config.file import ConfigError, describe_config, load_config
 from service.config.tree import Config, TinyModelSettings
@@ -195,6 +196,48 @@ def _path(option: str, text: str | None, *, what: str = "a directory") -> Path |
 
 
 @app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(help="of tasks: .jsonl or .parquet")],
+    url: Annotated[
+        str, typer.Option(help="of the service, with the run's prefix")
+    ] = "http://127.0.0.1:8000",
+    key: Annotated[
+        str | None, typer.Option(envvar=KEY_VARIABLE, show_envvar=True, help="of the service")
+    ] = None,
+    results: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="where each task that is over is written; default: FILE.results"
+        ),
+    ] = None,
+    batch: Annotated[str | None, typer.Option(help="a name to list these tasks by")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="rollouts of each task; default: the run's")
+    ] = None,
+    tasks_per_request: Annotated[int, typer.Option(min=1, max=10_000)] = 64,
+    wait: Annotated[bool, typer.Option(help="until all tasks are over")] = True,
+) -> None:
+    """Give a service the tasks of FILE, and wait until they are over.
+
+    The same command goes on after an interruption, and submits nothing twice. Ends with 0 when all
+    are over (with --no-wait: accepted), 1 when the service does not answer, 2 when it refuses.
+    """
+    from service.cli.submit import SubmitRequest, submit_file
+
+    request = SubmitRequest(
+        file=file,
+        url=url,
+        key=key,
+        results=_path("--results", results, what="a file") or Path(f"{file}.results"),
+        batch=batch,
+        num_samples=samples,
+        tasks_per_request=tasks_per_request,
+        waits=wait,
+    )
+    raise typer.Exit(submit_file(request))
+
+
+@app.command()
 def stop(
     address: Annotated[str, typer.Option(help="of the Ray cluster")] = "auto",
     run: Annotated[
@@ -303,6 +346,27 @@ def tasks_reasoning_gym(
     from service.cli.artifacts import write_reasoning_gym
 
     typer.echo(write_reasoning_gym(family, out, count=count, seed=seed, options=options or []))
+
+
+@tasks_app.command("code-search")
+def tasks_code_search(
+    repository: Annotated[
+        Path, typer.Argument(metavar="REPO", help="a git repository's directory")
+    ],
+    out: TaskFile,
+    source: Annotated[
+        QuestionSource, typer.Option("--from", help="where questions and answers come from")
+    ] = QuestionSource.COMMITS,
+    count: Count = 1000,
+    max_files: Annotated[int, typer.Option(min=1, help="of an answer")] = 5,
+) -> None:
+    """Write at most COUNT tasks of code_search, and REPO's files at HEAD as an archive beside them.
+
+    Commits: which files did a commit change, by its subject. Docstrings: which module is it.
+    """
+    from service.cli.artifacts import write_code_search
+
+    typer.echo(write_code_search(repository, out, source=source, count=count, max_files=max_files))
 
 
 @tasks_app.command("generate")

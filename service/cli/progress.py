@@ -75,8 +75,9 @@ class ProgressState:
             self._add_step(record)
             lines.append(StoryLine(text=step_line(record, status.steps)))
         for evaluation in status.evaluations:
-            self.first_evaluation = self.first_evaluation or evaluation
-            self.last_evaluation = evaluation
+            if evaluation.is_scheduled:
+                self.first_evaluation = self.first_evaluation or evaluation
+                self.last_evaluation = evaluation
             lines.append(StoryLine(text=evaluation_line(evaluation)))
         lines += [StoryLine(text=visible_lines(text), is_notice=True) for text in status.notices]
         if news := _phase_news(previous, status):

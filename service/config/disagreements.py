@@ -35,6 +35,7 @@ def disagreements(config: Config) -> Iterator[str]:
     """Yield a sentence for each, with got, expected and remedy; none for a sound tree."""
     checks = (
         _of_model,
+        _of_tasks,
         _of_sessions,
         _of_template,
         _of_groups,
@@ -64,6 +65,14 @@ def _of_model(config: Config) -> Iterator[str]:
             "expected exactly one of model.path and model.tiny; got "
             f"{'neither' if model.path is None else 'both'}; set model.path to a directory or "
             "hub name, or model.tiny to {} for the built-in tiny model"
+        )
+
+
+def _of_tasks(config: Config) -> Iterator[str]:
+    if config.tasks.columns is not None and config.tasks.file is None:
+        yield (
+            "tasks.columns is set without tasks.file, whose columns they are; expected both; set "
+            "tasks.file to a data set"
         )
 
 

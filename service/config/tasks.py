@@ -1,7 +1,7 @@
-"""Which tasks a run has, and whether its first prompt can be had.
+"""Which tasks a run has, which data they may hold, and whether the first prompt can be had.
 
 The environment begins a task, the chat template renders it, and an answer fits behind it; no turn
-is played. Called by `service.config.preflight` and, for the tasks, by the run.
+is played. Called by `service.config.preflight`, by the run, and by the API's settings.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from actors.deadline import within
+from actors.environment.data_sets import read_data_set
 from actors.environment.protocol import Environment, Message, Observation, Role
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
 from actors.environment.rendering import (
@@ -21,6 +22,7 @@ from actors.environment.rendering import (
     load_tokenizer,
     template_variables,
 )
+from actors.environment.task_data import DataCheck, data_schema_of
 from actors.environment.tasks import (
     BadTaskFile,
     FileTasks,
@@ -42,7 +44,18 @@ def open_tasks(config: Config) -> TaskSource:
     if settings.file is None:
         return GeneratedTasks(settings.environment, run_seed=config.run.seed)
     try:
-        tasks = read_tasks(settings.file)
+        checks = {name: DataCheck(schema) for name, schema in data_schemas(config).items()}
+        tasks = (
+            read_tasks(settings.file, checks=checks)
+            if settings.columns is None
+            else read_data_set(
+                settings.file,
+                environment=settings.environment,
+                columns=settings.columns,
+                split=settings.split,
+                check=checks.get(settings.environment),
+            )
+        )
         source = FileTasks(tasks, run_seed=config.run.seed, num_held_out=settings.evaluation_tasks)
     except BadTaskFile as error:
         raise ConfigError(f"tasks.file: {error}") from error
@@ -55,6 +68,17 @@ def open_tasks(config: Config) -> TaskSource:
             f"{settings.environment!r} (tasks.environment); split the file or change the setting"
         )
     return source
+
+
+def data_schemas(config: Config) -> dict[str, dict[str, Any]]:
+    """By environment, the JSON schema of its tasks' data; none of what agents outside play.
+
+    Raises: ConfigError for an environment that cannot be made, or declares no schema.
+    """
+    if not config.has_environment:
+        return {}
+    make_environment = _maker(config)
+    return {config.tasks.environment: data_schema_of(make_environment())}
 
 
 class _Exited(Exception):

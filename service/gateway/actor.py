@@ -1,4 +1,5 @@
-"""The gateway as a Ray actor: it plays the run's sessions, as environment actors play games.
+"""The gateway as a Ray actor: it plays the run's sessions, as environment actors play games, and
+delivers what was uploaded.
 
 One for a run, on the supervisor's node, where the run's database may be a file. What it holds is in
 the store, so that one that dies is replaced: its successor takes its rollouts again.
@@ -7,24 +8,35 @@ the store, so that one that dies is replaced: its successor takes its rollouts a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.environment.rendering import load_renderer
 from actors.metrics import GatewayMetrics
-from actors.policy import PolicyClient
+from actors.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.trajectory_queue.exchange import RolloutExchange
 from actors.trajectory_queue.settings import ExchangeSettings
-from actors.types import SESSION
+from actors.types import SESSION, UPLOADED, RolloutAssignment, Trajectory
 from service.access.keys import Caller
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, Refused
 from service.gateway.commits import GroupCommit
+from service.gateway.generation import Generation
 from service.gateway.sessions import GatewaySettings, Sessions
+from service.gateway.uploads import Uploads, policy_facts
+from service.intake.uploads import (
+    GroupPolicy,
+    PolicyFacts,
+    Upload,
+    UploadGroup,
+    UploadReply,
+    UploadView,
+)
 from service.store.database import PATIENCE_S
 from service.store.keys import read_keys
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
+from service.store.uploads import UploadStore
 from service.telemetry.endpoint import Reading, push_forever
 
 # Shorter than the store's own patience, after which it is given up.
@@ -57,13 +69,17 @@ class Gateway:
         self._commits = GroupCommit(
             SessionStore(store), term=term, hold_s=min(settings.sessions.hold_s, STORE_HOLD_S)
         )
+        renderer = load_renderer(
+            tokenizer_path,
+            template_options=settings.rollouts.template_options,
+            history=settings.rollouts.history,
+        )
+        self._facts = policy_facts(settings, renderer)
+        self._uploads = Uploads(settings, store=UploadStore(store), term=term)
+        self._generation = Generation(make_policy)
         self._sessions = Sessions(
             settings,
-            renderer=load_renderer(
-                tokenizer_path,
-                template_options=settings.rollouts.template_options,
-                history=settings.rollouts.history,
-            ),
+            renderer=renderer,
             make_policy=make_policy,
             store=SessionStore(store),
             commits=self._commits,
@@ -71,10 +87,10 @@ class Gateway:
             read_keys=lambda: read_keys(store),
         )
         self._exchange = RolloutExchange(
-            self._sessions.play,
+            self._play,
             actor_id=actor_id,
             queue=queue,
-            environments=(SESSION,),
+            environments=(SESSION, UPLOADED),
             num_slots=settings.sessions.max_open,
             settings=ExchangeSettings(),
             is_durable=True,
@@ -105,6 +121,11 @@ class Gateway:
         return Reading(
             gained=list(metrics.gained.collect()), values=tuple(metrics.values.collect())
         )
+
+    async def _play(self, assignment: RolloutAssignment) -> Trajectory:
+        is_uploaded = assignment.task.environment == UPLOADED
+        player = self._uploads if is_uploaded else self._sessions
+        return await player.play(assignment)
 
     async def ping(self) -> None:
         """Answer; an actor whose event loop is blocked does not."""
@@ -137,8 +158,10 @@ class Gateway:
     ) -> SessionView | Refused | None:
         return await _answer(self._sessions.discard(session_id, sees))
 
-    async def claim(self, submission_id: str, name: str) -> int | Refused | None:
-        return await _answer(self._sessions.claim(submission_id, name))
+    async def claim(
+        self, submission_id: str, name: str, sees: str | None = None
+    ) -> int | Refused | None:
+        return await _answer(self._sessions.claim(submission_id, name, sees))
 
     async def close_group(
         self, submission_id: str, sees: str | None = None
@@ -147,6 +170,23 @@ class Gateway:
 
     async def view(self, session_id: str, sees: str | None = None) -> SessionView | Refused | None:
         return await _answer(self._sessions.view(session_id, sees))
+
+    async def policy_facts(self) -> PolicyFacts:
+        return self._facts
+
+    async def upload(
+        self, uploads: Sequence[Upload], policies: Sequence[GroupPolicy], **limits: int
+    ) -> UploadReply | Refused:
+        return await _answer(self._uploads.add(uploads, policies, **limits))
+
+    async def uploaded(self, name: str) -> UploadView | Refused | None:
+        return await _answer(self._uploads.view(name))
+
+    async def drop_group(self, group: str) -> UploadGroup | Refused | None:
+        return await _answer(self._uploads.drop(group))
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply | Refused:
+        return await _answer(self._generation.generate(request))
 
 
 async def _answer(work: Any) -> Any:

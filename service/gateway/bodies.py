@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import derived_seed
 from actors.types import SESSION, Outcome, Task
 from service.access.keys import Caller
-from service.api.schemas import NumSamples, StrictBody, TaskData
+from service.api.schemas import NumSamples, RolloutId, StrictBody, TaskData
 from service.gateway.calls import Finish, SessionView
 from service.gateway.keys import AGENT, REWARD, key_digests, session_key
 from service.gateway.settings import SessionSettings
+from service.intake.listing import SessionLine, SessionPage
 from service.intake.session import SessionRequest, SessionSpec, SessionStatus, session_id
 from service.intake.submission import RolloutRequest
 
@@ -32,14 +33,32 @@ STATED_OUTCOMES = frozenset(
     }
 )
 
-Reward = Annotated[float, Field(allow_inf_nan=False)]
+
+def _stated(outcome: Outcome) -> Outcome:
+    if outcome not in STATED_OUTCOMES:
+        allowed = ", ".join(sorted(STATED_OUTCOMES))
+        raise ValueError(f"got {outcome}, expected null or one of {allowed}")
+    return outcome
+
+
+StatedOutcome = Annotated[
+    Outcome,
+    AfterValidator(_stated),
+    WithJsonSchema({"type": "string", "enum": sorted(STATED_OUTCOMES)}),
+]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 MAX_COMPONENTS = 64
 Components = Annotated[
-    dict[Annotated[str, Field(min_length=1, max_length=128)], Reward],
+    dict[Annotated[str, Field(min_length=1, max_length=128)], Number],
     Field(max_length=MAX_COMPONENTS),
 ]
+TurnRewards = Annotated[
+    dict[Annotated[int, Field(ge=0, lt=10**9)], Number],
+    Field(json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
+]
 WholeNumber = Annotated[int, Field(ge=1, strict=True)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 class LimitsBody(StrictBody):
@@ -65,9 +84,9 @@ class LimitsBody(StrictBody):
 class SamplingBody(StrictBody):
     """What training samples with; given to be checked, since the loss assumes the run's own."""
 
-    temperature: float | None = Field(None, description="rollouts.temperature")
-    top_p: float | None = Field(None, description="1")
-    top_k: int | None = Field(None, description="-1 or 0: off")
+    temperature: Number | None = Field(None, description="rollouts.temperature")
+    top_p: Number | None = Field(None, description="1")
+    top_k: Annotated[int, Field(strict=True)] | None = Field(None, description="-1 or 0: off")
 
 
 class SessionsBody(StrictBody):
@@ -94,9 +113,12 @@ class SessionsBody(StrictBody):
     min_usable_sessions: NumSamples | None = Field(
         None, description="train as soon as so many can be used; null: wait for all"
     )
+    batch: RolloutId | None = Field(
+        None, description="a name of yours for some groups, by which they can be listed"
+    )
     limits: LimitsBody = LimitsBody()
     sampling: SamplingBody = SamplingBody()
-    shows_tokens: bool = Field(
+    shows_tokens: Flag = Field(
         False, description="answers carry the sampled ids and their log-probabilities"
     )
 
@@ -125,7 +147,7 @@ class SessionsBody(StrictBody):
             data=self.task,
         )
         num_sessions = self.num_sessions or group_size
-        asked: dict[str, float | bool] = {
+        asked: dict[str, int | float | bool] = {
             name: value for name, value in self.limits.model_dump().items() if value is not None
         }
         if self.shows_tokens:
@@ -139,6 +161,7 @@ class SessionsBody(StrictBody):
             asked_samples=self.num_sessions,
             default_samples=group_size,
             min_usable_samples=self.min_usable_sessions,
+            batch=self.batch or "",
             tenant=caller.tenant,
             key_name=caller.name,
             sessions=SessionRequest(
@@ -196,26 +219,32 @@ def _at_most(name: str, asked: Any, limit: Any) -> Any:
 class FinishBody(StrictBody):
     """How a session ends. The same body again changes nothing."""
 
-    reward: Reward | None = Field(None, description="of the whole session")
-    reward_pending: bool = Field(
+    model_config = ConfigDict(
+        json_schema_extra={
+            "not": {
+                "properties": {"reward": {"type": "number"}, "reward_pending": {"const": True}},
+                "required": ["reward", "reward_pending"],
+            }
+        }
+    )
+
+    reward: Number | None = Field(None, description="of the whole session")
+    reward_pending: Flag = Field(
         False, description="it is given later, with PUT …/reward; then reward is null"
     )
     components: Components = Field(
         default_factory=dict, description="named parts of the reward, for curves"
     )
-    turn_rewards: dict[int, Reward] = Field(
+    turn_rewards: TurnRewards = Field(
         default_factory=dict, description="by the number of the turn, beside the session's"
     )
-    outcome: Outcome | None = Field(None, description="null: as the gateway saw it")
+    outcome: StatedOutcome | None = Field(None, description="null: as the gateway saw it")
     detail: str = Field("", max_length=2000, description="why, for people")
 
     @model_validator(mode="after")
     def _agree(self) -> FinishBody:
         if self.reward_pending and self.reward is not None:
             raise ValueError("reward_pending with a reward; expected one of them")
-        if self.outcome is not None and self.outcome not in STATED_OUTCOMES:
-            allowed = ", ".join(sorted(STATED_OUTCOMES))
-            raise ValueError(f"outcome is {self.outcome}, expected null or one of {allowed}")
         return self
 
     def finish(self) -> Finish:
@@ -232,9 +261,9 @@ class FinishBody(StrictBody):
 class RewardBody(StrictBody):
     """The reward that a finished session waits for."""
 
-    reward: Reward | None = Field(description="null: it could not be had, a reward_error")
+    reward: Number | None = Field(description="null: it could not be had, a reward_error")
     components: Components = Field(default_factory=dict)
-    turn_rewards: dict[int, Reward] = Field(default_factory=dict)
+    turn_rewards: TurnRewards = Field(default_factory=dict)
 
     def finish(self) -> Finish:
         return Finish(
@@ -284,8 +313,8 @@ class SessionsAnswer(StrictBody):
     sessions: list[NewSession]
 
 
-class SessionAnswer(StrictBody):
-    """Where a session stands."""
+class SessionLineAnswer(StrictBody):
+    """A session in a list."""
 
     id: str
     group: str = Field(description="whose member it is; GET /api/v1/rollouts/GROUP tells the rest")
@@ -294,6 +323,43 @@ class SessionAnswer(StrictBody):
     created_at: float = Field(description="seconds since 1970")
     opened_at: float | None = Field(description="when its group was admitted")
     ended_at: float | None
+    reward: float | None
+    reward_pending: bool
+    outcome: Outcome | None
+
+    @classmethod
+    def of_line(cls, line: SessionLine) -> SessionLineAnswer:
+        return cls(
+            id=line.id,
+            group=line.submission_id,
+            member=line.member,
+            status=line.status,
+            created_at=line.created_at,
+            opened_at=line.opened_at,
+            ended_at=line.ended_at,
+            reward=line.reward,
+            reward_pending=line.is_reward_pending,
+            outcome=line.outcome,
+        )
+
+
+class SessionListAnswer(StrictBody):
+    """A page of sessions."""
+
+    sessions: list[SessionLineAnswer]
+    next: str | None = Field(description="the `cursor` of the next page; null: this is the last")
+
+    @classmethod
+    def of(cls, page: SessionPage) -> SessionListAnswer:
+        return cls(
+            sessions=[SessionLineAnswer.of_line(line) for line in page.sessions],
+            next=None if page.next is None else "{}.{}".format(*page.next),
+        )
+
+
+class SessionAnswer(SessionLineAnswer):
+    """Where a session stands."""
+
     turns: int
     sampled_tokens: int
     ambiguous: int = Field(
@@ -302,9 +368,6 @@ class SessionAnswer(StrictBody):
     )
     left_out: int = Field(description="turns that are not trained: auxiliary or never seen")
     malformed: int = Field(description="turns with a call that could not be read")
-    reward: float | None
-    reward_pending: bool
-    outcome: Outcome | None
     detail: str
 
     @classmethod
@@ -317,11 +380,11 @@ class SessionAnswer(StrictBody):
             created_at=view.created_at,
             opened_at=view.opened_at,
             ended_at=view.ended_at,
-            turns=view.num_turns,
-            sampled_tokens=view.num_sampled_tokens,
-            ambiguous=view.num_ambiguous,
-            left_out=view.num_left_out,
-            malformed=view.num_malformed,
+            turns=view.totals.num_turns,
+            sampled_tokens=view.totals.num_sampled_tokens,
+            ambiguous=view.totals.num_ambiguous,
+            left_out=view.totals.num_left_out,
+            malformed=view.totals.num_malformed,
             reward=view.reward,
             reward_pending=view.is_reward_pending,
             outcome=view.outcome,

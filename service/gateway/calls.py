@@ -9,7 +9,7 @@ from hashlib import sha256
 
 from actors.types import Outcome
 from service.gateway.chat import ChatRequest
-from service.intake.session import SessionStatus
+from service.intake.session import SessionStatus, SessionTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +60,7 @@ class SessionView:
     """Seconds since 1970, like the other two."""
     opened_at: float | None
     ended_at: float | None
-    num_turns: int
-    num_sampled_tokens: int
-    num_ambiguous: int
-    """Conversations that were rendered anew, because two turns of theirs have equal texts."""
-    num_left_out: int
-    """Turns that are not trained: auxiliary ones, and those that no client has seen."""
-    num_malformed: int
+    totals: SessionTotals
     reward: float | None
     is_reward_pending: bool
     outcome: Outcome | None

@@ -7,7 +7,7 @@ until its time is up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -15,11 +15,21 @@ from typing import Any, Protocol, TypeVar
 from ray.exceptions import RayError
 
 from actors.deadline import ActorLost
+from actors.policy import GenerateReply, GenerateRequest
 from service.access.keys import Caller
 from service.api.problems import RunUnavailable
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused
+from service.intake.uploads import (
+    GroupPolicy,
+    PolicyFacts,
+    Upload,
+    UploadGroup,
+    UploadReply,
+    UploadView,
+)
 from service.run.remote_handles import SUPERVISOR_DEADLINE_S, await_reply
+from service.store.errors import LeaseLost, StoreError
 
 # The gateway ends a request itself when its time is up; only one that does not is given up.
 ANSWER_MARGIN_S = 2.0
@@ -37,7 +47,8 @@ class FindsGateway(Protocol):
 
 
 class GatewayClient:
-    """`service.gateway.routes.SessionPort` in any process."""
+    """`service.gateway.routes.SessionPort`, and `service.gateway.upload_routes.UploadPort`, in any
+    process."""
 
     def __init__(self, run: FindsGateway) -> None:
         self._run = run
@@ -45,18 +56,36 @@ class GatewayClient:
 
     async def chat(self, call: ChatCall) -> ChatReply:
         """Raises: Refused."""
+
+        async def ask(actor: Any, left_s: float) -> ChatReply:
+            reply = actor.chat.remote(replace(call, deadline_s=left_s))
+            try:
+                return _raised(await self._reply(reply, left_s + ANSWER_MARGIN_S))
+            except asyncio.CancelledError:
+                actor.abandon.remote(call.session_id, call.request_id)
+                raise
+
+        return await self._until_answered(ask, deadline_s=call.deadline_s)
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        """Raises: Refused."""
+
+        async def ask(actor: Any, left_s: float) -> GenerateReply:
+            reply = actor.generate.remote(replace(request, deadline_s=max(left_s, 0.001)))
+            return _raised(await self._reply(reply, left_s + ANSWER_MARGIN_S))
+
+        return await self._until_answered(ask, deadline_s=request.deadline_s)
+
+    async def _until_answered(
+        self, ask: Callable[[Any, float], Awaitable[Answer]], *, deadline_s: float
+    ) -> Answer:
+        """Send a request on to the gateway that there is, until one answers. Raises: Refused."""
         loop = asyncio.get_running_loop()
-        deadline_at = loop.time() + call.deadline_s
+        deadline_at = loop.time() + deadline_s
         while True:
-            left_s = deadline_at - loop.time()
             try:
                 actor = await self._find()
-                reply = actor.chat.remote(replace(call, deadline_s=max(left_s, 0.0)))
-                try:
-                    return _raised(await self._reply(reply, left_s + ANSWER_MARGIN_S))
-                except asyncio.CancelledError:
-                    actor.abandon.remote(call.session_id, call.request_id)
-                    raise
+                return await ask(actor, max(deadline_at - loop.time(), 0.0))
             except RunUnavailable as error:
                 if loop.time() + AGAIN_S >= deadline_at:
                     raise Refused(
@@ -93,9 +122,9 @@ class GatewayClient:
         found: SessionView | None = await self._ask("discard", session_id, sees)
         return found
 
-    async def claim(self, submission_id: str, name: str) -> int | None:
+    async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
         """None: there is no such group. Raises: Refused; RunUnavailable."""
-        found: int | None = await self._ask("claim", submission_id, name)
+        found: int | None = await self._ask("claim", submission_id, name, sees)
         return found
 
     async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
@@ -108,14 +137,37 @@ class GatewayClient:
         found: SessionView | None = await self._ask("view", session_id, sees)
         return found
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
-        call = getattr(await self._find(), method).remote(*arguments)
+    async def policy_facts(self) -> PolicyFacts:
+        """Raises: RunUnavailable."""
+        found: PolicyFacts = await self._ask("policy_facts")
+        return found
+
+    async def upload(
+        self, uploads: Sequence[Upload], policies: Sequence[GroupPolicy], **limits: int
+    ) -> UploadReply:
+        """limits: as `Uploads.add`. Raises: Refused; RunUnavailable."""
+        found: UploadReply = await self._ask("upload", uploads, policies, **limits)
+        return found
+
+    async def uploaded(self, name: str) -> UploadView | None:
+        """None: it is not known. Raises: Refused; RunUnavailable."""
+        found: UploadView | None = await self._ask("uploaded", name)
+        return found
+
+    async def drop_group(self, group: str) -> UploadGroup | None:
+        """None: it is not known. Raises: Refused; RunUnavailable."""
+        found: UploadGroup | None = await self._ask("drop_group", group)
+        return found
+
+    async def _ask(self, method: str, *arguments: Any, **named: Any) -> Any:
+        call = getattr(await self._find(), method).remote(*arguments, **named)
         return _raised(await self._reply(call, SUPERVISOR_DEADLINE_S))
 
     async def _reply(self, call: Awaitable[Answer], deadline_s: float) -> Answer:
         try:
             return await await_reply(call, name="gateway", deadline_s=deadline_s)
-        except ActorLost as error:
+        except (ActorLost, LeaseLost, StoreError) as error:
+            # It is gone, or will be: it can store nothing any more.
             self._actor = None
             raise RunUnavailable(str(error)) from error
 

@@ -9,43 +9,64 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Path, Request, Response
+from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from service.access.keys import Caller, digest_of
-from service.api.app import check_samples, refuse_if_needed
 from service.api.callers import Callers, caller_of
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem
-from service.api.schemas import ID_PATTERN
+from service.api.rollouts import (
+    FULL,
+    IdempotencyKey,
+    Limit,
+    check_samples,
+    key_digest,
+    refuse_if_needed,
+)
+from service.api.schemas import ID_PATTERN, RolloutId
 from service.api.settings import HttpSettings, bearer_of
+from service.api.waiting import Prefer, patiently
 from service.gateway.bodies import (
     CloseAnswer,
     FinishBody,
     NewSession,
     RewardBody,
     SessionAnswer,
+    SessionListAnswer,
     SessionsAnswer,
     SessionsBody,
 )
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused
+from service.gateway.description import described
 from service.gateway.dialects import DIALECTS
 from service.gateway.dialects.dialect import AnswerStyle, Dialect, error_headers, models_answer
 from service.gateway.keys import session_of_key
-from service.intake.session import session_id
+from service.intake.listing import SessionFilter
+from service.intake.session import SessionStatus, session_id
 
 # A stream begins with its first heartbeat; until then an error has a status of its own.
 FIRST_HEARTBEAT_S = 1.0
 HEARTBEAT_EVERY_S = 5.0
 MODEL = "policy"
 SESSION_HEADER = "x-rayloom-session"
+UNKNOWN: dict[int | str, dict[str, Any]] = {
+    404: {"description": "the run knows no such session, or knows it no more"}
+}
+ENDING: dict[int | str, dict[str, Any]] = {
+    **UNKNOWN,
+    409: {"description": "it has ended, or been rewarded, otherwise"},
+}
+SessionName = Annotated[str, Path(pattern=ID_PATTERN, description="the session's id")]
 # Parsing a large body would hold up every other request.
 THREAD_BYTES = 1 << 18
+Answer = TypeVar("Answer")
 
 
 class SessionPort(Protocol):
@@ -75,7 +96,7 @@ class SessionPort(Protocol):
 
     async def view(self, session_id: str, sees: str | None = None) -> SessionView | None: ...
 
-    async def claim(self, submission_id: str, name: str) -> int | None:
+    async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
         """Of a group that the caller has created, or joined."""
         ...
 
@@ -85,15 +106,29 @@ class SessionPort(Protocol):
 def add_sessions(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
     """Add the routes of sessions."""
     _add_creation(app, run, port, settings)
-    _add_lifecycle(app, port, app.state.callers)
+    _add_lifecycle(app, run, port, app.state.callers)
     for dialect in DIALECTS:
         _add_dialect(app, dialect, port, settings)
     _add_models(app)
 
 
 def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
-    @app.post(f"{PREFIX}/sessions", status_code=201)
-    async def create(body: SessionsBody, request: Request, response: Response) -> SessionsAnswer:
+    @app.post(
+        f"{PREFIX}/sessions",
+        tags=["sessions"],
+        status_code=201,
+        responses={
+            200: {"model": SessionsAnswer, "description": "these very sessions exist already"},
+            409: {"description": "the id is taken, with another content or by another"},
+            429: {"description": FULL},
+        },
+    )
+    async def create(
+        body: SessionsBody,
+        request: Request,
+        response: Response,
+        idempotency_key: IdempotencyKey = None,
+    ) -> SessionsAnswer:
         """Accept a task for agents outside: durable when answered. The same body again is answered
         with the same keys, with status 200."""
         caller = caller_of(request)
@@ -107,7 +142,11 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         except ValueError as error:
             raise Problem(422, "invalid-request", str(error)) from error
         check_samples(wanted, settings)
-        reply = await run.submit([wanted], limits=caller.limits)
+        reply = await run.submit(
+            [wanted],
+            key=key_digest(idempotency_key, tenant=caller.tenant),
+            limits=caller.limits,
+        )
         refuse_if_needed(reply)
         is_new = wanted.id in reply.new_ids
         if not is_new:
@@ -116,7 +155,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         response.headers["Cache-Control"] = "no-store"
         members: Iterable[int] = range(wanted.num_samples)
         if body.session is not None:
-            claimed = await _native(port.claim(wanted.id, body.session))
+            claimed = await native(port.claim(wanted.id, body.session, caller.sees))
             members = [] if claimed is None else [claimed]
         address = (settings.service.public_url or str(request.base_url)).rstrip("/")
         return SessionsAnswer(
@@ -130,46 +169,74 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
             ],
         )
 
-    @app.post(f"{PREFIX}/sessions/{{group}}/close")
-    async def close(request: Request, group: str = Path(pattern=ID_PATTERN)) -> CloseAnswer:
+    @app.post(
+        f"{PREFIX}/sessions/{{group}}/close",
+        tags=["sessions"],
+        responses={404: {"description": "there is no such group"}},
+    )
+    async def close(request: Request, group: RolloutId) -> CloseAnswer:
         """Let nobody join a group any more; its sessions that nobody has claimed are given up."""
-        given_up = await _native(port.close_group(group, caller_of(request).sees))
+        given_up = await native(port.close_group(group, caller_of(request).sees))
         if given_up is None:
             raise Problem(404, "unknown-group", f"this run knows no group {group!r} of sessions")
         return CloseAnswer(given_up=given_up)
 
 
-def _add_lifecycle(app: FastAPI, port: SessionPort, callers: Callers) -> None:
-    @app.get(f"{PREFIX}/sessions/{{name}}")
-    async def show(request: Request, name: str = Path(pattern=ID_PATTERN)) -> SessionAnswer:
-        """Where a session stands."""
-        return _shown(name, await _native(port.view(name, caller_of(request).sees)))
+def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Callers) -> None:
+    @app.get(f"{PREFIX}/sessions", tags=["sessions"])
+    async def sessions(
+        request: Request,
+        group: RolloutId | None = None,
+        status: SessionStatus | None = None,
+        cursor: Annotated[
+            str | None,
+            Query(pattern=r"^\d{1,9}\.\d{1,9}$", description="`next` of the page before"),
+        ] = None,
+        limit: Limit = 100,
+    ) -> SessionListAnswer:
+        """Sessions in the order of acceptance, without what their turns tell. A page may be short,
+        or empty, and have a `next`."""
+        wanted = SessionFilter(group=group, status=status, tenant=caller_of(request).sees)
+        position, _, member = (cursor or "").partition(".")
+        after = (int(position), int(member)) if cursor else None
+        return SessionListAnswer.of(await run.sessions(wanted, after=after, limit=limit))
 
-    @app.delete(f"{PREFIX}/sessions/{{name}}")
-    async def discard(request: Request, name: str = Path(pattern=ID_PATTERN)) -> SessionAnswer:
+    @app.get(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=UNKNOWN)
+    async def show(
+        request: Request, response: Response, name: SessionName, prefer: Prefer = None
+    ) -> SessionAnswer:
+        """Where a session stands; with `Prefer: wait=N` once a queued one is open or has ended, or
+        an open one has ended."""
+        sees = caller_of(request).sees
+        before = await native(port.view(name, sees))
+        if before is not None and before.ended_at is None:
+            before = await patiently(
+                lambda: native(port.view(name, sees)),
+                lambda found: found is None or found.status is not before.status,
+                prefer=prefer,
+                response=response,
+            )
+        return _shown(name, before)
+
+    @app.delete(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=UNKNOWN)
+    async def discard(request: Request, name: SessionName) -> SessionAnswer:
         """End a session that is not to be trained; one that has ended stays as it is."""
-        return _shown(name, await _native(port.discard(name, caller_of(request).sees)))
+        return _shown(name, await native(port.discard(name, caller_of(request).sees)))
 
-    @app.post(f"{PREFIX}/sessions/{{name}}/finish")
-    async def finish(
-        body: FinishBody, request: Request, name: str = Path(pattern=ID_PATTERN)
-    ) -> SessionAnswer:
+    @app.post(f"{PREFIX}/sessions/{{name}}/finish", tags=["sessions"], responses=ENDING)
+    async def finish(body: FinishBody, request: Request, name: SessionName) -> SessionAnswer:
         """End a session, by the reward's key or its client's."""
-        key = _key_of(request.headers)
-        client = await _client(key)
-        work = port.finish(name, digest_of(key), body.finish(), client)
-        return SessionAnswer.of(await _native(work))
+        key = _sent_key(request.headers)
+        work = port.finish(name, digest_of(key), body.finish(), await _client(key))
+        return SessionAnswer.of(await native(work))
 
-    @app.put(f"{PREFIX}/sessions/{{name}}/reward")
-    async def reward(
-        body: RewardBody, request: Request, name: str = Path(pattern=ID_PATTERN)
-    ) -> SessionAnswer:
+    @app.put(f"{PREFIX}/sessions/{{name}}/reward", tags=["sessions"], responses=ENDING)
+    async def reward(body: RewardBody, request: Request, name: SessionName) -> SessionAnswer:
         """Give a finished session the reward that it waits for, by the reward's key or its
         client's."""
-        key = _key_of(request.headers)
-        client = await _client(key)
-        work = port.give_reward(name, digest_of(key), body.finish(), client)
-        return SessionAnswer.of(await _native(work))
+        key = _sent_key(request.headers)
+        work = port.give_reward(name, digest_of(key), body.finish(), await _client(key))
+        return SessionAnswer.of(await native(work))
 
     async def _client(key: str) -> Caller | None:
         """Who sends a key that is no session's; None: nobody who is known by one."""
@@ -180,7 +247,7 @@ def _add_lifecycle(app: FastAPI, port: SessionPort, callers: Callers) -> None:
         return caller
 
 
-async def _native(work: Any) -> Any:
+async def native(work: Awaitable[Answer]) -> Answer:
     """Raises: Problem in place of Refused."""
     try:
         return await work
@@ -212,13 +279,17 @@ def _add_dialect(app: FastAPI, dialect: Dialect, port: SessionPort, settings: Ht
         return await _chat(dialect, port, settings, request, name)
 
     async def free(request: Request) -> Response:
-        key = _key_of(request.headers)
-        name = request.headers.get(SESSION_HEADER) or session_of_key(key)
+        name = request.headers.get(SESSION_HEADER) or session_of_key(_sent_key(request.headers))
         return await _chat(dialect, port, settings, request, name)
 
-    words = {"summary": f"Sample a turn: {dialect.name}", "response_class": Response}
-    app.post(f"/sessions/{{name}}{dialect.path}", **words)(bound)  # type: ignore[arg-type]
-    app.post(dialect.path, **words)(free)  # type: ignore[arg-type]
+    for path, route in ((f"/sessions/{{name}}{dialect.path}", bound), (dialect.path, free)):
+        app.post(
+            path,
+            tags=["agents"],
+            summary=f"Sample a turn: {dialect.name}",
+            response_class=Response,
+            openapi_extra=described(dialect),
+        )(route)
 
 
 def _add_models(app: FastAPI) -> None:
@@ -226,21 +297,27 @@ def _add_models(app: FastAPI) -> None:
         """The one model that a session has; agents may ask for any name."""
         return models_answer(MODEL, created_at=0)
 
-    app.get("/sessions/{name}/v1/models")(models)
-    app.get("/v1/models")(models)
+    async def bound(name: str) -> dict[str, Any]:
+        """As `/v1/models`; whatever the session."""
+        return await models()
+
+    # A name alone tells nothing of a session, and needs no key.
+    for path, route in (("/sessions/{name}/v1/models", bound), ("/v1/models", models)):
+        app.get(path, tags=["agents"], openapi_extra={"security": []})(route)
 
 
 async def _chat(
     dialect: Dialect, port: SessionPort, settings: HttpSettings, request: Request, name: str
 ) -> Response:
     try:
+        key = _key_of(request.headers)
         body = await _parsed(await request.body())
         wanted, style = await asyncio.to_thread(dialect.read, body, request.headers)
     except Refused as refused:
         return _error(dialect, refused)
     call = ChatCall(
         session_id=name,
-        key_digest=digest_of(_key_of(request.headers)),
+        key_digest=digest_of(key),
         request_id=uuid.uuid4().hex,
         request=wanted,
         deadline_s=settings.sessions.hold_s,
@@ -266,36 +343,51 @@ async def _chat(
         raise
     finally:
         gone.cancel()
-    return StreamingResponse(
-        _events(dialect, style, work, lambda: port.abandon(call.session_id, call.request_id)),
-        media_type="text/event-stream",
-        headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-    )
+    return _Stream(dialect, style, work, lambda: port.abandon(call.session_id, call.request_id))
 
 
-async def _events(
-    dialect: Dialect, style: AnswerStyle, work: asyncio.Task[ChatReply], abandon: Callable[[], None]
-) -> AsyncIterator[bytes]:
+class _Stream(StreamingResponse):
     """Heartbeats until the turn is there, then its events."""
-    is_whole = False
-    try:
-        while not work.done():
-            yield dialect.heartbeat
-            await asyncio.wait({work}, timeout=HEARTBEAT_EVERY_S)
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        style: AnswerStyle,
+        work: asyncio.Task[ChatReply],
+        abandon: Callable[[], None],
+    ) -> None:
+        """abandon: called where the client is gone before the last event."""
+        super().__init__(
+            self._events(),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+        self._dialect, self._style = dialect, style
+        self._work, self._abandon = work, abandon
+        self._is_whole = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            reply = work.result()
+            await super().__call__(scope, receive, send)
+        finally:
+            # Not in the generator: of a client that is gone at once it has not begun.
+            if not self._work.done():
+                self._work.cancel()
+            elif not self._is_whole:
+                self._abandon()
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        while not self._work.done():
+            yield self._dialect.heartbeat
+            await asyncio.wait({self._work}, timeout=HEARTBEAT_EVERY_S)
+        try:
+            reply = self._work.result()
         except Refused as refused:
-            yield dialect.error_event(refused)
-            is_whole = True
-            return
-        for event in dialect.events(reply, style):
-            yield event
-        is_whole = True
-    finally:
-        if not work.done():
-            work.cancel()
-        elif not is_whole:
-            abandon()
+            yield self._dialect.error_event(refused)
+        else:
+            for event in self._dialect.events(reply, self._style):
+                yield event
+        self._is_whole = True
 
 
 async def _until_gone(request: Request) -> None:
@@ -323,5 +415,15 @@ def _error(dialect: Dialect, refused: Refused) -> JSONResponse:
 
 
 def _key_of(headers: Mapping[str, str]) -> str:
-    """The key that a client sent: as a bearer's, or as Anthropic's clients do."""
+    """The key that a client sent: as a bearer's, or as Anthropic's clients do. Raises: Refused."""
+    key = _sent_key(headers)
+    if not key:
+        raise Refused(
+            RefusalCode.INVALID_KEY,
+            "no key was sent, expected one of the session's; send it as Authorization: Bearer KEY",
+        )
+    return key
+
+
+def _sent_key(headers: Mapping[str, str]) -> str:
     return bearer_of(headers) or headers.get("x-api-key", "")

@@ -23,6 +23,7 @@ import numpy as np
 from actors.algorithm import AlgorithmSettings
 from actors.environment.rendering import ChatRenderer, RenderError
 from actors.environment.settings import RolloutSettings
+from actors.expert_records import ModelShape
 from actors.metrics import GatewayMetrics
 from actors.policy import (
     GenerateRequest,
@@ -34,6 +35,8 @@ from actors.policy import (
 )
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import (
+    PLAYED_OUT,
+    TRUNCATIONS,
     FinishReason,
     Outcome,
     RolloutAssignment,
@@ -74,6 +77,7 @@ from service.gateway.turns import (
 from service.intake.session import (
     SessionEnd,
     SessionStatus,
+    SessionTotals,
     StoredSession,
     session_id,
 )
@@ -83,6 +87,8 @@ from service.store.sessions import SessionStore
 log = logging.getLogger("rayloom.gateway")
 
 LOOK_EVERY_S = 1.0
+# Outcomes of which a missing reward is an error of its own.
+GRADED = PLAYED_OUT | TRUNCATIONS
 # A session's turns, auxiliary ones too, over those of its limit.
 MOST_TURNS_FACTOR = 8
 RETRY_AFTER_S = 5
@@ -104,6 +110,8 @@ class GatewaySettings:
     """Of named keys without limits of their own."""
     num_ahead: int = 0
     """By how much versions were ahead of steps when the term began."""
+    shape: ModelShape | None = None
+    """Vocabulary and routing of the trained model; None: not known."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -187,6 +195,7 @@ class Sessions:
         # One thread: a tokenizer is not for two at once.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
         self._begun: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
 
     # -- what agents ask ----------------------------------------------------------------------
 
@@ -237,7 +246,7 @@ class Sessions:
             raise _unavailable("the turn was not sampled in time; send the request again") from None
         except asyncio.CancelledError:
             if sampling.task.cancelled():
-                raise _closed(session) from None
+                raise (_stopping() if session.is_open else _closed(session)) from None
             raise
         turn = session.tree.turn(turn.number)
         if sampling.is_abandoned:
@@ -290,14 +299,15 @@ class Sessions:
 
     # -- what clients ask ---------------------------------------------------------------------
 
-    async def claim(self, submission_id: str, name: str) -> int | None:
+    async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
         """Give a group's next free session to a client that comes, the same one again to the same.
 
-        Args: name: what the client calls it. Returns: the member's number; None: no such group.
-        Raises: Refused, where none is free.
+        Args: name: what the client calls it. sees: the tenant whose sessions are shown; None: every
+            tenant's.
+        Returns: the member's number; None: no such group. Raises: Refused, where none is free.
         """
         async with self._claiming:
-            group = await self._members(submission_id)
+            group = await self._members(submission_id, sees)
             if not group:
                 return None
             for session in group:
@@ -321,26 +331,25 @@ class Sessions:
     async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
         """Give up a group's sessions that nobody has claimed. Returns: how many; None: no group.
 
-        sees: the tenant whose sessions are shown; None: every tenant's.
+        sees: as `claim`.
         """
         async with self._claiming:
-            group = [
-                session
-                for session in await self._members(submission_id)
-                if may_see(sees, session.stored.tenant)
-            ]
+            group = await self._members(submission_id, sees)
             free = [each for each in group if each.is_open and not each.stored.is_taken]
             for session in free:
                 end = self._broken_off(SessionStatus.DISCARDED, "its group was closed")
                 await self._end(session, end)
             return len(free) if group else None
 
-    async def _members(self, submission_id: str) -> list[_Session]:
+    async def _members(self, submission_id: str, sees: str | None) -> list[_Session]:
+        """Those that are shown. Raises: Refused."""
         try:
             stored = await asyncio.to_thread(self._store.of_submission, submission_id)
         except StoreError as error:
             raise _unavailable(str(error)) from error
-        found = [await self._find(session.id) for session in stored]
+        found = [
+            await self._find(session.id) for session in stored if may_see(sees, session.tenant)
+        ]
         return [session for session in found if session is not None]
 
     # -- what the holder of the reward's key asks ---------------------------------------------
@@ -475,6 +484,8 @@ class Sessions:
                     self._keep_going(self._end_overdue(session, end))
 
     def close(self) -> None:
+        """Take nothing more: what is asked from here on is for the next gateway."""
+        self._is_closed = True
         for task in self._begun:
             task.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -618,7 +629,7 @@ class Sessions:
             self._drop(session, str(error))
             raise _closed(session) from error
         self._metrics.commit_seconds.observe(time.monotonic() - began)
-        if sampling.is_abandoned and not stored.is_unseen and session.is_open:
+        if sampling.is_abandoned and not stored.is_unseen:
             self._hide(session, stored.number)
         return stored
 
@@ -678,6 +689,7 @@ class Sessions:
 
     async def _keep_end(self, session: _Session, end: SessionEnd) -> None:
         """Raises: Refused."""
+        end = replace(end, totals=_totals(session))
         while True:
             try:
                 await self._commits.commit([SessionEnded(session_id=session.stored.id, end=end)])
@@ -779,7 +791,7 @@ class Sessions:
         )
         if end.status is SessionStatus.FINISHED and not samples:
             outcome, detail = Outcome.EMPTY, detail or "no turn of it was sampled"
-        elif end.status is SessionStatus.FINISHED and end.reward is None:
+        elif end.outcome in GRADED and end.reward is None:
             outcome, detail = Outcome.REWARD_ERROR, detail or "it was finished without a reward"
         elif versions is not None and versions[0] < oldest:
             outcome = Outcome.STALE
@@ -806,6 +818,8 @@ class Sessions:
         """Raises: Refused."""
         if client is None:
             return await self._of_key(name, key_digest, wanted="reward")
+        if self._is_closed:
+            raise _stopping()
         session = await self._find(name)
         if session is None or not may_see(client.sees, session.stored.tenant):
             raise _unknown(name)
@@ -822,6 +836,8 @@ class Sessions:
                 RefusalCode.INVALID_KEY,
                 f"this needs the {wanted}'s key of session {name}, got none",
             )
+        if self._is_closed:
+            raise _stopping()
         session = await self._find(name)
         if session is None:
             raise _unknown(name)
@@ -889,8 +905,10 @@ class Sessions:
             raise _closed(session)
 
     async def _view(self, session: _Session) -> SessionView:
-        stored, end, counts = session.stored, session.stored.end, session.tree.counts()
+        stored, end = session.stored, session.stored.end
         status = SessionStatus.QUEUED if stored.opened_at is None else SessionStatus.OPEN
+        # The turns of one that is trained are gone.
+        totals = (end and end.totals) or _totals(session)
         return SessionView(
             id=stored.id,
             submission_id=stored.submission_id,
@@ -899,11 +917,7 @@ class Sessions:
             created_at=stored.created_at,
             opened_at=stored.opened_at,
             ended_at=end.ended_at if end else None,
-            num_turns=session.tree.num_turns,
-            num_sampled_tokens=sum(turn.num_sampled for turn in session.tree.turns),
-            num_ambiguous=counts.num_ambiguous,
-            num_left_out=counts.num_auxiliary + counts.num_unseen,
-            num_malformed=counts.num_malformed,
+            totals=totals,
             reward=end.reward if end else None,
             is_reward_pending=end is not None and end.reward_until is not None,
             outcome=end.outcome if end else None,
@@ -973,6 +987,17 @@ def _check_turns(session: _Session, finish: Finish) -> None:
         )
 
 
+def _totals(session: _Session) -> SessionTotals:
+    tree, counts = session.tree, session.tree.counts()
+    return SessionTotals(
+        num_turns=tree.num_turns,
+        num_sampled_tokens=sum(turn.num_sampled for turn in tree.turns),
+        num_ambiguous=counts.num_ambiguous,
+        num_left_out=counts.num_auxiliary + counts.num_unseen,
+        num_malformed=counts.num_malformed,
+    )
+
+
 def _as_reply(session: _Session, turn: SessionTurn) -> ChatReply:
     shows = session.stored.spec.shows_tokens
     return ChatReply(
@@ -1004,6 +1029,10 @@ def _unsampled(error: Exception) -> Refused:
 
 def _unavailable(why: str) -> Refused:
     return Refused(RefusalCode.NOT_AVAILABLE, why, retry_after_s=RETRY_AFTER_S)
+
+
+def _stopping() -> Refused:
+    return _unavailable("the gateway is being stopped; send the request again")
 
 
 def _closed(session: _Session) -> Refused:

@@ -24,7 +24,7 @@ class SessionSettings:
     reward_deadline_s: Seconds = 3600
     """How long after its finish a session may wait for a reward that is to come."""
     max_body_mib: Positive = 48
-    """MiB of one request's body."""
+    """MiB of one request's body; of uploaded trajectories too."""
     trains_single_turns: bool = False
     """Train conversations of one turn beside a longer one too; they are mostly titles and
     classifiers, which the session's reward says nothing of."""

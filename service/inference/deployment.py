@@ -55,6 +55,7 @@ from actors.weights.board import (
     MAX_FAILED_BROADCASTS,
     POLL_GRACE_S,
     BoardStatus,
+    HoldOrder,
     Publication,
 )
 from service.inference.client import Answer, AnswerChunk, as_answer
@@ -350,6 +351,9 @@ class InferenceReplica:
             return
         if publication is None:
             return
+        if isinstance(publication, HoldOrder):
+            await self._engine.hold(publication.is_held)
+            return
         # While it loads, the board waits for this replica.
         self._is_loading, self._progress_at = True, time.monotonic()
         self._num_loaded = 0
@@ -358,13 +362,15 @@ class InferenceReplica:
         finally:
             self._is_loading = False
 
-    async def _poll(self) -> Publication | None:
+    async def _poll(self) -> Publication | HoldOrder | None:
         engine = self._engine
         reference = self._board.poll.remote(
-            self._name, engine.term, engine.version, POLL_S, engine.num_workers
+            self._name, engine.term, engine.version, POLL_S, engine.num_workers, engine.is_held
         )
         sent_at = time.monotonic()
-        publication: Publication | None = await within(POLL_S + RPC_TIMEOUT_S, reference)
+        publication: Publication | HoldOrder | None = await within(
+            POLL_S + RPC_TIMEOUT_S, reference
+        )
         self._heard_at = sent_at
         return publication
 

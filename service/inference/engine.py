@@ -68,6 +68,8 @@ class PolicyEngine:
         self._llm: AsyncLLM | None = None
         self._vocabulary_size = 0
         self._admission = asyncio.Event()
+        self.is_held = False
+        """Turns wait: those in flight are frozen, others are not begun."""
         self._update_lock = asyncio.Lock()
         self._routed_layers: tuple[int, ...] = ()
         self._parser: asyncio.Task[ReplyParser] | None = None
@@ -163,7 +165,7 @@ class PolicyEngine:
         prompt = check_tokens(self._vocabulary_size).tolist()
         salt = f"check:{self.term}:{self.version}:{next(self._request_ids)}"
         try:
-            async with asyncio.timeout(CHECK_DEADLINE_S):
+            async with self._going_on(), asyncio.timeout(CHECK_DEADLINE_S):
                 output = await self._sample(prompt, _scoring_params(), salt=salt)
         except TimeoutError as error:
             raise PolicyUnavailable(
@@ -272,9 +274,10 @@ class PolicyEngine:
         payloads: Sequence[dict[str, Any]],
         on_progress: Callable[[], None],
     ) -> None:
-        async with self._update_lock, self._failure_ends_engine():
+        async with self._update_lock, self._failure_ends_engine("a weight update"):
             self._admission.clear()
-            await self._engine.pause_generation(mode="keep", clear_cache=False)
+            if not self.is_held:
+                await self._engine.pause_generation(mode="keep", clear_cache=False)
             await self._engine.start_weight_update()
             for payload in payloads:
                 await self._engine.update_weights(WeightTransferUpdateRequest(update_info=payload))
@@ -283,17 +286,49 @@ class PolicyEngine:
             if self.settings.resets_prefix_cache:
                 await self._engine.reset_prefix_cache()
             self.term, self.version = publication.term, publication.version
-            await self._engine.resume_generation()
-            self._admission.set()
+            if not self.is_held:
+                await self._engine.resume_generation()
+                self._admission.set()
+
+    async def hold(self, is_held: bool) -> None:
+        """Freeze the turns in flight, with their cache, and begin no other; or go on.
+
+        A request's own deadline runs on. Raises: PolicyUnavailable when the engine is dead.
+        """
+        async with self._update_lock, self._failure_ends_engine("holding the turns"):
+            if is_held == self.is_held:
+                return
+            if is_held:
+                self._admission.clear()
+                await self._engine.pause_generation(mode="keep", clear_cache=False)
+            else:
+                await self._engine.resume_generation()
+                self._admission.set()
+            self.is_held = is_held
 
     @asynccontextmanager
-    async def _failure_ends_engine(self) -> AsyncIterator[None]:
+    async def _going_on(self) -> AsyncIterator[None]:
+        """The scheduler runs meanwhile. Of held turns, those in flight go on for that moment."""
+        async with self._update_lock:
+            if not self.is_held:
+                yield
+                return
+            await self._engine.resume_generation()
+            try:
+                yield
+            finally:
+                # A dead engine's own error is the one to read.
+                with suppress(EngineDeadError):
+                    await self._engine.pause_generation(mode="keep", clear_cache=False)
+
+    @asynccontextmanager
+    async def _failure_ends_engine(self, what: str) -> AsyncIterator[None]:
         try:
             yield
         except Exception as error:
             # vLLM's own boundary: its client raises a bare Exception with the worker's text,
             # whatever went wrong there, and any of it leaves the engine half loaded.
-            self._broken = f"a weight update failed: {type(error).__name__}: {error}"
+            self._broken = f"{what} failed: {type(error).__name__}: {error}"
             # Requests that wait for admission fail now, those in flight when the engine is gone.
             self._admission.set()
             with suppress(EngineDeadError):

@@ -63,6 +63,8 @@ class _SampleBuilder:
         return SampleView(
             title=f"sample {number}",
             opening=_opening(self._sample),
+            parent=self._sample.parent,
+            num_shared=self._sample.num_shared,
             segments=tuple(self._segments([self._token(each) for each in range(len(self._ids))])),
         )
 

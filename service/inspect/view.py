@@ -71,10 +71,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleView:
-    """opening: why it began, and which turns it merges."""
+    """opening: why it began, and which turns it merges. parent: number of the sample that it parts
+    from, None: it shares nothing. num_shared: tokens of it, from the start.
+    """
 
     title: str
     opening: str
+    parent: int | None
+    num_shared: int
     segments: tuple[Segment, ...]
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -21,6 +22,8 @@ from actors.trajectory_queue.messages import OpenSlot
 from actors.types import TrajectorySummary
 from service.access.keys import NO_LIMITS, KeyLimits, may_see
 from service.config.tree import ServiceSettings
+from service.intake.feed import FeedEntry, FeedPage
+from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import (
     Backlog,
     KnownSubmission,
@@ -29,9 +32,12 @@ from service.intake.submission import (
     Status,
     SubmissionView,
     SubmitReply,
+    digest_of_requests,
 )
 from service.intake.table import SubmissionTable, rebuild
+from service.store.feed import read_feed
 from service.store.run_store import Lease, RunStore
+from service.store.sessions import SessionStore
 from service.store.submissions import SubmissionStore
 from service.store.thread import StoreThread
 
@@ -39,6 +45,9 @@ WAIT_S = 1.0
 # Between a group's binding and the loop's word that the queue has taken it.
 ADMISSION_LIMIT_S = 5.0
 MAX_RETRY_AFTER_S = 60
+# Of the tasks that a list may have to look at for a page: in a store's read, and reads in all.
+ROWS_PER_READ = 500
+READS_PER_PAGE = 4
 
 
 class SubmissionQueue:
@@ -54,7 +63,9 @@ class SubmissionQueue:
         policy: OutcomePolicy,
     ) -> None:
         """groups_per_step: P."""
+        self._run_store = store
         self._store = SubmissionStore(store)
+        self._sessions = SessionStore(store)
         self._thread = thread
         self._settings = settings
         self._groups_per_step = groups_per_step
@@ -68,13 +79,16 @@ class SubmissionQueue:
         self._changing = asyncio.Lock()
         self._step_s = 5.0
         self._closed_because = "the run has not begun; wait until /readyz says 200"
+        # Noted of the ledger and in no checkpoint yet, so that the feed does not tell of it.
+        self._untold: list[LedgerEvent] = []
 
     async def begin_term(self, lease: Lease) -> None:
         """Go on from what is stored, as the owner of this lease."""
         held = lease.queue_snapshot.groups if lease.queue_snapshot else ()
         groups = [group_id(group.number, replacement=group.replacement) for group in held]
         async with self._changing:
-            self._term = lease.term
+            self._term, self._untold = lease.term, []
+            await self._thread.call(self._store.begin_term, lease)
             self._table = await self._thread.call(self._rebuild, groups)
             self._closed_because = ""
         self._has_news.set()
@@ -100,16 +114,30 @@ class SubmissionQueue:
         return self._table.accepted_at(group_id)
 
     async def submit(
-        self, requests: Sequence[RolloutRequest], *, limits: KeyLimits = NO_LIMITS
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        key: str = "",
+        limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
         """Accept all or none; a known id with the same content is answered as the first time.
 
-        limits: of the key that the requests come with. Raises: LeaseLost, StoreError.
+        key: the digest of the request's Idempotency-Key and its tenant; empty: it has none. While a
+        task is known that was accepted under it, no other request is. limits: of the key that the
+        requests come with.
+        Raises: LeaseLost, StoreError.
         """
-        return await self._thread.finish(self._submit(requests, limits))
+        return await self._thread.finish(self._submit(requests, key, limits))
 
-    async def _submit(self, requests: Sequence[RolloutRequest], limits: KeyLimits) -> SubmitReply:
+    async def _submit(
+        self, requests: Sequence[RolloutRequest], key: str, limits: KeyLimits
+    ) -> SubmitReply:
         async with self._changing:
+            digest = digest_of_requests(requests)
+            if key:
+                stored = await self._thread.call(self._store.digest_of_request, key)
+                if stored not in (None, digest):
+                    return SubmitReply(is_key_taken=True, backlog=self.backlog)
             over = await self._known_as_over(
                 [item.id for item in requests if item.id not in self._table]
             )
@@ -127,7 +155,13 @@ class SubmissionQueue:
             if new and (refusal := self._refusal(new) or self._beyond_quota(new, limits)):
                 return refusal
             if new:
-                accepted = await self._thread.call(self._store.add, new, term=self._term)
+                accepted = await self._thread.call(
+                    self._store.add,
+                    new,
+                    term=self._term,
+                    request_key=key or None,
+                    request_digest=digest if key else None,
+                )
                 for submission in accepted:
                     self._table.accept(submission)
                 self._has_news.set()
@@ -221,6 +255,52 @@ class SubmissionQueue:
         known = (await self._known_as_over([submission_id])).get(submission_id)
         return known.view if known and may_see(sees, known.tenant) else None
 
+    async def page(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
+        """Those behind a position, in the order of acceptance. Raises: StoreError."""
+        found: list[SubmissionView] = []
+        for _ in range(READS_PER_PAGE):
+            rows = await self._thread.call(
+                self._store.page, wanted, after=after, limit=ROWS_PER_READ
+            )
+            for view in await self._views(rows):
+                after = view.position
+                if wanted.status in (None, view.status):
+                    found.append(view)
+                if len(found) == limit:
+                    return TaskPage(tasks=tuple(found), next=after)
+            if len(rows) < ROWS_PER_READ:
+                return TaskPage(tasks=tuple(found), next=None)
+            after = rows[-1][0]
+        return TaskPage(tasks=tuple(found), next=after)
+
+    async def _views(
+        self, rows: Sequence[tuple[int, str, SubmissionView | None]]
+    ) -> list[SubmissionView]:
+        """Of those that are still known."""
+        # What has ended since the rows were read.
+        over = await self._known_as_over(
+            [name for _, name, ended in rows if ended is None and name not in self._table]
+        )
+        views = []
+        for _, name, ended in rows:
+            if ended is not None:
+                views.append(ended)
+            elif name in self._table:
+                views.append(self._table.view(name))
+            elif name in over:
+                views.append(over[name].view)
+        return views
+
+    async def sessions(
+        self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
+    ) -> SessionPage:
+        """Those behind a place, in its order. Raises: StoreError."""
+        return await self._thread.call(self._sessions.page, wanted, after=after, limit=limit)
+
+    async def feed(self, *, after: int, limit: int) -> FeedPage:
+        """What was told behind a number. Raises: StoreError."""
+        return await self._thread.call(read_feed, self._run_store, after=after, limit=limit)
+
     async def cancel(
         self,
         submission_id: str,
@@ -298,6 +378,7 @@ class SubmissionQueue:
             rollout_ids,
             term=self._term,
             keep=self._settings.keep_ended_tasks,
+            keep_entries=self._settings.keep_feed_entries,
         )
         for view in views:
             self._table.forget(view.id)
@@ -343,8 +424,20 @@ class SubmissionQueue:
 
     def note_events(self, events: Sequence[LedgerEvent]) -> None:
         self._table.note_events(events)
+        self._untold += [event for event in events if self._table.told_by(event)]
         if events:
             self._has_events.set()
+
+    def take_entries(self, *, last_event_seq: int) -> list[FeedEntry]:
+        """What the feed tells with a checkpoint whose ledger reaches to this event."""
+        entries, now = [], time.time()
+        for event in self._untold:
+            told = self._table.told_by(event) if event.seq <= last_event_seq else None
+            if told is not None:
+                task, result = told
+                entries.append(FeedEntry.of_event(event, task=task, result=result, at=now))
+        self._untold = [event for event in self._untold if event.seq > last_event_seq]
+        return entries
 
     def note_step_seconds(self, seconds: float) -> None:
         """How long a step takes now; estimates when a refused request may be sent again."""

@@ -47,7 +47,7 @@ class SessionRequest:
     spec: SessionSpec
     keys: tuple[SessionKeys, ...]
     """Of each member, in order; derived from the client's key."""
-    asked: Mapping[str, float | bool] = field(default_factory=dict)
+    asked: Mapping[str, int | float | bool] = field(default_factory=dict)
     """What of `spec` the client named; the rest are the run's defaults, which may be others when
     the run is resumed."""
 
@@ -61,6 +61,19 @@ class SessionStatus(StrEnum):
     FINISHED = "finished"
     DISCARDED = "discarded"
     EXPIRED = "expired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTotals:
+    """What was sampled in a session."""
+
+    num_turns: int
+    num_sampled_tokens: int
+    num_ambiguous: int
+    """Conversations that were rendered anew, because two turns of theirs have equal texts."""
+    num_left_out: int
+    """Turns that are not trained: auxiliary ones, and those that no client has seen."""
+    num_malformed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +95,8 @@ class SessionEnd:
     """Until when a reward that is to come is waited for; None: it has come, or none will."""
     digest: str = ""
     """Of the request that ended it: the same one again changes nothing."""
+    totals: SessionTotals | None = None
+    """Kept longer than the turns; None: it was ended without a look at them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ task itself lies in the store alone, until nothing can play it again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from hashlib import sha256
@@ -51,6 +51,8 @@ class RolloutRequest:
     """Whose it is, and who sees it; empty: the run's own."""
     key_name: str = ""
     """Of the key that it came with; empty: of the first admin key, or of none."""
+    batch: str = ""
+    """The client's own name for some tasks; empty: none."""
     sessions: SessionRequest | None = None
     """For a task that agents outside play, of as many members as there are samples."""
 
@@ -64,6 +66,7 @@ class RolloutRequest:
         min_usable_samples: int | None = None,
         tenant: str = "",
         key_name: str = "",
+        batch: str = "",
         sessions: SessionRequest | None = None,
     ) -> RolloutRequest:
         """asked_samples: what the client named; None: nothing, so that it gets the run's default.
@@ -84,6 +87,8 @@ class RolloutRequest:
             sent += (dict(sessions.asked), asdict(sessions.keys[0]))
         if tenant:
             sent += ({"tenant": tenant},)
+        if batch:
+            sent += ({"batch": batch},)
         content = json.dumps(sent, sort_keys=True, ensure_ascii=False).encode()
         return cls(
             task=task,
@@ -93,12 +98,18 @@ class RolloutRequest:
             num_bytes=len(content),
             tenant=tenant,
             key_name=key_name,
+            batch=batch,
             sessions=sessions,
         )
 
     @property
     def id(self) -> str:
         return self.task.task_id
+
+
+def digest_of_requests(requests: Sequence[RolloutRequest]) -> str:
+    """Of what one HTTP request asks for, in its order."""
+    return sha256("\n".join(item.digest for item in requests).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +128,7 @@ class Submission:
     tenant: str = ""
     key_name: str = ""
     """Both as the request's."""
+    batch: str = ""
     is_cancelled: bool = False
 
 
@@ -185,6 +197,10 @@ class SubmissionView:
     num_ahead: int
     """Submissions that will be admitted before it; 0 for one that is not queued."""
     rollouts: tuple[RolloutView, ...]
+    environment: str
+    batch: str
+    accepted_at: float
+    """Seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +232,8 @@ class SubmitReply:
     """Ids that were not known before."""
     conflicts: tuple[str, ...] = ()
     """Ids that are known with another content."""
+    is_key_taken: bool = False
+    """Another request was accepted under this one's idempotency key."""
     refusal: str = ""
     """Why nothing can be accepted now."""
     is_quota: bool = False

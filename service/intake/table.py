@@ -146,6 +146,14 @@ class SubmissionTable:
             elif entry.admitted_seq is None:
                 entry.admitted_seq = event.seq
 
+    def told_by(self, event: LedgerEvent) -> tuple[str, RolloutResult | None] | None:
+        """The submission that the feed names for an event that was noted, and the rollout's result;
+        None where the event is no client's, or tells of an admission once more."""
+        entry, index = self._find(event.rollout_id)
+        if entry is None or (event.kind is _ADMITTED and event.seq != entry.admitted_seq):
+            return None
+        return entry.submission.id, entry.results.get(index)
+
     def is_admitted(self, submission_id: str) -> bool:
         """Whether the queue is known to have taken its group."""
         return self._entries[submission_id].admitted_seq is not None
@@ -182,6 +190,9 @@ class SubmissionTable:
             status=status,
             num_ahead=self._num_ahead(submission) if status is Status.QUEUED else 0,
             rollouts=rollouts,
+            environment=submission.environment,
+            batch=submission.batch,
+            accepted_at=submission.accepted_at,
         )
 
     def _rollout_view(self, entry: _Entry, index: int) -> RolloutView:

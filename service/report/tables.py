@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from actors.statistics import BY_NAME, GROUPS, STATISTICS
+from actors.trajectory_queue.messages import QueueStats
 from actors.types import BranchReason, Outcome
 from service import units
 from service.telemetry.summary import RunSummary
 from service.telemetry.totals import RunTotals
+
+# The check that holds at a run's end alone.
+IN_FLIGHT = "nothing in flight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,7 @@ def checks(summary: RunSummary, totals: RunTotals) -> tuple[Check, ...]:
     found = [
         ("ledger balances", summary.ledger.is_balanced, balance_equation(summary)),
         (
-            "nothing in flight",
+            IN_FLIGHT,
             summary.ledger.in_flight == 0,
             f"{units.plural(summary.ledger.in_flight, 'rollout')} had not left the ledger at the "
             "end.",
@@ -183,6 +187,7 @@ def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
     found = (
         _ledger_table(summary),
         _counted("Outcomes", "trajectories", summary.outcomes),
+        _asked_evaluations(summary),
         _stages_table(summary),
         _tokens_table(summary),
         _counted("Why turns opened a new sample", "reason", summary.merge.branches),
@@ -193,6 +198,24 @@ def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
         ),
     )
     return tuple(table for table in found if table.rows)
+
+
+def _asked_evaluations(summary: RunSummary) -> Table:
+    return Table(
+        caption="Evaluations that were asked for",
+        header=("version", "reward", "tasks", "samples", "temperature", "pass@k"),
+        rows=tuple(
+            (
+                str(each.policy_version),
+                units.reward(each.best_known_reward),
+                units.full_count(each.num_tasks),
+                units.full_count(each.num_samples),
+                f"{each.temperature:g}",
+                ", ".join(f"{k}: {value:.2f}" for k, value in sorted(each.pass_at.items())),
+            )
+            for each in summary.evaluation.asked
+        ),
+    )
 
 
 def _ledger_table(summary: RunSummary) -> Table:
@@ -313,6 +336,113 @@ def statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
         if each.name in totals.statistics
     }
     return tuple((values, help_of(name)) for (values, _), name in found.items())
+
+
+def definitions() -> tuple[tuple[str, str], ...]:
+    """What each number of the run's page means."""
+    return (
+        (
+            "Reward",
+            "mean return of a step's graded trajectories, divided by the best possible return "
+            "where the environment knows it; first and last are means over five steps.",
+        ),
+        (
+            "Evaluation",
+            "mean return on held-out tasks at temperature 0, scaled likewise; never trained on.",
+        ),
+        (
+            "Policy version",
+            "a counter of published weights; it grows by one each step.",
+        ),
+        (
+            "Policy age",
+            "how many versions behind the trainer a token was when it was trained on.",
+        ),
+        (
+            "Mismatch",
+            "Δ = trainer − engine log-probability of the same token under the same "  # noqa: RUF001
+            "weights, nats; k3 = exp(Δ) − 1 − Δ, averaged over steps by their trained tokens.",  # noqa: RUF001
+        ),
+        (
+            "Check after publish",
+            "largest |Δ| on one fixed prompt, right after each publish, over all engines.",
+        ),
+        (
+            "Ledger",
+            "every admitted rollout leaves exactly once: trained, or evicted with one reason.",
+        ),
+        ("Merge ratio", "turns divided by the training samples that they became."),
+        ("Sampled tokens", "in the trajectories of the trained steps; engine output only."),
+        ("Trained tokens", "tokens with a place in the loss."),
+        ("Clip fraction", "trained tokens whose ratio was clipped, of all trained tokens."),
+        ("Loss", help_of("loss")),
+        ("Entropy", help_of("entropy_mean")),
+        ("Effective sample size", help_of("effective_sample_size")),
+        (
+            "Zero-variance groups",
+            "groups of a step whose members all had the same return.",
+        ),
+        ("Gradient norm", help_of("grad_norm")),
+        ("Malformed share", "turns whose action could not be read, of all turns."),
+        (
+            "Stage times",
+            "wall seconds of the training loop; collect is the wait for closed groups.",
+        ),
+    )
+
+
+def window_table(queue: QueueStats | None, *, max_items: int, max_lag: int) -> Table:
+    """How many rollouts may be in flight, and where they are."""
+    if queue is None:
+        return Table(caption="Window", header=(), rows=())
+    in_flight = queue.ledger.in_flight
+    return Table(
+        caption="Window",
+        header=("rollouts", "count"),
+        rows=(
+            ("admitted, not begun", units.full_count(_rest(in_flight, queue))),
+            ("being played", units.full_count(queue.num_handed_out)),
+            ("finished, wait for a step", units.full_count(queue.num_waiting)),
+        ),
+        total=("in flight", f"{units.full_count(in_flight)} of {units.full_count(max_items)}"),
+        note=f"Rollouts may run {units.plural(max_lag, 'version')} ahead (algorithm.max_lag).",
+    )
+
+
+def _rest(in_flight: int, queue: QueueStats) -> int:
+    return max(in_flight - queue.num_handed_out - queue.num_waiting, 0)
+
+
+def queue_table(queue: QueueStats | None, *, max_bytes: int) -> Table:
+    """What waits for a step, and who has waited for whom."""
+    if queue is None:
+        return Table(caption="Queue", header=(), rows=())
+    mib = 1 << 20
+    return Table(
+        caption="Queue",
+        header=("what", "amount"),
+        rows=(
+            ("MiB of finished trajectories", units.significant(queue.waiting_bytes / mib)),
+            ("MiB at most", units.full_count(max_bytes // mib)),
+            ("oldest has waited", units.duration(queue.oldest_s)),
+            ("attempts repeated", units.full_count(queue.num_retries)),
+            ("late results refused", units.full_count(queue.num_refused)),
+            ("groups replaced", units.full_count(queue.num_replaced_groups)),
+            *(
+                (f"{words(side)} waited", units.duration(seconds))
+                for side, seconds in queue.blocked_s.items()
+            ),
+        ),
+    )
+
+
+def engines_table(engines: Mapping[str, int], *, expected: int) -> Table:
+    return Table(
+        caption="Engines",
+        header=("replica", "policy version"),
+        rows=tuple((name, units.full_count(version)) for name, version in sorted(engines.items())),
+        note=f"{len(engines)} of {expected} hold a version.",
+    )
 
 
 def help_of(name: str) -> str:

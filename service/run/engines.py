@@ -116,6 +116,11 @@ class Engines:
         """What the weight board knows of the engines; None without one. Raises: ActorLost."""
         return None if self._board is None else await self._board_handle().status()
 
+    async def hold(self, is_held: bool) -> None:
+        """Have every engine hold its turns, those that join too, or go on. Raises: ActorLost."""
+        if self._board is not None:
+            await self._board_handle().hold(is_held)
+
     async def stop(self) -> None:
         """End the deployment and the board; bounded, also in the middle of the start.
 

@@ -48,8 +48,10 @@ class EnvironmentPool(ActorPool):
         )
         self._evaluation_idle_s = evaluation_idle_s
 
-    async def evaluate(self, tasks: Sequence[Task]) -> list[TrajectorySummary]:
-        """Play tasks at temperature 0, shared out over the actors.
+    async def evaluate(
+        self, tasks: Sequence[Task], *, temperature: float = 0.0, slots_share: float = 1.0
+    ) -> list[TrajectorySummary]:
+        """Play tasks, shared out over the actors. slots_share: as `EnvironmentActor.evaluate`.
 
         A share whose actor dies is left out: an evaluation is a measurement, not work to be kept.
         One that makes no progress is ended too.
@@ -58,7 +60,7 @@ class EnvironmentPool(ActorPool):
         shares = [list(tasks[index::size]) for index in range(size)]
         answers = await asyncio.gather(
             *(
-                self._evaluate(member, share)
+                self._evaluate(member, share, temperature=temperature, slots_share=slots_share)
                 for member, share in zip(list(self._members), shares, strict=True)
                 if share
             ),
@@ -74,9 +76,11 @@ class EnvironmentPool(ActorPool):
                 found += result
         return found
 
-    async def _evaluate(self, member: Member, share: list[Task]) -> list[TrajectorySummary]:
+    async def _evaluate(
+        self, member: Member, share: list[Task], **settings: float
+    ) -> list[TrajectorySummary]:
         """Raises: ActorLost when the actor dies, or no rollout ends for too long."""
-        playing = member.actor.evaluate.remote(share)
+        playing = member.actor.evaluate.remote(share, **settings)
         answer = asyncio.ensure_future(playing)
         name = f"{ENVIRONMENT_ACTORS.name} {member.actor_id}"
 

@@ -53,6 +53,8 @@ class Phase(StrEnum):
     """Its start; tried again."""
     STARTING = "starting"
     TRAINING = "training"
+    PAUSED = "paused"
+    """It would train, and an operator has paused a part of it."""
     EVALUATING = "evaluating"
     CHECKPOINTING = "writing a checkpoint"
     RECOVERING = "recovering"

@@ -8,7 +8,8 @@ checkpoint is written meanwhile in any case. Invariants: a version is published 
 engines hold the one before it; a checkpoint is committed with the queue's state of its own step,
 and while a service waits for a step once more with a later one: what was evicted is durable then.
 Version = step, but for what a restarted trainer published once more (`RestartableTrainer`). Run
-once a term.
+once a term. An operator's pauses (`service.run.pauses`) hold the two loops at their gates: between
+two admissions, and between two steps.
 Every call of a handle may raise `ActorLost`.
 """
 
@@ -35,6 +36,7 @@ from actors.trajectory_queue.messages import QueueSnapshot, StepInput
 from actors.types import Task
 from service.config.tree import RunSettings
 from service.run.health import FailureLimits, FailureWatch, RunFailed, WeightsMoved
+from service.run.pauses import Pausable, Pauses
 from service.run.task_feed import TaskFeed
 from service.telemetry.records import StageSeconds, evaluation_record, step_record
 from service.telemetry.summary import AVERAGED_STEPS
@@ -54,6 +56,7 @@ ASK_AGAIN_S = 1.0
 # Writing a checkpoint's files costs more than committing those that are there once more.
 FILES_FACTOR = 10
 MAX_SCORINGS = 3
+ENDED_UNSAVED = "the term ended before its checkpoint was committed"
 Answer = TypeVar("Answer")
 
 
@@ -104,6 +107,7 @@ class Handles:
     recorder: RunRecorder
     tasks: TaskFeed
     evaluation_tasks: Sequence[Task]
+    pauses: Pauses
 
     prune_checkpoints: Callable[[], Awaitable[None]]
     """Remove the oldest ones; called once a newer one is committed."""
@@ -121,6 +125,15 @@ class TrainedStep:
 
     stages: StageSeconds
     """How long the loop waited at each stage; what overlaps the next step is not in it."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _AskedSave:
+    """A checkpoint that somebody waits for."""
+
+    step: int
+    """The last step done when it was asked for; a later one serves too."""
+    answer: asyncio.Future[Commit]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +182,16 @@ class Loop:
         self._is_grace_over = asyncio.Event()
         self._rewards: deque[float] = deque(maxlen=AVERAGED_STEPS)
         self._evaluated_step: int | None = None
+        self._step_in_hand: int | None = None
+        self._paused_s = 0.0
+        """Of the wait for this step, what training was paused."""
+        self._asked_saves: list[_AskedSave] = []
+        self._is_over = False
+
+    @property
+    def step_in_hand(self) -> int | None:
+        """The step that is being trained; None while one is collected."""
+        return self._step_in_hand
 
     @property
     def is_solved(self) -> bool:
@@ -192,6 +215,18 @@ class Loop:
         if grace_s is not None:
             asyncio.get_running_loop().call_later(grace_s, self._is_grace_over.set)
 
+    async def checkpoint(self) -> Commit:
+        """Have the last step done committed, after the step in hand, and wait for it.
+
+        At once where its checkpoint is there; after the one that is being written, if any. One that
+        fails with a rank is begun again. Raises: ActorLost when the term ends without it.
+        """
+        if self._is_over:
+            raise ActorLost(ENDED_UNSAVED)
+        asked = _AskedSave(step=self._step - 1, answer=asyncio.get_running_loop().create_future())
+        self._asked_saves.append(asked)
+        return await asked.answer
+
     async def run(self) -> None:
         """Train until the last step or `stop`; ends with nothing in flight and a checkpoint.
 
@@ -203,6 +238,10 @@ class Loop:
             if self._saving is not None:
                 self._saving.cancel()
                 await asyncio.gather(self._saving, return_exceptions=True)
+            self._is_over = True
+            for asked in self._asked_saves:
+                if not asked.answer.done():
+                    asked.answer.set_exception(ActorLost(ENDED_UNSAVED))
 
     async def _run(self) -> None:
         failure: RunFailed | None = None
@@ -232,12 +271,14 @@ class Loop:
             raise failure
 
     async def _admit(self) -> None:
-        handles = self._handles
+        handles, gate = self._handles, self._handles.pauses.gate(Pausable.ADMISSION)
         while not self._is_stopping.is_set() and self._has_more:
+            await gate.until_open()
             slots = await handles.queue.admissible(POLL_S)
-            groups = await handles.tasks.fill(slots) if slots else []
-            if groups:
-                await handles.queue.admit(groups)
+            with gate.passing() as is_open:
+                groups = await handles.tasks.fill(slots) if slots and is_open else []
+                if groups:
+                    await handles.queue.admit(groups)
 
     async def _train(self) -> None:
         if self._step == 1 and not self._committed.directory:
@@ -247,12 +288,14 @@ class Loop:
             step_input = await self._collect()
             if step_input is None:
                 break
-            collect_s = watch.lap()
+            self._step_in_hand = self._step
+            collect_s = watch.lap() - self._paused_s
             try:
                 built, score_s = await self._unless_grace_is_over(self._build(step_input))
             except PayloadsLost as loss:
                 self._handles.recorder.notice(f"step {self._step}: {loss}; they are played again")
                 await self._handles.queue.replay_lost(loss.rollout_ids)
+                self._step_in_hand = None
                 continue
             for notice in built.notices:
                 self._handles.recorder.notice(notice)
@@ -260,13 +303,15 @@ class Loop:
             stages = StageSeconds(collect=collect_s, merge=merge_s, score=score_s)
             await self._train_step(built, stages)
             self._step += 1
+            self._step_in_hand = None
         await self._join_loading()
 
     async def _collect(self) -> StepInput | None:
         """Wait for a step's closed groups; None when asked to stop, or solved, meanwhile."""
-        begun_at = time.monotonic()
+        begun_at, self._paused_s = time.monotonic(), 0.0
         while self._has_more and not self._is_stopping.is_set():
-            step_input = await self._handles.queue.take_step(POLL_S)
+            await self._save_as_asked()
+            step_input = await self._take_step()
             if step_input is not None:
                 return step_input
             if self._loading is not None and self._loading.done():
@@ -277,6 +322,40 @@ class Loop:
                 await self._commit_evicted()
             await self._check_failures(self._handles.queue.failed_groups)
         return None
+
+    async def _take_step(self) -> StepInput | None:
+        """Wait a moment for a step's closed groups; where training is paused, for its end."""
+        gate = self._handles.pauses.gate(Pausable.TRAINING)
+        with gate.passing() as is_open:
+            if is_open:
+                return await self._handles.queue.take_step(POLL_S)
+        watch = Stopwatch()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await gate.until_open()
+        self._paused_s += watch.lap()
+        return None
+
+    async def _save_as_asked(self) -> None:
+        """Begin the checkpoint that somebody waits for, unless one is being written."""
+        if not self._asked_saves or (self._saving is not None and not self._saving.done()):
+            return
+        await self._join_loading()
+        await self._join_saving()
+        done = self._step - 1
+        if self._is_committed(done):
+            self._answer_asked()
+        elif self._asked_saves:
+            await self._begin_save(done)
+            await self._commit_when_written(done)
+
+    def _answer_asked(self) -> None:
+        """Tell those who wait for a checkpoint that the newest one serves."""
+        served = [each for each in self._asked_saves if each.step <= self._committed.step]
+        self._asked_saves = [each for each in self._asked_saves if each not in served]
+        for asked in served:
+            if not asked.answer.done():
+                asked.answer.set_result(self._committed)
 
     def _is_commit_due(self, begun_at: float) -> bool:
         """Whether enough was evicted, or for long enough, while a service waits for a step.
@@ -473,6 +552,12 @@ class Loop:
         self._evaluated_step = step
         if not tasks:
             return
+        if self._handles.pauses.holds_generation:
+            # It would hold up the record and the checkpoint of a step that is done.
+            self._handles.recorder.notice(
+                f"step {step}: its evaluation is left out, because generation is paused"
+            )
+            return
         with suppress(StepAbandoned):
             playing = self._handles.environments.evaluate(tasks)
             summaries = await self._unless_grace_is_over(playing)
@@ -525,6 +610,7 @@ class Loop:
             snapshot=snapshot,
         )
         self._committed, self._committed_at = commit, time.monotonic()
+        self._answer_asked()
 
     async def _join_saving(self) -> None:
         """Wait until the checkpoint that was begun last is committed, or known to be lost."""

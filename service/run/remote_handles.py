@@ -18,6 +18,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from actors.deadline import ActorLost, within
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.api.problems import RunUnavailable
+from service.intake.feed import FeedPage
+from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.launch.cluster import NAMESPACE
 from service.run.health import Readiness
@@ -88,14 +90,29 @@ class SupervisorClient:
         self._actor: Any = None
 
     async def submit(
-        self, requests: Sequence[RolloutRequest], *, limits: KeyLimits = NO_LIMITS
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        key: str = "",
+        limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
-        return await self._ask("submit", requests, limits)
+        return await self._ask("submit", requests, key, limits)
 
     async def submission(
         self, submission_id: str, *, sees: str | None = None
     ) -> SubmissionView | None:
         return await self._ask("submission", submission_id, sees)
+
+    async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
+        return await self._ask("tasks", wanted, after, limit)
+
+    async def sessions(
+        self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
+    ) -> SessionPage:
+        return await self._ask("sessions", wanted, after, limit)
+
+    async def feed(self, *, after: int, limit: int) -> FeedPage:
+        return await self._ask("feed", after, limit)
 
     async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
         return await self._ask("cancel", submission_id, sees)
@@ -121,6 +138,10 @@ class SupervisorClient:
         if found is None:
             raise RunUnavailable("the run has no gateway for sessions now: it starts, or recovers")
         return found
+
+    async def control(self, call: str, *arguments: Any) -> Any:
+        """Make a call of `service.run.control.Control`. Raises: ControlRefused, RunUnavailable."""
+        return await self._ask("control", call, *arguments)
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         try:

@@ -67,6 +67,7 @@ class RestartableQueue:
         groups = snapshot.groups if snapshot else ()
         self._tasks: dict[int, Task] = {group.number: group.task for group in groups}
         """Of the snapshot's groups, by group number."""
+        self._is_held = False
         self._opening = 0
         self._num_taken_in = 0
         self._arrived: dict[int, tuple[QueueCut, Sequence[GroupRequest]]] = {}
@@ -116,6 +117,11 @@ class RestartableQueue:
         snapshot = self._whole_snapshot()
         assert snapshot is not None, "the first cut of a queue carries one"
         return snapshot
+
+    async def hold(self, is_held: bool) -> None:
+        """Hand out nothing, or go on; a queue that is opened again begins so."""
+        self._is_held = is_held
+        await self._ask("hold", is_held)
 
     async def release_actor(self, actor_id: str) -> int:
         num_released: int = await self._ask("release_actor", actor_id)
@@ -234,3 +240,5 @@ class RestartableQueue:
             # It was only out of reach, and has gone on alone.
             ray.kill(self.actor, no_restart=False)
             raise ActorLost(f"the {NAME} did not answer in time and is ended")
+        if self._is_held:
+            await self._remote("hold", True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -26,11 +26,15 @@ from actors.trajectory_queue.messages import QueueStats
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
+from service.intake.feed import FeedPage
+from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.launch.placement import Role
 from service.launch.resume import fallback_notice, find_faults
 from service.launch.run_dir import RunDir, write_config
+from service.report.page import write_report
+from service.run.control import Control
 from service.run.engines import Engines
 from service.run.health import (
     Cursor,
@@ -86,6 +90,17 @@ class WhenHeld(Enum):
     WAIT = "wait"
     """Until the owner shows no life, without a term of its own."""
     TAKE_OVER = "take over"
+
+
+class GoingBack(Exception):
+    """An operator asked for it: the term ends, and the next one goes on from a checkpoint."""
+
+    def __init__(self, checkpoint: str) -> None:
+        super().__init__(checkpoint)
+        self.checkpoint = checkpoint
+
+    def __str__(self) -> str:
+        return f"going back to checkpoint {self.checkpoint}, as an operator asked"
 
 
 class Supervisor:
@@ -163,6 +178,14 @@ class Supervisor:
         self._metrics_address: str | None = None
         self._is_push_lost = False
         self._started_at = time.time()
+        self._control = Control(
+            self._store,
+            thread=self._thread,
+            recorder=self._recorder,
+            engines=self._engines,
+            checkpoints=run_dir.checkpoints,
+            read_queue=lambda: self._stats,
+        )
         self._earlier_wall_s = 0.0
         """Seconds of the surviving parts of terms that other processes ran."""
         self._term: Term | None = None
@@ -309,16 +332,33 @@ class Supervisor:
         )
 
     async def submit(
-        self, requests: Sequence[RolloutRequest], limits: KeyLimits = NO_LIMITS
+        self,
+        requests: Sequence[RolloutRequest],
+        key: str = "",
+        limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
         """Accept tasks, all or none. Raises: LeaseLost, StoreError."""
-        return await self._own_submissions.submit(requests, limits=limits)
+        return await self._own_submissions.submit(requests, key=key, limits=limits)
 
     async def submission(
         self, submission_id: str, sees: str | None = None
     ) -> SubmissionView | None:
         """sees: as `SubmissionQueue.view`. Raises: LeaseLost, StoreError."""
         return await self._own_submissions.view(submission_id, sees=sees)
+
+    async def tasks(self, wanted: TaskFilter, after: int, limit: int) -> TaskPage:
+        """Raises: LeaseLost, StoreError."""
+        return await self._own_submissions.page(wanted, after=after, limit=limit)
+
+    async def sessions(
+        self, wanted: SessionFilter, after: SessionPlace | None, limit: int
+    ) -> SessionPage:
+        """Raises: LeaseLost, StoreError."""
+        return await self._own_submissions.sessions(wanted, after=after, limit=limit)
+
+    async def feed(self, after: int, limit: int) -> FeedPage:
+        """Raises: LeaseLost, StoreError."""
+        return await self._own_submissions.feed(after=after, limit=limit)
 
     async def cancel(self, submission_id: str, sees: str | None = None) -> SubmissionView | None:
         """Cancel what no step has taken. Raises: LeaseLost, StoreError."""
@@ -339,6 +379,12 @@ class Supervisor:
     async def gateway(self) -> Any:
         """The handle of the actor that plays sessions; None while there is none."""
         return None if self._term is None else self._term.gateway
+
+    async def control(self, call: str, *arguments: Any) -> Any:
+        """Make a call of `Control`, by its name. Raises: ControlRefused, LeaseLost, StoreError."""
+        if self._lost is not None:
+            raise LeaseLost(str(self._lost))
+        return await getattr(self._control, call)(*arguments)
 
     async def _evict(self, group_id: str) -> bool:
         """Returns: False when a step has it. Without a term, or when its queue is lost, True: the
@@ -372,6 +418,11 @@ class Supervisor:
         while True:
             try:
                 return await self._run_one_term()
+            except GoingBack as asked:
+                self._recorder.notice(str(asked))
+                self._recorder.phase(Phase.RECOVERING, str(asked))
+                # Steps that are trained again are progress.
+                furthest_step = 0
             except ParentUnusable as error:
                 # Not tried again, so this repeats at most once for each checkpoint.
                 self._faults[error.directory] = error.reason
@@ -398,6 +449,7 @@ class Supervisor:
         if lease is None:
             return "stopped before the run was free"
         await self._recorder.begin_term(lease)
+        await self._control.begin_term(lease)
         # In a thread: it asks Ray for the nodes, and starts the queue's process.
         term = self._term = await asyncio.to_thread(
             Term,
@@ -409,22 +461,24 @@ class Supervisor:
             engines=self._engines,
             store=self._store,
             recorder=self._recorder,
+            pauses=self._control.pauses,
             submissions=self._submissions,
             roles_before=self._roles_offered,
         )
+        self._control.term = term
         self._roles_offered = term.roles.offered
         if self._is_stopping:
             term.request_stop()
         is_orderly, failure = False, None
         try:
             try:
-                await term.run()
+                await self._unless_going_back(term.run())
             except RunFailed as error:
                 failure = error
             is_orderly = True
             await self._observe_queue(term)
         finally:
-            self._term = None
+            self._term = self._control.term = None
             await term.stop(is_orderly=is_orderly)
         if failure is not None:
             raise failure
@@ -435,6 +489,23 @@ class Supervisor:
             goal = self._config.run.stop_at_reward
             return f"solved: the last five steps reached {goal:g} (run.stop_at_reward), step {done}"
         return f"stopped after step {done} of {self._config.run.steps}"
+
+    async def _unless_going_back(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await a term's work; cancel it where a checkpoint is to be gone back to.
+
+        Raises: GoingBack; what the work raises.
+        """
+        working = asyncio.create_task(work)
+        asked = asyncio.create_task(self._control.returning.wait())
+        try:
+            await asyncio.wait((working, asked), return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and not asked.done():
+                return working.result()
+            raise GoingBack(self._control.returns_to)
+        finally:
+            for task in (working, asked):
+                task.cancel()
+            await asyncio.gather(working, asked, return_exceptions=True)
 
     async def _wait_for_lease(self) -> Lease | None:
         """Take the lease; None where a stop was asked for before the run was free.
@@ -463,7 +534,7 @@ class Supervisor:
         lease, commits = await self._thread.call(self._take_readable)
         self._stats, self._ledger = None, _ledger_of(lease)
         used = [commit for commit in commits if lease.parent and commit.id == lease.parent.id]
-        if used and used[0] is not commits[0]:
+        if used and used[0] is not commits[0] and commits[0].directory in self._faults:
             self._recorder.notice(fallback_notice(self._faults, commits[0], used[0]))
         return lease
 
@@ -481,6 +552,7 @@ class Supervisor:
             follows=None if is_first else self._recorder.term,
             unless_held=is_first and self._when_held is not WhenHeld.TAKE_OVER,
             replaces=self._replaces,
+            returns_to=self._control.returns_to,
         )
         if is_first:
             write_config(self._run_dir, self._config)
@@ -573,6 +645,7 @@ class Supervisor:
             )
         self._recorder.phase(phase, reason)
         self._exit_reason = reason
+        self._control.close(reason)
         if self._submissions is not None:
             self._submissions.close(f"the run has ended: {reason}")
         return has_report
@@ -581,9 +654,6 @@ class Supervisor:
         """Returns: False for the owner of an older lease, whose run it is no more."""
         if self._store.newest_term() != self._recorder.term:
             return False
-        # Here for its matplotlib: a supervisor that replaces a killed one starts sooner without.
-        from service.report.page import write_report
-
         history = read_history(self._store)
         summary = summarize_run(
             history,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, cla
 from actors.trainer.group import TrainerGroup, remove_reservations, reservation_name
 from actors.trainer.settings import RankSettings
 from actors.trajectory_queue.settings import QueueStateSettings
-from actors.types import SESSION
+from actors.types import SESSION, UPLOADED, Task, TrajectorySummary
 from service.config.tasks import open_tasks
 from service.config.tree import Config
 from service.gateway.actor import Gateway
@@ -42,8 +43,9 @@ from service.launch.run_dir import RunDir
 from service.run.actor_pool import GATEWAYS, ActorPool
 from service.run.engines import Engines, Publisher, watch_board
 from service.run.environment_pool import EnvironmentPool
-from service.run.health import FailureLimits, Phase
-from service.run.loop import Handles, Loop, LoopSettings
+from service.run.health import FailureLimits
+from service.run.loop import Commit, Handles, Loop, LoopSettings
+from service.run.pauses import Pauses
 from service.run.restartable_merge import RestartableMerge
 from service.run.restartable_queue import RestartableQueue
 from service.run.restartable_trainer import RestartableTrainer
@@ -85,6 +87,7 @@ class Term:
         engines: Engines,
         store: RunStore,
         recorder: RunRecorder,
+        pauses: Pauses,
         submissions: SubmissionQueue | None = None,
         roles_before: frozenset[Role] = frozenset(),
     ) -> None:
@@ -100,13 +103,14 @@ class Term:
         self._engines = engines
         self._store = store
         self._recorder = recorder
+        self._pauses = pauses
         self._submissions = submissions
         queue_settings = QueueStateSettings(
             algorithm=config.algorithm,
             queue=config.queue,
             num_steps=config.run.steps,
             policies=config.policies,
-            durable=frozenset({SESSION}),
+            durable=frozenset({SESSION, UPLOADED}),
         )
         nodes = alive_nodes()
         self.roles = roles_of(nodes, before=roles_before)
@@ -132,9 +136,12 @@ class Term:
         self._pool: EnvironmentPool | None = None
         self._gateways: ActorPool | None = None
         """Of one gateway; None in a run without clients."""
+        self._is_queue_open = False
         self._num_ahead = 0
         """By how much versions were ahead of steps when the term began."""
         self._loop: Loop | None = None
+        self.evaluation_tasks: Sequence[Task] = ()
+        """Held out of training; known once it trains."""
         self._stop_asked = asyncio.Event()
 
     @property
@@ -152,6 +159,21 @@ class Term:
         return self._lease.parent.step + 1 if self._lease.parent else 1
 
     @property
+    def step_in_hand(self) -> int | None:
+        """The step that is being trained; None: none."""
+        return self._loop.step_in_hand if self._loop is not None else None
+
+    @property
+    def trained_version(self) -> int | None:
+        """Of the trainer's weights; None before it has loaded them."""
+        return self._trainer.version if self.is_training else None
+
+    @property
+    def republished(self) -> Sequence[int]:
+        """The versions whose weights were those of the version before."""
+        return self._trainer.republished
+
+    @property
     def gateway(self) -> ActorHandle | None:
         """Who plays sessions now; None: nobody yet, or never."""
         return self._gateways.actors[0] if self._gateways is not None else None
@@ -165,6 +187,28 @@ class Term:
         if self._loop is not None:
             self._loop.stop(grace_s=grace_s)
 
+    async def checkpoint(self) -> Commit:
+        """As `Loop.checkpoint`, of a term that trains."""
+        assert self._loop is not None
+        return await self._loop.checkpoint()
+
+    async def evaluate(
+        self, tasks: Sequence[Task], *, temperature: float, slots_share: float
+    ) -> list[TrajectorySummary]:
+        """As `EnvironmentPool.evaluate`, of a term that trains."""
+        assert self._pool is not None
+        return await self._pool.evaluate(tasks, temperature=temperature, slots_share=slots_share)
+
+    async def hold_generation(self) -> None:
+        """Have queue and engines hold what they play, or go on, as it is paused or not.
+
+        Before the queue is open it comes with its opening. Raises: ActorLost.
+        """
+        is_held = self._pauses.holds_generation
+        await self._engines.hold(is_held)
+        if self._is_queue_open:
+            await self.queue.hold(is_held)
+
     async def run(self) -> None:
         """Start the actors and train, until the end or a stop.
 
@@ -174,11 +218,12 @@ class Term:
         publisher = await self._start_unless_stopped()
         if publisher is None:
             return
-        self._recorder.phase(Phase.TRAINING, "")
+        self._recorder.training(str(self._pauses))
         assert self._pool is not None
         tasks = await asyncio.to_thread(open_tasks, self._config)
         if self._stop_asked.is_set():
             return
+        self.evaluation_tasks = tasks.held_out(self._config.tasks.evaluation_tasks)
         self._loop = Loop(self._handles(publisher, tasks), self._loop_settings())
         training = asyncio.create_task(self._loop.run())
         watching = [
@@ -255,6 +300,8 @@ class Term:
             evaluation_idle_s=config.rollouts.episode_deadline_s + config.rollouts.frozen_after_s,
         )
         await asyncio.gather(self._start_trainer(), self.queue.open())
+        self._is_queue_open = True
+        await self.hold_generation()
         version = self._trainer.version
         self._num_ahead = version - (self.first_step - 1)
         if self._submissions is not None:
@@ -334,6 +381,7 @@ class Term:
                 max_context_tokens=config.model.max_context_tokens,
                 default_limits=config.service.key_limits,
                 num_ahead=self._num_ahead,
+                shape=self._trainer.shape,
             ),
             actor_id=actor_id,
             tokenizer_path=self._model,
@@ -390,7 +438,7 @@ class Term:
 
     def _handles(self, publisher: Publisher, tasks: TaskSource) -> Handles:
         assert self._pool is not None and self._merge is not None
-        config, algorithm = self._config, self._config.algorithm
+        algorithm = self._config.algorithm
         own = ConfiguredTasks(
             tasks,
             group_size=algorithm.group_size,
@@ -404,7 +452,8 @@ class Term:
             environments=self._pool,
             recorder=self._recorder,
             tasks=self._submissions or own,
-            evaluation_tasks=tasks.held_out(config.tasks.evaluation_tasks),
+            evaluation_tasks=self.evaluation_tasks,
+            pauses=self._pauses,
             prune_checkpoints=self._prune_checkpoints,
         )
 

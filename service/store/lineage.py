@@ -106,13 +106,13 @@ def recorded_steps(store: Readable) -> tuple[int, ...]:
 
 
 def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord | None]:
-    """The newest step and the newest evaluation that survive; None where there is none."""
+    """The newest step and the newest scheduled evaluation that survive; None: there is none."""
 
     def read(connection: Connection) -> tuple[StepRecord | None, EvaluationRecord | None]:
         spans = surviving_spans(connection)
         return (
             _newest(connection, tables.steps, spans),
-            _newest(connection, tables.evaluations, spans),
+            _newest(connection, tables.evaluations, spans, tables.evaluations.c.number == 0),
         )
 
     return store.read(read)
@@ -187,12 +187,16 @@ def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
     """What a run can go back to, newest first, each directory once.
 
     Those of which `retention` keeps the queue's snapshot, along the lineage of the newest: what a
-    term committed beyond the checkpoint that a later one went back to is not among them.
+    term committed beyond the checkpoint that a later one went back to is not among them. Where that
+    later term has committed nothing, it is, unless the return was asked for: a term that passed
+    over a checkpoint that could not be read has not undone it.
     """
-    found = _all_checkpoints(connection, only_usable=True)
+    found = every_checkpoint(connection, only_usable=True)
     if not found:
         return []
-    ends = dict(_lineage(connection, found[0].term))
+    leases = tables.leases.c
+    returned = connection.scalar(select(func.max(leases.term)).where(leases.is_return))
+    ends = dict(_lineage(connection, max(found[0].term, returned or 0)))
     by_name: dict[str, Checkpoint] = {}
     for item in found:
         if item.term in ends and ((end := ends[item.term]) is None or item.id <= end.id):
@@ -232,7 +236,7 @@ def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | 
     """
     leases = tables.leases.c
     parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())
-    by_id = {checkpoint.id: checkpoint for checkpoint in _all_checkpoints(connection)}
+    by_id = {checkpoint.id: checkpoint for checkpoint in every_checkpoint(connection)}
     found: list[tuple[int, Checkpoint | None]] = [(term, None)]
     while True:
         newest = found[-1][0]
@@ -262,7 +266,7 @@ def _row(connection: Connection, query: Select[Any], *, what: str) -> Any:
     return row
 
 
-def _all_checkpoints(connection: Connection, *, only_usable: bool = False) -> list[Checkpoint]:
+def every_checkpoint(connection: Connection, *, only_usable: bool = False) -> list[Checkpoint]:
     """Of every lineage, newest first. only_usable: those with the queue's snapshot."""
     columns = tables.checkpoints.c
     names = [field.name for field in fields(Checkpoint)]
@@ -277,16 +281,18 @@ def _surviving(connection: Connection, table: Table, spans: list[Span]) -> tuple
         record
         for span in spans
         for record in connection.scalars(
-            select(table.c.record).where(within(table.c, span)).order_by(table.c.step)
+            select(table.c.record).where(within(table.c, span)).order_by(*table.primary_key.columns)
         )
     )
 
 
-def _newest(connection: Connection, table: Table, spans: list[Span]) -> Any:
+def _newest(
+    connection: Connection, table: Table, spans: list[Span], *conditions: ColumnElement[bool]
+) -> Any:
     newest = (
         connection.scalar(
             select(table.c.record)
-            .where(within(table.c, span))
+            .where(within(table.c, span), *conditions)
             .order_by(table.c.step.desc())
             .limit(1)
         )

@@ -16,15 +16,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Row, Table, bindparam, insert, select, update
+from sqlalchemy import Connection, Row, Table, bindparam, func, insert, select, update
 
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import QueueSnapshot
+from service.intake.feed import FeedEntry
 from service.intake.submission import RolloutResult
 from service.store import tables
 from service.store.database import PATIENCE_S, Database
 from service.store.errors import LeaseHeld, LeaseLost, StoreError
-from service.store.lineage import Checkpoint, committed_checkpoints, lineage_totals
+from service.store.feed import add_entries, newest_number
+from service.store.lineage import (
+    Checkpoint,
+    committed_checkpoints,
+    every_checkpoint,
+    lineage_totals,
+)
 from service.store.owner import is_alive_here, own_name, process_of
 from service.store.place import check_local, sqlite_file
 from service.store.tables import RunKind
@@ -149,6 +156,11 @@ class ReadOnlyStore:
 
         return self.read(find)
 
+    def all_checkpoints(self) -> list[Checkpoint]:
+        """Every row that is kept, of every lineage, newest first: also those that only say where
+        terms joined, and those that are undone."""
+        return self.read(every_checkpoint)
+
     def check(self) -> None:
         """Look for damage, which opening need not meet, for two seconds at most.
 
@@ -228,13 +240,16 @@ class RunStore(ReadOnlyStore):
         follows: int | None = None,
         unless_held: bool = False,
         replaces: str = "",
+        returns_to: str = "",
     ) -> Lease:
         """Take the next term; the owner of an older one can write nothing from here on.
 
         It goes on from the newest checkpoint whose directory is not one of `passed_over`.
         directory: of the run. follows: the caller's own term so far, which has to be the newest
         still. unless_held: leave a run alone whose owner is alive. replaces: HOST:PID of an owner
-        that is known to be dead.
+        that is known to be dead. returns_to: the directory of the checkpoint to go on from, of
+        those that the run can go back to: what was committed after it is undone. Where it is no
+        longer one of them, the newest is taken.
         Raises: LeaseHeld; LeaseLost; StoreError when there are checkpoints, but none is left, and
             for a run of another kind.
         """
@@ -253,6 +268,9 @@ class RunStore(ReadOnlyStore):
             check_free(connection)
             check_kind(newest.kind if newest else None, kind)
             parent = _newest_checkpoint(connection, passed_over)
+            if returns_to:
+                found = committed_checkpoints(connection)
+                parent = next((each for each in found if each.directory == returns_to), parent)
             term = newest.term + 1 if newest else 1
             row = {
                 "term": term,
@@ -263,6 +281,7 @@ class RunStore(ReadOnlyStore):
                 "acquired_at": time.time(),
                 "renewed_at": self._database.now(connection),
                 "parent_checkpoint": parent.id if parent else None,
+                "is_return": bool(returns_to and parent and parent.directory == returns_to),
             }
             _insert(connection, tables.leases, row)
             columns = tables.checkpoints.c
@@ -348,8 +367,17 @@ class RunStore(ReadOnlyStore):
 
     def add_evaluation(self, record: EvaluationRecord, *, term: int) -> None:
         """Raises: LeaseLost."""
-        row = {"term": term, "step": record.step, "record": record}
-        self.write(term, lambda connection: _insert(connection, tables.evaluations, row))
+        columns = tables.evaluations.c
+        newest = select(func.max(columns.number)).where(
+            columns.term == term, columns.step == record.step
+        )
+
+        def store(connection: Connection) -> None:
+            number = 0 if record.is_scheduled else (connection.scalar(newest) or 0) + 1
+            row = {"term": term, "step": record.step, "number": number, "record": record}
+            _insert(connection, tables.evaluations, row)
+
+        self.write(term, store)
 
     def commit_checkpoint(
         self,
@@ -362,10 +390,12 @@ class RunStore(ReadOnlyStore):
         new_events: Sequence[LedgerEvent],
         last_event_seq: int,
         new_results: Sequence[RolloutResult] = (),
+        new_entries: Sequence[FeedEntry] = (),
     ) -> None:
         """From here on, what the snapshot's ledger calls trained is trained.
 
-        directory: its name in the run's directory of checkpoints.
+        directory: its name in the run's directory of checkpoints. new_entries: what the feed tells
+        of the ledger up to last_event_seq.
         Raises: LeaseLost.
         """
         row = {
@@ -380,8 +410,12 @@ class RunStore(ReadOnlyStore):
 
         def store(connection: Connection) -> None:
             _insert_outcomes(connection, term, new_events, new_results)
-            totals = lineage_totals(connection, term, last_step=step)
-            _insert(connection, tables.checkpoints, {**row, "totals": totals})
+            add_entries(connection, new_entries)
+            found = {
+                "totals": lineage_totals(connection, term, last_step=step),
+                "feed_number": newest_number(connection),
+            }
+            _insert(connection, tables.checkpoints, {**row, **found})
 
         self.write(term, store)
 

@@ -7,6 +7,7 @@ their submission (`service.store.submissions`); the gateway writes in between, u
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -30,8 +31,11 @@ from service.gateway.turns import (
     TurnSeen,
     TurnUnseen,
 )
-from service.intake.session import SessionEnd, SessionKeys, StoredSession
+from service.intake.feed import FeedEntry, FeedKind
+from service.intake.listing import SessionFilter, SessionLine, SessionPage, SessionPlace
+from service.intake.session import SessionEnd, SessionKeys, SessionStatus, StoredSession
 from service.store import tables
+from service.store.feed import add_entries
 from service.store.lineage import first_versions
 from service.store.run_store import RunStore
 
@@ -95,6 +99,35 @@ class SessionStore:
         )
         return tuple(self._store.read(lambda connection: _sessions(connection, query)))
 
+    def page(self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int) -> SessionPage:
+        """Those behind a place. Raises: StoreError."""
+        sessions, position = tables.sessions.c, tables.submissions.c.position
+        query = select(tables.sessions, position).join_from(tables.sessions, tables.submissions)
+        if wanted.tenant is not None:
+            query = query.where(sessions.tenant == wanted.tenant)
+        if wanted.group is not None:
+            query = query.where(sessions.submission_id == wanted.group)
+        if wanted.status in (SessionStatus.QUEUED, SessionStatus.OPEN):
+            is_open = sessions.opened_at.is_not(None)
+            query = query.where(
+                sessions.end.is_(None), is_open if wanted.status is SessionStatus.OPEN else ~is_open
+            )
+        elif wanted.status is not None:
+            query = query.where(sessions.end.is_not(None))
+        if after is not None:
+            query = query.where(tuple_(position, sessions.member) > tuple_(*after))
+        query = query.order_by(position, sessions.member).limit(limit)
+
+        def read(connection: Connection) -> SessionPage:
+            rows = connection.execute(query).all()
+            lines = [_line(row) for row in rows]
+            return SessionPage(
+                sessions=tuple(line for line in lines if wanted.status in (None, line.status)),
+                next=(rows[-1].position, rows[-1].member) if len(rows) == limit else None,
+            )
+
+        return self._store.read(read)
+
     def apply(self, changes: Sequence[Change], *, term: int) -> frozenset[int]:
         """Store them in order, in one transaction; what is stored already is left as it is.
 
@@ -113,7 +146,9 @@ class _Rows:
 
     live: frozenset[str]
     """Sessions whose submission is neither cancelled nor over."""
-    known: frozenset[str]
+    known: Mapping[str, tuple[str, int]]
+    """The submission and the member of each session."""
+    was_opened: frozenset[str]
     ends: dict[str, SessionEnd]
     """Of the sessions that have ended; a new one is noted here as well."""
     marks: dict[tuple[str, int], tuple[str, float]]
@@ -128,6 +163,8 @@ class _Rows:
     claims: dict[str, SessionClaimed] = field(default_factory=dict)
     cuts: dict[str, Outcome] = field(default_factory=dict)
     new_ends: dict[str, SessionEnd] = field(default_factory=dict)
+    told: list[FeedEntry] = field(default_factory=list)
+    now: float = field(default_factory=time.time)
 
     def take(self, change: Change) -> bool:
         """Returns: False for one that comes too late."""
@@ -144,7 +181,7 @@ class _Rows:
             case TurnSeen(number=number) | TurnUnseen(number=number):
                 self._show(session, number, is_unseen=isinstance(change, TurnUnseen))
             case SessionOpened(opened_at=opened_at):
-                self.opened.setdefault(session, opened_at)
+                self._open(session, opened_at)
             case SessionClaimed():
                 self.claims.setdefault(session, change)
             case SessionCut(outcome=outcome):
@@ -173,12 +210,33 @@ class _Rows:
         else:
             self.unseen[key] = is_unseen
 
+    def _open(self, session: str, opened_at: float) -> None:
+        if session in self.known and session not in self.was_opened | self.opened.keys():
+            self._tell(FeedKind.SESSION_OPENED, session)
+            self.opened[session] = opened_at
+
+    def _tell(self, kind: FeedKind, session: str, end: SessionEnd | None = None) -> None:
+        task, member = self.known[session]
+        self.told.append(
+            FeedEntry(
+                at=self.now,
+                kind=kind,
+                task=task,
+                member=member,
+                outcome=end.outcome if end else None,
+                reward=end.reward if end else None,
+                session_status=end.status if end else None,
+            )
+        )
+
     def _end(self, session: str, end: SessionEnd) -> bool:
         before = self.ends.get(session)
         if before is not None and before.reward_until is None:
             return before == end
         if session not in self.known:
             return False
+        kind = FeedKind.SESSION_ENDED if before is None else FeedKind.SESSION_REWARDED
+        self._tell(kind, session, end)
         self.ends[session] = self.new_ends[session] = end
         return True
 
@@ -285,6 +343,7 @@ def _store(
         .values(end=bindparam("ended", type_=sessions.c.end.type)),
         ({"of_session": of_session, "ended": end} for of_session, end in rows.new_ends.items()),
     )
+    add_entries(connection, rows.told)
     return too_late
 
 
@@ -295,14 +354,22 @@ def _rows(
 ) -> _Rows:
     sessions, submissions = tables.sessions.c, tables.submissions.c
     found = connection.execute(
-        select(sessions.id, sessions.end, submissions.request.is_not(None))
+        select(
+            sessions.id,
+            sessions.end,
+            sessions.submission_id,
+            sessions.member,
+            sessions.opened_at.is_not(None).label("was_opened"),
+            submissions.request.is_not(None).label("is_live"),
+        )
         .join_from(tables.sessions, tables.submissions)
         .where(sessions.id.in_({change.session_id for change in changes}))
     ).all()
     return _Rows(
-        live=frozenset(session for session, _, is_live in found if is_live),
-        known=frozenset(session for session, _, _ in found),
-        ends={session: end for session, end, _ in found if end is not None},
+        live=frozenset(row.id for row in found if row.is_live),
+        known={row.id: (row.submission_id, row.member) for row in found},
+        was_opened=frozenset(row.id for row in found if row.was_opened),
+        ends={row.id: row.end for row in found if row.end is not None},
         marks=marks,
     )
 
@@ -333,6 +400,23 @@ def _execute(connection: Connection, statement: Any, rows: Iterable[Mapping[str,
 def _values(record: SessionTurn | SessionIntent, names: Sequence[str]) -> dict[str, Any]:
     # Not by asdict, which copies every array.
     return {name: getattr(record, name) for name in names}
+
+
+def _line(row: Any) -> SessionLine:
+    end: SessionEnd | None = row.end
+    status = SessionStatus.QUEUED if row.opened_at is None else SessionStatus.OPEN
+    return SessionLine(
+        id=row.id,
+        submission_id=row.submission_id,
+        member=row.member,
+        status=end.status if end else status,
+        created_at=row.created_at,
+        opened_at=row.opened_at,
+        ended_at=end.ended_at if end else None,
+        reward=end.reward if end else None,
+        is_reward_pending=end is not None and end.reward_until is not None,
+        outcome=end.outcome if end else None,
+    )
 
 
 def _session_query(session_ids: Sequence[str]) -> Select[Any]:

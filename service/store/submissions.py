@@ -12,28 +12,43 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
+from service.intake.feed import FeedEntry, FeedKind
+from service.intake.listing import TaskFilter
 from service.intake.session import session_id
 from service.intake.submission import (
     KnownSubmission,
     RolloutRequest,
+    Status,
     StoredSubmissions,
     Submission,
     SubmissionView,
 )
 from service.store import tables
+from service.store.feed import add_entries, prune_feed
 from service.store.lineage import events_of, surviving_spans
-from service.store.run_store import RunStore
+from service.store.run_store import Lease, RunStore
+from service.store.uploads import forget_contents, forget_groups
 
 
 class SubmissionStore:
     """Tables `submissions`, `bindings` and `results` of a run's database; of `sessions`, the rows'
-    beginning and end."""
+    beginning and end; of `feed`, what is told of acceptances and cancellations."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
 
-    def add(self, requests: Sequence[RolloutRequest], *, term: int) -> list[Submission]:
-        """Accept all in one transaction; they are durable when this returns. Raises: LeaseLost."""
+    def add(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        term: int,
+        request_key: str | None = None,
+        request_digest: str | None = None,
+    ) -> list[Submission]:
+        """Accept all in one transaction; they are durable when this returns.
+
+        request_key, request_digest: as the table's columns. Raises: LeaseLost.
+        """
         table, accepted_at = tables.submissions, time.time()
         statement = insert(table).returning(table.c.position, sort_by_parameter_order=True)
         rows = [
@@ -47,8 +62,14 @@ class SubmissionStore:
                 "environment": item.task.environment,
                 "tenant": item.tenant,
                 "key_name": item.key_name,
+                "batch": item.batch,
+                "request_key": request_key,
+                "request_digest": request_digest,
             }
             for item in requests
+        ]
+        told = [
+            FeedEntry(at=accepted_at, kind=FeedKind.ACCEPTED, task=item.id) for item in requests
         ]
         session_rows = [
             {
@@ -71,6 +92,7 @@ class SubmissionStore:
             positions = connection.scalars(statement, rows).all()
             if session_rows:
                 connection.execute(insert(tables.sessions), session_rows)
+            add_entries(connection, told)
             return positions
 
         positions = self._store.write(term, accept)
@@ -85,6 +107,7 @@ class SubmissionStore:
                 environment=request.task.environment,
                 tenant=request.tenant,
                 key_name=request.key_name,
+                batch=request.batch,
             )
             for request, position in zip(requests, positions, strict=True)
         ]
@@ -113,9 +136,12 @@ class SubmissionStore:
             update(table).where(table.c.id == submission_id).values(is_cancelled=True, request=None)
         )
 
+        told = FeedEntry(at=time.time(), kind=FeedKind.CANCELLED, task=submission_id)
+
         def cancel(connection: Connection) -> None:
             connection.execute(statement)
             _forget_turns(connection, [submission_id])
+            add_entries(connection, [told])
 
         self._store.write(term, cancel)
 
@@ -126,11 +152,12 @@ class SubmissionStore:
         *,
         term: int,
         keep: int,
+        keep_entries: int,
     ) -> None:
         """Store how submissions ended, and let go of what only a live one needs.
 
-        rollout_ids: theirs. keep: so many of the newest that are over stay known. Raises:
-        LeaseLost.
+        rollout_ids: theirs. keep: so many of the newest that are over stay known. keep_entries: so
+        many of the feed's newest are kept. Raises: LeaseLost.
         """
         table, bindings, results = tables.submissions, tables.bindings, tables.results
         ended = [{"ended_id": view.id, "view": view} for view in views]
@@ -160,8 +187,10 @@ class SubmissionStore:
                 is_left_out = table.c.ended.is_not(None) & (table.c.position <= first_left_out)
                 sessions = tables.sessions
                 left_out = select(table.c.id).where(is_left_out)
+                forget_groups(connection, left_out)
                 connection.execute(delete(sessions).where(sessions.c.submission_id.in_(left_out)))
                 connection.execute(delete(table).where(is_left_out))
+            prune_feed(connection, keep=keep_entries)
 
         self._store.write(term, let_go)
 
@@ -176,6 +205,60 @@ class SubmissionStore:
             submission_id: KnownSubmission(digest=digest, view=view, tenant=tenant)
             for submission_id, digest, tenant, view in rows
         }
+
+    def page(
+        self, wanted: TaskFilter, *, after: int, limit: int
+    ) -> list[tuple[int, str, SubmissionView | None]]:
+        """The first `limit` behind a position that may be wanted: position, id, and how it ended.
+
+        Whether the status is the wanted one, the caller finds out. Raises: StoreError.
+        """
+        accepted = tables.submissions.c
+        query = select(accepted.position, accepted.id, accepted.ended).where(
+            accepted.position > after
+        )
+        if wanted.tenant is not None:
+            query = query.where(accepted.tenant == wanted.tenant)
+        if wanted.environment is not None:
+            query = query.where(accepted.environment == wanted.environment)
+        if wanted.batch is not None:
+            query = query.where(accepted.batch == wanted.batch)
+        if wanted.status in (Status.QUEUED, Status.RUNNING, Status.FINISHED):
+            query = query.where(accepted.ended.is_(None))
+        query = query.order_by(accepted.position).limit(limit)
+        rows = self._store.read(lambda connection: connection.execute(query).all())
+        return [(position, name, ended) for position, name, ended in rows]
+
+    def digest_of_request(self, request_key: str) -> str | None:
+        """Of a request that was accepted under this key and is still known.
+
+        Raises: StoreError.
+        """
+        accepted = tables.submissions.c
+        query = select(accepted.request_digest).where(accepted.request_key == request_key).limit(1)
+        return self._store.read(lambda connection: connection.scalar(query))
+
+    def begin_term(self, lease: Lease) -> None:
+        """Tell in the feed where the term goes back to a checkpoint that was not the newest.
+
+        Raises: LeaseLost, StoreError.
+        """
+        parent, commits = lease.parent, tables.checkpoints.c
+        if parent is None:
+            return
+        newer = select(commits.id).where(commits.id > parent.id).limit(1)
+        number = select(commits.feed_number).where(commits.id == parent.id)
+
+        def tell(connection: Connection) -> None:
+            if connection.scalar(newer) is None:
+                return
+            void_after = connection.scalar(number)
+            entry = FeedEntry(
+                at=time.time(), kind=FeedKind.WENT_BACK, step=parent.step, void_after=void_after
+            )
+            add_entries(connection, [entry])
+
+        self._store.write(lease.term, tell)
 
     def read(self) -> StoredSubmissions:
         """What is not over: the submissions, and of the rest what the newest term goes on from."""
@@ -194,6 +277,7 @@ class SubmissionStore:
             accepted.environment,
             accepted.tenant,
             accepted.key_name,
+            accepted.batch,
             accepted.is_cancelled,
         )
         live = select(*columns).where(accepted.ended.is_(None)).order_by(accepted.position)
@@ -223,9 +307,11 @@ class SubmissionStore:
 
 
 def _forget_turns(connection: Connection, submission_ids: Sequence[str]) -> None:
-    """`SessionStore.apply` adds none to a submission without a request."""
+    """And the trajectories that were uploaded as submissions. `SessionStore.apply` adds no turn to
+    a submission without a request."""
     sessions = tables.sessions.c
     of_them = select(sessions.id).where(sessions.submission_id == bindparam("of_submission"))
     rows = [{"of_submission": submission_id} for submission_id in submission_ids]
     for table in (tables.session_turns, tables.session_intents):
         connection.execute(delete(table).where(table.c.session_id.in_(of_them)), rows)
+    forget_contents(connection, submission_ids)

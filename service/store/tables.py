@@ -1,11 +1,11 @@
 """The tables of a run's database: leases, checkpoints, ledger events, records, submissions,
-sessions and keys.
+sessions, uploads, keys, and what operators asked for.
 
 A row of `checkpoints` is the commit point: what its ledger names as trained is trained. Rows of
 `events`, `steps` and `evaluations` carry the term that wrote them; `lineage.py` says which of
 them survive, and `retention.py` for how long. What was ever stored is counted in `event_totals` and
 `step_totals`. A row of `submissions` is a promise to a client and belongs to no term; neither do a
-session and its turns, which every later term goes on with, and a key.
+session and its turns, an uploaded trajectory, which every later term goes on with, and a key.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    UniqueConstraint,
 )
 
 from actors.environment.protocol import Message, ToolSchema
@@ -39,8 +40,10 @@ from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot
 from actors.types import FinishReason, Outcome, VersionSpan
 from service.access.keys import KeyLimits, Scope
-from service.intake.session import SessionEnd, SessionSpec
+from service.intake.feed import FeedKind
+from service.intake.session import SessionEnd, SessionSpec, SessionStatus
 from service.intake.submission import RolloutRequest, RolloutResult, SubmissionView
+from service.run.pauses import Pausable
 from service.store.errors import Damaged
 from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.totals import RunTotals
@@ -54,7 +57,7 @@ class RunKind(StrEnum):
 
 
 # Raise it with every change of a table or of a stored record that an older Rayloom cannot read.
-FORMAT = 6
+FORMAT = 7
 
 metadata = MetaData()
 
@@ -210,6 +213,9 @@ leases = Table(
     Column("renewed_at", Float, nullable=True),
     # The checkpoint that this term started from; null for a fresh start.
     Column("parent_checkpoint", Integer, ForeignKey("checkpoints.id"), nullable=True),
+    # An operator asked for that checkpoint: what was committed after it is undone, and is gone back
+    # to no more, also where this term commits nothing.
+    Column("is_return", Boolean, nullable=False, default=False),
 )
 
 checkpoints = Table(
@@ -226,6 +232,8 @@ checkpoints = Table(
     # Of the lineage's steps up to this one; null with the snapshot.
     Column("totals", AsJson(RunTotals), nullable=True),
     Column("committed_at", Float, nullable=False),
+    # The feed's newest entry that it makes final.
+    Column("feed_number", Integer, nullable=False),
 )
 
 events = Table(
@@ -252,6 +260,8 @@ evaluations = Table(
     metadata,
     Column("term", Integer, ForeignKey("leases.term"), primary_key=True),
     Column("step", Integer, primary_key=True, autoincrement=False),
+    # 0: the schedule's own; 1, 2, 3, … those that were asked for at this step.
+    Column("number", Integer, primary_key=True, autoincrement=False),
     Column("record", AsJson(EvaluationRecord), nullable=False),
 )
 
@@ -289,6 +299,12 @@ submissions = Table(
     Column("tenant", String, nullable=False, index=True),
     # The name of the key that it was accepted with; empty: of the first one, or of none.
     Column("key_name", String, nullable=False),
+    # The client's own name for some tasks; empty: none.
+    Column("batch", String, nullable=False, index=True),
+    # Of the request that it was accepted with: SHA-256 of its Idempotency-Key, and the digest of
+    # its content; null without one.
+    Column("request_key", String, nullable=True, index=True),
+    Column("request_digest", String, nullable=True),
     Column("is_cancelled", Boolean, nullable=False, default=False),
     # How it ended; null as long as it is not over.
     Column("ended", AsJson(SubmissionView), nullable=True),
@@ -312,6 +328,24 @@ results = Table(
     Column("rollout_id", String, primary_key=True, index=True),
     Column("attempt", Integer, primary_key=True, autoincrement=False),
     Column("result", AsJson(RolloutResult), nullable=False),
+)
+
+# The columns are the fields of `FeedEntry`.
+feed = Table(
+    "feed",
+    metadata,
+    Column("number", Integer, primary_key=True, autoincrement=True),
+    Column("at", Float, nullable=False),
+    Column("kind", AsWord(FeedKind), nullable=False),
+    Column("task", String, nullable=True),
+    Column("member", Integer, nullable=True),
+    Column("outcome", AsWord(Outcome), nullable=True),
+    Column("reward", Float, nullable=True),
+    Column("step", Integer, nullable=True),
+    Column("reason", AsWord(EvictionReason), nullable=True),
+    Column("session_status", AsWord(SessionStatus), nullable=True),
+    Column("void_after", Integer, nullable=True),
+    sqlite_autoincrement=True,
 )
 
 # One for each member of a submission whose task agents outside play; gone with the submission's
@@ -377,6 +411,35 @@ session_turns = Table(
     Column("expert_indices", AsExperts, nullable=True),
 )
 
+# Of uploaded trajectories. The columns are the fields of `UploadGroup`. Gone with the submission
+# that a group becomes.
+upload_groups = Table(
+    "upload_groups",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("num_uploaded", Integer, nullable=False),
+    Column("num_members", Integer, nullable=True),
+    Column("is_closed", Boolean, nullable=False),
+)
+
+uploads = Table(
+    "uploads",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("group_id", String, ForeignKey("upload_groups.id"), nullable=False),
+    # Of the rollout in its group.
+    Column("member", Integer, nullable=False),
+    # That wrote it.
+    Column("term", Integer, ForeignKey("leases.term"), nullable=False),
+    Column("digest", String, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("metadata", AsJson(dict[str, Any]), nullable=False),
+    # Null once nothing can deliver it again. It stands last: see `session_turns`.
+    Column("content", LargeBinary, nullable=True),
+    UniqueConstraint("group_id", "member"),
+)
+
 # The columns are the fields of `SessionIntent`. Gone with the turn that it announces, or once there
 # will be none.
 session_intents = Table(
@@ -402,4 +465,29 @@ keys = Table(
     Column("limits", AsJson(KeyLimits), nullable=False),
     Column("created_at", Float, nullable=False),
     Column("revoked_at", Float, nullable=True),
+)
+
+# What an operator has paused; no row: nothing. Of no term: a pause ends when it is resumed.
+pauses = Table(
+    "pauses",
+    metadata,
+    Column("part", AsWord(Pausable), primary_key=True),
+    Column("since", Float, nullable=False),
+    Column("reason", String, nullable=False),
+)
+
+# What operators asked of the run, refusals included; the newest of them.
+admin_calls = Table(
+    "admin_calls",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("at", Float, nullable=False),
+    # The name of the key; empty: the run knows none.
+    Column("caller", String, nullable=False),
+    # Such as "POST /api/v1/control/training/pause".
+    Column("call", String, nullable=False),
+    # The body as it was sent, cut.
+    Column("body", Text, nullable=False),
+    Column("status", Integer, nullable=False),
+    Column("answer", Text, nullable=False),
 )

@@ -19,9 +19,11 @@ from actors.outcomes import DEFAULT_RULES, Disposition
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats, Side
 from actors.types import Outcome, TrajectorySummary
+from service.intake.feed import FeedEntry
 from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutResult
 from service.run.health import Phase, Tail
+from service.run.pauses import Pausable, Pause
 from service.store.lineage import Checkpoint, count_events, newest_records, stored_totals
 from service.store.retention import Retention, forget
 from service.store.run_store import Lease, RunStore
@@ -98,6 +100,7 @@ class RunRecorder:
         self.current_phase, self.phase_detail = Phase.STARTING, ""
         metrics.run.phase_time.set(time.time())
         self.phase(Phase.STARTING, "")
+        self.paused(())
         self.num_rollouts = 0
         self.num_sampled = 0
         self._faults_told: set[Outcome] = set()
@@ -133,6 +136,15 @@ class RunRecorder:
                 metrics.phase_time.set(time.time())
             metrics.phase.show({each.value: float(each is phase) for each in Phase})
         self.current_phase, self.phase_detail = phase, detail
+
+    def training(self, paused: str) -> None:
+        """It trains, or would. paused: what an operator has paused of it; empty: nothing."""
+        self.phase(Phase.PAUSED if paused else Phase.TRAINING, paused)
+
+    def paused(self, pauses: Sequence[Pause]) -> None:
+        """What an operator has paused now."""
+        paused = {pause.part for pause in pauses}
+        self._metrics.run.paused.show({part.value: float(part in paused) for part in Pausable})
 
     def starting(self, detail: str) -> None:
         """Parts are being started; after a fault that belongs to the recovery."""
@@ -214,7 +226,8 @@ class RunRecorder:
         async def write() -> None:
             await self._thread.call(self._store.add_evaluation, record, term=term)
             self.evaluations.append(record)
-            self._stored.evaluation(record)
+            if record.is_scheduled:
+                self._stored.evaluation(record)
             log.info("%s", evaluation_line(record))
 
         term = self.term
@@ -224,6 +237,9 @@ class RunRecorder:
         self, *, step: int, version: int, directory: str, snapshot: QueueSnapshot
     ) -> None:
         events, results = self._take_pending()
+        entries: list[FeedEntry] = []
+        if self._submissions is not None:
+            entries = self._submissions.take_entries(last_event_seq=snapshot.last_event_seq)
 
         async def write() -> None:
             await self._thread.call(
@@ -235,6 +251,7 @@ class RunRecorder:
                 queue_snapshot=snapshot,
                 new_events=events,
                 new_results=results,
+                new_entries=entries,
                 last_event_seq=snapshot.last_event_seq,
             )
             self._stored.events(events)

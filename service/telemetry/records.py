@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import comb
 
 from actors.merge.report import StepReport
 from actors.statistics import BY_NAME, only_known
@@ -79,14 +80,28 @@ class StepRecord(StepReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """Held-out tasks at temperature 0, played by `policy_version`; counted apart."""
+    """Held-out tasks, counted apart: the schedule's at temperature 0, or an operator's."""
 
     step: int
+    """The last one done when it began."""
     policy_version: int
+    """The newest one then."""
     num_tasks: int
     reward_mean: float | None
+    """Over all samples that were graded, of all tasks: avg@n where each task has n of them."""
     scaled_reward_mean: float | None
     outcomes: Mapping[Outcome, int]
+    is_scheduled: bool = True
+    """Not asked for by an operator: what the charts and the metric compare."""
+    temperature: float = 0.0
+    num_samples: int = 1
+    """Of each task."""
+    pass_reward: float = 1.0
+    """The best-known return with which a sample counts as passed."""
+    pass_at: Mapping[int, float] = field(default_factory=dict)
+    """By k, the mean of `pass_at_k` over the tasks of which at least k samples were graded."""
+    last_policy_version: int | None = None
+    """The newest one that sampled a token, beside training; None: `policy_version`."""
 
     @property
     def best_known_reward(self) -> float | None:
@@ -128,11 +143,63 @@ def evaluation_record(
     return EvaluationRecord(
         step=step,
         policy_version=version,
-        num_tasks=len(summaries),
+        num_tasks=len({summary.task_id for summary in summaries}),
         reward_mean=_mean([summary.episode_return for summary in graded]),
         scaled_reward_mean=_mean(scaled),
         outcomes=Counter(summary.outcome for summary in summaries),
     )
+
+
+def asked_evaluation_record(
+    step: int,
+    summaries: Sequence[TrajectorySummary],
+    *,
+    version: int,
+    temperature: float,
+    num_samples: int,
+    pass_reward: float,
+    ks: Sequence[int],
+) -> EvaluationRecord:
+    """As `evaluation_record`, of several samples a task.
+
+    A sample passes with a return of pass_reward or more; the scaled one, where it is known.
+    ks: of pass@k, each at most num_samples. A sample that an error ended is missing, not failed:
+    a task that is left with fewer than k of them is left out of pass@k.
+    """
+    passes: dict[str, list[bool]] = {}
+    for each in summaries:
+        if each.num_sampled > 0:
+            value = each.episode_return if each.scaled_return is None else each.scaled_return
+            passes.setdefault(each.task_id, []).append(value >= pass_reward)
+    pass_at = {
+        k: _mean(
+            [pass_at_k(len(task), sum(task), k=k) for task in passes.values() if len(task) >= k]
+        )
+        for k in ks
+    }
+    newest = [each.newest_version for each in summaries if each.newest_version is not None]
+    return replace(
+        evaluation_record(step, summaries, version=version),
+        is_scheduled=False,
+        temperature=temperature,
+        num_samples=num_samples,
+        pass_reward=pass_reward,
+        pass_at={k: value for k, value in pass_at.items() if value is not None},
+        last_policy_version=max(newest, default=None),
+    )
+
+
+def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
+    """Estimate, without bias, how likely one of k samples passes.
+
+    1 - C(n - c, k) / C(n, k).   Source: Chen et al., Evaluating Large Language Models Trained on
+    Code (arXiv:2107.03374), equation 1.
+
+    Args: num_samples: n, of one task. num_passed: c of them. k: at most n.
+    Example: pass_at_k(4, 1, k=2) -> 0.5, which is 1 - 3 / 6
+    """
+    assert 0 <= num_passed <= num_samples and 1 <= k <= num_samples
+    return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
 
 
 def step_line(record: StepRecord, steps: int) -> str:
@@ -165,10 +232,18 @@ def step_line(record: StepRecord, steps: int) -> str:
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
-    """Example: evaluation  v20  reward 0.55 (best 1)  64 held-out tasks"""
+    """Example: evaluation  v20  reward 0.55 (best 1)  64 held-out tasks
+
+    One that was asked for goes on: , 8 samples each at temperature 0.6  pass@1 0.41  pass@8 0.80
+    """
     tasks = units.plural(record.num_tasks, "held-out task")
     reward = _reward(record, record.scaled_reward_mean)
-    return f"evaluation  v{record.policy_version}  {reward}  {tasks}"
+    line = f"evaluation  v{record.policy_version}  {reward}  {tasks}"
+    if record.is_scheduled:
+        return line
+    samples = units.plural(record.num_samples, "sample")
+    passed = "".join(f"  pass@{k} {value:.2f}" for k, value in sorted(record.pass_at.items()))
+    return f"{line}, {samples} each at temperature {record.temperature:g}{passed}"
 
 
 def _reward(record: StepRecord | EvaluationRecord, scaled: float | None) -> str:

@@ -23,6 +23,7 @@ from actors.types import Outcome
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 from service.telemetry.totals import SUMMED, RunTotals
 
+ASKED_EVALUATIONS = 20
 AVERAGED_STEPS = 5
 Key = TypeVar("Key")
 
@@ -61,10 +62,12 @@ class FirstAndLast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluations:
-    """The first and the last evaluation of a run; None where there was none."""
+    """The first and the last scheduled evaluation of a run; None where there was none."""
 
     first: EvaluationRecord | None
     last: EvaluationRecord | None
+    asked: tuple[EvaluationRecord, ...] = ()
+    """The newest of those that operators asked for, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +146,7 @@ def summarize_run(
     wall_s: seconds of all terms. versions: of vllm, ray, torch and what else matters.
     """
     steps, evaluations, totals = history.steps, history.evaluations, history.totals
+    scheduled = [each for each in evaluations if each.is_scheduled]
     summed = dict.fromkeys(SUMMED, 0) | dict(totals.summed)
     return RunSummary(
         name=name,
@@ -153,8 +157,9 @@ def summarize_run(
         reward_last=_mean_reward(steps[-AVERAGED_STEPS:]),
         is_reward_scaled="scaled_reward_mean" in totals.statistics,
         evaluation=Evaluations(
-            first=evaluations[0] if evaluations else None,
-            last=evaluations[-1] if evaluations else None,
+            first=scheduled[0] if scheduled else None,
+            last=scheduled[-1] if scheduled else None,
+            asked=tuple(each for each in evaluations if not each.is_scheduled)[-ASKED_EVALUATIONS:],
         ),
         policy_version=steps[-1].policy_version if steps else 0,
         max_policy_age=totals.max_policy_age,

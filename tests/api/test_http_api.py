@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from worlds.local_run import LocalRun
 from worlds.submission_service import Service
 
 from actors.algorithm import AlgorithmSettings
 from actors.metrics import ApiMetrics
-from service.access.keys import NO_LIMITS, KeyLimits, NamedKey, digest_of
+from service.access.keys import digest_of
 from service.api.app import create_app
 from service.api.callers import Callers
 from service.api.guards import Guards
-from service.api.problems import RunUnavailable
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
-from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
-from service.run.health import Phase, Readiness, readiness
+from service.intake.submission import SubmissionView
 
 KEY = "0123456789abcdef"
 URL = "/api/v1/rollouts"
@@ -32,50 +31,6 @@ SETTINGS = HttpSettings(
     algorithm=AlgorithmSettings(group_size=2),
     environments=("guessing",),
 )
-
-
-@dataclass
-class LocalRun:
-    """The port, in this process."""
-
-    service: Service
-    behind_s: float = 0.0
-    is_gone: bool = False
-    stops: list[float | None] = field(default_factory=list)
-
-    async def submit(
-        self, requests: Sequence[RolloutRequest], *, limits: KeyLimits = NO_LIMITS
-    ) -> SubmitReply:
-        return await self.service.submissions.submit(requests, limits=limits)
-
-    async def submission(
-        self, submission_id: str, *, sees: str | None = None
-    ) -> SubmissionView | None:
-        return await self.service.submissions.view(submission_id, sees=sees)
-
-    async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
-        await self.service.cancel(submission_id)
-        return await self.service.submissions.view(submission_id, sees=sees)
-
-    async def keys(self) -> Sequence[NamedKey]:
-        return ()
-
-    async def add_key(self, key: NamedKey) -> bool:
-        raise NotImplementedError
-
-    async def revoke_key(self, name: str) -> NamedKey | None:
-        raise NotImplementedError
-
-    async def stop(self, grace_s: float | None) -> None:
-        self.stops.append(grace_s)
-
-    async def readiness(self) -> Readiness:
-        if self.is_gone:
-            raise RunUnavailable("the run does not answer: the supervisor died")
-        return readiness(
-            phase=Phase.TRAINING, detail="", policy_version=3, engines_ready=1,
-            engines_expected=2, behind_s=self.behind_s, publish_limit_s=30.0, store_away_s=0.0,
-        )  # fmt: skip
 
 
 def client_of(
@@ -147,6 +102,30 @@ async def test_a_repeated_request_is_answered_and_creates_nothing(
     for changed in (batch("a", num_samples=4), other):
         body = problem(await client.post(URL, json=changed), 409, "id-conflict")
         assert "a" in body["detail"]
+
+
+async def test_a_request_under_a_used_key_is_the_same_request_or_refused(
+    run: LocalRun, client: httpx.AsyncClient
+) -> None:
+    named = {"Idempotency-Key": "nightly 17"}
+    assert (await client.post(URL, json=batch("a"), headers=named)).json()["accepted"] == 1
+    again = await client.post(URL, json=batch("a"), headers=named)
+    assert again.status_code == 202 and again.json()["accepted"] == 0
+    for other in (batch("b"), batch("a", "b"), batch("a", num_samples=4)):
+        answer = await client.post(URL, json=other, headers=named)
+        body = problem(answer, 422, "idempotency-key-reused")
+        assert body["errors"] == [{"loc": ["header", "Idempotency-Key"]}]
+    assert (await client.get(f"{URL}/b")).status_code == 404
+    # The key is kept with the tasks, and needs no more than they do.
+    later = LocalRun(await run.service.restart())
+    async with client_of(later) as client:
+        answer = await client.post(URL, json=batch("b"), headers=named)
+        problem(answer, 422, "idempotency-key-reused")
+        other = {"Idempotency-Key": "nightly 18"}
+        assert (await client.post(URL, json=batch("a", "b"), headers=other)).json()["accepted"] == 1
+        for bad in ("", " ", "x" * 256, "tab\tbed"):
+            answer = await client.post(URL, json=batch("c"), headers={"Idempotency-Key": bad})
+            problem(answer, 422, "invalid-request")
 
 
 async def test_a_seed_that_is_left_out_follows_from_the_id(client: httpx.AsyncClient) -> None:
@@ -359,7 +338,10 @@ async def test_what_is_not_there_is_404(client: httpx.AsyncClient) -> None:
     problem(await client.get(f"{URL}/nobody"), 404, "unknown-rollout")
     problem(await client.post(f"{URL}/nobody/cancel"), 404, "unknown-rollout")
     body = problem(await client.get("/api/v2/rollouts"), 404, "not-found")
-    assert "POST /api/v1/rollouts, GET /api/v1/rollouts/{rollout_id}" in body["detail"]
+    assert (
+        "POST /api/v1/rollouts, GET /api/v1/rollouts, GET /api/v1/rollouts/{rollout_id}"
+        in body["detail"]
+    )
     answer = await client.delete(f"{URL}/a")
     body = problem(answer, 405, "method-not-allowed")
     assert "got DELETE" in body["detail"] and "expected GET" in body["detail"]
@@ -513,17 +495,3 @@ async def test_requests_are_counted_by_route_and_status_and_never_by_path(run: L
         ("", "GET", "404"): 1,
         ("/healthz", "other", "405"): 1,
     }
-
-
-async def test_a_run_is_told_to_stop_with_a_grace_or_without(
-    run: LocalRun, client: httpx.AsyncClient
-) -> None:
-    for body in ({}, {"grace_seconds": 1.5}):
-        answer = await client.post("/api/v1/stop", json=body)
-        assert answer.status_code == 202 and answer.json() == {"phase": "training"}
-    assert run.stops == [None, 1.5]
-    for body in ('{"grace_seconds": -1}', '{"grace_seconds": 1e999}'):
-        headers = {"content-type": "application/json"}
-        answer = await client.post("/api/v1/stop", content=body, headers=headers)
-        problem(answer, 422, "invalid-request")
-    assert run.stops == [None, 1.5]

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from worlds.tenant_world import FIRST_KEY, TenantRun, client_of, new_key, tenants
 
 from service.access.rates import Rates
-from service.api.callers import FRESH_S
+from service.api.callers import CLIENT_PATHS, FRESH_S
+from service.api.guards import OPEN_PATHS
 from service.api.problems import RunUnavailable
 from service.cli.main import app as command_line
 from service.config.file import ConfigError
@@ -41,6 +42,13 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "any", "input": "hi"},
     "/api/v1/stop": {},
     KEYS: {"name": "mine", "tenant": "mine"},
+    "/api/v1/control/{part}/pause": {"reason": ""},
+    "/api/v1/control/{part}/resume": {},
+    "/api/v1/checkpoints": {},
+    "/api/v1/checkpoints/{checkpoint}/return": {},
+    "/api/v1/evaluations": {},
+    "/api/v1/trajectories": {},
+    "/api/v1/generate": {},
 }
 # These make something; whoever takes another's id for it is told that it is taken.
 CREATIONS = {("POST", ROLLOUTS), ("POST", SESSIONS)}
@@ -87,6 +95,8 @@ def walked(app: FastAPI) -> list[tuple[str, str]]:
 def with_ids(path: str, *, task: str, group: str, session: str) -> str:
     """A route's path, for what has these ids."""
     by_name = {"rollout_id": task, "group": group, "name": session}
+    by_name |= {"part": "training", "checkpoint": "step-000001-t1", "operation": "op-1"}
+    by_name["environment_id"] = "guessing"
     return re.sub(r"\{(\w+)\}", lambda found: by_name[found[1]], path)
 
 
@@ -219,6 +229,108 @@ async def test_a_clients_key_is_no_admins(run: TenantRun) -> None:
             none = await client.request(method, path, json=body)
             assert none.status_code == 401
     assert run.stops == [None]
+    (noted,) = run.noted
+    assert (noted.caller, noted.call, noted.status) == ("a", "POST /api/v1/stop", 202)
+
+
+async def test_a_client_reads_what_is_the_same_for_all_and_nothing_of_operators(
+    run: TenantRun,
+) -> None:
+    app = run.app()
+    key = await new_key(app, "c")
+    async with client_of(app, key) as client:
+        for path in ("environments", "environments/guessing"):
+            assert (await client.get(f"/api/v1/{path}")).status_code == 200
+        for method, path in walked(app):
+            is_clients = path.startswith(CLIENT_PATHS) or path in OPEN_PATHS
+            if not path.startswith("/api/v1") or is_clients:
+                continue
+            url = with_ids(path, task="t", group="g", session="g-0")
+            answer = await client.request(method, url, json={})
+            assert (answer.status_code, answer.json()["code"]) == (403, "admin-only"), path
+    for path in ("feed", "events", "trajectories", "generate", "policy", "control", "policies"):
+        assert not f"/api/v1/{path}".startswith(CLIENT_PATHS)
+
+
+async def test_lists_are_of_the_callers_tenant(run: TenantRun) -> None:
+    app = run.app()
+    keys = {name: await new_key(app, name) for name in ("owner", "other")}
+    second = await new_key(app, "second", tenant="owner")
+
+    async def listed(key: str) -> tuple[list[str], list[str]]:
+        async with client_of(app, key) as client:
+            # Both tenants' batches have this name.
+            rollouts = (await client.get(ROLLOUTS, params={"limit": 2, "batch": "b"})).json()
+            sessions = (await client.get(SESSIONS, params={"limit": 2})).json()
+        return [each["id"] for each in rollouts["rollouts"]], [
+            each["id"] for each in sessions["sessions"]
+        ]
+
+    for name, key in keys.items():
+        async with client_of(app, key) as client:
+            body = {"environment": "guessing", "tasks": [{"id": f"{name}-t", "seed": 1}]}
+            assert (await client.post(ROLLOUTS, json={**body, "batch": "b"})).status_code == 202
+            created = await client.post(SESSIONS, json={"id": f"{name}-g", "batch": "b"})
+            assert created.status_code == 201
+    for name, key in keys.items():
+        expected = ([f"{name}-t", f"{name}-g"], [f"{name}-g-0", f"{name}-g-1"])
+        assert await listed(key) == expected
+    assert await listed(second) == await listed(keys["owner"])
+    async with client_of(app, keys["other"]) as other:
+        foreign = await other.get(SESSIONS, params={"group": "owner-g"})
+        assert foreign.json() == {"sessions": [], "next": None}
+    async with client_of(app, FIRST_KEY) as admin:
+        assert len((await admin.get(ROLLOUTS)).json()["rollouts"]) == 4
+        assert len((await admin.get(SESSIONS)).json()["sessions"]) == 4
+    # What is over is still its tenant's alone.
+    async with client_of(app, keys["owner"]) as owner:
+        assert (await owner.post(f"{ROLLOUTS}/owner-t/cancel")).status_code == 200
+    await run.service.commit()
+    assert "owner-t" in (await listed(keys["owner"]))[0]
+    assert (await listed(keys["other"]))[0] == ["other-t", "other-g"]
+
+
+async def test_groups_are_joined_and_closed_by_their_tenant_alone(run: TenantRun) -> None:
+    app = run.app()
+    keys = [await new_key(app, name) for name in ("owner", "other")]
+    async with client_of(app, keys[0]) as owner, client_of(app, keys[1]) as other:
+        body = {"id": "g", "session": "a"}
+        first = await owner.post(SESSIONS, json=body)
+        assert first.status_code == 201 and first.json()["sessions"][0]["id"] == "g-0"
+        assert (await owner.post(SESSIONS, json=body)).json()["sessions"] == first.json()[
+            "sessions"
+        ]
+        # Its name too is told nobody: the same, another and none are refused alike.
+        answers = [
+            await other.post(SESSIONS, json={"id": "g", "session": name}) for name in ("a", "b")
+        ]
+        answers.append(await other.post(SESSIONS, json={"id": "g"}))
+        assert {answer.status_code for answer in answers} == {409}
+        assert answers[0].json() == answers[1].json() == answers[2].json()
+        foreign, unknown = [
+            await other.post(f"{SESSIONS}/{group}/close") for group in ("g", "nobodys")
+        ]
+        assert foreign.status_code == unknown.status_code == 404
+        assert foreign.text.replace("nobodys", "g") == unknown.text.replace("nobodys", "g")
+        assert await run.port.claim("g", "c", "other") is None
+        joined = await owner.post(SESSIONS, json={"id": "g", "session": "b"})
+        assert joined.json()["sessions"][0]["id"] == "g-1"
+        assert (await owner.post(f"{SESSIONS}/g/close")).json() == {"given_up": 0}
+
+
+async def test_an_idempotency_key_is_its_tenants_own(run: TenantRun) -> None:
+    app = run.app()
+    keys = [await new_key(app, name) for name in ("owner", "other")]
+    named = {"Idempotency-Key": "first"}
+
+    def tasks(name: str) -> dict[str, Any]:
+        return {"environment": "guessing", "tasks": [{"id": name, "seed": 1}]}
+
+    async with client_of(app, keys[0]) as owner, client_of(app, keys[1]) as other:
+        assert (await owner.post(ROLLOUTS, json=tasks("a"), headers=named)).status_code == 202
+        reused = await owner.post(ROLLOUTS, json=tasks("b"), headers=named)
+        assert (reused.status_code, reused.json()["code"]) == (422, "idempotency-key-reused")
+        assert (await other.post(ROLLOUTS, json=tasks("b"), headers=named)).status_code == 202
 
 
 async def test_a_key_is_good_at_once_and_revoked_within_seconds_everywhere(run: TenantRun) -> None:

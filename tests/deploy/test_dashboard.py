@@ -46,6 +46,7 @@ ALERTS = set(re.findall(r"alert: (\w+)", rules_text()))
 # Metrics that no panel shows, and why.
 NOT_SHOWN = {
     "rayloom_build_info": "it says nothing over time",
+    "rayloom_run_paused": "the phase is shown, which is paused while anything is",
     "rayloom_run_phase_timestamp_seconds": "an alert begins to count from it",
     "rayloom_policy_age_versions": "the newest step's is shown, right at any pace",
     "rayloom_sampled_tokens": "the newest step's are shown, right at any pace",

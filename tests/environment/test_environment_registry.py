@@ -15,7 +15,7 @@ from actors.environment.registry import (
 
 
 def test_built_in_environments_are_known_by_name() -> None:
-    assert {"guessing", "calculator", "reasoning_gym"} <= set(known_names())
+    assert {"guessing", "calculator", "code_search", "reasoning_gym"} <= set(known_names())
     assert isinstance(resolve("guessing", {"high": 9})(), GuessingEnvironment)
 
 
@@ -25,7 +25,9 @@ def test_each_call_of_what_resolve_gives_makes_a_fresh_environment() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnknownEnvironment, match="got 'chess', expected one of calculator, guess"):
+    with pytest.raises(
+        UnknownEnvironment, match="got 'chess', expected one of calculator, code_search, guess"
+    ):
         resolve("chess", {})
 
 

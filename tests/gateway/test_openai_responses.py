@@ -258,3 +258,43 @@ def test_an_error_behind_the_heartbeats_reaches_the_sdk(
     assert caught.value.code == "context_length_exceeded"
     words = "this model's maximum context length is exceeded: "
     assert caught.value.message == f"{words}this is context_length_exceeded"
+
+
+def test_functions_of_a_namespace_are_known_by_both_names_and_called_by_each() -> None:
+    members = [TOOL, {**TOOL, "name": "count"}]
+    group = {"type": "namespace", "name": "pages", "description": "Of pages.", "tools": members}
+    called = {**call("c"), "namespace": "pages"}
+    asked, style = OPENAI_RESPONSES.read(
+        body(
+            input=[{"role": "user", "content": "u"}, called, output("c", "r")], tools=[TOOL, group]
+        ),
+        {},
+    )
+    assert [tool.name for tool in asked.tools] == ["look_up", "pages.look_up", "pages.count"]
+    assert asked.messages[1].tool_calls[0].name == "pages.look_up"
+    reply = chat_reply(
+        "",
+        ToolCall(name="pages.count", arguments={}, id="a"),
+        ToolCall(name="look_up", arguments={}, id="b"),
+    )
+    shown = OPENAI_RESPONSES.answer(reply, style)
+    names = [(item.get("namespace"), item["name"]) for item in shown["output"]]
+    assert names == [("pages", "count"), (None, "look_up")]
+    assert [tool["type"] for tool in shown["tools"]] == ["function", "namespace"]
+    assert [tool["name"] for tool in shown["tools"][1]["tools"]] == ["look_up", "count"]
+
+
+def test_a_namespace_that_cannot_be_kept_to_is_refused() -> None:
+    group = {"type": "namespace", "name": "a", "tools": [TOOL, TOOL]}
+    cases: dict[str, dict[str, Any]] = {
+        "tools[0].name": {**group, "name": None},
+        "tools[0].description": {**group, "description": 3},
+        "tools[0].tools": {**group, "tools": "x"},
+        "tools[0].tools[0].type": {**group, "tools": [{"type": "custom"}]},
+        "tools[1]": group,
+        "tools[0].type": {"type": "web_search"},
+    }
+    for where, tool in cases.items():
+        with pytest.raises(Refused) as caught:
+            OPENAI_RESPONSES.read(body(tools=[tool]), {})
+        assert caught.value.param == where

@@ -193,5 +193,5 @@ def test_a_gateway_that_is_killed_anywhere_loses_no_turn_and_trains_none_twice(
         assert all(sample.mask[turn.tokens].all() for sample, turn in spans)
         assert trajectory.num_trained == sum(map(len, trained))
         assert agent.view is not None
-        assert len(trained) == agent.view.num_turns - agent.view.num_left_out
+        assert len(trained) == agent.view.totals.num_turns - agent.view.totals.num_left_out
         assert (trajectory.outcome, trajectory.episode_return) == (Outcome.COMPLETED, 0.5)

@@ -43,7 +43,11 @@ async def test_a_conversation_is_one_sample_with_the_ids_that_were_sampled(tmp_p
     assert first.sampled_token_ids is None and first.logprobs is None
     assert (second.message.content, second.stop_reason) == ("1", StopReason.STOP)
     view = await gateway.finish(0.5, components={"hit": 0.5}, turn_rewards={0: 0.25})
-    assert (view.status, view.num_turns, view.num_ambiguous) == (SessionStatus.FINISHED, 2, 0)
+    assert (view.status, view.totals.num_turns, view.totals.num_ambiguous) == (
+        SessionStatus.FINISHED,
+        2,
+        0,
+    )
     trajectory = await gateway.trajectory()
     (sample,) = trajectory.samples
     assert (trajectory.outcome, trajectory.episode_return) == (Outcome.COMPLETED, 0.75)
@@ -207,7 +211,13 @@ async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path)
     """Cases 24, 29, 30: nothing sampled, a reply that was cut off, a context that is full."""
     cut = reply("4 4 4", finish_reason=FinishReason.LENGTH)
 
-    async def end(directory: str, *, stated: Outcome | None = None, **fields: object) -> Outcome:
+    async def end(
+        directory: str,
+        *,
+        stated: Outcome | None = None,
+        reward: float | None = 1.0,
+        **fields: object,
+    ) -> Outcome:
         (tmp_path / directory).mkdir()
         gateway = await Gateway(tmp_path / directory, **fields).opened()  # type: ignore[arg-type]
         if directory != "nothing":
@@ -217,7 +227,7 @@ async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path)
             except Refused as refused:
                 assert refused.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED
                 assert refused.param == "messages"
-        await gateway.finish(1.0, outcome=stated)
+        await gateway.finish(reward, outcome=stated)
         return (await gateway.trajectory()).outcome
 
     assert await end("nothing") is Outcome.EMPTY
@@ -225,6 +235,8 @@ async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path)
     assert await end("full", max_context_tokens=80) is Outcome.TRUNCATED_CONTEXT
     stated = Outcome.AGENT_ERROR
     assert await end("stated", max_context_tokens=80, stated=stated) is stated
+    assert await end("unrewarded", stated=stated, reward=None) is stated
+    assert await end("missing", reward=None) is Outcome.REWARD_ERROR
 
 
 async def test_a_lone_stop_token_is_a_turn(tmp_path: Path) -> None:
@@ -291,10 +303,10 @@ async def test_what_no_client_has_seen_is_not_trained_unless_it_is_asked_for_aga
     await gone
     await gateway.ask(user("again"), request_id="seen")
     view = await gateway.sessions.view(NAME)
-    assert view is not None and (view.num_turns, view.num_left_out) == (2, 1)
+    assert view is not None and (view.totals.num_turns, view.totals.num_left_out) == (2, 1)
     after = await gateway.restart(NAME)
     view = await after.sessions.view(NAME)
-    assert view is not None and (view.num_turns, view.num_left_out) == (2, 1)
+    assert view is not None and (view.totals.num_turns, view.totals.num_left_out) == (2, 1)
     await after.finish(1.0)
     assert [turn.index for turn in (await after.trajectory()).turns] == [0]
 
@@ -417,7 +429,7 @@ async def test_calls_of_tools_are_shown_and_their_faults_kept(tmp_path: Path) ->
     replies: list[ChatReply] = [await gateway.ask(user(str(n)), tools=[tool]) for n in range(4)]
     assert [each.stop_reason for each in replies] == ["calls", "stop", "stop", "length"]
     view = await gateway.sessions.view(NAME)
-    assert view is not None and view.num_malformed == 2
+    assert view is not None and view.totals.num_malformed == 2
 
 
 async def test_a_database_that_is_away_shows_no_turn(tmp_path: Path) -> None:
@@ -475,11 +487,25 @@ async def test_a_late_word_of_a_broken_connection_hides_no_turn_that_a_retry_got
     for abandons_at in ("before", "while", "after"):
         await ask_twice(abandons_at=abandons_at)
     view = await gateway.sessions.view(NAME)
-    assert view is not None and (view.num_turns, view.num_left_out) == (3, 0)
+    assert view is not None and (view.totals.num_turns, view.totals.num_left_out) == (3, 0)
     # The retry's client is gone as well.
     await gateway.sessions.abandon(NAME, "again")
     view = await gateway.sessions.view(NAME)
-    assert view is not None and (view.num_turns, view.num_left_out) == (3, 1)
+    assert view is not None and (view.totals.num_turns, view.totals.num_left_out) == (3, 1)
     await gateway.restart()
     found = gateway.sessions_store.load(NAME)
     assert found is not None and [turn.is_unseen for turn in found[1]] == [True, False, False]
+
+
+async def test_a_gateway_that_is_stopped_ends_no_session(tmp_path: Path) -> None:
+    """The request may be sent again, to the next one."""
+    gate = asyncio.Event()
+    gateway = await Gateway(tmp_path, policy=Policy(before=gate.wait)).opened()
+    asked = asyncio.create_task(gateway.ask(HI, request_id="one"))
+    while not gateway.policy.requests:
+        await asyncio.sleep(0.01)
+    after = await gateway.restart(NAME)
+    for refused in (await refusal(asked), await refusal(gateway.ask(HI))):
+        assert refused.code is RefusalCode.NOT_AVAILABLE
+    gate.set()
+    assert (await after.ask(HI, request_id="one")).turn_id == "task-0.0"

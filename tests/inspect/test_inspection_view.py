@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-import re
+import json
 from collections.abc import Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +34,8 @@ from service.inspect.build import (
     NOT_SAMPLED,
     build_view,
 )
-from service.inspect.page import render_page
+from service.inspect.document import trajectory_document
+from service.inspect.page import write_page
 from service.inspect.terminal import show
 from service.inspect.token_text import BareIds
 from service.inspect.view import Token, TokenClass, TrajectoryView
@@ -161,7 +162,7 @@ def test_any_trajectory_is_shown_with_each_sampled_token_once(seed: int) -> None
         assert len(sampled) == entry.trajectory.num_sampled
         assert sum(t.kind is TokenClass.TRAINED for t in sampled) == entry.num_trained
         assert {fault for token in sampled for fault in token.faults} <= {NO_LOGPROB}
-        render_page(view)
+        assert len(trajectory_document(view)["samples"]) == len(view.samples)
 
 
 @pytest.mark.parametrize(
@@ -189,72 +190,38 @@ def test_ids_that_no_vocabulary_holds_are_shown_as_ids() -> None:
     assert text().pieces([99_999, -1]) == ["⟨99999⟩".encode(), "⟨-1⟩".encode()]
 
 
-class Spans(HTMLParser):
-    """The tokens of a page, each (classes, text, columns), and every address that it names."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tokens: list[tuple[set[str], str, str]] = []
-        self.addresses: list[str] = []
-        self.tags: set[str] = set()
-        self._is_open = False
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.tags.add(tag)
-        self.addresses += [found[name] or "" for name in ("src", "href") if name in found]
-        if tag == "span" and "data-columns" in found:
-            classes = set((found["class"] or "").split()) - {"t"}
-            self.tokens.append((classes, "", found["data-columns"] or ""))
-            self._is_open = True
-
-    def handle_data(self, data: str) -> None:
-        if self._is_open:
-            classes, words, columns = self.tokens[-1]
-            self.tokens[-1] = (classes, words + data, columns)
-
-    def handle_endtag(self, tag: str) -> None:
-        self._is_open = False
+def page_of(view: TrajectoryView, directory: Path) -> str:
+    write_page(directory / "page.html", view)
+    return (directory / "page.html").read_text(encoding="utf-8")
 
 
-def test_the_page_has_a_coloured_span_for_each_token_with_all_its_columns() -> None:
-    view = view_of(0, with_trained(example_step(), 0, [22]))
-    page = render_page(view)
-    spans = Spans(page).tokens
-    expected = [
-        ({token.kind.value} | ({"fault"} if token.faults else set()), token.text)
-        for token in tokens_of(view)
-    ]
-    assert [(classes, words) for classes, words, _ in spans] == expected
-    faulty = next(columns for classes, _, columns in spans if "fault" in classes)
-    assert faulty == (
-        "token 22 · “higher” · id 374 · sampled and trained · advantage 0.5773 · "
-        f"FAULT: {NOT_SAMPLED}"
-    )
-    for kind in [*TokenClass, "fault"]:
-        if kind is not TokenClass.PROMPT:
-            assert re.search(rf"^\.t\.{kind} {{ [a-z]", page, re.MULTILINE), kind
+def test_the_document_has_each_token_with_all_its_columns() -> None:
+    view = view_of(2, with_trained(example_step(), 2, [18]))
+    document = trajectory_document(view)
+    assert json.loads(json.dumps(document)) is not None
+    kinds = [kind["name"] for kind in document["kinds"]]
+    assert [kind["count"] for kind in document["kinds"]] == [view.counts.get(k, 0) for k in kinds]
+    for sample, shown in zip(view.samples, document["samples"], strict=True):
+        tokens = list(sample.tokens)
+        assert shown["segments"][-1]["end"] == len(tokens) == len(shown["ids"])
+        assert [kinds[number] for number in shown["kinds"]] == [t.kind.value for t in tokens]
+        columns = ("texts", "turns", "versions")
+        for column, name in zip(columns, ("text", "turn", "version"), strict=True):
+            assert shown[column] == [getattr(token, name) for token in tokens]
+        assert shown["faults"] == {str(t.position): t.faults for t in tokens if t.faults}
+    first, second = document["samples"]
+    assert (first["parent"], second["parent"], second["num_shared"]) == (None, 0, 19)
 
 
-def test_the_page_needs_nothing_else_and_shows_a_models_markup_as_text() -> None:
-    page = render_page(view_of(3))
-    spans = Spans(page)
-    assert spans.addresses == ["data:,"] and not spans.tags & {"script", "img"}
-    assert "<b>das</b>" not in page and "&lt;" in page and "\x1b" not in page
-    shown = "".join(words for _, words, _ in spans.tokens)
-    assert "<b>das</b> & \\x1b[31m?" in shown and "gr\\xc3\\xb6" in shown
-    assert "prefers-color-scheme: dark" in page
+def test_the_page_shows_a_models_and_an_environments_words_as_text(tmp_path: Path) -> None:
+    view = view_of(3)
+    texts = "".join(trajectory_document(view)["samples"][0]["texts"])
+    assert "<b>das</b> & \\x1b[31m?" in texts and "gr\\xc3\\xb6" in texts
+    page = page_of(view, tmp_path)
+    assert "<b>" not in page and "\x1b" not in page and "\\u003c" in page
 
 
-def test_an_environments_own_words_are_escaped_as_well() -> None:
-    step = step_of([one_group([game(0, ["4"], reward=1.0, detail="<i>\udcff\x1b[2J")])])
-    page = render_page(view_of(0, step))
-    assert "&lt;i&gt;\\udcff\\x1b[2J" in page and "<i>" not in page
-    page.encode("utf-8")
-
-
-def test_no_name_puts_a_control_character_on_the_page_or_the_terminal() -> None:
+def test_no_name_puts_a_control_character_on_the_page_or_the_terminal(tmp_path: Path) -> None:
     step = step_of([one_group([game(0, ["4"], reward=1.0, detail="all is well")])])
     names = ("rollout_id", "group_id", "task_id", "environment", "detail")
     wild = {name: f"<b>{name}\x1b[2J\x00\udcff" for name in names}
@@ -262,13 +229,12 @@ def test_no_name_puts_a_control_character_on_the_page_or_the_terminal() -> None:
     entry = replace(step.entries[0], trajectory=trajectory, problem="a problem\x1b[1m")
     note = "no tokenizer in /tmp/\x1b[2J"
     view = build_view(replace(step, entries=(entry,)), entry, BareIds(note=note))
-    page, shown = render_page(view), printed(view, is_coloured=False)
+    page, shown = page_of(view, tmp_path), printed(view, is_coloured=False)
     for name in names:
-        assert f"&lt;b&gt;{name}\\x1b[2J\\x00\\udcff" in page
-    for text_shown in (page, shown):
+        assert f"\\u003cb>{name}\\\\x1b[2J\\\\x00\\\\udcff" in page
+    for text_shown, escape in ((page, "\\\\x1b"), (shown, "\\x1b")):
         assert not any(c < " " and c != "\n" for c in text_shown) and "<b>detail" not in page
-        assert "a problem\\x1b[1m" in text_shown and "/tmp/\\x1b[2J" in text_shown
-        text_shown.encode("utf-8")
+        assert f"a problem{escape}[1m" in text_shown and f"/tmp/{escape}[2J" in text_shown
 
 
 def printed(view: TrajectoryView, *, is_coloured: bool) -> str:

@@ -1,17 +1,13 @@
-"""report.html: whole, self-contained and accessible at every length of run."""
+"""What the page of a run is given, at every length of run."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
-from functools import cache
-from html.parser import HTMLParser
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from worlds.record_builders import (
     Run,
     evaluation_record,
@@ -22,21 +18,21 @@ from worlds.record_builders import (
 )
 
 from actors.trajectory_queue.ledger import LedgerCounts
+from actors.trajectory_queue.messages import QueueStats
 from actors.types import Outcome
-from service.report.charts import OUTCOMES, STAGES, reward_plot
-from service.report.drawing import PALETTE, Mark, bucketed, trailing_mean
+from service.page.packed import PACKED
+from service.report.document import LiveState, RunPicture, run_document
 from service.report.page import render_report, write_report
 from service.report.tables import balance_equation, checks, ending, verdict
+from service.run.health import Phase
 from service.telemetry.records import StageSeconds
-
-VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 RUNS = {
     "no steps": Run(),
     "an evaluation alone": Run(evaluations=(evaluation_record(0),)),
     "one step": learning_run(1),
     "two steps": learning_run(2),
-    "many steps": learning_run(900),
+    "many steps": learning_run(300),
     "nothing measured": Run(steps=(unmeasured_step(1), unmeasured_step(2))),
     "no statistics known": Run(steps=tuple(step_record(i, statistics={}) for i in (1, 2))),
     "exact zeros": Run(
@@ -48,120 +44,64 @@ RUNS = {
 }
 
 
-@dataclass
-class Element:
-    tag: str
-    attributes: dict[str, str]
-    text: list[str] = field(default_factory=list)
-    inside: list[str] = field(default_factory=list)
-
-
-class Page(HTMLParser):
-    """All elements in order; every tag that opens must close, properly nested."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[Element] = []
-        self._open: list[Element] = []
-        self.feed(text)
-        assert not self._open, f"not closed: {[element.tag for element in self._open]}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        names = [element.tag for element in self._open]
-        element = Element(tag, {name: value or "" for name, value in attrs}, inside=names)
-        self.elements.append(element)
-        if tag not in VOID:
-            self._open.append(element)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append(Element(tag, {name: value or "" for name, value in attrs}))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open and self._open[-1].tag == tag, f"</{tag}> closes nothing"
-        self._open.pop()
-
-    def handle_data(self, data: str) -> None:
-        for element in self._open:
-            element.text.append(data)
-
-    def all(self, tag: str) -> list[Element]:
-        return [element for element in self.elements if element.tag == tag]
-
-
-@cache
-def page_of(name: str) -> tuple[str, Page]:
-    run = RUNS[name]
-    text = render_report(summary=summary_of(run), history=run, config_text="run: {}")
-    return text, Page(text)
+def document_of(run: Run, **changes: object) -> dict[str, Any]:
+    summary = summary_of(run, **changes)
+    return run_document(RunPicture(summary=summary, history=run, config_text="run: {}\n"))
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_report_is_well_formed_self_contained_and_described(name: str) -> None:
-    text, page = page_of(name)
-    figures = page.all("figure")
-    described = [
-        element
-        for element in page.elements
-        if element.attributes.get("role") == "img" and element.attributes.get("aria-label")
-    ]
-    assert len(described) == len(figures)
-    assert bool(figures) == bool(RUNS[name].steps)
-    assert len(page.all("caption")) == len(page.all("table")) >= 3
-    assert "nan" not in re.sub(r"\s(d|points)=\"[^\"]*\"", "", text).lower()
-    assert_loads_nothing(text, page)
-    ids = [element.attributes["id"] for element in page.elements if "id" in element.attributes]
-    assert len(ids) == len(set(ids))
-
-
-def assert_loads_nothing(text: str, page: Page) -> None:
-    assert "://" not in text
-    assert "@import" not in text
-    assert set(re.findall(r"url\(([^)]?)", text)) <= {"#"}
-    assert not [element for element in page.elements if "src" in element.attributes]
-    assert not page.all("script")
-    targets = [e.attributes["href"] for e in page.elements if "href" in e.attributes]
-    assert all(target.startswith("#") or target == "data:," for target in targets)
-
-
-def test_references_inside_a_figure_point_at_its_own_parts() -> None:
-    text, page = page_of("two steps")
-    ids = {element.attributes.get("id") for element in page.elements}
-    named = re.findall(r'(?:url\(#|href="#)([^)"]+)', text)
-    assert named
-    assert set(named) <= ids
-
-
-def test_figures_follow_the_theme_by_css_variables() -> None:
-    text, page = page_of("two steps")
-    assert "prefers-color-scheme: dark" in text
-    drawn = {
-        role
-        for element in page.elements
-        if "svg" in element.inside or element.tag in {"use", "path"}
-        for role in re.findall(r"var\(--(\w+)\)", element.attributes.get("style", ""))
-    }
-    assert {"blue", "muted", "grid"} <= drawn <= set(PALETTE)
-    lights = [tone.light for tone in PALETTE.values()]
-    assert len(set(lights)) == len(lights)
-
-
-def test_long_runs_are_thinned_out() -> None:
-    shorter, longer = (
-        reward_plot(run.steps, run.evaluations) for run in (RUNS["many steps"], learning_run(4000))
+def test_a_run_of_any_length_is_a_tree_of_json_with_whole_columns(name: str) -> None:
+    run = RUNS[name]
+    document = document_of(run)
+    json.dumps(document, allow_nan=False)
+    steps = document["steps"]
+    assert {len(values) for values in steps.values()} <= {len(run.steps)}
+    assert steps.get("step", []) == [record.step for record in run.steps]
+    assert document["evaluations"]["step"] == [record.step for record in run.evaluations]
+    assert len(document["tiles"]) == 8 and len(document["tables"]) >= 3
+    assert all(
+        len(row) == len(table["header"]) for table in document["tables"] for row in table["rows"]
     )
-    assert len(longer.svgs[0]) < 1.3 * len(shorter.svgs[0])
-    assert longer.legend[0].mark is Mark.BAND
+
+
+def test_the_columns_are_what_the_records_say() -> None:
+    known = step_record(1, is_skipped=True, kl_mean=0.123456789, num_turns=0)
+    columns = document_of(Run(steps=(known, unmeasured_step(2))))["steps"]
+    assert columns["kl_mean"] == [0.123457, None] and columns["is_skipped"] == [1, 0]
+    assert columns["reward"] == [0.5, None] and columns["malformed_share"] == [None, None]
+    assert columns["stages.train"] == [0.5, 0] and columns["outcomes.completed"] == [14, None]
+    assert columns["tokens_per_second"] == [pytest.approx(400 / 1.5, rel=1e-5), None]
+    assert columns["wall_time"][0] == known.wall_time
+
+
+def test_the_asker_gets_the_steps_that_it_does_not_have() -> None:
+    run = learning_run(30)
+    picture = RunPicture(summary=summary_of(run), history=run, config_text="", after=28)
+    assert run_document(picture)["steps"]["step"] == [29, 30]
+
+
+def test_every_figure_draws_a_column_that_there_is() -> None:
+    """The page's figures name statistics, outcomes and stages as the records do."""
+    figures = json.loads((PACKED.parent / "src" / "figures.json").read_text(encoding="utf-8"))
+    columns = document_of(learning_run(2))["steps"]
+    specs = [spec for size in ("large", "small", "loss") for spec in figures[size]]
+    assert {curve["read"] for spec in specs for curve in spec["curves"]} <= columns.keys()
+    parts = [part for band in figures["outcomes"] for part in band["parts"]]
+    assert sorted(parts) == sorted(Outcome)
+    stages = [part for band in figures["stages"] for part in band["parts"]]
+    assert sorted(stages) == sorted(StageSeconds().by_name())
+    for bands in (figures["outcomes"], figures["stages"]):
+        assert len({band["role"] for band in bands}) == len(bands)
 
 
 def test_configuration_and_names_are_text_not_markup() -> None:
     text = render_report(
-        summary=summary_of(Run(), name="<b>"),
+        summary=summary_of(Run(), name="</script><b>"),
         history=Run(),
-        config_text="a: <script>alert(1)</script>",
+        config_text="a: <script>alert(1)</script><!--",
     )
-    page = Page(text)
-    assert not page.all("script") and not page.all("b")
-    assert "&lt;script&gt;" in text
+    assert text.count("<script") == 2 and text.count("</script>") == 2
+    assert "<b>" not in text and "\\u003cscript>" in text
 
 
 def test_the_report_is_written_whole_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -210,40 +150,25 @@ def test_broken_promises_are_named() -> None:
     assert balance_equation(summary) == ("9 admitted ≠ 6 = 4 trained + 0 evicted + 2 in flight")
 
 
-def test_a_broken_promise_stands_on_the_page() -> None:
-    summary = summary_of(Run(), ledger=LedgerCounts(admitted=9, trained=4, in_flight=2))
-    text = render_report(summary=summary, history=Run(), config_text="")
-    assert text.count("✗") == 2
-    assert "does not balance" in text
-
-
-def test_every_outcome_and_every_stage_has_a_colour_of_its_own() -> None:
-    named = [outcome for _, _, outcomes in OUTCOMES for outcome in outcomes]
-    assert sorted(named) == sorted(Outcome)
-    assert {name for name, _, _ in STAGES} == set(StageSeconds().by_name())
-    assert len({role for _, role, _ in OUTCOMES}) == len(OUTCOMES)
-    assert len({role for _, _, role in STAGES}) == len(STAGES)
-
-
-@given(
-    values=st.lists(
-        st.one_of(st.just(float("nan")), st.floats(-1e6, 1e6)), min_size=1, max_size=60
-    ),
-    max_points=st.integers(1, 70),
-)
-def test_buckets_lose_no_sum_and_no_extreme(values: list[float], max_points: int) -> None:
-    steps = np.arange(1.0, len(values) + 1)
-    given_values = np.array(values)
-    buckets = bucketed(steps, max_points=max_points)
-    assert len(buckets.starts) == min(len(values), max_points)
-    assert buckets.edges[0] == 0.5 and buckets.edges[-1] == len(values) + 0.5
-    assert np.all(np.diff(buckets.edges) > 0)
-    assert buckets.total(given_values).sum() == pytest.approx(np.nansum(given_values), abs=1e-6)
-    if np.isfinite(given_values).any():
-        assert np.nanmax(buckets.maximum(given_values)) == np.nanmax(given_values)
-        assert np.nanmin(buckets.minimum(given_values)) == np.nanmin(given_values)
-
-
-def test_trailing_mean_looks_back_only_and_passes_over_gaps() -> None:
-    values = np.array([1.0, np.nan, 3.0, 5.0])
-    assert trailing_mean(values, width=2).tolist() == [1.0, 1.0, 3.0, 4.0]
+def test_a_live_run_may_have_rollouts_in_flight() -> None:
+    summary = summary_of(Run(), ledger=LedgerCounts(admitted=9, trained=4, in_flight=5))
+    live = LiveState(
+        phase=Phase.TRAINING, phase_detail="", started_at=0.0, checkpoint_step=0,
+        engines={"engine-1": 3}, engines_expected=2, max_items=20, max_bytes=1 << 30, max_lag=1,
+        notices=("began",),
+        queue=QueueStats(
+            num_handed_out=2, num_waiting=1, waiting_bytes=3 << 20, num_replaced_groups=0,
+            num_refused=0, num_retries=0, loaded_version=3, ledger=summary.ledger,
+        ),
+    )  # fmt: skip
+    picture = RunPicture(summary=summary, history=Run(), config_text="")
+    ended, going = (run_document(replace(picture, live=each)) for each in (None, live))
+    broken = [
+        [check["name"] for check in document["checks"] if not check["is_kept"]]
+        for document in (ended, going)
+    ]
+    assert broken == [["nothing in flight"], []]
+    window, queue, engines = going["live"]["tables"]
+    assert [row[1] for row in window["rows"]] == ["2", "2", "1"]
+    assert window["total"] == ("in flight", "5 of 20") and queue["rows"][0][1] == "3"
+    assert engines["rows"] == (("engine-1", "3"),) and ended["live"] is None

@@ -28,7 +28,7 @@ class Slow:
         self.num_ended = 0
         self.may_answer = asyncio.Event()
 
-    async def evaluate(self, tasks: Sequence[Task]) -> list[str]:
+    async def evaluate(self, tasks: Sequence[Task], **settings: float) -> list[str]:
         self.story.append("begun")
         try:
             while self.num_ended < self.num_rollouts:

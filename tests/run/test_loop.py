@@ -13,7 +13,8 @@ from actors.trainer.checkpoint import CheckpointError
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.messages import OpenSlot
 from service.run.health import RunFailed
-from service.run.loop import Loop
+from service.run.loop import Commit, Loop
+from service.run.pauses import Gate, Pausable, Pause, Pauses
 from service.run.task_feed import task_index
 
 
@@ -397,3 +398,143 @@ def test_a_replacement_plays_a_task_that_no_first_choice_plays() -> None:
     first = {task_index(OpenSlot(group_number=k, replacement=0)) for k in range(1000)}
     second = {task_index(OpenSlot(group_number=k, replacement=1)) for k in range(1000)}
     assert first == set(range(1000)) and not first & second
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(0)
+
+
+def paused(*parts: Pausable) -> Pauses:
+    pauses = Pauses()
+    pauses.restore([Pause(part=part, since=0.0, reason="") for part in parts])
+    return pauses
+
+
+async def test_where_admission_is_paused_no_group_is_admitted_and_what_is_admitted_is_trained() -> (
+    None
+):
+    world, pauses = World(), paused(Pausable.ADMISSION)
+    loop = make_loop(world, pauses=pauses)
+    await loop.run()
+    assert world.tasks_given == {} and world.published_versions == [1, 2, 3]
+    # Where it ends in between, groups are admitted again.
+    world = World(starve_from=0)
+    loop = make_loop(world, pauses=pauses)
+    running = asyncio.create_task(loop.run())
+    await asyncio.sleep(0)
+    pauses.remove(Pausable.ADMISSION)
+    await until(lambda: len(world.tasks_given) == 3)
+    loop.stop()
+    await running
+
+
+async def test_an_admission_in_hand_is_waited_for_by_whoever_pauses() -> None:
+    gate = Gate()
+    with gate.passing() as is_open:
+        assert is_open
+        gate.shut()
+        waiting = asyncio.create_task(gate.until_passed())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await within(1.0, waiting)
+    with gate.passing() as is_open:
+        assert not is_open
+    gate.open()
+    await within(1.0, gate.until_open())
+
+
+async def test_where_training_is_paused_the_step_in_hand_is_finished_and_the_next_not_taken() -> (
+    None
+):
+    world, pauses = World(), Pauses()
+    loop = make_loop(world, pauses=pauses)
+
+    def pause(version: int) -> None:
+        if version == 1:
+            assert loop.step_in_hand == 1
+            pauses.add(Pause(part=Pausable.TRAINING, since=0.0, reason="look at it"))
+
+    world.on_publish = pause
+    running = asyncio.create_task(loop.run())
+    await until(lambda: "record 1" in world.calls)
+    await asyncio.sleep(0.02)
+    assert world.num_taken == 1 and loop.step_in_hand is None
+    # A checkpoint can be asked for meanwhile, also twice, and is written once.
+    saves = await within(3.0, asyncio.gather(loop.checkpoint(), loop.checkpoint()))
+    assert {(each.step, each.directory) for each in saves} == {(1, "dir-1")}
+    assert world.calls_of("save", "commit ") == ["save 1", "commit 1"]
+    pauses.remove(Pausable.TRAINING)
+    await running
+    assert world.published_versions == [1, 2, 3]
+    # What was paused is not counted as a wait for rollouts.
+    assert world.records[1].stages.collect < 0.02
+
+
+async def test_a_run_whose_training_is_paused_can_be_stopped() -> None:
+    world = World()
+    loop = make_loop(world, pauses=paused(Pausable.TRAINING))
+    running = asyncio.create_task(loop.run())
+    await asyncio.sleep(0)
+    loop.stop()
+    await within(5.0, running)
+    assert world.num_taken == 0
+
+
+async def test_a_checkpoint_that_is_asked_for_comes_after_the_step_in_hand_and_waits_its_turn() -> (
+    None
+):
+    world, written = World(), asyncio.Event()
+
+    async def write(step: int) -> None:
+        if step == 2:
+            await written.wait()
+
+    world.checkpoint_is_written = write
+    loop = make_loop(world, steps=4)
+    asked: list[asyncio.Task[Commit]] = []
+
+    def ask(version: int) -> None:
+        if version == 3:
+            asked.append(asyncio.create_task(loop.checkpoint()))
+            asyncio.get_running_loop().call_later(0.01, written.set)
+
+    world.on_publish = ask
+    await loop.run()
+    assert (await asked[0]).step >= 2
+    assert world.checkpoints[0] == (2, "dir-2") and world.checkpoints[-1] == (4, "dir-4")
+
+
+async def test_a_checkpoint_that_a_lost_rank_takes_is_written_again_for_whoever_asked() -> None:
+    world = World(lose_save_at=0, starve_from=0)
+    loop = make_loop(world)
+    running = asyncio.create_task(loop.run())
+    assert (await within(5.0, loop.checkpoint())).directory == "dir-0"
+    assert world.calls_of("save") == ["save 0", "save 0"]
+    # The same step again: its checkpoint is there.
+    assert (await within(5.0, loop.checkpoint())).step == 0
+    assert world.calls_of("save") == ["save 0", "save 0"]
+    loop.stop()
+    await running
+
+
+async def test_who_asks_for_a_checkpoint_learns_that_the_term_has_ended() -> None:
+    world, asked = World(lose_trainer_at=2), []
+
+    async def never(step: int) -> None:
+        await asyncio.Event().wait()
+
+    world.checkpoint_is_written = never
+    loop = make_loop(world)
+    world.on_publish = lambda version: asked.append(asyncio.create_task(loop.checkpoint()))
+    with pytest.raises(ActorLost, match="rank 0 is gone"):
+        await loop.run()
+    for late in (asked[0], loop.checkpoint()):
+        with pytest.raises(ActorLost, match="the term ended before its checkpoint"):
+            await late
+
+
+async def test_where_generation_is_paused_a_steps_evaluation_is_left_out() -> None:
+    world = World()
+    await make_loop(world, pauses=paused(Pausable.GENERATION)).run()
+    assert world.published_versions == [1, 2, 3] and world.calls_of("evaluate") == []

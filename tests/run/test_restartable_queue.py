@@ -216,3 +216,25 @@ def test_a_frozen_queue_goes_on_when_it_wakes() -> None:
         queue.kill()
 
     asyncio.run(story())
+
+
+def test_a_queue_that_dies_while_nothing_is_to_be_handed_out_is_followed_by_one_that_holds() -> (
+    None
+):
+    async def story() -> None:
+        queue, pid = await started(Notebook())
+        await queue.hold(True)
+        await fill(queue)
+        os.kill(pid, signal.SIGKILL)
+        await queue.cut()
+
+        async def take() -> int:
+            call = queue.actor.take_rollouts.remote("a", 4, 0.1, ["game"])
+            return len(await call)
+
+        assert await take() == 0
+        await queue.hold(False)
+        assert await take() == 4
+        queue.kill()
+
+    asyncio.run(story())

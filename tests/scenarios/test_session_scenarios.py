@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from worlds.guessing_agent import SessionClient
 from worlds.run_checks import check_lineage
@@ -87,7 +88,59 @@ def test_an_agent_that_knows_a_url_is_trained_and_a_dead_gateway_costs_it_nothin
                     "truncated_tokens",
                 }
         check_refusals(client)
+        train_uploads(client)
     check_lineage(run.events())
+
+
+def train_uploads(client: httpx.Client) -> None:
+    """Sample a step's groups by token ids, and upload them as columns and as lists."""
+    policy = client.get("/api/v1/policy").json()
+    prompt = list(range(5, 15))
+    for group in range(2):
+        items = []
+        for member in range(4):
+            body = {"token_ids": prompt, "max_tokens": 8}
+            answer = client.post("/api/v1/generate", json=body)
+            assert answer.status_code == 200, answer.text
+            turn = answer.json()
+            start = len(prompt)
+            items.append(
+                {
+                    "id": f"upload-{group}-{member}",
+                    "group": f"upload-{group}",
+                    "reward": float(member % 2),
+                    "samples": [
+                        {
+                            "token_ids": [*prompt, *turn["token_ids"]],
+                            "logprobs": [*[0.0] * start, *turn["logprobs"]],
+                            "turns": [{"start": start, "end": start + len(turn["token_ids"])}],
+                            "versions": [
+                                {**span, "start": start + span["start"], "end": start + span["end"]}
+                                for span in turn["version_spans"]
+                            ],
+                        }
+                    ],
+                }
+            )
+        upload = {
+            "tokenizer_fingerprint": policy["tokenizer_fingerprint"],
+            "trajectories": items,
+            "groups": [{"id": f"upload-{group}", "members": 4}],
+        }
+        packed = {"content-type": "application/msgpack"}
+        raw = msgspec.msgpack.encode(upload)
+        answer = (
+            client.post("/api/v1/trajectories", content=raw, headers=packed)
+            if group
+            else client.post("/api/v1/trajectories", json=upload)
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["groups"][0]["is_submitted"], answer.text
+    for group in range(2):
+        view = wait_until_over(client, f"upload-{group}", limit_s=2 * STEP_S)
+        samples = view["samples"]
+        assert view["status"] == "trained" and isinstance(samples, list), view
+        assert [sample["reward"] for sample in samples] == [0.0, 1.0, 0.0, 1.0]
 
 
 def check_refusals(client: httpx.Client) -> None:

@@ -16,7 +16,9 @@ from worlds.store_builders import OpenStore, commit, queue_snapshot, write_under
 
 from actors.policy_age import undone_after
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
+from service.run.pauses import Pausable, Pause
 from service.store import tables
+from service.store.controls import AdminCall, ControlStore
 from service.store.lineage import (
     count_events,
     first_versions,
@@ -168,6 +170,71 @@ def test_each_terms_first_version_tells_which_versions_of_earlier_ones_are_undon
     found = store.read(first_versions)
     assert found == {1: 0, 2: 2, 3: 3}
     assert [undone_after(term, found) for term in found] == [2, 3, None]
+
+
+def test_a_return_that_was_asked_for_counts_from_its_lease_on_and_undoes_what_came_later(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    store = opened(tmp_path)
+    first = store.acquire_lease(owner="a").term
+    for step in (1, 2, 3):
+        commit(store, term=first, step=step)
+    # One that could not be read is passed over, and is there again once it can.
+    passed = store.acquire_lease(owner="b", passed_over={"1-3"})
+    assert passed.parent is not None and passed.parent.step == 2
+    assert [each.directory for each in store.checkpoints()] == ["1-3", "1-2", "1-1"]
+    # A return is not taken back by the death of its term.
+    returned = store.acquire_lease(owner="c", returns_to="1-2")
+    assert returned.parent is not None and returned.parent.step == 2
+    after = store.acquire_lease(owner="d")
+    assert after.parent is not None and after.parent.directory == "1-2"
+    assert [each.directory for each in store.checkpoints()] == ["1-2", "1-1"]
+    assert {each.directory for each in store.all_checkpoints()} == {"1-1", "1-2", "1-3"}
+    # Versions that were undone are known, those of sessions' turns too.
+    assert undone_after(first, store.read(first_versions)) == 2
+    commit(store, term=after.term, step=3)
+    assert [each.directory for each in store.checkpoints()] == ["4-3", "1-2", "1-1"]
+    # Once more, and to one that is gone: the newest counts, and nothing is undone.
+    again = store.acquire_lease(owner="e", returns_to="1-1")
+    assert again.parent is not None and again.parent.step == 1
+    gone = store.acquire_lease(owner="f", returns_to="4-3")
+    assert gone.parent is not None and gone.parent.directory == "1-1"
+
+
+def test_pauses_and_the_newest_calls_of_operators_are_kept(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    store = opened(tmp_path)
+    term, controls = store.acquire_lease(owner="a").term, ControlStore(store)
+    pause = Pause(part=Pausable.TRAINING, since=1.5, reason="a look")
+    for _ in range(2):
+        controls.set_paused(Pausable.TRAINING, pause, term=term)
+        assert controls.pauses() == [pause]
+    controls.set_paused(Pausable.TRAINING, None, term=term)
+    assert controls.pauses() == []
+    calls = [
+        AdminCall(at=float(at), caller="ops", call="POST /x", body="{}", status=200, answer="")
+        for at in range(3)
+    ]
+    for call in calls:
+        controls.add_call(call, term=term)
+    assert controls.calls(limit=2) == calls[:0:-1]
+    store.acquire_lease(owner="b")
+    with pytest.raises(LeaseLost):
+        controls.set_paused(Pausable.TRAINING, pause, term=term)
+
+
+def test_evaluations_of_one_step_are_kept_beside_each_other(
+    tmp_path: Path, opened: OpenStore
+) -> None:
+    store = opened(tmp_path)
+    term = store.acquire_lease(owner="a").term
+    asked = replace(evaluation_record(1), is_scheduled=False, temperature=0.7, pass_at={1: 0.5})
+    records = [evaluation_record(1), asked, replace(asked, num_samples=2)]
+    for record in (asked, evaluation_record(1), records[2]):
+        store.add_evaluation(record, term=term)
+    assert list(read_history(store).evaluations) == records
+    assert newest_records(store)[1] == records[0]
 
 
 def test_a_run_whose_every_checkpoint_is_unusable_does_not_start_afresh(

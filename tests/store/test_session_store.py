@@ -154,7 +154,10 @@ def num_rows(store: RunStore) -> tuple[int, int, int]:
 
 
 def ended(name: str) -> SubmissionView:
-    return SubmissionView(id=name, position=1, status=Status.TRAINED, num_ahead=0, rollouts=())
+    return SubmissionView(
+        id=name, position=1, status=Status.TRAINED, num_ahead=0, rollouts=(),
+        environment="session", batch="", accepted_at=1.0,
+    )  # fmt: skip
 
 
 def test_every_field_of_a_turn_and_of_an_intent_has_its_column() -> None:
@@ -326,11 +329,11 @@ def test_what_was_played_goes_with_the_submission_and_how_it_ended_stays_as_long
     late = [turn_added("a-0", 1), intent_added("a-0", 1), SessionEnded(session_id="a-0", end=end)]
     assert sessions.apply(late, term=term) == {0, 1}
     assert (loaded(sessions, "a-0").end, turns_of(sessions, "a-0")) == (end, [])
-    submissions.archive([ended("b")], [], term=term, keep=9)
+    submissions.archive([ended("b")], [], term=term, keep=9, keep_entries=99)
     assert sessions.apply([turn_added("b-0", 1)], term=term) == {0}
     assert num_rows(store) == (8, 2, 2) and turns_of(sessions, "c-0") == [0]
     # Of those that are over, one stays known: the newest.
-    submissions.archive([ended("c"), ended("a")], [], term=term, keep=1)
+    submissions.archive([ended("c"), ended("a")], [], term=term, keep=1, keep_entries=99)
     assert sessions.find(["a-0", "b-1", "c-0", "d-0"]).keys() == {"c-0", "d-0"}
     assert num_rows(store) == (4, 1, 1)
     assert sessions.apply([SessionEnded(session_id="b-0", end=end)], term=term) == {0}

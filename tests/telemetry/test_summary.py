@@ -97,7 +97,7 @@ def test_a_run_without_steps_has_no_means_and_no_zeros_in_their_place() -> None:
     assert tree["steps"] == 0
     assert tree["reward_first"] is None
     assert tree["mismatch"] == {"mean_k3": None, "max_abs_delta": None}
-    assert tree["evaluation"] == {"first": None, "last": None}
+    assert tree["evaluation"] == {"first": None, "last": None, "asked": []}
     assert tree["merge"]["ratio"] is None
 
 

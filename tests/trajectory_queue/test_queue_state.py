@@ -327,3 +327,43 @@ def test_a_restart_plays_again_what_was_not_finalised_with_its_budget_and_fresh_
     doomed = next(x for x in again if x.rollout_id == "g000001.0-0")
     end(later, doomed, outcome=Outcome.AGENT_ERROR)
     assert evicted(later) == {"agent_error": 1}
+
+
+@pytest.mark.parametrize("outcome", [Outcome.WALL_TIMEOUT, Outcome.INFRASTRUCTURE_ERROR])
+def test_what_is_held_for_too_long_is_played_again_and_costs_no_attempt(outcome: Outcome) -> None:
+    queue = QueueState(make_settings(step=1, lag=0))
+    fill(queue)
+    first, second = take_all(queue)
+    queue.hold(True)
+    # While turns are held nothing is handed out, however it ends.
+    for _ in range(5):
+        assert end(queue, first, outcome=outcome)
+        assert take_all(queue) == []
+        queue.hold(False)
+        [first] = take_all(queue)
+        queue.hold(True)
+    queue.hold(False)
+    # One that comes to its own end meanwhile, or later, counts as it is.
+    assert end(queue, second) and end(queue, first)
+    assert first.attempt == 5 and queue.stats().ledger.in_flight == 2
+    assert [each.attempt for each in queue.drain().summaries] == [0, 5]
+    taken = queue.take_step()
+    assert taken is not None
+    finalise_all(queue, *taken)
+    # After it, time that runs out is its own again.
+    queue.set_loaded_version(1)
+    fill(queue)
+    for assignment in take_all(queue):
+        assert end(queue, assignment, outcome=Outcome.WALL_TIMEOUT)
+    assert queue.stats().num_replaced_groups == 1 and queue.stats().ledger.is_balanced
+
+
+def test_a_session_that_ends_while_turns_are_held_has_ended() -> None:
+    settings = replace(make_settings(step=1, lag=0), durable=frozenset(GAME))
+    queue = QueueState(settings)
+    fill(queue)
+    taken = take_all(queue)
+    queue.hold(True)
+    for assignment in taken:
+        assert end(queue, assignment, outcome=Outcome.WALL_TIMEOUT)
+    assert queue.stats().num_replaced_groups == 1

@@ -15,6 +15,7 @@ from actors.weights.board import (
     MAX_FAILED_BROADCASTS,
     POLL_GRACE_S,
     Board,
+    HoldOrder,
     NotPublished,
     Publication,
     Seat,
@@ -43,9 +44,18 @@ def poll(
     *,
     now: float = 0.0,
     num_workers: int = 1,
-) -> Publication | None:
+    is_held: bool = False,
+) -> Publication | HoldOrder | None:
     term, version = held or (None, None)
-    board.heartbeat(replica, term, version=version, num_workers=num_workers, lease_s=5.0, now=now)
+    board.heartbeat(
+        replica,
+        term,
+        version=version,
+        num_workers=num_workers,
+        is_held=is_held,
+        lease_s=5.0,
+        now=now,
+    )
     return board.next_for(replica)
 
 
@@ -345,3 +355,21 @@ class Replica:
 
     def name(self) -> str:
         return ray.get_runtime_context().get_actor_id()
+
+
+def test_replicas_are_told_to_hold_those_that_join_too_and_load_what_is_published_first() -> None:
+    board = Board(now=0.0)
+    board.publish(publication(1, 0), now=0.0)
+    board.hold(True)
+    assert poll(board, "a") == publication(1, 0)
+    report(board, "a", 1, 0, now=3.0)
+    assert poll(board, "a", (1, 0)) == HoldOrder(is_held=True)
+    assert poll(board, "a", (1, 0), is_held=True) is None
+    [replica] = board.status(now=5.0).replicas
+    assert replica.is_held and (replica.loaded_at, board.status(now=5.0).now) == (3.0, 5.0)
+    assert board.status(now=5.0).is_loaded
+    board.publish(publication(1, 1), now=6.0)
+    assert poll(board, "a", (1, 0), is_held=True) == publication(1, 1)
+    board.hold(False)
+    assert poll(board, "a", (1, 1), is_held=True) == HoldOrder(is_held=False)
+    assert poll(board, "a", (1, 1)) is None

@@ -12,8 +12,9 @@ from typing import Any
 from actors.algorithm import AlgorithmSettings
 from actors.deadline import within
 from actors.environment.protocol import Message, Role, ToolSchema
+from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import RolloutSettings
-from actors.policy import GenerateReply, GenerateRequest
+from actors.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.types import SESSION, RolloutAssignment, Task, Trajectory
 from service.access.keys import digest_of
 from service.gateway.calls import ChatCall, Finish, SessionView
@@ -72,6 +73,9 @@ class Gateway:
     settings: SessionSettings = field(default_factory=lambda: SessionSettings(hold_s=DEADLINE_S))
     max_context_tokens: int = 400
     clock: float = 1000.0
+    chat_renderer: ChatRenderer = field(default_factory=renderer)
+    policy_client: PolicyClient | None = None
+    """In the place of `policy`."""
     playing: dict[str, asyncio.Task[Trajectory]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,8 +90,8 @@ class Gateway:
                 algorithm=AlgorithmSettings(group_size=2, groups_per_step=2),
                 max_context_tokens=self.max_context_tokens,
             ),
-            renderer=renderer(),
-            make_policy=lambda: self.policy,
+            renderer=self.chat_renderer,
+            make_policy=lambda: self.policy_client or self.policy,
             store=self.sessions_store,
             commits=self.commits,
             now=lambda: self.clock,
@@ -137,6 +141,8 @@ class Gateway:
             settings=self.settings,
             max_context_tokens=self.max_context_tokens,
             clock=self.clock,
+            chat_renderer=self.chat_renderer,
+            policy_client=self.policy_client,
         )
         for name in names:
             after.admit(name, attempt=1)

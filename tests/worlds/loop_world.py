@@ -27,6 +27,7 @@ from service.config.tree import RunSettings
 from service.inference.settings import InferenceSettings
 from service.run.health import FailureLimits, WeightsMoved
 from service.run.loop import Handles, Loop, LoopSettings
+from service.run.pauses import Pauses
 from service.run.task_feed import ConfiguredTasks
 from service.telemetry.records import EvaluationRecord, StepRecord
 
@@ -298,6 +299,7 @@ def make_loop(
     parts: Mapping[str, Any] = {},
     has_clients: bool = False,
     commit_after_s: float = 60.0,
+    pauses: Pauses | None = None,
 ) -> Loop:
     """parts: in the world's place, by the names of `Handles`."""
     tasks = GeneratedTasks("guessing", run_seed=0)
@@ -309,6 +311,7 @@ def make_loop(
     handles = Handles(
         **fakes, recorder=Notebook(world), tasks=ConfiguredTasks(tasks, group_size=2),
         evaluation_tasks=tasks.held_out(2), prune_checkpoints=world.prune,
+        pauses=pauses or Pauses(),
     )  # fmt: skip
     settings = LoopSettings(
         term=1,

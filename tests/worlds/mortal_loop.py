@@ -1,6 +1,6 @@
 """An event loop that ends between two awaits, as the loop of a process does that is killed.
 
-Nothing of its tasks runs after that: no `finally`, no `except`. What a thread had begun is finished.
+Nothing of its tasks runs after that: no `finally`, no `except`. What a thread has begun is done.
 """
 
 from __future__ import annotations

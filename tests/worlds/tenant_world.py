@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 from fastapi import FastAPI
@@ -16,6 +17,7 @@ from actors.environment.settings import RolloutSettings
 from actors.types import SESSION
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey, digest_of
 from service.api.app import create_app
+from service.api.control import add_control
 from service.api.problems import RunUnavailable
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
@@ -23,8 +25,12 @@ from service.gateway.commits import GroupCommit
 from service.gateway.routes import add_sessions
 from service.gateway.sessions import GatewaySettings, Sessions
 from service.gateway.settings import SessionSettings
+from service.gateway.upload_routes import UploadPort, add_uploads
+from service.intake.feed import FeedPage
+from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.run.health import Phase, Readiness, readiness
+from service.store.controls import AdminCall
 from service.store.keys import add_key, read_keys, revoke_key
 from service.store.sessions import SessionStore
 from worlds.episode_builders import renderer
@@ -57,6 +63,7 @@ class TenantRun:
     service: Service
     port: Port
     stops: list[float | None] = field(default_factory=list)
+    noted: list[AdminCall] = field(default_factory=list)
     num_key_reads: int = 0
     is_gone: bool = False
     silent_s: float = 0.0
@@ -90,14 +97,34 @@ class TenantRun:
         await asyncio.sleep(0.05)
 
     async def submit(
-        self, requests: Sequence[RolloutRequest], *, limits: KeyLimits = NO_LIMITS
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        key: str = "",
+        limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
-        return await self.service.submissions.submit(requests, limits=limits)
+        return await self.service.submissions.submit(requests, key=key, limits=limits)
 
     async def submission(
         self, submission_id: str, *, sees: str | None = None
     ) -> SubmissionView | None:
         return await self.service.submissions.view(submission_id, sees=sees)
+
+    async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
+        return await self.service.submissions.page(wanted, after=after, limit=limit)
+
+    async def sessions(
+        self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
+    ) -> SessionPage:
+        return await self.service.submissions.sessions(wanted, after=after, limit=limit)
+
+    async def feed(self, *, after: int, limit: int) -> FeedPage:
+        return await self.service.submissions.feed(after=after, limit=limit)
+
+    async def control(self, call: str, *arguments: Any) -> Any:
+        """Nothing is done; what is to be written down is kept."""
+        assert call == "note_call", call
+        self.noted += arguments
 
     async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
         async def evict(group_id: str) -> bool:
@@ -131,7 +158,10 @@ class TenantRun:
         """One replica of the API. first_digest: as `HttpSettings.key_digest`."""
         settings = replace(SETTINGS, key_digest=first_digest)
         app = create_app(self, settings)
+        add_control(app, self)
         add_sessions(app, self, self.port, settings)
+        # For admins alone: no test here comes so far as to call it.
+        add_uploads(app, self, cast(UploadPort, None), settings)
         return app
 
 

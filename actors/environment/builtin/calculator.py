@@ -28,6 +28,7 @@ from actors.environment.protocol import (
     ToolCall,
     ToolSchema,
 )
+from actors.environment.task_data import NO_DATA
 from actors.environment.tool_calls import visible_text
 from actors.types import Task
 
@@ -60,6 +61,8 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
 
 class CalculatorEnvironment:
     """`num_operands` numbers from low to high joined by random members of `operators`."""
+
+    data_schema = NO_DATA
 
     def __init__(
         self,

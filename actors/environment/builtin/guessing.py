@@ -11,6 +11,7 @@ import random
 import re
 
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
+from actors.environment.task_data import NO_DATA
 from actors.environment.tool_calls import visible_text
 from actors.types import Task
 
@@ -49,6 +50,8 @@ class GuessingEnvironment:
     and costs a guess. Rewards: `hit` 1 for the secret, 0 otherwise; `ruled_out` -ruled_out_cost for
     a number that the hints have ruled out, so that a lost game, too, tells good guesses from bad.
     """
+
+    data_schema = NO_DATA
 
     def __init__(
         self, *, low: int = 1, high: int = 7, max_guesses: int = 3, ruled_out_cost: float = 0.0

@@ -108,6 +108,21 @@ def make_dataset(family: str, *, config: Mapping[str, Any], seed: int, size: int
 class ReasoningGymEnvironment:
     """One question, `max_attempts` answers; `instruction` is appended to the question."""
 
+    data_schema: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {
+            "family": {"type": "string", "description": "such as chain_sum"},
+            "config": {"type": "object", "description": "of the family's generator"},
+            "index": {"type": "integer", "minimum": 0, "description": "of the family's items"},
+            "seed": {"type": "integer", "description": "of the items; the task's where left out"},
+            "question": {"type": "string", "description": "in place of a generated one"},
+            "answer": {"description": "to `question`"},
+            "metadata": {"description": "of `question`, for the family's scorer"},
+        },
+        "required": ["family"],
+        "additionalProperties": False,
+    }
+
     def __init__(
         self, *, max_attempts: int = 1, instruction: str = "", max_answer_chars: int = 2_000
     ) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.environment.builtin.calculator import CALCULATOR, ERROR, QUESTION
 from actors.environment.builtin.guessing import HIGHER, INVITATION, LOWER, REMINDER
+from actors.environment.protocol import ToolSchema
 from actors.trainer.tiny.tokenizer import ROLE_TOKENS, TURN_END
 
 IGNORED = -100
@@ -35,8 +36,8 @@ class Conversation:
 
     messages: tuple[tuple[str, str], ...]
     """(role, content) pairs."""
-    has_calculator: bool = False
-    """The tool is offered."""
+    tools: tuple[ToolSchema, ...] = ()
+    """What is offered."""
     untrained: frozenset[int] = frozenset()
     """Indices of assistant messages that are context only."""
 
@@ -122,7 +123,7 @@ def calculator_conversation(dice: random.Random) -> Conversation:
             ("tool", result),
             ("assistant", str(dice.randint(-8, 81))),
         ),
-        has_calculator=True,
+        tools=(CALCULATOR,),
     )
 
 
@@ -140,7 +141,7 @@ def encode(
     """Return ids [T] and labels [T] in which only trained assistant tokens carry a target."""
     text = tokenizer.apply_chat_template(
         [{"role": role, "content": content} for role, content in conversation.messages],
-        tools=[CALCULATOR.for_template()] if conversation.has_calculator else None,
+        tools=[tool.for_template() for tool in conversation.tools] or None,
         tokenize=False,
     )
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -210,17 +211,36 @@ def warm_up(
         (calculator_conversation, config.num_calculator),
         (answer_conversation, config.num_answers),
     )
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    return imitate(
+        model,
+        tokenizer,
+        lambda: [[make(dice) for _ in range(count)] for make, count in kinds],
+        steps=config.steps,
+        learning_rate=config.learning_rate,
+        on_step=on_step,
     )
-    rise = max(1, config.steps // 10)
+
+
+def imitate(
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    deal: Callable[[], Sequence[Sequence[Conversation]]],
+    *,
+    steps: int,
+    learning_rate: float,
+    on_step: Callable[[int, float], None] | None = None,
+) -> tuple[float, ...]:
+    """Train on conversations, by kind, that are dealt anew each step. As `warm_up` otherwise."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    rise = max(1, steps // 10)
     losses: list[float] = []
-    for step in range(config.steps):
-        scale = min((step + 1) / rise, 2.0 * (1 - step / config.steps), 1.0)
+    for step in range(steps):
+        scale = min((step + 1) / rise, 2.0 * (1 - step / steps), 1.0)
         for parameters in optimizer.param_groups:
-            parameters["lr"] = config.learning_rate * scale
-        batch = [[make(dice) for _ in range(count)] for make, count in kinds]
-        loss = _step_loss(model, tokenizer, batch)
+            parameters["lr"] = learning_rate * scale
+        loss = _step_loss(model, tokenizer, deal())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

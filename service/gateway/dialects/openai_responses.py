@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -54,7 +54,10 @@ PARAMETERS: Parameters = {
         "where there are none"
     ),
     "previous_response_id": taken("an answer of this session, which the input follows"),
-    "tools": taken("functions; `strict` has no effect"),
+    "tools": taken(
+        "functions, also in namespaces: the policy knows them as NAMESPACE.NAME; `strict`, and a "
+        "namespace's description, have no effect"
+    ),
     "tool_choice": taken("`auto`, or `none`: no tools are shown"),
     "max_output_tokens": MAX_TOKENS,
     "text": taken("`verbosity` has no effect"),
@@ -103,7 +106,7 @@ def read(body: object, headers: Mapping[str, str]) -> tuple[ChatRequest, AnswerS
         if instructions and not continues:
             messages.insert(0, make_message(Role.SYSTEM, instructions, where="instructions"))
     read_fields(read_object(given.get("text", {}), "text"), _TEXT, "text")
-    tools = _tools(given.get("tools"))
+    tools, shown_tools = _tools(given.get("tools"))
     may_call = check_tool_choice(given.get("tool_choice"), "tool_choice", auto="auto", none="none")
     limit = read_limit(given.get("max_output_tokens"), "max_output_tokens")
     request = make_request(
@@ -119,7 +122,7 @@ def read(body: object, headers: Mapping[str, str]) -> tuple[ChatRequest, AnswerS
         "instructions": instructions,
         "previous_response_id": given.get("previous_response_id"),
         "max_output_tokens": limit,
-        "tools": [_shown_tool(tool) for tool in tools],
+        "tools": shown_tools,
         "tool_choice": "auto" if may_call else "none",
     }
     streams = read_flag(given.get("stream"), "stream")
@@ -176,8 +179,7 @@ def _messages(value: object) -> list[Message]:
     for where, item in read_objects(value, "input"):
         kind_of_item = check_type({"type": "message", **item}, where, known=_ITEMS)
         if kind_of_item == "function_call":
-            name, arguments, call_id = (item.get(key) for key in ("name", "arguments", "call_id"))
-            turn.calls.append(make_call(name, arguments, call_id, where=where))
+            turn.calls.append(_call(item, where))
         elif kind_of_item == "reasoning":
             if turn.has_spoken:
                 found += turn.messages()
@@ -220,6 +222,18 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
     return content or summary
 
 
+def _call(item: Mapping[str, Any], where: str) -> ToolCall:
+    name, arguments, call_id = (item.get(key) for key in ("name", "arguments", "call_id"))
+    if item.get("namespace") is not None:
+        namespace = read_text(item["namespace"], f"{where}.namespace")
+        name = _full_name(namespace, read_text(name, f"{where}.name"))
+    return make_call(name, arguments, call_id, where=where)
+
+
+def _full_name(namespace: str, name: str) -> str:
+    return f"{namespace}.{name}"
+
+
 def _output(item: Mapping[str, Any], where: str) -> Message:
     return make_message(
         Role.TOOL,
@@ -229,16 +243,47 @@ def _output(item: Mapping[str, Any], where: str) -> Message:
     )
 
 
-def _tools(value: object) -> tuple[ToolSchema, ...]:
-    found = []
+def _tools(value: object) -> tuple[tuple[ToolSchema, ...], list[dict[str, Any]]]:
+    """The functions, and how an answer repeats them."""
+    found: list[ToolSchema] = []
+    shown: list[dict[str, Any]] = []
     for where, tree in read_objects(value, "tools"):
-        check_type(tree, where, known={"function"})
-        found.append(make_tool(tree, where, parameters="parameters"))
-    return check_names(found, "tools")
+        if check_type(tree, where, known={"function", "namespace"}) == "function":
+            found.append(make_tool(tree, where, parameters="parameters"))
+            shown.append(_shown_tool(found[-1]))
+            continue
+        name = read_text(tree.get("name"), f"{where}.name")
+        members = []
+        for place, member in read_objects(tree.get("tools"), f"{where}.tools"):
+            check_type(member, place, known={"function"})
+            members.append(make_tool(member, place, parameters="parameters"))
+        found += [replace(each, name=_full_name(name, each.name)) for each in members]
+        described = tree.get("description")
+        shown.append(
+            {
+                "type": "namespace",
+                "name": name,
+                "description": ""
+                if described is None
+                else read_text(described, f"{where}.description"),
+                "tools": [_shown_tool(each) for each in members],
+            }
+        )
+    return check_names(found, "tools"), shown
 
 
 def _shown_tool(tool: ToolSchema) -> dict[str, Any]:
     return {"type": "function", **tool.for_template()["function"], "strict": False}
+
+
+def _short_names(style: AnswerStyle) -> dict[str, dict[str, str]]:
+    """By the full name of a function in a namespace, what a call of it says of both."""
+    return {
+        _full_name(group["name"], tool["name"]): {"namespace": group["name"], "name": tool["name"]}
+        for group in style.repeated.get("tools", ())
+        if group["type"] == "namespace"
+        for tool in group["tools"]
+    }
 
 
 def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
@@ -248,7 +293,7 @@ def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
         **_head(reply, style),
         "status": "incomplete" if is_cut_off else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut_off else None,
-        "output": _items(reply),
+        "output": _items(reply, _short_names(style)),
         "usage": {
             "input_tokens": reply.num_prompt_tokens,
             "output_tokens": reply.num_sampled_tokens,
@@ -302,7 +347,7 @@ def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "response.content_part.done", {"part": part}
 
 
-def _items(reply: ChatReply) -> list[dict[str, Any]]:
+def _items(reply: ChatReply, short_names: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
     """Without calls there is a message, if an empty one: what is sent back then holds the turn."""
     message, calls = reply.message, shown_calls(reply)
     items: list[dict[str, Any]] = []
@@ -327,16 +372,20 @@ def _items(reply: ChatReply) -> list[dict[str, Any]]:
                 "status": "incomplete" if is_cut_off else "completed",
             }
         )
-    return items + _call_items(reply.turn_id, calls)
+    return items + _call_items(reply.turn_id, calls, short_names)
 
 
-def _call_items(turn_id: str, calls: Sequence[tuple[str, str, str]]) -> list[dict[str, Any]]:
+def _call_items(
+    turn_id: str,
+    calls: Sequence[tuple[str, str, str]],
+    short_names: Mapping[str, Mapping[str, str]],
+) -> list[dict[str, Any]]:
     return [
         {
             "type": "function_call",
             "id": f"fc_{turn_id}.{index}",
             "call_id": call_id,
-            "name": name,
+            **short_names.get(name, {"name": name}),
             "arguments": arguments,
             "status": "completed",
         }

@@ -1,0 +1,241 @@
+"""Find the files that a question about a repository is about, with tools that list, search, read.
+
+A task's data: `question`, `repository` (a directory or an archive, by a path relative to the
+option `root`) and `files`, the true paths within it; what else is there is left alone. The answer
+is a call of the tool `answer`, alone in its turn, with a list of paths; it ends the task. Its
+reward is F1 over the files, as `grading` states it.
+
+A turn is malformed when it calls nothing, when a call cannot be read or has an argument that no
+repository could satisfy (a path that leads outside, a broken pattern), when it calls too much at
+once, or answers in another form or beside other calls. It costs `malformed_penalty`, is answered
+with one sentence for each fault, and ends the task after `max_malformed` such turns in a row: its
+return is then negative or 0. A call beyond `max_calls` is not run and says so.
+
+Components of the reward, by name: `precision`, `recall`, `f1` and `num_calls` (of the search tools,
+run ones) at the answer, of which `f1` alone is the reward; `malformed` at each malformed turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from actors.environment.builtin.code_search.grading import grade_files, is_file_path
+from actors.environment.builtin.code_search.tools import (
+    ANSWER,
+    MAX_ANSWER_FILES,
+    SEARCH_TOOLS,
+    CodeTools,
+    ToolSettings,
+    read_answer,
+)
+from actors.environment.protocol import (
+    Action,
+    MalformedCall,
+    Message,
+    Observation,
+    Role,
+    StepResult,
+    ToolCall,
+)
+from actors.types import Task
+
+QUESTION = "Which files of the repository is this about?\n{question}\nSearch, then call answer."
+NO_CALL = "Call a tool, or call answer with the files that you found."
+ERROR = "error: {message}"
+BAD_ANSWER = f"files must be a list of at most {MAX_ANSWER_FILES} paths."
+ANSWER_ALONE = "Call answer once, and nothing beside it."
+TOO_MANY_AT_ONCE = "At most {most} calls in a turn."
+NO_CALLS_LEFT = "No calls are left. Call answer."
+MAX_QUESTION_CHARS = 20_000
+MAX_TRUE_FILES = 1_000
+
+
+class CodeSearchEnvironment:
+    """root: the directory that the tasks' repositories lie in, relative to the working directory.
+
+    max_lines, max_chars: of one tool's answer. call_limit_s: of one call.
+    max_repository_mib: of an archive, unpacked.
+    """
+
+    data_schema: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {
+            "question": {"type": "string", "minLength": 1, "maxLength": MAX_QUESTION_CHARS},
+            "repository": {
+                "type": "string",
+                "minLength": 1,
+                "description": "a directory or an archive, by its path below the option root",
+            },
+            "files": {
+                "type": "array",
+                "items": {"type": "string", "minLength": 1},
+                "maxItems": MAX_TRUE_FILES,
+                "description": "the paths within the repository that are the answer",
+            },
+        },
+        "required": ["question", "repository", "files"],
+    }
+
+    def __init__(
+        self,
+        *,
+        root: str,
+        max_calls: int = 24,
+        max_calls_per_turn: int = 4,
+        max_lines: int = 60,
+        max_chars: int = 4_000,
+        call_limit_s: float = 5.0,
+        max_repository_mib: int = 512,
+        max_malformed: int = 3,
+        malformed_penalty: float = 0.1,
+    ) -> None:
+        if not isinstance(root, str) or not root:
+            raise ValueError(
+                f"code_search: got root={root!r}; expected the directory that the tasks' "
+                "repositories lie in"
+            )
+        counts = (max_calls, max_calls_per_turn, max_lines, max_chars, max_repository_mib)
+        if min(counts) < 1 or call_limit_s <= 0:
+            raise ValueError(
+                "code_search: got a limit of 0 or less; expected max_calls, max_calls_per_turn, "
+                "max_lines, max_chars, call_limit_s and max_repository_mib above 0"
+            )
+        if max_malformed < 0 or not 0 <= malformed_penalty < 10:
+            raise ValueError(
+                f"code_search: got max_malformed={max_malformed}, "
+                f"malformed_penalty={malformed_penalty}; expected 0 or more, and 0 to 10"
+            )
+        self._settings = ToolSettings(
+            root=root,
+            max_lines=max_lines,
+            max_chars=max_chars,
+            call_limit_s=call_limit_s,
+            max_repository_bytes=max_repository_mib * 2**20,
+        )
+        self._max_calls = max_calls
+        self._max_calls_per_turn = max_calls_per_turn
+        self._max_malformed = max_malformed
+        self._malformed_penalty = malformed_penalty
+        self._tools: CodeTools | None = None
+        self._directory = ""
+        self._truth: tuple[str, ...] = ()
+        self._num_calls = 0
+        self._malformed_in_a_row = 0
+
+    async def reset(self, task: Task) -> Observation:
+        question, repository, self._truth = read_task(task)
+        self._num_calls = self._malformed_in_a_row = 0
+        if self._tools is None:
+            self._tools = CodeTools(self._settings)
+        self._directory = await self._tools.open(repository)
+        missing = await self._tools.missing_files(self._directory, self._truth)
+        if missing:
+            raise ValueError(
+                f"code_search: task {task.task_id}: data.files: {missing[:3]} "
+                f"({len(missing)} in all) are not in {repository!r}; expected the paths of its "
+                "files; correct the task"
+            )
+        asked = Message(role=Role.USER, content=QUESTION.format(question=question))
+        return Observation(
+            messages=(asked,),
+            tools=(*SEARCH_TOOLS, ANSWER),
+            best_return=1.0 if self._truth else 0.0,
+        )
+
+    async def step(self, action: Action) -> StepResult:
+        calls = action.calls
+        if not calls:
+            return self._malformed((Message(role=Role.USER, content=NO_CALL),))
+        answers = [
+            call for call in calls if isinstance(call, ToolCall) and call.name == ANSWER.name
+        ]
+        if len(calls) > self._max_calls_per_turn:
+            told = TOO_MANY_AT_ONCE.format(most=self._max_calls_per_turn)
+            return self._malformed((_told(ERROR.format(message=told), calls[0]),))
+        if answers and len(calls) > 1:
+            told = ERROR.format(message=ANSWER_ALONE)
+            return self._malformed(tuple(_told(told, call) for call in calls))
+        return self._graded(answers[0]) if answers else await self._searched(calls)
+
+    async def close(self) -> None:
+        if self._tools is not None:
+            await self._tools.aclose()
+
+    def _graded(self, call: ToolCall) -> StepResult:
+        answered = read_answer(call.arguments)
+        if answered is None:
+            return self._malformed((_told(ERROR.format(message=BAD_ANSWER), call),))
+        grade = grade_files(answered, self._truth)
+        return StepResult(
+            reward=grade.f1,
+            reward_components={**grade.components(), "num_calls": float(self._num_calls)},
+            terminated=True,
+        )
+
+    async def _searched(self, calls: tuple[ToolCall | MalformedCall, ...]) -> StepResult:
+        messages = []
+        is_malformed = False
+        for call in calls:
+            content, is_bad = await self._content(call)
+            is_malformed |= is_bad
+            messages.append(_told(content, call))
+        if is_malformed:
+            return self._malformed(tuple(messages))
+        self._malformed_in_a_row = 0
+        return StepResult(messages=tuple(messages))
+
+    async def _content(self, call: ToolCall | MalformedCall) -> tuple[str, bool]:
+        """What a call gives, and whether it is malformed."""
+        if isinstance(call, MalformedCall):
+            return ERROR.format(message=call.message), True
+        if self._num_calls >= self._max_calls:
+            return ERROR.format(message=NO_CALLS_LEFT), False
+        self._num_calls += 1
+        assert self._tools is not None
+        answer = await self._tools.call(self._directory, call.name, call.arguments)
+        text = ERROR.format(message=answer.text) if answer.is_error else answer.text
+        return text, answer.is_malformed
+
+    def _malformed(self, messages: tuple[Message, ...]) -> StepResult:
+        self._malformed_in_a_row += 1
+        is_over = self._malformed_in_a_row > self._max_malformed
+        return StepResult(
+            messages=() if is_over else messages,
+            reward=-self._malformed_penalty,
+            reward_components={"malformed": -self._malformed_penalty},
+            terminated=is_over,
+            is_malformed=True,
+            ended_by_malformed=is_over,
+        )
+
+
+def read_task(task: Task) -> tuple[str, str, tuple[str, ...]]:
+    """The question, the repository and the true files of a task's data. Raises: ValueError."""
+    data: Mapping[str, object] = task.data
+    what = f"code_search: task {task.task_id}"
+    question, repository, files = (data.get(key) for key in ("question", "repository", "files"))
+    for key, text in (("question", question), ("repository", repository)):
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_QUESTION_CHARS:
+            raise ValueError(
+                f"{what}: data.{key}: got a {type(text).__name__}, expected a text of 1 to "
+                f"{MAX_QUESTION_CHARS} characters"
+            )
+    if not isinstance(files, list | tuple) or len(files) > MAX_TRUE_FILES:
+        raise ValueError(
+            f"{what}: data.files: got a {type(files).__name__}, expected a list of at most "
+            f"{MAX_TRUE_FILES} paths"
+        )
+    for path in files:
+        if not isinstance(path, str) or not is_file_path(path):
+            raise ValueError(
+                f"{what}: data.files: got an entry that is no path of a file, expected paths "
+                "relative to the repository, without .."
+            )
+    return str(question), str(repository), tuple(files)
+
+
+def _told(content: str, call: ToolCall | MalformedCall) -> Message:
+    if isinstance(call, MalformedCall):
+        return Message(role=Role.TOOL, content=content)
+    return Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)

@@ -1,0 +1,165 @@
+"""Questions about a git repository, with answers that its history or its files tell.
+
+`commits`: the subject of a commit is the question, the files that it changed are the truth; asked
+of the repository as it is at HEAD, with the change in it. Left out are merges, reverts and fixups;
+subjects of fewer than MIN_WORDS words, or that name one of the files; commits that changed more
+than `max_files` files, or one that is there no more; and the older ones of those with one subject.
+`docstrings`: the first sentence of a Python module's docstring is the question, the module the
+truth; easier, because the words stand in the file. Called by `rayloom tasks code-search`.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import re
+import subprocess
+import tarfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from actors.types import Task
+
+MIN_WORDS = 3
+# Changed by the way, with anything.
+BY_THE_WAY = ("CHANGELOG*", "*.lock", "package-lock.json")
+_NO_QUESTION = re.compile(r"(merge|revert|fixup!|squash!|wip)\b", re.IGNORECASE)
+_GIT_LIMIT_S = 300.0
+
+
+class QuestionSource(StrEnum):
+    """Where questions come from."""
+
+    COMMITS = "commits"
+    DOCSTRINGS = "docstrings"
+
+
+class GitFailed(ValueError):
+    """git is not there, or refuses; the text holds what it said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    name: str
+    text: str
+    files: tuple[str, ...]
+
+
+def tasks_of_repository(
+    repository: Path, archive: Path, *, source: QuestionSource, count: int, max_files: int
+) -> list[Task]:
+    """Write the repository's files at HEAD as `archive` (.tar.gz), and ask about them.
+
+    Args: count: tasks at most, of the newest commits or the first modules. max_files: of a truth.
+    Returns: tasks whose data name the archive by its file's name.
+    Raises: GitFailed; ValueError where nothing can be asked; OSError.
+    """
+    archive.write_bytes(_git(repository, "archive", "--format=tar.gz", "HEAD"))
+    with tarfile.open(archive) as packed:
+        there = frozenset(member.name for member in packed if member.isreg())
+    found = (
+        _of_commits(repository, there, max_files=max_files)
+        if source is QuestionSource.COMMITS
+        else _of_docstrings(archive)
+    )
+    tasks = [
+        Task(
+            task_id=f"{archive.name.partition('.')[0]}-{question.name}",
+            environment="code_search",
+            # Nothing of a search is left to chance.
+            seed=0,
+            data={
+                "question": question.text,
+                "repository": archive.name,
+                "files": list(question.files),
+            },
+        )
+        for question, _ in zip(found, range(count), strict=False)
+    ]
+    if not tasks:
+        raise ValueError(
+            f"{repository}: got no {source} that make a question, expected one or more; try the "
+            f"other of {', '.join(QuestionSource)}, or allow more files to change"
+        )
+    return tasks
+
+
+def _of_commits(repository: Path, there: frozenset[str], *, max_files: int) -> Iterator[_Question]:
+    log = _git(
+        repository, "log", "--no-merges", "--no-renames", "-z", "--name-only",
+        "--format=%x01%H%x02%s%x03", "HEAD",
+    )  # fmt: skip
+    seen: set[str] = set()
+    for record in log.decode(errors="replace").split("\x01")[1:]:
+        head, _, names = record.partition("\x03")
+        commit, _, subject = head.partition("\x02")
+        changed = [name.lstrip("\n") for name in names.split("\0") if name.strip("\n")]
+        files = tuple(sorted(name for name in changed if not _is_by_the_way(name)))
+        if subject in seen or not _is_question(subject, files):
+            continue
+        if not 0 < len(files) <= max_files or not there.issuperset(files):
+            continue
+        seen.add(subject)
+        yield _Question(name=commit[:12], text=subject, files=files)
+
+
+def _of_docstrings(archive: Path) -> Iterator[_Question]:
+    seen: set[str] = set()
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            content = packed.extractfile(member) if member.isreg() else None
+            if content is None or not member.name.endswith(".py"):
+                continue
+            sentence = _first_sentence(content.read())
+            if sentence not in seen and _is_question(sentence, (member.name,)):
+                seen.add(sentence)
+                yield _Question(
+                    name=member.name.replace("/", ":"), text=sentence, files=(member.name,)
+                )
+
+
+def _first_sentence(source: bytes) -> str:
+    try:
+        with warnings.catch_warnings():
+            # Of others' code, such as an unknown escape in a text.
+            warnings.simplefilter("ignore")
+            text = ast.get_docstring(ast.parse(source)) or ""
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    return re.split(r"(?<=[.!?]) ", paragraph, maxsplit=1)[0]
+
+
+def _is_question(text: str, files: Sequence[str]) -> bool:
+    names_one = any(file.rpartition("/")[2].lower() in text.lower() for file in files)
+    return len(text.split()) >= MIN_WORDS and not _NO_QUESTION.match(text) and not names_one
+
+
+def _is_by_the_way(name: str) -> bool:
+    base = name.rpartition("/")[2]
+    return any(fnmatch.fnmatchcase(base, glob) for glob in BY_THE_WAY)
+
+
+def _git(repository: Path, *arguments: str) -> bytes:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(repository), *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GIT_LIMIT_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise GitFailed("git is not installed; expected it on the path") from None
+    except subprocess.TimeoutExpired:
+        raise GitFailed(f"git {arguments[0]} took longer than {_GIT_LIMIT_S:g} s") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise GitFailed(
+            f"git {arguments[0]}: {said[-1] if said else 'failed'}; expected a git repository "
+            "with a commit"
+        )
+    return done.stdout

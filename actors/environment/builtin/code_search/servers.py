@@ -1,0 +1,193 @@
+"""The processes that the tools run in, seen from the process that plays: started, asked, killed.
+
+Invariant: no call takes longer than its limit, and nothing here blocks an event loop: each server
+belongs to one thread, which waits for it. A server that does not answer in time, or ends, is killed
+with its process group, and the next call starts another. A server dies with the thread or the
+process that started it, however that ends. Called by `tools`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[4]
+_PACKAGE = __name__.rpartition(".")[0]
+_START_LIMIT_S = 20.0
+_MAX_ANSWER_BYTES = 2**22
+
+
+class ServerFailed(Exception):
+    """A server cannot be had, or cannot work here; the text says why."""
+
+
+class NoAnswer(Exception):
+    """The call was beyond its limits of time, memory or size, and its server is gone."""
+
+
+def start_program(
+    name: str, arguments: Sequence[str] = (), *, stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """Start a program of this package: no environment, no site packages, a group of its own."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
+        f"from {_PACKAGE}.{name} import main; main(*sys.argv[1:])"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", "-c", code, *arguments],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={},
+        cwd="/",
+        start_new_session=True,
+    )
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a program with its group, and wait for it."""
+    signal_group(process)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+
+
+def read_line(process: subprocess.Popen[bytes], *, limit_s: float) -> dict[str, Any]:
+    """The next line that a program says. Raises: NoAnswer."""
+    assert process.stdout is not None
+    end = time.monotonic() + limit_s
+    data = b""
+    descriptor = process.stdout.fileno()
+    while not data.endswith(b"\n"):
+        left = end - time.monotonic()
+        # Not select.select: it takes no descriptor beyond 1023.
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if left <= 0 or not poll.poll(left * 1000):
+            raise NoAnswer(f"no answer within {limit_s:g} s")
+        chunk = os.read(descriptor, 2**16)
+        data += chunk
+        if not chunk or len(data) > _MAX_ANSWER_BYTES:
+            raise NoAnswer("the program ended" if not chunk else "the answer is too long")
+    answer: dict[str, Any] = json.loads(data)
+    return answer
+
+
+class _Server:
+    """One process; used by one thread."""
+
+    def __init__(self) -> None:
+        self.process = start_program("server", stdin=subprocess.PIPE)
+        try:
+            self.walls = self._read(limit_s=_START_LIMIT_S)["walls"]
+        except NoAnswer as error:
+            kill(self.process)
+            raise ServerFailed(f"code_search: the tools' process does not start: {error}") from None
+        except ServerFailed:
+            kill(self.process)
+            raise
+
+    def ask(self, request: Mapping[str, Any], *, limit_s: float) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        data = json.dumps(request).encode() + b"\n"
+        try:
+            # A request is far below what a pipe holds, so that this does not wait.
+            while data:
+                data = data[os.write(self.process.stdin.fileno(), data) :]
+        except OSError:
+            raise NoAnswer("the program ended") from None
+        return self._read(limit_s=limit_s)
+
+    def _read(self, *, limit_s: float) -> dict[str, Any]:
+        answer = read_line(self.process, limit_s=limit_s)
+        if "failure" in answer:
+            raise ServerFailed(f"code_search: the tools' process: {answer['failure']}")
+        return answer
+
+
+class ServerThreads:
+    """What each thread of a pool asks its own server; from any thread it can all be ended."""
+
+    def __init__(self, *, retires_after_cpu_s: float) -> None:
+        self._retires_after_cpu_s = retires_after_cpu_s
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._idle: set[_Server] = set()
+        self._busy: set[_Server] = set()
+        self._is_closed = False
+
+    def ask(self, request: Mapping[str, Any], *, limit_s: float) -> dict[str, Any]:
+        """Ask this thread's server. Raises: NoAnswer, ServerFailed."""
+        server = self._take()
+        is_usable = False
+        try:
+            answer = server.ask(request, limit_s=limit_s)
+            is_usable = answer["cpu_s"] < self._retires_after_cpu_s
+            return answer
+        finally:
+            self._give_back(server, is_usable=is_usable)
+
+    def close(self) -> None:
+        """Kill every server; a call in another thread ends with NoAnswer."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, set()
+            for server in self._busy:
+                # Its thread reads from it, and lets go of it then.
+                signal_group(server.process)
+            busy = list(self._busy)
+        for server in idle:
+            kill(server.process)
+        for server in busy:
+            server.process.wait()
+
+    def pids(self) -> list[int]:
+        with self._lock:
+            return [server.process.pid for server in (*self._idle, *self._busy)]
+
+    def _take(self) -> _Server:
+        own: _Server | None = getattr(self._own, "server", None)
+        if own is not None and own.process.poll() is not None:
+            self._drop(own)
+            own = None
+        if own is None:
+            own = self._own.server = _Server()
+        with self._lock:
+            self._idle.discard(own)
+            if not self._is_closed:
+                self._busy.add(own)
+                return own
+        kill(own.process)
+        raise NoAnswer("the tools are closed")
+
+    def _give_back(self, server: _Server, *, is_usable: bool) -> None:
+        with self._lock:
+            self._busy.discard(server)
+            if is_usable and not self._is_closed:
+                self._idle.add(server)
+                return
+        self._drop(server)
+
+    def _drop(self, server: _Server) -> None:
+        self._own.server = None
+        with self._lock:
+            self._idle.discard(server)
+        kill(server.process)
+
+
+def signal_group(process: subprocess.Popen[bytes]) -> None:
+    """Have the kernel kill a program with its group; whoever reads from it waits for it."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

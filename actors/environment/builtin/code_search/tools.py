@@ -1,0 +1,255 @@
+"""The tools of code search: what a policy is told of them, and how a call is made.
+
+`CodeTools` is all that an environment or an agent outside needs: it locates a repository, and runs
+calls in confined processes that all who use the same settings in this process share. Costs of a
+call, measured on one core: docs/code-search.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from actors.environment.builtin.code_search.repositories import Repositories
+from actors.environment.builtin.code_search.server import RETIRES_AFTER_CPU_S
+from actors.environment.builtin.code_search.servers import NoAnswer, ServerThreads
+from actors.environment.builtin.code_search.tree import Bounds
+from actors.environment.builtin.code_search.unpack import ArchiveLimits
+from actors.environment.protocol import ToolSchema
+
+MAX_ANSWER_FILES = 64
+_TEXT = {"type": "string"}
+_DIRECTORY = {"type": "string", "description": "The whole repository where it is left out."}
+_GLOB = {"type": "string", "description": "Such as *.py or src/*.ts."}
+
+LIST_FILES = ToolSchema(
+    name="list_files",
+    description="List a directory; with a glob, all files below it that match.",
+    parameters={"type": "object", "properties": {"directory": _DIRECTORY, "glob": _GLOB}},
+)
+GREP = ToolSchema(
+    name="grep",
+    description="Search the files' lines for a regular expression.",
+    parameters={
+        "type": "object",
+        "properties": {"pattern": _TEXT, "directory": _DIRECTORY, "glob": _GLOB},
+        "required": ["pattern"],
+    },
+)
+READ_FILE = ToolSchema(
+    name="read_file",
+    description="Read a file from a line on.",
+    parameters={
+        "type": "object",
+        "properties": {"path": _TEXT, "first_line": {"type": "integer"}},
+        "required": ["path"],
+    },
+)
+ANSWER = ToolSchema(
+    name="answer",
+    description="Give the paths of all files that the question is about; this ends the task.",
+    parameters={
+        "type": "object",
+        "properties": {"files": {"type": "array", "items": _TEXT}},
+        "required": ["files"],
+    },
+)
+SEARCH_TOOLS = (LIST_FILES, GREP, READ_FILE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolAnswer:
+    """What a call gave."""
+
+    text: str
+    """For the policy."""
+    is_error: bool = False
+    is_malformed: bool = False
+    """No repository could answer it: an argument is not of the form that the tool asks for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSettings:
+    """Where repositories lie, and the bounds of every call."""
+
+    root: str
+    """The directory that repositories are named in, relative to it."""
+    max_lines: int = 60
+    """Of one answer."""
+    max_chars: int = 4_000
+    """Of one answer."""
+    call_limit_s: float = 5.0
+    """Wall time of one call, after which its process is killed."""
+    unpack_limit_s: float = 45.0
+    """Wall time of unpacking one archive."""
+    max_repository_bytes: int = 512 * 2**20
+    """Of an archive, unpacked."""
+    max_entries: int = 50_000
+    """Of an archive."""
+
+
+def read_answer(arguments: Mapping[str, Any]) -> list[str] | None:
+    """The files of a call of `answer`; None where they are no list of paths within the limits."""
+    files = arguments.get("files")
+    if not isinstance(files, list) or len(files) > MAX_ANSWER_FILES:
+        return None
+    is_readable = all(isinstance(path, str) and 0 < len(path) <= 1_024 for path in files)
+    return list(files) if is_readable else None
+
+
+class CodeTools:
+    """Use it as an asynchronous context manager, or call `close` or `aclose`."""
+
+    def __init__(self, settings: ToolSettings) -> None:
+        self._settings = settings
+        self._pool = _Pool.shared(settings)
+        self._opened: list[str] = []
+        self._is_closed = False
+
+    async def __aenter__(self) -> CodeTools:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def open(self, repository: str) -> str:
+        """Locate a repository by its name below the root. Returns: its directory, for `call`.
+
+        Raises: BadRepository, ServerFailed.
+        """
+        directory = await self._pool.locate(repository)
+        self._opened.append(directory)
+        return directory
+
+    async def call(self, directory: str, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """Call one of SEARCH_TOOLS; the arguments satisfy its schema.
+
+        Raises: ServerFailed where no confined process can be had.
+        """
+        settings = self._settings
+        bounds = Bounds(
+            max_lines=settings.max_lines,
+            max_chars=settings.max_chars,
+            # An answer in part is better than none.
+            soft_limit_s=0.6 * settings.call_limit_s,
+        )
+        request = {
+            "tool": name,
+            "repository": directory,
+            "arguments": dict(arguments),
+            "bounds": asdict(bounds),
+        }
+        try:
+            answer = await self._pool.ask(request, limit_s=settings.call_limit_s)
+        except NoAnswer:
+            return ToolAnswer(text="The call took too long; narrow it.", is_error=True)
+        return ToolAnswer(
+            text=answer["text"], is_error=answer["is_error"], is_malformed=answer["is_malformed"]
+        )
+
+    async def missing_files(self, directory: str, paths: Iterable[str]) -> list[str]:
+        """Those of the paths under which no file lies. Raises: ServerFailed, NoAnswer."""
+        request = {"tool": "missing_files", "repository": directory, "paths": list(paths)}
+        answer = await self._pool.ask(request, limit_s=self._settings.call_limit_s)
+        missing: list[str] = answer["missing"]
+        return missing
+
+    async def aclose(self) -> None:
+        """As `close`; the processes' ends are waited for in a thread."""
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Let go; with the last one of these settings, every process ends."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for directory in self._opened:
+            self._pool.unpin(directory)
+        _Pool.release(self._settings)
+
+
+class _Pool:
+    """Processes and repositories of some settings, as long as somebody uses them."""
+
+    _shared: ClassVar[dict[ToolSettings, _Pool]] = {}
+    # What was unpacked stays when nobody plays, until this process ends.
+    _repositories: ClassVar[dict[ToolSettings, Repositories]] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, repositories: Repositories) -> None:
+        self.num_users = 0
+        self.pid = os.getpid()
+        self._servers = ServerThreads(retires_after_cpu_s=RETIRES_AFTER_CPU_S)
+        self._threads = ThreadPoolExecutor(
+            min(4, os.cpu_count() or 1), thread_name_prefix="code-search"
+        )
+        # Apart: unpacking takes seconds, in which calls go on.
+        self._unpacking = ThreadPoolExecutor(2, thread_name_prefix="code-search-unpack")
+        self._located = repositories
+
+    @classmethod
+    def shared(cls, settings: ToolSettings) -> _Pool:
+        with cls._lock:
+            pool = cls._shared.get(settings)
+            if pool is None or pool.pid != os.getpid():
+                if settings not in cls._repositories:
+                    cls._repositories[settings] = Repositories(
+                        settings.root,
+                        limits=ArchiveLimits(
+                            max_bytes=settings.max_repository_bytes,
+                            max_entries=settings.max_entries,
+                        ),
+                        unpack_limit_s=settings.unpack_limit_s,
+                    )
+                pool = cls._shared[settings] = cls(cls._repositories[settings])
+            pool.num_users += 1
+            return pool
+
+    @classmethod
+    def release(cls, settings: ToolSettings) -> None:
+        with cls._lock:
+            pool = cls._shared[settings]
+            pool.num_users -= 1
+            if pool.num_users:
+                return
+            del cls._shared[settings]
+        pool._close()
+
+    @classmethod
+    def pids(cls) -> list[int]:
+        """Of every server of this process."""
+        with cls._lock:
+            return [pid for pool in cls._shared.values() for pid in pool._servers.pids()]
+
+    async def ask(self, request: Mapping[str, Any], *, limit_s: float) -> dict[str, Any]:
+        ask = partial(self._servers.ask, request, limit_s=limit_s)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+
+    async def locate(self, name: str) -> str:
+        found = self._unpacking.submit(self._located.locate, name)
+        try:
+            return await asyncio.wrap_future(found)
+        except asyncio.CancelledError:
+            found.add_done_callback(self._unpin_late)
+            raise
+
+    def unpin(self, directory: str) -> None:
+        self._located.release(directory)
+
+    def _unpin_late(self, found: Future[str]) -> None:
+        if not found.cancelled() and found.exception() is None:
+            self._located.release(found.result())
+
+    def _close(self) -> None:
+        # Idle threads end, and with them what they started; then nothing is left to kill but what
+        # calls that were given up still use.
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._unpacking.shutdown(wait=False, cancel_futures=True)
+        self._located.stop()
+        self._servers.close()

@@ -1,0 +1,201 @@
+"""The program that unpacks a repository's archive: `python unpack.py ARCHIVE DIRECTORY LIMITS`.
+
+Invariant: it makes regular files and directories below DIRECTORY, and nothing else anywhere. The
+names of an archive are held to that form before anything is written; an entry that leads outside,
+comes twice, or is beyond the limits makes the archive one that is refused as a whole. Links,
+devices and git's own directory are left out. What is counted are the bytes that come out, not those
+that the archive declares. Confined like the tools (`sandbox`), but for writing. It prints one line
+of JSON: `files`, `left_out` and `bytes`, or `refused`. Standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import IO
+
+from actors.environment.builtin.code_search.sandbox import Confinement, NotConfined, confine
+from actors.environment.builtin.code_search.tree import HIDDEN, MAX_DEPTH, MAX_PATH_CHARS
+
+SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
+MEMORY_BYTES = 768 * 2**20
+CPU_S = 120
+_CHUNK_BYTES = 2**18
+_MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Refused(Exception):
+    """The archive is none that may be unpacked; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveLimits:
+    """Of one archive."""
+
+    max_bytes: int
+    """Of all that it holds, unpacked."""
+    max_entries: int
+    """Files, directories and all else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    name: str
+    content: IO[bytes] | None
+    """None: a directory."""
+
+
+def unpack(archive: str, directory: str, limits: ArchiveLimits) -> dict[str, int]:
+    """Unpack into an empty directory. Returns: counts. Raises: Refused, OSError."""
+    target = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    counts = {"files": 0, "left_out": 0, "bytes": 0}
+    try:
+        with open(archive, "rb") as file:
+            for entry in _entries(archive, file, limits):
+                if entry is None:
+                    counts["left_out"] += 1
+                    continue
+                parts = _parts(entry.name)
+                if HIDDEN & set(parts):
+                    counts["left_out"] += 1
+                    continue
+                if entry.content is None:
+                    os.close(_directory(target, parts))
+                    continue
+                room = limits.max_bytes - counts["bytes"]
+                counts["bytes"] += _write(target, parts, entry.content, room)
+                counts["files"] += 1
+    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        # RuntimeError: zipfile's, for an entry with a password.
+        raise Refused(f"it cannot be read ({type(error).__name__}: {error})") from error
+    except NotImplementedError as error:
+        raise Refused(f"its compression is not known here ({error})") from error
+    except (MemoryError, UnicodeError, OverflowError, ValueError) as error:
+        raise Refused(f"it cannot be read ({type(error).__name__})") from error
+    finally:
+        os.close(target)
+    return counts
+
+
+def _entries(archive: str, file: IO[bytes], limits: ArchiveLimits) -> Iterator[_Entry | None]:
+    """Each entry, None for one that is left out."""
+    made = _of_zip(file, limits) if archive.endswith(".zip") else _of_tar(archive, file, limits)
+    for number, entry in enumerate(made, start=1):
+        if number > limits.max_entries:
+            raise Refused(f"it holds more than {limits.max_entries} entries")
+        yield entry
+
+
+def _of_tar(archive: str, file: IO[bytes], limits: ArchiveLimits) -> Iterator[_Entry | None]:
+    mode = "r|" if archive.endswith(".tar") else "r|gz"
+    num_declared = 0
+    with tarfile.open(fileobj=file, mode=mode) as tar:  # type: ignore[call-overload]
+        for member in tar:
+            # What is left out is unpacked all the same to get behind it.
+            num_declared += max(0, member.size)
+            if num_declared > limits.max_bytes:
+                raise Refused(f"it holds more than {limits.max_bytes} bytes")
+            if member.isdir():
+                yield _Entry(name=member.name, content=None)
+            elif member.isreg() and not member.issparse():
+                yield _Entry(name=member.name, content=tar.extractfile(member))
+            else:
+                yield None
+            # A stream's members are kept otherwise, each for nothing.
+            tar.members = []
+
+
+def _of_zip(file: IO[bytes], limits: ArchiveLimits) -> Iterator[_Entry | None]:
+    with zipfile.ZipFile(file) as packed:
+        for info in packed.infolist():
+            # The upper half holds Unix's kind of file, where the archive was made on Unix.
+            kind = info.external_attr >> 28
+            if info.is_dir():
+                yield _Entry(name=info.filename, content=None)
+            elif kind in (0, 8):
+                with packed.open(info) as content:
+                    yield _Entry(name=info.filename, content=content)
+            else:
+                yield None
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    parts = tuple(part for part in name.split("/") if part not in ("", "."))
+    is_outside = name.startswith("/") or ".." in parts or "\0" in name or "\\" in name
+    if is_outside or len(name) > MAX_PATH_CHARS or len(parts) > MAX_DEPTH:
+        raise Refused(f"it holds an entry under the name {name[:100]!r}, which leads outside it")
+    return parts
+
+
+def _directory(target: int, parts: tuple[str, ...]) -> int:
+    """A descriptor of a directory below, made where it is not there; the caller closes it."""
+    current = os.dup(target)
+    for part in parts:
+        try:
+            os.mkdir(part, 0o700, dir_fd=current)
+        except FileExistsError:
+            pass
+        try:
+            below = os.open(
+                part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current
+            )
+        except NotADirectoryError:
+            raise Refused(
+                f"it holds {'/'.join(parts)[:100]!r} as a file and as a directory"
+            ) from None
+        finally:
+            os.close(current)
+        current = below
+    return current
+
+
+def _write(target: int, parts: tuple[str, ...], content: IO[bytes], room: int) -> int:
+    """Write a file. Returns: its bytes. Raises: Refused beyond the room."""
+    if not parts:
+        raise Refused("it holds a file without a name")
+    directory = _directory(target, parts[:-1])
+    try:
+        file = os.open(parts[-1], _MAKE, 0o600, dir_fd=directory)
+    except (FileExistsError, IsADirectoryError):
+        raise Refused(f"it holds {'/'.join(parts)[:100]!r} twice") from None
+    finally:
+        os.close(directory)
+    num_bytes = 0
+    try:
+        while chunk := content.read(_CHUNK_BYTES):
+            num_bytes += len(chunk)
+            if num_bytes > room:
+                raise Refused("it unpacks to more bytes than are allowed")
+            while chunk:
+                chunk = chunk[os.write(file, chunk) :]
+    finally:
+        os.close(file)
+    return num_bytes
+
+
+def main(archive: str, directory: str, limits: str) -> None:
+    """Confine this process, unpack, and print one line."""
+    bounds = ArchiveLimits(**json.loads(limits))
+    try:
+        confine(Confinement(memory_bytes=MEMORY_BYTES, cpu_s=CPU_S, file_bytes=bounds.max_bytes))
+        found: dict[str, object] = dict(unpack(archive, directory, bounds))
+    except Refused as error:
+        found = {"refused": str(error)}
+    except (NotConfined, OSError) as error:
+        found = {"failure": f"{type(error).__name__}: {error}"}
+    os.write(1, json.dumps(found).encode() + b"\n")
+
+
+def arguments(archive: str, directory: str, limits: ArchiveLimits) -> tuple[str, str, str]:
+    """Of the program."""
+    return archive, directory, json.dumps(asdict(limits))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,119 @@
+"""The JSON schema of an environment's task data, and the check of data against it; pure.
+
+An environment may declare the schema as its attribute `data_schema`, of the class or of the
+instance; one without takes any object. A schema refers to nothing outside itself, so that checking
+data reads no file and no address. Called by the configuration's checks, by what reads task files,
+and by the API when tasks are submitted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, ValidationError, best_match
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
+ANY_DATA: Mapping[str, Any] = {"type": "object"}
+"""The schema of an environment that declares none."""
+NO_DATA: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
+"""The schema of an environment that makes its tasks from their seeds alone."""
+_MAX_NAMES = 8
+
+
+class BadDataSchema(ValueError):
+    """An environment declares something that is no JSON schema of an object."""
+
+
+def data_schema_of(environment: object) -> dict[str, Any]:
+    """What an environment declares, as plain JSON. Raises: BadDataSchema."""
+    declared = getattr(environment, "data_schema", ANY_DATA)
+    if not isinstance(declared, Mapping):
+        raise BadDataSchema(
+            f"data_schema: got a {type(declared).__name__}, expected the JSON schema of the task "
+            "data as a mapping"
+        )
+    try:
+        schema: dict[str, Any] = json.loads(json.dumps(dict(declared), allow_nan=False))
+        Draft202012Validator.check_schema(schema)
+        _check_references(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadDataSchema(f"data_schema: expected plain JSON ({error})") from error
+    except SchemaError as error:
+        raise BadDataSchema(
+            f"data_schema{error.json_path[1:]}: {error.message}; expected a JSON schema of draft "
+            "2020-12"
+        ) from error
+    except Unresolvable as error:
+        raise BadDataSchema(
+            f"data_schema: the reference {error.ref!r} leads nowhere; expected references within "
+            "the schema alone, such as #/$defs/name"
+        ) from error
+    return schema
+
+
+def _check_references(schema: dict[str, Any]) -> None:
+    """Raises: Unresolvable."""
+    resolver = Registry().resolver_with_root(DRAFT202012.create_resource(schema))
+    for reference in _references(schema):
+        resolver.lookup(reference)
+
+
+def _references(tree: Any) -> Iterator[str]:
+    if isinstance(tree, dict):
+        for name in ("$ref", "$dynamicRef"):
+            if isinstance(tree.get(name), str):
+                yield tree[name]
+    if isinstance(tree, dict | list):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _references(each)
+
+
+class DataCheck:
+    """Checks data against one schema, which `data_schema_of` has returned."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._validator = Draft202012Validator(dict(schema), registry=Registry())
+
+    def problem(self, data: Mapping[str, Any]) -> str:
+        """What is wrong with it and where, with the remedy; empty: nothing. No value is repeated.
+
+        Example: {"family": 3} -> "data.family: got a number, expected string; correct it".
+        """
+        found = best_match(self._validator.iter_errors(dict(data)))
+        if found is None:
+            return ""
+        where = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in found.absolute_path
+        )
+        return f"data{where}: {_told(found)}"
+
+
+def _told(error: ValidationError) -> str:
+    rule, value, given = str(error.validator), error.validator_value, error.instance
+    if rule == "type":
+        expected = value if isinstance(value, str) else " or ".join(value)
+        return f"got {_kind(given)}, expected {expected}; correct it"
+    if rule == "required":
+        missing = [name for name in value if name not in given]
+        return f"{', '.join(missing)} missing; give it"
+    if rule == "additionalProperties" and value is False:
+        known = error.schema.get("properties", {})
+        unknown = sorted(name for name in given if name not in known)
+        return (
+            f"unknown fields {', '.join(unknown[:_MAX_NAMES])}; expected "
+            f"{'one of ' + ', '.join(known) if known else 'none'}; leave them out"
+        )
+    shown = json.dumps(value, ensure_ascii=False)
+    return f"got {_kind(given)} that breaks the schema's {rule}: {shown:.200}; correct it"
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "a boolean", str: "a text", int: "a number", float: "a number"}
+    return kinds.get(type(value), "an object" if isinstance(value, dict) else "a list")

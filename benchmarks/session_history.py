@@ -1,0 +1,91 @@
+"""Processor time of a session's turn against the length of its history.
+
+    $ python -m benchmarks.session_history
+
+For each length one session, whose first request brings a history of so many tokens, in messages of
+250; then it goes on turn by turn, each time with the whole conversation, as agents do. Answers of
+128 tokens are scripted behind the engine's port. Counted is the processor time of the process with
+the API's routes, and of the gateway's, for each turn behind the first. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe_environment
+from benchmarks.pairs import rounds
+from benchmarks.session_world import World, history, post, world
+
+LENGTHS = (1_000, 8_000, 32_000, 60_000)
+NUM_TOKENS = 128
+
+
+class Conversation:
+    """One session's, with what was answered."""
+
+    def __init__(self, world: World, member: int, num_tokens: int) -> None:
+        self._world, self._member = world, member
+        self._messages = history(num_tokens)
+
+    async def turn(self) -> dict[str, float]:
+        """Milliseconds."""
+        body = json.dumps({"model": "any", "messages": self._messages}).encode()
+        before, began = self._world.gateway_cpu_s(), time.process_time()
+        started = time.perf_counter()
+        status, answer = await post(self._world.app, self._member, body)
+        wall_s = time.perf_counter() - started
+        ingress_s = time.process_time() - began
+        gateway_s = self._world.gateway_cpu_s() - before
+        if status != 200:
+            raise SystemExit(f"benchmark: status {status}: {answer[:500]!r}")
+        said = json.loads(answer)["choices"][0]["message"]["content"]
+        self._messages += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": "lower"},
+        ]
+        return {"api_ms": 1e3 * ingress_s, "gateway_ms": 1e3 * gateway_s, "wall_ms": 1e3 * wall_s}
+
+
+async def measure(world: World, *, num_turns: int) -> dict[str, dict[str, float]]:
+    sessions = {length: Conversation(world, place, length) for place, length in enumerate(LENGTHS)}
+    for each in sessions.values():
+        # The first is rendered whole; after two the store's and the loop's ways are warm.
+        for _ in range(3):
+            await each.turn()
+    found: dict[int, list[dict[str, float]]] = {length: [] for length in sessions}
+    for _ in range(num_turns):
+        for length, each in sessions.items():
+            found[length].append(await each.turn())
+    # The kernel counts a process's time in hundredths of seconds: the mean, not the median.
+    return {
+        str(length): {
+            "api_ms": round(statistics.median(turn["api_ms"] for turn in turns), 2),
+            "gateway_ms": round(statistics.mean(turn["gateway_ms"] for turn in turns), 2),
+            "wall_ms": round(statistics.median(turn["wall_ms"] for turn in turns), 2),
+        }
+        for length, turns in found.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=rounds, default=40, help="of each session")
+    asked = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        world(Path(directory), num_sessions=8, num_tokens=NUM_TOKENS, delay_s=0.0) as here,
+    ):
+        found: dict[str, Any] = asyncio.run(measure(here, num_turns=asked.turns))
+    first, last = (sum(found[str(n)][k] for k in ("api_ms", "gateway_ms")) for n in (1_000, 60_000))
+    print(json.dumps({**found, "ratio": round(last / first, 2), **describe_environment("ray")}))
+
+
+if __name__ == "__main__":
+    main()

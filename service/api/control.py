@@ -1,0 +1,488 @@
+"""The routes of operators: pauses, checkpoints, evaluations, policies, and the run's stop.
+
+Each call that changes something is written down with its answer (`AdminCall`), refusals of the run
+included; what no route took in, such as a body of another shape, is not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Annotated, Any, Protocol, TypeVar
+
+from fastapi import FastAPI, Path, Query, Request, Response
+from pydantic import Field, model_validator
+
+from service.api.ports import PREFIX
+from service.api.problems import Problem, RunUnavailable
+from service.api.schemas import ID_PATTERN, StopAnswer, StopBody, StrictBody
+from service.run.control_calls import (
+    CheckpointView,
+    ControlRefused,
+    ControlView,
+    EvaluationRequest,
+    Operation,
+    OperationStatus,
+    PoliciesView,
+    RefusalCode,
+    ReplicaView,
+)
+from service.run.health import Readiness
+from service.run.pauses import Pausable
+from service.store.controls import AdminCall
+from service.telemetry.records import EvaluationRecord
+
+log = logging.getLogger("rayloom.api")
+
+
+STATUSES = {
+    RefusalCode.UNKNOWN: 404,
+    RefusalCode.GONE: 410,
+    RefusalCode.CONFLICT: 409,
+    RefusalCode.INVALID: 422,
+}
+MAX_TEMPERATURE, MAX_SAMPLES, MAX_TASK_IDS = 5.0, 1024, 1000
+# Of a body, and of an answer, so much is written down.
+MAX_NOTED_CHARACTERS = 1000
+Answer = TypeVar("Answer", bound=StrictBody)
+
+
+class ControlPort(Protocol):
+    """What the routes need of a run. Every call may raise RunUnavailable."""
+
+    async def control(self, call: str, *arguments: Any) -> Any:
+        """Make a call of `service.run.control.Control`. Raises: ControlRefused."""
+        ...
+
+    async def stop(self, grace_s: float | None) -> None:
+        """Have the run end after the step in hand; None: however long that takes."""
+        ...
+
+    async def readiness(self) -> Readiness: ...
+
+
+# -- bodies ---------------------------------------------------------------------------------------
+
+
+class PauseBody(StrictBody):
+    reason: str = Field(
+        "",
+        max_length=500,
+        pattern=r"^[^\x00-\x1f\x7f]*$",
+        description="for whoever finds it paused",
+    )
+
+
+class PauseAnswer(StrictBody):
+    part: Pausable
+    since: float = Field(description="seconds since 1970")
+    reason: str
+
+
+class InFlightAnswer(StrictBody):
+    """What goes on, whatever is paused."""
+
+    admitted: int = Field(description="rollouts that have a place in the window")
+    playing: int = Field(description="rollouts of them that are handed out")
+    waiting: int = Field(description="rollouts of them that have ended and wait for their step")
+    step: int | None = Field(description="the step that is being trained; null: none")
+    engines_held: int = Field(description="engines that hold their turns")
+    engines: int
+
+
+class ControlAnswer(StrictBody):
+    phase: str
+    paused: list[PauseAnswer] = Field(description="what is paused; empty: nothing")
+    in_flight: InFlightAnswer
+
+    @classmethod
+    def of(cls, view: ControlView) -> ControlAnswer:
+        goes_on = view.in_flight
+        return cls(
+            phase=view.phase,
+            paused=[
+                PauseAnswer(part=each.part, since=each.since, reason=each.reason)
+                for each in view.pauses
+            ],
+            in_flight=InFlightAnswer(
+                admitted=goes_on.admitted,
+                playing=goes_on.playing,
+                waiting=goes_on.waiting,
+                step=goes_on.step,
+                engines_held=goes_on.engines_held,
+                engines=goes_on.engines,
+            ),
+        )
+
+
+class CheckpointAnswer(StrictBody):
+    id: str
+    step: int
+    policy_version: int
+    term: int
+    committed_at: float = Field(description="seconds since 1970")
+    bytes: int | None = Field(description="of its files; null: they are gone")
+    can_go_back: bool
+    why_not: str
+
+    @classmethod
+    def of(cls, view: CheckpointView) -> CheckpointAnswer:
+        return cls(
+            id=view.id,
+            step=view.step,
+            policy_version=view.policy_version,
+            term=view.term,
+            committed_at=view.committed_at,
+            bytes=view.num_bytes,
+            can_go_back=not view.why_not,
+            why_not=view.why_not,
+        )
+
+
+class CheckpointsAnswer(StrictBody):
+    checkpoints: list[CheckpointAnswer] = Field(description="newest first")
+
+
+class EvaluationBody(StrictBody):
+    """Held-out tasks to be played now, beside training."""
+
+    temperature: float = Field(0.0, ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES, strict=True)] = Field(
+        1, description="of each task: n of pass@k and avg@n"
+    )
+    num_tasks: Annotated[int, Field(ge=1, strict=True)] | None = Field(
+        None, description="the first so many held-out tasks; null: all, or `tasks`"
+    )
+    tasks: list[str] = Field(
+        default_factory=list, max_length=MAX_TASK_IDS, description="ids of held-out tasks"
+    )
+    pass_reward: float = Field(
+        1.0,
+        allow_inf_nan=False,
+        description="a sample passes with a return of so much or more, in parts of the best "
+        "possible one where the environment knows that",
+    )
+    ks: list[Annotated[int, Field(ge=1, strict=True)]] | None = Field(
+        None, max_length=32, description="of pass@k; null: 1 and num_samples"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> EvaluationBody:
+        if self.tasks and self.num_tasks is not None:
+            raise ValueError("got tasks and num_tasks, expected one of them")
+        if len(set(self.tasks)) < len(self.tasks):
+            raise ValueError("tasks: an id comes more than once; raise num_samples instead")
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"num_samples is {self.num_samples} at temperature 0, where all samples of a task "
+                "are the same; expected a temperature above 0, or one sample"
+            )
+        if (most := max(self.ks or [1])) > self.num_samples:
+            raise ValueError(
+                f"ks has {most}, expected at most num_samples, which is {self.num_samples}"
+            )
+        return self
+
+    def request(self) -> EvaluationRequest:
+        ks = [1, self.num_samples] if self.ks is None else self.ks
+        return EvaluationRequest(
+            temperature=self.temperature,
+            num_samples=self.num_samples,
+            num_tasks=self.num_tasks,
+            task_ids=tuple(self.tasks),
+            pass_reward=self.pass_reward,
+            ks=tuple(sorted(set(ks))),
+        )
+
+
+class EvaluationAnswer(StrictBody):
+    """What an evaluation came to."""
+
+    step: int = Field(description="the last one done when it began")
+    policy_version: int
+    last_policy_version: int | None = Field(
+        description="the newest that sampled a token: training went on meanwhile"
+    )
+    temperature: float
+    num_tasks: int
+    num_samples: int
+    reward_mean: float | None = Field(description="over all samples: avg@n")
+    scaled_reward_mean: float | None = Field(description="in parts of the best possible one")
+    pass_reward: float
+    pass_at: dict[int, float] = Field(description="by k, the unbiased estimate over all tasks")
+    outcomes: dict[str, int]
+
+    @classmethod
+    def of(cls, record: EvaluationRecord) -> EvaluationAnswer:
+        return cls(
+            step=record.step,
+            policy_version=record.policy_version,
+            last_policy_version=record.last_policy_version,
+            temperature=record.temperature,
+            num_tasks=record.num_tasks,
+            num_samples=record.num_samples,
+            reward_mean=record.reward_mean,
+            scaled_reward_mean=record.scaled_reward_mean,
+            pass_reward=record.pass_reward,
+            pass_at=dict(record.pass_at),
+            outcomes={outcome.value: count for outcome, count in record.outcomes.items()},
+        )
+
+
+class OperationAnswer(StrictBody):
+    """Something that takes longer than its answer."""
+
+    id: str
+    kind: str = Field(description="checkpoint, return or evaluation")
+    status: OperationStatus
+    created_at: float = Field(description="seconds since 1970")
+    ended_at: float | None
+    detail: str
+    checkpoint: str | None = Field(description="the id of the checkpoint that it is about")
+    evaluation: EvaluationAnswer | None
+
+    @classmethod
+    def of(cls, operation: Operation) -> OperationAnswer:
+        record = operation.evaluation
+        return cls(
+            id=operation.id,
+            kind=operation.kind,
+            status=operation.status,
+            created_at=operation.created_at,
+            ended_at=operation.ended_at,
+            detail=operation.detail,
+            checkpoint=operation.checkpoint or None,
+            evaluation=None if record is None else EvaluationAnswer.of(record),
+        )
+
+
+class ReplicaAnswer(StrictBody):
+    id: str
+    version: int | None
+    since: float | None = Field(description="seconds since 1970; null: not known")
+    is_held: bool = Field(description="its turns are frozen: generation is paused")
+
+    @classmethod
+    def of(cls, view: ReplicaView) -> ReplicaAnswer:
+        return cls(id=view.id, version=view.version, since=view.since, is_held=view.is_held)
+
+
+class PolicyAnswer(StrictBody):
+    version: int
+    is_trained: bool = Field(description="the trainer's newest")
+    is_published: bool = Field(description="what engines load, or have")
+    is_republished: bool = Field(description="the weights of the version before, published again")
+    checkpoints: list[str]
+    replicas: list[ReplicaAnswer]
+
+
+class PoliciesAnswer(StrictBody):
+    """Which version is where. Versions count within the lineage of the newest term."""
+
+    term: int
+    trained_version: int | None
+    published_version: int | None
+    policies: list[PolicyAnswer] = Field(description="newest first")
+    starting: list[ReplicaAnswer] = Field(description="engines that hold none of this term's yet")
+
+    @classmethod
+    def of(cls, view: PoliciesView) -> PoliciesAnswer:
+        return cls(
+            term=view.term,
+            trained_version=view.trained_version,
+            published_version=view.published_version,
+            policies=[
+                PolicyAnswer(
+                    version=each.version,
+                    is_trained=each.is_trained,
+                    is_published=each.is_published,
+                    is_republished=each.is_republished,
+                    checkpoints=list(each.checkpoints),
+                    replicas=[ReplicaAnswer.of(replica) for replica in each.replicas],
+                )
+                for each in view.policies
+            ],
+            starting=[ReplicaAnswer.of(replica) for replica in view.starting],
+        )
+
+
+class CallAnswer(StrictBody):
+    at: float = Field(description="seconds since 1970")
+    caller: str = Field(description="the name of its key; empty: it has none")
+    call: str
+    body: str
+    status: int
+    answer: str
+
+
+class CallsAnswer(StrictBody):
+    calls: list[CallAnswer] = Field(description="newest first")
+
+
+# -- routes ---------------------------------------------------------------------------------------
+
+
+def add_control(app: FastAPI, run: ControlPort) -> None:
+    """Add the routes of operators."""
+    _add_pauses(app, run)
+    _add_checkpoints(app, run)
+    _add_evaluations(app, run)
+    _add_policies(app, run)
+    _add_stop(app, run)
+
+
+def _add_pauses(app: FastAPI, run: ControlPort) -> None:
+    @app.get(f"{PREFIX}/control")
+    async def control() -> ControlAnswer:
+        """What is paused, and what goes on."""
+        return ControlAnswer.of(await _asked(run.control("view")))
+
+    @app.post(f"{PREFIX}/control/{{part}}/pause")
+    async def pause(part: Pausable, request: Request, body: PauseBody) -> ControlAnswer:
+        """Pause a part of the run, in every later term too, until it is resumed; may be repeated.
+        What is in flight goes on as docs/control.md says."""
+        work = _asked(run.control("pause", part, body.reason))
+        return await _noted(run, request, _as(ControlAnswer.of, work))
+
+    @app.post(f"{PREFIX}/control/{{part}}/resume")
+    async def resume(part: Pausable, request: Request) -> ControlAnswer:
+        """Let a part go on; may be repeated."""
+        work = _asked(run.control("resume", part))
+        return await _noted(run, request, _as(ControlAnswer.of, work))
+
+
+def _add_checkpoints(app: FastAPI, run: ControlPort) -> None:
+    @app.get(f"{PREFIX}/checkpoints")
+    async def checkpoints() -> CheckpointsAnswer:
+        """What the run has committed and not forgotten, and whether it can go back to it."""
+        found = await _asked(run.control("checkpoints"))
+        return CheckpointsAnswer(checkpoints=[CheckpointAnswer.of(each) for each in found])
+
+    @app.post(f"{PREFIX}/checkpoints", status_code=202)
+    async def save(request: Request, response: Response) -> OperationAnswer:
+        """Commit a checkpoint after the step in hand."""
+        work = _asked(run.control("checkpoint"))
+        return await _begun(run, request, response, work)
+
+    @app.post(f"{PREFIX}/checkpoints/{{checkpoint}}/return", status_code=202)
+    async def go_back(
+        request: Request, response: Response, checkpoint: str = Path(pattern=ID_PATTERN)
+    ) -> OperationAnswer:
+        """End what is trained now and go on from a checkpoint: later steps are undone, and their
+        rollouts are played again."""
+        work = _asked(run.control("go_back", checkpoint))
+        return await _begun(run, request, response, work)
+
+
+def _add_evaluations(app: FastAPI, run: ControlPort) -> None:
+    @app.post(f"{PREFIX}/evaluations", status_code=202)
+    async def evaluate(
+        body: EvaluationBody, request: Request, response: Response
+    ) -> OperationAnswer:
+        """Play held-out tasks now, beside training."""
+        work = _asked(run.control("evaluate", body.request()))
+        return await _begun(run, request, response, work)
+
+    @app.get(f"{PREFIX}/operations/{{operation}}")
+    async def operation(operation: str = Path(pattern=ID_PATTERN)) -> OperationAnswer:
+        """How something stands that was begun with a 202."""
+        return OperationAnswer.of(await _asked(run.control("operation", operation)))
+
+
+def _add_policies(app: FastAPI, run: ControlPort) -> None:
+    @app.get(f"{PREFIX}/policies")
+    async def policies() -> PoliciesAnswer:
+        """Which policy version the trainer, each engine and each checkpoint has."""
+        return PoliciesAnswer.of(await _asked(run.control("policies")))
+
+    @app.get(f"{PREFIX}/control/calls")
+    async def calls(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> CallsAnswer:
+        """What operators asked of the run, and the answers."""
+        found: Sequence[AdminCall] = await _asked(run.control("calls", limit))
+        return CallsAnswer(
+            calls=[
+                CallAnswer(
+                    at=each.at,
+                    caller=each.caller,
+                    call=each.call,
+                    body=each.body,
+                    status=each.status,
+                    answer=each.answer,
+                )
+                for each in found
+            ]
+        )
+
+
+def _add_stop(app: FastAPI, run: ControlPort) -> None:
+    @app.post(f"{PREFIX}/stop", status_code=202)
+    async def stop(body: StopBody, request: Request) -> StopAnswer:
+        """End the run after the step in hand, with a checkpoint; may be repeated. What waits and
+        what is played stays accepted, for when the run goes on."""
+
+        async def work() -> StopAnswer:
+            await run.stop(body.grace_seconds)
+            return StopAnswer(phase=(await run.readiness()).phase.value)
+
+        return await _noted(run, request, work(), status=202)
+
+
+async def _begun(
+    run: ControlPort, request: Request, response: Response, work: Awaitable[Operation]
+) -> OperationAnswer:
+    answer = await _noted(run, request, _as(OperationAnswer.of, work), status=202)
+    response.headers["Location"] = f"{PREFIX}/operations/{answer.id}"
+    return answer
+
+
+async def _as(convert: Any, work: Awaitable[Any]) -> Any:
+    return convert(await work)
+
+
+async def _asked(work: Awaitable[Any]) -> Any:
+    """Raises: Problem in place of ControlRefused."""
+    try:
+        return await work
+    except ControlRefused as refused:
+        raise Problem(
+            STATUSES[refused.code],
+            refused.code.value,
+            refused.message,
+            headers={"x-should-retry": "false"},
+        ) from refused
+
+
+async def _noted(
+    run: ControlPort, request: Request, work: Awaitable[Answer], *, status: int = 200
+) -> Answer:
+    """Do what an operator asks, and write it down. Raises: what the work raises."""
+    try:
+        answer = await work
+    except Problem as problem:
+        await _note(run, request, problem.status, problem.detail)
+        raise
+    await _note(run, request, status, json.dumps(answer.model_dump(mode="json")))
+    return answer
+
+
+async def _note(run: ControlPort, request: Request, status: int, answer: str) -> None:
+    call = AdminCall(
+        at=time.time(),
+        caller=caller_of(request),
+        call=f"{request.method} {request.url.path}",
+        body=(await request.body()).decode(errors="replace")[:MAX_NOTED_CHARACTERS],
+        status=status,
+        answer=answer[:MAX_NOTED_CHARACTERS],
+    )
+    try:
+        await run.control("note_call", call)
+    except RunUnavailable as error:
+        # What was asked for is done; an answer of 503 would say that it is not.
+        log.warning("an admin call could not be stored (%s): %s", error, call)
+
+
+def caller_of(request: Request) -> str:
+    """The name of the key that was shown; the guards leave it in the request's state."""
+    return str(getattr(request.state, "key_name", ""))

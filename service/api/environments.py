@@ -1,0 +1,112 @@
+"""The routes of environments, and the check of submitted tasks against their schemas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import Field
+
+from actors.environment.task_data import ANY_DATA, DataCheck
+from actors.types import SESSION
+from service.api.ports import PREFIX
+from service.api.problems import MAX_ERRORS, Problem, shown
+from service.api.schemas import StrictBody
+from service.api.settings import HttpSettings
+from service.intake.submission import RolloutRequest
+
+# Checking more would hold up every other request.
+THREAD_BYTES = 1 << 16
+
+
+class EnvironmentAnswer(StrictBody):
+    """What tasks are played in."""
+
+    id: str
+    submit_to: str = Field(description="the route that takes its tasks")
+    data_schema: dict[str, Any] = Field(
+        description="JSON schema (draft 2020-12) that a task's `data` has to satisfy"
+    )
+
+
+class EnvironmentsAnswer(StrictBody):
+    environments: list[EnvironmentAnswer]
+
+
+def add_environments(app: FastAPI, settings: HttpSettings) -> None:
+    """Add the routes of environments."""
+    known = {
+        **{name: _answer(name, settings) for name in settings.environments},
+        SESSION: EnvironmentAnswer(
+            id=SESSION, submit_to=f"{PREFIX}/sessions", data_schema=dict(ANY_DATA)
+        ),
+    }
+
+    @app.get(f"{PREFIX}/environments", tags=["environments"])
+    async def environments() -> EnvironmentsAnswer:
+        """What this run plays."""
+        return EnvironmentsAnswer(environments=list(known.values()))
+
+    @app.get(
+        f"{PREFIX}/environments/{{environment_id}}",
+        tags=["environments"],
+        responses={404: {"description": "this run does not play it"}},
+    )
+    async def environment(environment_id: str) -> EnvironmentAnswer:
+        """One environment, with the schema of its tasks' data."""
+        if environment_id not in known:
+            raise Problem(
+                404,
+                "unknown-environment",
+                f"this run plays no {shown(environment_id)!r}, expected one of {', '.join(known)}; "
+                "the run's configuration names it (tasks.environment)",
+            )
+        return known[environment_id]
+
+
+def _answer(name: str, settings: HttpSettings) -> EnvironmentAnswer:
+    schema = settings.data_schemas.get(name, ANY_DATA)
+    return EnvironmentAnswer(id=name, submit_to=f"{PREFIX}/rollouts", data_schema=dict(schema))
+
+
+class TaskChecks:
+    """Checks the data of submitted tasks."""
+
+    def __init__(self, settings: HttpSettings) -> None:
+        self._checks = {name: DataCheck(each) for name, each in settings.data_schemas.items()}
+
+    async def check(self, environment: str, requests: Sequence[RolloutRequest]) -> None:
+        """Raises: Problem for data that the environment does not take."""
+        check = self._checks.get(environment)
+        if check is None:
+            return
+        if sum(item.num_bytes for item in requests) > THREAD_BYTES:
+            problems = await asyncio.to_thread(_problems, check, requests)
+        else:
+            problems = _problems(check, requests)
+        if problems:
+            index, first = next(iter(problems.items()))
+            raise Problem(
+                422,
+                "task-data",
+                f"task {requests[index].id!r}: {shown(first)}; GET "
+                f"{PREFIX}/environments/{environment} has the schema; nothing of this request was "
+                "accepted",
+                errors=[
+                    {"loc": ["body", "tasks", index, "data"], "message": shown(text)}
+                    for index, text in problems.items()
+                ],
+            )
+
+
+def _problems(check: DataCheck, requests: Sequence[RolloutRequest]) -> dict[int, str]:
+    """By the task's index, what is wrong with the first of them."""
+    found: dict[int, str] = {}
+    for index, item in enumerate(requests):
+        if problem := check.problem(item.task.data):
+            found[index] = problem
+        if len(found) == MAX_ERRORS:
+            break
+    return found

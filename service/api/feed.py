@@ -1,0 +1,123 @@
+"""The routes of the feed: a page of it, and the same as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header, Query, Response
+from fastapi.responses import StreamingResponse
+
+from service.api.ports import PREFIX, RunPort
+from service.api.problems import Problem, RunUnavailable
+from service.api.rollouts import MAX_NUMBER, Limit
+from service.api.schemas import EntryAnswer, FeedAnswer
+from service.api.waiting import Prefer, look_until, patiently
+from service.intake.feed import FeedPage
+
+STREAM_S = 300.0
+HEARTBEAT_EVERY_S = 10.0
+EVENTS_PER_READ = 500
+HEARTBEAT = b": waiting\n\n"
+EVENT_SCHEMA = {
+    "type": "object",
+    "description": "one event of the stream",
+    "properties": {name: {"type": "string"} for name in ("id", "event", "data")},
+}
+GONE: dict[int | str, dict[str, Any]] = {
+    410: {"description": "entries behind the cursor are no longer kept"}
+}
+
+After = Annotated[int | None, Query(ge=0, le=MAX_NUMBER, description="`next` of the page before")]
+
+
+def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
+    """Add the routes of the feed. stream_s: after which a stream ends, and its client returns."""
+
+    @app.get(f"{PREFIX}/feed", tags=["feed"], responses=GONE)
+    async def feed(
+        response: Response, after: After = None, limit: Limit = 100, prefer: Prefer = None
+    ) -> FeedAnswer:
+        """What became of tasks, rollouts and sessions, in the order in which it was stored; with
+        `Prefer: wait=N` once there is something."""
+        start = after or 0
+        page = await patiently(
+            lambda: _page(run, start, limit),
+            lambda found: bool(found.entries),
+            prefer=prefer,
+            response=response,
+        )
+        return FeedAnswer.of(page, after=start)
+
+    @app.get(
+        f"{PREFIX}/events",
+        tags=["feed"],
+        response_class=StreamingResponse,
+        responses={
+            200: {
+                "description": "events: `id` is an entry's number, `event` its kind, `data` the "
+                "entry as the feed has it; comments in between keep the connection",
+                "content": {"text/event-stream": {"schema": EVENT_SCHEMA}},
+            },
+            **GONE,
+        },
+    )
+    async def events(
+        after: After = None,
+        last_event_id: Annotated[
+            int | None,
+            Header(alias="Last-Event-ID", ge=0, le=MAX_NUMBER, description="instead of `after`"),
+        ] = None,
+    ) -> StreamingResponse:
+        """The feed as server-sent events. A stream ends after some minutes; clients come again with
+        the last event's id, as browsers do by themselves."""
+        start = last_event_id if last_event_id is not None else after or 0
+        first = await _page(run, start, EVENTS_PER_READ)
+        return StreamingResponse(
+            _events(run, first, start, stream_s),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+
+
+async def _page(run: RunPort, after: int, limit: int) -> FeedPage:
+    """Raises: Problem where entries that the client has not seen are gone."""
+    page = await run.feed(after=after, limit=limit)
+    # From the start is from what there is.
+    if 0 < after < page.oldest - 1:
+        raise Problem(
+            410,
+            "feed-cut",
+            f"the feed goes back to entry {page.oldest}, got after={after}: what was told between "
+            "is no longer kept; ask how your tasks stand, and go on with "
+            f"after={page.oldest - 1}, or raise service.keep_feed_entries",
+        )
+    return page
+
+
+async def _events(
+    run: RunPort, page: FeedPage, after: int, stream_s: float
+) -> AsyncIterator[bytes]:
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + stream_s
+    yield b"retry: 1000\n\n"
+    while True:
+        for entry in page.entries:
+            after = entry.number
+            data = EntryAnswer.of(entry).model_dump_json(exclude_none=True)
+            yield f"id: {entry.number}\nevent: {entry.kind}\ndata: {data}\n\n".encode()
+        left_s = ends_at - loop.time()
+        if left_s <= 0:
+            return
+        if not page.entries:
+            yield HEARTBEAT
+        try:
+            page = await look_until(
+                lambda start=after: _page(run, start, EVENTS_PER_READ),  # type: ignore[misc]
+                lambda found: bool(found.entries),
+                wait_s=min(left_s, HEARTBEAT_EVERY_S),
+            )
+        except (RunUnavailable, Problem):
+            # The client comes again, and is answered with the status.
+            return

@@ -1,0 +1,169 @@
+"""The OpenAPI document of the API: what FastAPI finds, with every status that can be answered.
+
+`docs/openapi.json` is this document. Write it with
+
+    python -m service.api.openapi docs/openapi.json
+
+What every route has in common is added here: the guards' refusals, errors of our own, keys. A
+route's own statuses stand at the route; those of the dialects in `service.gateway.description`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import Field
+
+from actors.algorithm import AlgorithmSettings
+from service.api.callers import CLIENT_PATHS
+from service.api.guards import OPEN_PATHS
+from service.api.ports import PREFIX
+from service.api.problems import MEDIA_TYPE
+from service.api.schemas import StrictBody
+from service.api.settings import HttpSettings
+from service.config.tree import ServiceSettings
+
+VERSION = "1"
+_PROBLEM = {"$ref": "#/components/schemas/ProblemBody"}
+_OF_EVERY = {
+    408: "the body did not come whole in time",
+    413: "the body is too large",
+    415: "the body is not announced as plain JSON",
+    431: "the headers are too many, or too large",
+    421: "the request is for a host that the API does not answer to",
+    500: "an error of the service's own; its log says what happened",
+    503: "the run does not answer, or takes nothing in now; Retry-After says when to come again",
+}
+_KEYED = {
+    401: "no key that opens this",
+    429: "this key asks too often; Retry-After says when to come again",
+}
+_OF_ADMINS = {403: "this is for keys of the scope admin"}
+_READ = {422: "a value does not fit; `errors` says where"}
+_WITH_BODY = {400: "the body is not JSON, or is refused"}
+# Of FastAPI's own document.
+_REPLACED = ("HTTPValidationError", "ValidationError")
+
+
+class ProblemBody(StrictBody):
+    """An error, as RFC 9457 has it."""
+
+    type: str
+    title: str
+    status: int
+    detail: str = Field(description="what was got, what was expected, and what to do")
+    instance: str
+    code: str = Field(description="for programs; stays as it is")
+    errors: list[dict[str, Any]] | None = Field(
+        None, description="where, each with its `loc` and mostly a `message`"
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Serve the document at /openapi.json; routes that are added later are in it too."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    found = get_openapi(
+        title=app.title, version=VERSION, description=app.description, routes=app.routes
+    )
+    schemas = found["components"]["schemas"]
+    for name in _REPLACED:
+        schemas.pop(name, None)
+    schemas["ProblemBody"] = ProblemBody.model_json_schema()
+    found["components"]["securitySchemes"] = {
+        "key": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "the API's key (RAYLOOM_API_KEY), or a named one; of a session's own "
+            "routes, the session's. On loopback the API may ask for none",
+        }
+    }
+    for path, operation in _operations(found):
+        _complete(path, operation)
+    # As it is written: what is equal is not to differ by the order in which it was made.
+    whole: dict[str, Any] = json.loads(json.dumps(found, sort_keys=True))
+    return whole
+
+
+def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            yield path, operation
+
+
+def _complete(path: str, operation: dict[str, Any]) -> None:
+    """Add what it has in common with others; what the route says itself stays."""
+    is_open = path in OPEN_PATHS
+    operation.setdefault("security", [] if is_open else [{"key": []}])
+    for parameter in operation.get("parameters", ()):
+        _leave_null_out(parameter["schema"])
+    answers = operation["responses"]
+    if answers.get("422", {}).get("description") == "Validation Error":
+        del answers["422"]
+    common = dict(_OF_EVERY)
+    if operation["security"]:
+        common |= _KEYED
+        if path.startswith(PREFIX) and not path.startswith(CLIENT_PATHS):
+            common |= _OF_ADMINS
+    if "requestBody" in operation:
+        common |= _READ | _WITH_BODY
+    if operation.get("parameters"):
+        common |= _READ
+    for status, description in common.items():
+        answers.setdefault(str(status), {"description": description})
+    for status, answer in answers.items():
+        if int(status) >= 400:
+            answer.setdefault("content", {}).setdefault(MEDIA_TYPE, {"schema": _PROBLEM})
+    operation["responses"] = dict(sorted(answers.items()))
+
+
+def _leave_null_out(schema: dict[str, Any]) -> None:
+    """A parameter that may be left out is not null where it is given."""
+    kinds = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
+    if len(kinds) == 1:
+        del schema["anyOf"]
+        schema |= kinds[0]
+
+
+def whole_document() -> dict[str, Any]:
+    """Of the API with all its routes."""
+    # They import this package.
+    from service.api.app import create_app
+    from service.api.control import ControlPort, add_control
+    from service.api.ports import RunPort
+    from service.gateway.routes import SessionPort, add_sessions
+    from service.gateway.upload_routes import UploadPort, add_uploads
+
+    settings = HttpSettings(
+        service=ServiceSettings(), algorithm=AlgorithmSettings(), environments=()
+    )
+    # Neither is called where nothing is asked.
+    run, sessions = cast(RunPort, None), cast(SessionPort, None)
+    app = create_app(run, settings)
+    add_control(app, cast(ControlPort, None))
+    add_sessions(app, run, sessions, settings)
+    add_uploads(app, run, cast(UploadPort, None), settings)
+    return app.openapi()
+
+
+def text_of(document: Mapping[str, Any]) -> str:
+    """As it is checked in."""
+    return json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(text_of(whole_document()), encoding="utf-8")

@@ -1,0 +1,259 @@
+"""The routes of tasks and their rollouts: submit, look, list, cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import FastAPI, Header, Path, Query, Request, Response
+
+from actors.types import SESSION
+from service.access.keys import digest_of
+from service.api import problems
+from service.api.callers import caller_of
+from service.api.environments import TaskChecks
+from service.api.ports import PREFIX, RunPort
+from service.api.problems import Problem, shown
+from service.api.schemas import (
+    ID_PATTERN,
+    RolloutAnswer,
+    RolloutId,
+    RolloutsAnswer,
+    SubmitAnswer,
+    SubmitBody,
+)
+from service.api.settings import HttpSettings
+from service.api.waiting import Prefer, patiently
+from service.intake.listing import TaskFilter
+from service.intake.submission import (
+    RolloutRequest,
+    Status,
+    SubmissionView,
+    SubmitReply,
+)
+
+MAX_PAGE = 1000
+OVER = frozenset({Status.TRAINED, Status.EVICTED, Status.CANCELLED})
+# Far beyond any position, and within what every database counts to.
+MAX_NUMBER = 2**31 - 1
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        pattern=r"^[!-~]([ -~]{0,253}[!-~])?$",
+        description="names the request: while a task is known that was accepted with it, another "
+        "request under it is refused. The tasks' ids already make a repeated request harmless",
+        examples=["8e03978e-40d5-43dd-bc93-6894a57f9324"],
+    ),
+]
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="entries of the answer at most")]
+RolloutPath = Annotated[str, Path(pattern=ID_PATTERN, description="the task's id")]
+NumberCursor = Annotated[
+    int | None, Query(ge=0, le=MAX_NUMBER, description="`next` of the page before")
+]
+FULL = "the backlog is full, or a limit of the key is reached; Retry-After says when to come again"
+KEY_TAKEN = "Idempotency-Key: another request was accepted under this key"
+
+
+def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
+    """Add the routes of tasks and their rollouts."""
+    checks = TaskChecks(settings)
+
+    @app.post(
+        f"{PREFIX}/rollouts",
+        tags=["rollouts"],
+        status_code=202,
+        responses={
+            409: {"description": "an id is taken, with another content or by another"},
+            429: {"description": FULL},
+        },
+    )
+    async def submit(
+        body: SubmitBody,
+        request: Request,
+        response: Response,
+        idempotency_key: IdempotencyKey = None,
+    ) -> SubmitAnswer:
+        """Accept a batch of tasks: durable when answered, all or none."""
+        caller = caller_of(request)
+        requests = body.requests(num_samples=settings.algorithm.group_size, caller=caller)
+        _check(body.environment, requests, settings)
+        await checks.check(body.environment, requests)
+        reply = await run.submit(
+            requests,
+            key=key_digest(idempotency_key, tenant=caller.tenant),
+            limits=caller.limits,
+        )
+        refuse_if_needed(reply)
+        if len(requests) == 1:
+            response.headers["Location"] = f"{PREFIX}/rollouts/{requests[0].id}"
+        return SubmitAnswer.of(reply)
+
+    @app.get(f"{PREFIX}/rollouts", tags=["rollouts"])
+    async def rollouts(
+        request: Request,
+        status: Status | None = None,
+        environment: Annotated[str | None, Query(max_length=255)] = None,
+        batch: RolloutId | None = None,
+        cursor: NumberCursor = None,
+        limit: Limit = 100,
+    ) -> RolloutsAnswer:
+        """Tasks in the order of acceptance. A page may be short, or empty, and have a `next`."""
+        wanted = TaskFilter(
+            status=status,
+            environment=environment,
+            batch=batch,
+            tenant=caller_of(request).sees,
+        )
+        return RolloutsAnswer.of(await run.tasks(wanted, after=cursor or 0, limit=limit))
+
+    @app.get(
+        f"{PREFIX}/rollouts/{{rollout_id}}",
+        tags=["rollouts"],
+        responses={404: {"description": "the run knows no such task, or knows it no more"}},
+    )
+    async def rollout(
+        request: Request, response: Response, rollout_id: RolloutPath, prefer: Prefer = None
+    ) -> RolloutAnswer:
+        """How a task stands, and each rollout of it; with `Prefer: wait=N` once it is over."""
+        sees = caller_of(request).sees
+        view = await patiently(
+            lambda: run.submission(rollout_id, sees=sees),
+            lambda found: found is None or found.status in OVER,
+            prefer=prefer,
+            response=response,
+        )
+        return RolloutAnswer.of(_found(rollout_id, view))
+
+    @app.post(
+        f"{PREFIX}/rollouts/{{rollout_id}}/cancel",
+        tags=["rollouts"],
+        responses={
+            404: {"description": "the run knows no such task, or knows it no more"},
+            409: {"description": "a training step has it, or it has ended"},
+        },
+    )
+    async def cancel(request: Request, rollout_id: RolloutPath) -> RolloutAnswer:
+        """Take a task back, as long as no training step has taken it; may be repeated."""
+        view = _found(rollout_id, await run.cancel(rollout_id, sees=caller_of(request).sees))
+        if view.status is not Status.CANCELLED:
+            raise Problem(409, "already-over", _why_not_cancelled(view))
+        return RolloutAnswer.of(view)
+
+
+def key_digest(idempotency_key: str | None, *, tenant: str) -> str:
+    """As `RunPort.submit` takes it; what one tenant calls its requests is nothing to another."""
+    if not idempotency_key:
+        return ""
+    # Neither has a line's end in it.
+    return digest_of(f"{tenant}\n{idempotency_key}" if tenant else idempotency_key)
+
+
+def _found(rollout_id: str, view: SubmissionView | None) -> SubmissionView:
+    if view is None:
+        raise Problem(
+            404,
+            "unknown-rollout",
+            f"this run knows no task {rollout_id!r}: it was never accepted, or it is over and no "
+            "longer among the newest service.keep_ended_tasks",
+        )
+    return view
+
+
+def _why_not_cancelled(view: SubmissionView) -> str:
+    if view.status in (Status.TRAINED, Status.EVICTED):
+        return f"{view.id} is {view.status.value} already and cannot be taken back"
+    return (
+        f"{view.id} has left the queue: a training step has it, or it was evicted just now; it "
+        "cannot be taken back; GET it later to see what became of it"
+    )
+
+
+def _check(environment: str, requests: Sequence[RolloutRequest], settings: HttpSettings) -> None:
+    """Check a body against the run's configuration. Raises: Problem."""
+    if environment == SESSION:
+        raise Problem(
+            422,
+            "unknown-environment",
+            f"environment {SESSION!r} is played by agents outside, which need keys and addresses; "
+            f"submit its tasks to {PREFIX}/sessions",
+        )
+    if environment not in settings.environments:
+        raise Problem(
+            422,
+            "unknown-environment",
+            f"environment is {shown(environment)!r}, expected one of "
+            f"{', '.join(settings.environments)}; the run's configuration names them "
+            "(tasks.environment)",
+        )
+    most = settings.service.max_tasks_per_request
+    if len(requests) > most:
+        raise Problem(
+            413,
+            "too-many-tasks",
+            f"got {len(requests)} tasks, expected at most {most} a request; split the "
+            "batch, or raise service.max_tasks_per_request",
+        )
+    for item in requests:
+        check_samples(item, settings)
+
+
+def check_samples(item: RolloutRequest, settings: HttpSettings) -> None:
+    """Raises: Problem for a group that could never be trained, or is too large."""
+    lowest, most = settings.algorithm.min_group_size, settings.service.max_samples_per_task
+    least = item.min_usable_samples or item.num_samples
+    if not lowest <= least <= item.num_samples <= most:
+        raise Problem(
+            422,
+            "num-samples",
+            f"task {item.id!r} asks for {item.num_samples} rollouts, "
+            f"min_usable_samples {item.min_usable_samples}; expected {lowest} "
+            f"(algorithm.min_group_size) <= min_usable_samples <= num_samples <= "
+            f"{most} (service.max_samples_per_task)",
+        )
+
+
+def refuse_if_needed(reply: SubmitReply) -> None:
+    """Raises: Problem for a request of which nothing was accepted."""
+    if reply.is_key_taken:
+        raise Problem(
+            422,
+            "idempotency-key-reused",
+            f"{KEY_TAKEN}; nothing of this one was accepted; send it under a key of its own",
+            errors=[{"loc": ["header", "Idempotency-Key"]}],
+        )
+    if reply.conflicts:
+        raise Problem(
+            409,
+            "id-conflict",
+            f"{len(reply.conflicts)} ids are taken, with another content or by another: "
+            f"{', '.join(reply.conflicts[:8])}; nothing of this request was accepted; give changed "
+            "tasks ids of their own",
+            errors=[{"loc": ["body", "tasks", each]} for each in reply.conflicts],
+            headers={"x-should-retry": "false"},
+        )
+    if reply.is_quota and reply.is_too_large:
+        raise Problem(413, "batch-too-large", f"{reply.refusal}; split the batch")
+    if reply.is_quota:
+        raise Problem(
+            429,
+            "quota",
+            f"{reply.refusal}; send them again in {reply.retry_after_s} s",
+            headers={"Retry-After": str(reply.retry_after_s)},
+        )
+    if reply.is_too_large:
+        raise Problem(
+            413,
+            "batch-too-large",
+            f"{reply.refusal}; split the batch, or raise service.max_waiting_tasks",
+        )
+    if reply.retry_after_s is not None:
+        raise Problem(
+            429,
+            "queue-full",
+            f"{reply.refusal}; send them again in {reply.retry_after_s} s, or raise that limit",
+            headers={"Retry-After": str(reply.retry_after_s)},
+        )
+    if reply.refusal:
+        raise problems.unavailable(reply.refusal)

@@ -1,0 +1,65 @@
+"""Long polls: `Prefer: wait=N` (RFC 7240) on what may take a while.
+
+The run is asked again and again, from short pauses to a second, so that no call is held there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from typing import Annotated, TypeVar
+
+from fastapi import Header, Response
+
+MAX_WAIT_S = 60
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+_WAIT = re.compile(r'(?:^|[,\s])wait\s*=\s*"?(\d{1,9})"?\s*(?=[,;]|$)', re.IGNORECASE)
+Answer = TypeVar("Answer")
+
+Prefer = Annotated[
+    str | None,
+    Header(
+        description=f"`wait=N`: answer once there is news, or after N seconds, {MAX_WAIT_S} at "
+        "most; the answer's `Preference-Applied` says how many were taken",
+        examples=["wait=1"],
+    ),
+]
+
+
+def wait_of(prefer: str | None) -> int:
+    """Seconds that a client is willing to wait. Example: 'respond-async, wait=100' -> 60."""
+    found = _WAIT.search(prefer or "")
+    return min(int(found[1]), MAX_WAIT_S) if found else 0
+
+
+async def patiently(
+    look: Callable[[], Awaitable[Answer]],
+    is_enough: Callable[[Answer], bool],
+    *,
+    prefer: str | None,
+    response: Response,
+) -> Answer:
+    """What is found once it is enough, or when the time is up; says so in the answer's header."""
+    wait_s = wait_of(prefer)
+    if wait_s:
+        response.headers["Preference-Applied"] = f"wait={wait_s}"
+    return await look_until(look, is_enough, wait_s=wait_s)
+
+
+async def look_until(
+    look: Callable[[], Awaitable[Answer]],
+    is_enough: Callable[[Answer], bool],
+    *,
+    wait_s: float,
+) -> Answer:
+    """As `patiently`."""
+    loop = asyncio.get_running_loop()
+    deadline_at, pause_s = loop.time() + wait_s, FIRST_PAUSE_S
+    while True:
+        found = await look()
+        left_s = deadline_at - loop.time()
+        if is_enough(found) or left_s <= 0:
+            return found
+        await asyncio.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

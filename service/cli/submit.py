@@ -1,0 +1,250 @@
+"""`rayloom submit`: give a service the tasks of a file, and wait until they are over.
+
+What is over is written to a file of results as it ends, a line each, so that the same command goes
+on where it was interrupted; what was accepted and is not over is known to the service by its id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import IO
+
+from pydantic import ValidationError
+from rich.live import Live
+from rich.text import Text
+
+from actors.environment.tasks import BadTaskFile, read_tasks
+from actors.types import Task
+from service.api.schemas import RolloutAnswer, TaskBody
+from service.cli.outlet import OutletConsole, outlet, say
+from service.client import OVER, ApiError, Client, NoAnswer
+from service.config.file import ConfigError
+from service.launch.signals import EXIT_INTERRUPTED
+
+EXIT_OK, EXIT_NO_ANSWER, EXIT_REFUSED = 0, 1, 2
+# Plain lines come so often at most.
+LINE_EVERY_S = 10.0
+LOOK_WAIT_S = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitRequest:
+    """What the command is asked for."""
+
+    file: Path
+    url: str
+    key: str | None
+    results: Path
+    batch: str | None
+    num_samples: int | None
+    tasks_per_request: int
+    waits: bool
+    """Until all tasks are over; else until they are accepted."""
+
+
+def submit_file(request: SubmitRequest, *, client: Client | None = None) -> int:
+    """Returns: the exit code. Raises: ConfigError for a file that cannot be used."""
+    try:
+        tasks = read_tasks(request.file)
+        bodies = {task.task_id: _body(task) for task in tasks}
+    except BadTaskFile as error:
+        raise ConfigError(str(error)) from error
+    with ExitStack() as stack:
+        try:
+            results = stack.enter_context(Results(request.results))
+        except OSError as error:
+            raise ConfigError(
+                f"{request.results}: cannot be written ({error.strerror}); name another file with "
+                "--results"
+            ) from error
+        client = client or stack.enter_context(Client(request.url, key=request.key))
+        progress = stack.enter_context(open_progress(os.environ, total=len(tasks)))
+        work = _Submitting(request, client, tasks, bodies, results, progress)
+        try:
+            work.run()
+        except KeyboardInterrupt:
+            code, why = EXIT_INTERRUPTED, "interrupted"
+        except NoAnswer as error:
+            code, why = EXIT_NO_ANSWER, str(error)
+        except ApiError as error:
+            is_refusal = 400 <= error.status < 500
+            code, why = EXIT_REFUSED if is_refusal else EXIT_NO_ANSWER, str(error)
+        else:
+            code, why = EXIT_OK, ""
+    say(work.summary())
+    if why:
+        say(f"rayloom: {why}; the same command goes on from here", err=True)
+    return code
+
+
+def _body(task: Task) -> TaskBody:
+    """Raises: BadTaskFile for an id or a seed that the API does not take."""
+    try:
+        return TaskBody(id=task.task_id, seed=task.seed, data=dict(task.data))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadTaskFile(f"task {task.task_id!r}: {where}: {first['msg']}") from error
+
+
+class Results:
+    """The file of results: what stands in it is over. Opened in a `with`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+        self.over: dict[str, str] = {}
+        """Status by task."""
+        self.rewards: list[float] = []
+
+    def __enter__(self) -> Results:
+        """Raises: OSError."""
+        lines = self._path.read_bytes().split(b"\n") if self._path.exists() else [b""]
+        for line in lines[:-1]:
+            self._note(json.loads(line))
+        self._file = self._path.open("a", encoding="utf-8")
+        if lines[-1]:
+            # The command was cut off in the middle of a line.
+            self._file.truncate(sum(len(line) + 1 for line in lines[:-1]))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, name: str, answer: RolloutAnswer | None) -> None:
+        """answer: None of one that the service knows no more."""
+        line = {"id": name, "status": "unknown"}
+        if answer is not None:
+            line = answer.model_dump(mode="json", exclude={"ahead"})
+        assert self._file is not None
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        self._note(line)
+
+    def _note(self, line: Mapping[str, object]) -> None:
+        self.over[str(line["id"])] = str(line["status"])
+        reward = line.get("reward")
+        if isinstance(reward, int | float):
+            self.rewards.append(reward)
+
+
+@dataclass
+class _Submitting:
+    """The work; `run` ends when there is none left."""
+
+    request: SubmitRequest
+    client: Client
+    tasks: list[Task]
+    bodies: Mapping[str, TaskBody]
+    results: Results
+    progress: Progress
+    accepted: deque[str] = field(default_factory=deque)
+    """Those that may not be over, in order."""
+    tasks_per_request: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tasks_per_request = self.request.tasks_per_request
+
+    def run(self) -> None:
+        """Raises: ApiError, NoAnswer."""
+        left = deque(task for task in self.tasks if task.task_id not in self.results.over)
+        while left or (self.accepted and self.request.waits):
+            if left and self._has_room(batch := _batch_of(left, self.tasks_per_request)):
+                for _ in batch:
+                    self.accepted.append(left.popleft().task_id)
+            elif self.accepted:
+                self._look()
+            self.progress.show(self.summary())
+
+    def _has_room(self, batch: list[Task]) -> bool:
+        """Submit; False: not so many at once, or later, when there is room."""
+        try:
+            self.client.submit(
+                batch[0].environment,
+                [self.bodies[task.task_id] for task in batch],
+                num_samples=self.request.num_samples,
+                batch=self.request.batch,
+                waits_for_room=not self.accepted,
+            )
+        except ApiError as error:
+            if error.status == 413 and len(batch) > 1:
+                self.tasks_per_request = len(batch) // 2
+            elif error.status != 429:
+                raise
+            return False
+        return True
+
+    def _look(self) -> None:
+        """Whether the oldest is over; those behind it are asked about when it is."""
+        name, answer = self.accepted[0], None
+        try:
+            answer = self.client.rollout(name, wait_s=LOOK_WAIT_S)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+        if answer is None or answer.status in OVER:
+            self.accepted.popleft()
+            self.results.add(name, answer)
+
+    def summary(self) -> str:
+        over, rewards = self.results.over, self.results.rewards
+        counts = Counter(over[task.task_id] for task in self.tasks if task.task_id in over)
+        parts = [f"{counts.total()} of {len(self.tasks)} tasks are over"]
+        parts += [f"{count} {status}" for status, count in sorted(counts.items())]
+        if self.accepted:
+            parts.append(f"{len(self.accepted)} accepted")
+        if rewards:
+            parts.append(f"mean reward {sum(rewards) / len(rewards):.3f}")
+        return ", ".join(parts)
+
+
+def _batch_of(tasks: deque[Task], size: int) -> list[Task]:
+    """The first tasks of one environment, `size` at most."""
+    first = tasks[0].environment
+    return list(takewhile(lambda task: task.environment == first, list(tasks)[:size]))
+
+
+class Progress:
+    """How far it is: one line that changes on a terminal, else a line now and then."""
+
+    def __init__(self, live: Live | None) -> None:
+        self._live = live
+        self._shown, self._shown_at = "", 0.0
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            with outlet(self._live.console.file):
+                self._live.stop()
+
+    def show(self, text: str) -> None:
+        now = time.monotonic()
+        if self._live is not None:
+            with outlet(self._live.console.file):
+                self._live.update(Text(text))
+        elif text != self._shown and now >= self._shown_at + LINE_EVERY_S:
+            say(text)
+            self._shown, self._shown_at = text, now
+
+
+def open_progress(environ: Mapping[str, str], *, total: int) -> Progress:
+    """Plain in a pipe, in CI, or with NO_COLOR set."""
+    console = OutletConsole()
+    is_plain = bool(environ.get("NO_COLOR") or environ.get("CI")) or not console.is_terminal
+    if is_plain or console.is_dumb_terminal:
+        say(f"{total} tasks to submit")
+        return Progress(None)
+    return Progress(Live(console=console, transient=True, refresh_per_second=4))

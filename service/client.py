@@ -1,0 +1,355 @@
+"""A client of the API: typed, synchronous, and patient where the service asks for it.
+
+    from service.api.schemas import TaskBody
+    from service.client import Client
+
+    with Client("http://127.0.0.1:8000") as client:
+        client.submit("guessing", [TaskBody(id="task-1")])
+        print(client.wait("task-1").reward)
+
+Every request may be repeated, since ids name what is asked for; so one that was not answered is
+sent again, after a pause that grows and has jitter. Used by `rayloom submit`, and by users.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from service.api.environments import EnvironmentAnswer, EnvironmentsAnswer
+from service.api.ports import PREFIX
+from service.api.schemas import (
+    EntryAnswer,
+    FeedAnswer,
+    ReadyAnswer,
+    RolloutAnswer,
+    RolloutLine,
+    RolloutsAnswer,
+    StopAnswer,
+    SubmitAnswer,
+    SubmitBody,
+    TaskBody,
+)
+from service.gateway.bodies import (
+    FinishBody,
+    RewardBody,
+    SessionAnswer,
+    SessionLineAnswer,
+    SessionListAnswer,
+    SessionsAnswer,
+    SessionsBody,
+)
+from service.intake.session import SessionStatus
+from service.intake.submission import Status
+
+OVER = frozenset({Status.TRAINED, Status.EVICTED, Status.CANCELLED})
+ANSWER_LIMIT_S = 60.0
+WAIT_S = 30
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
+# The service, or what stands before it, could not answer; the same request may be sent again.
+_COME_AGAIN = frozenset({408, 429, 500, 502, 503, 504})
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class ApiError(Exception):
+    """The API refused a request; the text says why, with the remedy.
+
+    status: of HTTP. code: of the problem, for programs; empty where the answer is none.
+    problem: the whole of it. retry_after_s: what the answer asked for.
+    """
+
+    def __init__(
+        self, status: int, problem: Mapping[str, Any], *, retry_after_s: float | None = None
+    ) -> None:
+        self.status, self.problem, self.retry_after_s = status, dict(problem), retry_after_s
+        self.code = str(problem.get("code", ""))
+        super().__init__(f"{status} {self.code}: {problem.get('detail', 'no problem document')}")
+
+
+class NoAnswer(Exception):
+    """Nothing answered for as long as the client is patient, or it was no answer of this API's."""
+
+
+class Client:
+    """The API at one address. Close it, or use it in a `with`.
+
+    Every method may raise ApiError and NoAnswer.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str | None = None,
+        patience_s: float = 300.0,
+        transport: httpx.BaseTransport | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """url: up to the run's own prefix, without /api. key: of the API; None: it asks for none.
+
+        patience_s: for how long a request is sent again that is not answered.
+        """
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.Client(
+            base_url=url.rstrip("/"), headers=headers, timeout=ANSWER_LIMIT_S, transport=transport
+        )
+        self._patience_s = patience_s
+        self._sleep = sleep
+
+    def close(self) -> None:
+        """End the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- tasks --------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        environment: str,
+        tasks: Sequence[TaskBody],
+        *,
+        num_samples: int | None = None,
+        batch: str | None = None,
+        idempotency_key: str | None = None,
+        waits_for_room: bool = True,
+    ) -> SubmitAnswer:
+        """Submit tasks, all or none; those that are known already are not played again.
+
+        waits_for_room: until a full backlog has room, however long that takes; else ApiError.
+        """
+        body = SubmitBody(
+            environment=environment, num_samples=num_samples, batch=batch, tasks=list(tasks)
+        )
+        return self._ask(
+            "POST",
+            f"{PREFIX}/rollouts",
+            SubmitAnswer,
+            body=body,
+            headers={"idempotency-key": idempotency_key} if idempotency_key else {},
+            waits_for_room=waits_for_room,
+        )
+
+    def rollout(self, task_id: str, *, wait_s: int = 0) -> RolloutAnswer:
+        """How a task stands. wait_s: for its end, as long as the API lets a request wait."""
+        return self._ask(
+            "GET", f"{PREFIX}/rollouts/{task_id}", RolloutAnswer, headers=_prefer(wait_s)
+        )
+
+    def rollouts(
+        self,
+        *,
+        status: Status | None = None,
+        environment: str | None = None,
+        batch: str | None = None,
+    ) -> Iterator[RolloutLine]:
+        """Tasks in the order of acceptance, page by page."""
+        query = {"status": status, "environment": environment, "batch": batch}
+        for page in self._pages(f"{PREFIX}/rollouts", RolloutsAnswer, query):
+            yield from page.rollouts
+
+    def wait(self, task_id: str, *, limit_s: float | None = None) -> RolloutAnswer:
+        """Wait until a task is over. Raises: TimeoutError after limit_s; None: however long."""
+        deadline_at = None if limit_s is None else time.monotonic() + limit_s
+        while True:
+            left_s = WAIT_S if deadline_at is None else deadline_at - time.monotonic()
+            found = self.rollout(task_id, wait_s=max(0, min(WAIT_S, round(left_s))))
+            if found.status in OVER:
+                return found
+            if left_s <= 0:
+                raise TimeoutError(f"task {task_id} is {found.status} after {limit_s:g} s")
+
+    def cancel(self, task_id: str) -> RolloutAnswer:
+        """Take back what no training step has taken."""
+        return self._ask("POST", f"{PREFIX}/rollouts/{task_id}/cancel", RolloutAnswer)
+
+    # -- the run ------------------------------------------------------------------------------
+
+    def feed(self, *, after: int = 0, limit: int = 100, wait_s: int = 0) -> FeedAnswer:
+        """What was told behind a number. wait_s: for something."""
+        return self._ask(
+            "GET",
+            f"{PREFIX}/feed",
+            FeedAnswer,
+            query={"after": after, "limit": limit},
+            headers=_prefer(wait_s),
+        )
+
+    def follow(self, *, after: int = 0) -> Iterator[EntryAnswer]:
+        """What was told behind a number and what is told from now on, without end."""
+        while True:
+            page = self.feed(after=after, limit=1000, wait_s=WAIT_S)
+            yield from page.entries
+            after = page.next
+
+    def environments(self) -> list[EnvironmentAnswer]:
+        """What the run plays."""
+        return self._ask("GET", f"{PREFIX}/environments", EnvironmentsAnswer).environments
+
+    def ready(self) -> ReadyAnswer:
+        """Whether rollouts are played and trained on now; asked once, whatever the answer."""
+        try:
+            answer = self._http.get("/readyz")
+        except httpx.TransportError as error:
+            raise NoAnswer(_silent(error)) from error
+        if answer.status_code in (200, 503) and "ready" in _json_of(answer):
+            return _read(ReadyAnswer, answer)
+        raise ApiError(answer.status_code, _json_of(answer))
+
+    def stop(self, *, grace_s: float | None = None) -> StopAnswer:
+        """Have the run end after the step in hand. grace_s: give that up if it takes longer."""
+        return self._ask("POST", f"{PREFIX}/stop", StopAnswer, body={"grace_seconds": grace_s})
+
+    # -- sessions -----------------------------------------------------------------------------
+
+    def create_sessions(
+        self, body: SessionsBody, *, idempotency_key: str | None = None
+    ) -> SessionsAnswer:
+        """Make a group of sessions; the same body again gives the same ones."""
+        headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
+        return self._ask("POST", f"{PREFIX}/sessions", SessionsAnswer, body=body, headers=headers)
+
+    def session(self, session_id: str, *, wait_s: int = 0) -> SessionAnswer:
+        """Where a session stands. wait_s: for a queued one to open, or an open one to end."""
+        return self._ask(
+            "GET", f"{PREFIX}/sessions/{session_id}", SessionAnswer, headers=_prefer(wait_s)
+        )
+
+    def sessions(
+        self, *, group: str | None = None, status: SessionStatus | None = None
+    ) -> Iterator[SessionLineAnswer]:
+        """Sessions in the order of acceptance, page by page."""
+        query = {"group": group, "status": status}
+        for page in self._pages(f"{PREFIX}/sessions", SessionListAnswer, query):
+            yield from page.sessions
+
+    def finish(self, session_id: str, body: FinishBody, *, reward_key: str) -> SessionAnswer:
+        """End a session."""
+        return self._ask(
+            "POST",
+            f"{PREFIX}/sessions/{session_id}/finish",
+            SessionAnswer,
+            body=body,
+            headers={"authorization": f"Bearer {reward_key}"},
+        )
+
+    def give_reward(self, session_id: str, body: RewardBody, *, reward_key: str) -> SessionAnswer:
+        """Give the reward that a finished session waits for."""
+        return self._ask(
+            "PUT",
+            f"{PREFIX}/sessions/{session_id}/reward",
+            SessionAnswer,
+            body=body,
+            headers={"authorization": f"Bearer {reward_key}"},
+        )
+
+    def discard(self, session_id: str) -> SessionAnswer:
+        """End a session that is not to be trained."""
+        return self._ask("DELETE", f"{PREFIX}/sessions/{session_id}", SessionAnswer)
+
+    # -- asking -------------------------------------------------------------------------------
+
+    def _pages(self, path: str, kind: type[Answer], query: Mapping[str, Any]) -> Iterator[Answer]:
+        cursor: Any = None
+        while True:
+            page = self._ask("GET", path, kind, query={**query, "cursor": cursor, "limit": 500})
+            yield page
+            cursor = getattr(page, "next", None)
+            if cursor is None:
+                return
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        kind: type[Answer],
+        *,
+        body: BaseModel | Mapping[str, Any] | None = None,
+        query: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        waits_for_room: bool = True,
+    ) -> Answer:
+        content = body.model_dump(mode="json") if isinstance(body, BaseModel) else body
+        params = {name: value for name, value in (query or {}).items() if value is not None}
+        pause_s, silent_since = FIRST_PAUSE_S, time.monotonic()
+        while True:
+            failure: ApiError | NoAnswer
+            asked_s: float | None = None
+            try:
+                answer = self._http.request(
+                    method, path, json=content, params=params, headers=dict(headers or {})
+                )
+            except httpx.TransportError as error:
+                failure = NoAnswer(_silent(error))
+            else:
+                if answer.is_success:
+                    return _read(kind, answer)
+                asked_s = _retry_after_s(answer)
+                failure = ApiError(answer.status_code, _json_of(answer), retry_after_s=asked_s)
+                if not _may_come_again(answer):
+                    raise failure
+                if answer.status_code == 429:
+                    if not waits_for_room:
+                        raise failure
+                    # The service is well, and says when there may be room.
+                    pause_s, silent_since = FIRST_PAUSE_S, time.monotonic()
+            pause = max(asked_s or 0.0, pause_s) * random.uniform(1.0, 1.25)
+            if time.monotonic() + pause - silent_since > self._patience_s:
+                raise failure
+            self._sleep(pause)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _prefer(wait_s: int) -> dict[str, str]:
+    return {"prefer": f"wait={wait_s}"} if wait_s > 0 else {}
+
+
+def _may_come_again(answer: httpx.Response) -> bool:
+    return answer.status_code in _COME_AGAIN and answer.headers.get("x-should-retry") != "false"
+
+
+def _retry_after_s(answer: httpx.Response) -> float | None:
+    text = answer.headers.get("retry-after", "")
+    return float(text) if text.isdecimal() and len(text) < 7 else None
+
+
+def _json_of(answer: httpx.Response) -> dict[str, Any]:
+    """Empty for what is no JSON object, such as a proxy's page."""
+    try:
+        found = answer.json()
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read(kind: type[Answer], answer: httpx.Response) -> Answer:
+    """Fields that a newer service has added are passed over. Raises: NoAnswer."""
+    try:
+        return kind.model_validate_json(answer.content, extra="ignore")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise NoAnswer(
+            f"{answer.request.url} answered something else than a {kind.__name__} ({where}: "
+            f"{first['msg']}), expected the API of Rayloom; look at the address"
+        ) from error
+
+
+def _silent(error: httpx.TransportError) -> str:
+    return f"nothing answers ({type(error).__name__}: {error}); is the service still there?"

@@ -1,0 +1,88 @@
+"""What the OpenAPI document says of the dialects' routes, made of their tables and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from service.api.feed import EVENT_SCHEMA
+from service.gateway.chat import RefusalCode, Refused
+from service.gateway.dialects.dialect import Dialect
+from service.gateway.dialects.parameters import Effect, Parameter
+
+_HELLO = [{"role": "user", "content": "Hello."}]
+SMALLEST: Mapping[str, dict[str, Any]] = {
+    "openai-chat": {"model": "policy", "messages": _HELLO},
+    "anthropic-messages": {"model": "policy", "messages": _HELLO},
+    "openai-responses": {"model": "policy", "input": "Hello."},
+}
+"""By dialect, the smallest body that is answered; its names are the required ones."""
+_PREFIXES = {
+    Effect.READ: "",
+    Effect.NONE: "Taken without effect: ",
+    Effect.REFUSED: "Refused: ",
+}
+_SAID = {
+    400: "a parameter that a session cannot keep to, a full context, or a limit of the session",
+    401: "no key of this session",
+    403: "the session's key, but not its agent's",
+    404: "no such session",
+    409: "the request contradicts what the session has",
+    410: "the session has ended",
+    429: "too many requests; Retry-After says when to come again",
+    503: "neither the engine nor the database answered in time; the same request may be sent again",
+}
+
+
+def described(dialect: Dialect) -> dict[str, Any]:
+    """What FastAPI cannot find of a dialect's route, as its `openapi_extra`."""
+    smallest = SMALLEST[dialect.name]
+    body = {
+        "type": "object",
+        "properties": {name: _property(each) for name, each in dialect.parameters.items()},
+        "required": list(smallest),
+        "additionalProperties": False,
+    }
+    answers: dict[str, Any] = {
+        str(status): {
+            "description": description,
+            "content": {
+                "application/json": {
+                    "schema": {"type": "object", "required": ["error"]},
+                    "examples": _examples(dialect, status),
+                }
+            },
+        }
+        for status, description in _SAID.items()
+    }
+    answers["200"] = {
+        "description": "the turn, or with `stream` its events; `X-Policy-Version` is the version "
+        "that sampled it",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": EVENT_SCHEMA},
+        },
+    }
+    return {
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": body, "example": smallest}},
+        },
+        "responses": answers,
+    }
+
+
+def _property(parameter: Parameter) -> dict[str, Any]:
+    found: dict[str, Any] = {"description": _PREFIXES[parameter.effect] + parameter.note}
+    if parameter.effect is Effect.REFUSED:
+        # These ask for nothing.
+        found["enum"] = [None, *parameter.harmless]
+    return found
+
+
+def _examples(dialect: Dialect, status: int) -> dict[str, Any]:
+    return {
+        code.value: {"value": dialect.error(Refused(code, "what was got, and what to do"))}
+        for code in RefusalCode
+        if code.status == status
+    }

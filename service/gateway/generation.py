@@ -1,0 +1,119 @@
+"""Token ids in, token ids out: turns for loops that render their own prompts.
+
+What is sampled here is stored nowhere, and trained only where it is uploaded
+(`service.gateway.uploads`). Bodies are checked by the API's replicas, before the gateway is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.environment.settings import RolloutSettings
+from actors.policy import (
+    GenerateReply,
+    GenerateRequest,
+    PolicyClient,
+    PolicyDeadlineExceeded,
+    PolicyUnavailable,
+    UnusableReply,
+    check_reply,
+)
+from actors.types import FinishReason
+from service.api.problems import Problem
+from service.gateway.chat import RefusalCode, Refused
+from service.gateway.sessions import RETRY_AFTER_S
+from service.gateway.upload_bodies import GenerateAnswer, GenerateBody, Packed, Span
+from service.gateway.upload_checks import Fault, Violation, read_ids
+from service.intake.uploads import PolicyFacts
+
+
+def checked_request(
+    body: GenerateBody, facts: PolicyFacts, *, rollouts: RolloutSettings, deadline_s: float
+) -> GenerateRequest:
+    """Raises: Violation; Problem for more tokens than the run samples in a turn."""
+
+    def fail(fault: Fault, name: str, message: str) -> Violation:
+        return Violation(fault, [name], message)
+
+    prompt = read_ids(body.token_ids, facts, fail)
+    room = facts.max_context_tokens - prompt.shape[0]
+    most = min(room, rollouts.max_tokens_per_turn)
+    if room < 1 or (body.max_tokens or 1) > room:
+        raise fail(
+            Fault.CONTEXT_LENGTH_EXCEEDED,
+            "max_tokens" if body.max_tokens else "token_ids",
+            f"got {prompt.shape[0]} tokens and max_tokens {body.max_tokens}, expected at most "
+            f"{facts.max_context_tokens} together (model.max_context_tokens), one of them sampled",
+        )
+    if (body.max_tokens or 1) > rollouts.max_tokens_per_turn:
+        raise Problem(
+            422,
+            "invalid-request",
+            f"max_tokens is {body.max_tokens}, expected at most {rollouts.max_tokens_per_turn} "
+            "(rollouts.max_tokens_per_turn); ask for the rest behind what was sampled",
+            errors=[{"loc": ["body", "max_tokens"], "code": "invalid-request"}],
+        )
+    return GenerateRequest(
+        prompt_token_ids=prompt,
+        max_tokens=min(most, body.max_tokens or most),
+        temperature=facts.temperature,
+        deadline_s=deadline_s,
+        cache_salt=body.cache_salt or None,
+        replica=body.replica,
+    )
+
+
+def generate_answer(reply: GenerateReply, *, packed: bool) -> GenerateAnswer:
+    experts = reply.expert_indices
+    return GenerateAnswer(
+        token_ids=_packed(reply.token_ids, "<i4") if packed else reply.token_ids.tolist(),
+        logprobs=_packed(reply.logprobs, "<f4") if packed else reply.logprobs.tolist(),
+        finish_reason=reply.finish_reason,
+        version_spans=[
+            Span(version=span.version, start=span.start, end=span.end)
+            for span in reply.version_spans
+        ],
+        experts=None if experts is None else _packed_experts(experts),
+        cache_salt=reply.cache_salt,
+        replica=reply.replica,
+    )
+
+
+class Generation:
+    """The gateway's part; belongs to one event loop."""
+
+    def __init__(self, make_policy: Callable[[], PolicyClient]) -> None:
+        self._make_policy = make_policy
+        self._policy: PolicyClient | None = None
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        """Sample; while no engine is there, wait until the request's deadline. Raises: Refused."""
+        # Made within the event loop that uses it.
+        self._policy = self._policy or self._make_policy()
+        try:
+            reply = await self._policy.generate(request)
+            check_reply(request, reply)
+        except ValueError as error:
+            raise Refused(RefusalCode.INVALID_REQUEST, str(error), param="token_ids") from error
+        except (PolicyUnavailable, PolicyDeadlineExceeded, UnusableReply) as error:
+            raise _unavailable(f"no engine answered in time ({error})") from error
+        if reply.finish_reason is FinishReason.ABORT:
+            raise _unavailable("the engine gave the request up")
+        return reply
+
+
+def _unavailable(why: str) -> Refused:
+    return Refused(RefusalCode.NOT_AVAILABLE, f"{why}; send it again", retry_after_s=RETRY_AFTER_S)
+
+
+def _packed(column: NDArray[Any], dtype: str) -> Packed:
+    return Packed(dtype=dtype, data=np.ascontiguousarray(column, dtype).tobytes())
+
+
+def _packed_experts(indices: NDArray[Any]) -> Packed:
+    dtype = "|u1" if indices.dtype == np.uint8 else "<i2"
+    return Packed(dtype=dtype, data=_packed(indices, dtype).data, shape=indices.shape)

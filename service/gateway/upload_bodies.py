@@ -1,0 +1,193 @@
+"""The bodies of uploaded trajectories and of token-in, token-out requests, JSON or MessagePack.
+
+Read by msgspec, by one definition for both formats: a trajectory has three columns of thousands of
+numbers, for which pydantic takes many times as long. A column is a list, or packed: the bytes of a
+little-endian array with its type, in JSON as base64. Unknown fields are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.datastructures import Headers
+
+from actors.types import BranchReason, FinishReason
+from service.api.problems import Problem, shown
+from service.api.schemas import ID_PATTERN
+from service.gateway.bodies import SESSIONS_ID_PATTERN
+
+MSGPACK = "application/msgpack"
+# What one request, and one trajectory, may be made of; their tokens are bounded by the body.
+MAX_SAMPLES = 256
+MAX_TURNS = 4096
+_PLACE = re.compile(r"^(.*) - at `(?:key in )?(.*)`$", re.DOTALL)
+
+Body = TypeVar("Body")
+Natural = Annotated[int, Meta(ge=0)]
+Name = Annotated[str, Meta(pattern=ID_PATTERN)]
+# Room for the member's number behind it.
+GroupName = Annotated[str, Meta(pattern=SESSIONS_ID_PATTERN)]
+
+
+class Packed(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True, omit_defaults=True):
+    """A column as bytes."""
+
+    dtype: str
+    """NumPy's word, such as <i4: the one that the column asks for."""
+    data: bytes
+    shape: tuple[Natural, ...] | None = None
+    """Of recorded experts; null: one row."""
+
+
+Integers = list[int] | Packed
+Numbers = list[float] | Packed
+
+
+class SpanBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Tokens [start, end) of a sample, of which this policy version sampled those that are."""
+
+    version: int
+    start: int
+    end: int
+
+
+class TurnBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A turn: the sample's tokens [start, end) were sampled behind those before them."""
+
+    start: int
+    end: int
+    finish_reason: FinishReason = FinishReason.STOP
+    is_malformed: bool = False
+    index: int | None = None
+    """Of the turn in its trajectory, in the order of play; null of all: as they are listed."""
+
+
+class ExpertsBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    positions: Integers
+    """[R], <i4, ascending: the tokens whose forward passes are recorded."""
+    indices: list[list[list[int]]] | Packed
+    """[R, layers, experts], |u1 or <i2."""
+
+
+class SampleBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A conversation's tokens; each branch of a trajectory is one."""
+
+    token_ids: Integers
+    """[T], <i4."""
+    logprobs: Numbers
+    """[T], <f4, nats; 0 where the mask is 0."""
+    versions: list[SpanBody]
+    """Contiguous, covering all trained tokens."""
+    mask: Integers | None = None
+    """[T], |u1: 1 is trained. null: the turns' tokens."""
+    turns: Annotated[list[TurnBody], Meta(min_length=1, max_length=MAX_TURNS)] | None = None
+    """null: the runs of mask 1."""
+    token_rewards: Numbers | None = None
+    """[T], <f4; 0 outside of the turns."""
+    experts: ExpertsBody | None = None
+    branch_reason: BranchReason | None = None
+    """Why it extends no earlier sample; null: it is guessed from the ids."""
+
+
+class TrajectoryBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    id: Name
+    group: GroupName
+    samples: Annotated[list[SampleBody], Meta(min_length=1, max_length=MAX_SAMPLES)]
+    """In the order in which they began."""
+    reward: float | None = None
+    """Of the whole trajectory; null: it has none, or the tokens have it."""
+    components: dict[str, float] = {}
+    turn_rewards: dict[int, float] = {}
+    """By the number of the turn, beside the trajectory's."""
+    outcome: str = "completed"
+    detail: Annotated[str, Meta(max_length=2000)] = ""
+    metadata: dict[str, Any] = {}
+
+
+class GroupBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """When a group is complete: with `members` trajectories, or with those that it has now."""
+
+    id: GroupName
+    members: Annotated[int, Meta(ge=1)] | None = None
+    close: bool = False
+
+
+class UploadBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    tokenizer_fingerprint: str
+    trajectories: list[TrajectoryBody] = []
+    groups: list[GroupBody] = []
+
+
+class GenerateBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    token_ids: Integers
+    """[P], <i4: the prompt."""
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    cache_salt: str = ""
+    """Of the answer to the turn before; so is the replica."""
+    replica: str = ""
+
+
+class Span(Struct, frozen=True, kw_only=True):
+    version: int
+    start: int
+    end: int
+
+
+class GenerateAnswer(Struct, frozen=True, kw_only=True):
+    """Columns are lists in JSON, packed in MessagePack."""
+
+    token_ids: Integers
+    """[A], <i4."""
+    logprobs: Numbers
+    """[A], <f4, nats."""
+    finish_reason: FinishReason
+    version_spans: list[Span]
+    """Contiguous, covering [0, A)."""
+    experts: Packed | None
+    """[R, layers, experts] of the first R sampled tokens; null: not recorded."""
+    cache_salt: str
+    replica: str
+
+
+def is_packed(headers: Headers) -> bool:
+    """Whether a body is MessagePack; else it is JSON."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == MSGPACK
+
+
+def decode_body(body: bytes, kind: type[Body], *, packed: bool) -> Body:
+    """Read a body. packed: it is MessagePack. Raises: Problem."""
+    decode = msgspec.msgpack.decode if packed else msgspec.json.decode
+    try:
+        return decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _of_validation(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = "MessagePack map" if packed else "JSON object"
+        raise Problem(
+            400,
+            "malformed-body",
+            f"the body cannot be read: {shown(str(error))}; send one {what} with the Content-Type "
+            "that says so",
+        ) from None
+
+
+def _of_validation(text: str) -> Problem:
+    found = _PLACE.match(text)
+    message, place = (found[1], found[2]) if found else (text, "$")
+    loc = ["body", *_parts(place)]
+    where = ".".join(str(part) for part in loc)
+    return Problem(
+        422,
+        "invalid-request",
+        f"{where}: {shown(message)}; docs/service.md has the fields",
+        errors=[{"loc": loc, "code": "invalid-request", "message": shown(message)}],
+    )
+
+
+def _parts(place: str) -> list[int | str]:
+    """Example: $.trajectories[0].reward -> ["trajectories", 0, "reward"]."""
+    parts = re.findall(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]", place)
+    return [shown(name) if name else int(n) if n.isdecimal() else n for name, n in parts]

@@ -1,0 +1,604 @@
+"""From the body of an uploaded trajectory to what is stored of it: every number is looked at once.
+
+Invariant: what comes out is a trajectory as one of our own producers makes it, which the queue, the
+merge actor and the trainer take as it is. Pure; called by the API's replicas, in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import sha256
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.expert_records import ExpertRecords
+from actors.limits import MAX_REWARD
+from actors.merge.branches import branch_reason, common_prefix, regions
+from actors.merge.misalignment import LOGPROB_TOLERANCE, REWARD_TOLERANCE
+from actors.types import (
+    NO_VERSION,
+    PLAYED_OUT,
+    UNDONE,
+    UPLOADED,
+    LogProbs,
+    Outcome,
+    Sample,
+    TokenIds,
+    Trajectory,
+    TurnSpan,
+)
+from service.api.problems import shown
+from service.api.schemas import MAX_DEPTH, is_deeper
+from service.gateway.upload_bodies import (
+    ExpertsBody,
+    Packed,
+    SampleBody,
+    SpanBody,
+    TrajectoryBody,
+    TurnBody,
+)
+from service.gateway.upload_content import stored_content
+from service.intake.uploads import PolicyFacts, Upload
+
+# The rest is for us to say.
+STATED_OUTCOMES = frozenset(Outcome) - {
+    Outcome.STALE,
+    Outcome.CANCELLED,
+    Outcome.EMPTY,
+    Outcome.TOKEN_MISALIGNED,
+}
+_EXPERT_TYPES = ("|u1", "<i2")
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+class Fault(StrEnum):
+    """What is wrong with an uploaded trajectory; stable, for programs."""
+
+    WRONG_TYPE = "wrong-type"
+    """A packed column of another type or shape, or of bytes that are none of its."""
+    LENGTHS_DIFFER = "lengths-differ"
+    TOKEN_OUT_OF_VOCABULARY = "token-out-of-vocabulary"
+    INVALID_MASK = "invalid-mask"
+    INVALID_TURNS = "invalid-turns"
+    NOTHING_TRAINED = "nothing-trained"
+    CONTEXT_LENGTH_EXCEEDED = "context-length-exceeded"
+    INVALID_LOGPROB = "invalid-logprob"
+    INVALID_VERSIONS = "invalid-versions"
+    INVALID_REWARD = "invalid-reward"
+    REWARD_MISSING = "reward-missing"
+    REWARDS_DIFFER = "rewards-differ"
+    INVALID_EXPERTS = "invalid-experts"
+    UNKNOWN_OUTCOME = "unknown-outcome"
+    INVALID_METADATA = "invalid-metadata"
+
+
+class Violation(Exception):
+    """The first thing that is wrong with a trajectory."""
+
+    def __init__(self, fault: Fault, place: Sequence[int | str], message: str) -> None:
+        """place: in the trajectory's body."""
+        super().__init__(message)
+        self.fault, self.place, self.message = fault, tuple(place), message
+
+
+_Fail = Callable[[Fault, str, str], Violation]
+
+
+def checked_upload(body: TrajectoryBody, facts: PolicyFacts) -> Upload:
+    """Raises: Violation."""
+    if body.outcome not in STATED_OUTCOMES:
+        raise Violation(
+            Fault.UNKNOWN_OUTCOME,
+            ["outcome"],
+            f"got {shown(body.outcome)!r}, expected one of {', '.join(sorted(STATED_OUTCOMES))}",
+        )
+    metadata = _checked_metadata(body.metadata)
+    columns = [_read(each, number, facts) for number, each in enumerate(body.samples)]
+    if not any(each.mask.any() for each in columns):
+        raise Violation(
+            Fault.NOTHING_TRAINED,
+            ["samples"],
+            "no token has mask 1, expected at least one that the policy sampled",
+        )
+    _check_order(columns)
+    turns = _rewarded(body, columns)
+    samples: list[Sample] = []
+    for number, each in enumerate(columns):
+        samples.append(_sample(body.id, each, turns[number], samples, body.samples[number]))
+    trajectory = Trajectory(
+        rollout_id=body.id,
+        group_id=body.group,
+        group_number=0,
+        attempt=0,
+        task_id=body.group,
+        environment=UPLOADED,
+        outcome=Outcome(body.outcome),
+        detail=body.detail,
+        samples=tuple(samples),
+    )
+    content = stored_content(trajectory)
+    versions = trajectory.versions
+    assert versions is not None, "a trajectory without a trained token"
+    return Upload(
+        id=body.id,
+        group=body.group,
+        digest=sha256(content + metadata.encode()).hexdigest(),
+        content=content,
+        oldest_version=versions[0],
+        newest_version=versions[1],
+        metadata=body.metadata,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Columns:
+    """A sample's columns once they have been looked at; [T] each."""
+
+    token_ids: TokenIds
+    mask: NDArray[np.bool_]
+    logprobs: LogProbs
+    versions: NDArray[np.int32]
+    turns: tuple[TurnSpan, ...]
+    """Without their rewards."""
+    token_rewards: NDArray[np.float32] | None
+    experts: ExpertRecords | None
+
+
+def _read(body: SampleBody, number: int, facts: PolicyFacts) -> _Columns:
+    """Raises: Violation."""
+
+    def fail(fault: Fault, name: str, message: str) -> Violation:
+        return Violation(fault, ["samples", number, name], message)
+
+    token_ids = read_ids(body.token_ids, facts, fail)
+    length = token_ids.shape[0]
+    turns = None if body.turns is None else _turn_spans(body.turns, length, fail)
+    mask = _mask(body, turns, length, fail)
+    turns = turns or _runs(mask, fail)
+    logprobs = _floats(body.logprobs, "logprobs", length, fail)
+    if not (np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)).all():
+        raise fail(
+            Fault.INVALID_LOGPROB,
+            "logprobs",
+            "a log-probability is not finite, or above 0; give the natural logarithm of the "
+            "probability of each sampled token, and mask 0 to one that has none",
+        )
+    if logprobs[~mask].any():
+        raise fail(
+            Fault.INVALID_LOGPROB,
+            "logprobs",
+            "a token of mask 0 has a log-probability, expected 0 there",
+        )
+    return _Columns(
+        token_ids=token_ids,
+        mask=mask,
+        logprobs=logprobs,
+        versions=_versions(body.versions, mask, fail),
+        turns=turns,
+        token_rewards=_token_rewards(body, turns, length, fail),
+        experts=None if body.experts is None else _experts(body.experts, length, facts, fail),
+    )
+
+
+def read_ids(value: list[int] | Packed, facts: PolicyFacts, fail: _Fail) -> TokenIds:
+    """Token ids that the policy knows, as many as its context has room for. Raises: Violation."""
+    ids = _integers(value, "token_ids", None, fail)
+    most, vocabulary = facts.max_context_tokens, facts.vocab_size or UNDONE
+    if not 1 <= ids.shape[0] <= most:
+        raise fail(
+            Fault.CONTEXT_LENGTH_EXCEEDED,
+            "token_ids",
+            f"got {ids.shape[0]} tokens, expected 1 to {most} (model.max_context_tokens)",
+        )
+    if int(ids.view(np.uint32).max()) >= vocabulary:
+        raise fail(
+            Fault.TOKEN_OUT_OF_VOCABULARY,
+            "token_ids",
+            f"an id is outside of the vocabulary, expected 0 to {vocabulary - 1}; use the "
+            "policy's own tokenizer",
+        )
+    return ids
+
+
+def _turn_spans(bodies: Sequence[TurnBody], length: int, fail: _Fail) -> tuple[TurnSpan, ...]:
+    before = 1
+    for turn in bodies:
+        # A prompt has a token at least, and turns follow each other.
+        if not before <= turn.start < turn.end <= length:
+            raise fail(
+                Fault.INVALID_TURNS,
+                "turns",
+                f"a turn from {shown(str(turn.start))} to {shown(str(turn.end))}, expected one "
+                f"from {before} on that is not empty, up to {length}; list turns in order, the "
+                "first behind a prompt",
+            )
+        before = turn.end
+    return tuple(
+        TurnSpan(
+            index=NO_VERSION if turn.index is None else turn.index,
+            start=turn.start,
+            end=turn.end,
+            finish_reason=turn.finish_reason,
+            is_malformed=turn.is_malformed,
+        )
+        for turn in bodies
+    )
+
+
+def _mask(
+    body: SampleBody, turns: Sequence[TurnSpan] | None, length: int, fail: _Fail
+) -> NDArray[np.bool_]:
+    sampled = np.zeros(length, np.bool_)
+    for turn in turns or ():
+        sampled[turn.tokens] = True
+    if body.mask is None:
+        if turns is None:
+            raise fail(Fault.INVALID_MASK, "mask", "got neither mask nor turns, expected one")
+        return sampled
+    values = _integers(body.mask, "mask", length, fail, dtype="|u1")
+    if int(values.view(np.uint32).max()) > 1:
+        raise fail(Fault.INVALID_MASK, "mask", "expected 0 and 1 alone")
+    mask = values.astype(np.bool_)
+    if turns is not None and (mask & ~sampled).any():
+        raise fail(Fault.INVALID_MASK, "mask", "a token of mask 1 is in no turn")
+    return mask
+
+
+def _runs(mask: NDArray[np.bool_], fail: _Fail) -> tuple[TurnSpan, ...]:
+    """A turn for each run of mask 1."""
+    borders = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+    if not borders:
+        raise fail(
+            Fault.NOTHING_TRAINED, "mask", "a sample without a token of mask 1; leave it out"
+        )
+    if borders[0] == 0:
+        raise fail(
+            Fault.INVALID_TURNS,
+            "mask",
+            "the first token has mask 1, expected a prompt before what was sampled",
+        )
+    spans = [TurnBody(start=s, end=e) for s, e in zip(borders[::2], borders[1::2], strict=True)]
+    return _turn_spans(spans, mask.shape[0], fail)
+
+
+def _versions(spans: Sequence[SpanBody], mask: NDArray[np.bool_], fail: _Fail) -> NDArray[np.int32]:
+    versions = np.full(mask.shape, NO_VERSION, np.int32)
+    end: int | None = None
+    for span in spans:
+        is_next = 0 <= span.start == (span.start if end is None else end)
+        if not (is_next and span.start < span.end <= mask.shape[0]):
+            raise fail(
+                Fault.INVALID_VERSIONS,
+                "versions",
+                f"a span from {shown(str(span.start))} to {shown(str(span.end))}, expected one "
+                f"that is not empty, begins where the one before it ends, and ends at "
+                f"{mask.shape[0]} at most",
+            )
+        if not 0 <= span.version < UNDONE:
+            raise fail(
+                Fault.INVALID_VERSIONS,
+                "versions",
+                f"version {shown(str(span.version))}, expected the number of a policy version",
+            )
+        versions[span.start : span.end] = span.version
+        end = span.end
+    if (mask & (versions == NO_VERSION)).any():
+        raise fail(
+            Fault.INVALID_VERSIONS,
+            "versions",
+            "a token of mask 1 is in no span, expected the version that sampled it",
+        )
+    versions[~mask] = NO_VERSION
+    return versions
+
+
+def _token_rewards(
+    body: SampleBody, turns: Sequence[TurnSpan], length: int, fail: _Fail
+) -> NDArray[np.float32] | None:
+    if body.token_rewards is None:
+        return None
+    rewards = _floats(body.token_rewards, "token_rewards", length, fail)
+    if not (np.abs(rewards) <= MAX_REWARD).all():
+        raise fail(
+            Fault.INVALID_REWARD,
+            "token_rewards",
+            f"a reward is not finite, or above {MAX_REWARD:g} in size",
+        )
+    outside = rewards.copy()
+    for turn in turns:
+        outside[turn.tokens] = 0
+    if outside.any():
+        raise fail(
+            Fault.INVALID_REWARD,
+            "token_rewards",
+            "a token that is in no turn has a reward, expected 0; reward what was sampled",
+        )
+    return rewards
+
+
+def _experts(body: ExpertsBody, length: int, facts: PolicyFacts, fail: _Fail) -> ExpertRecords:
+    positions = _integers(body.positions, "experts", None, fail)
+    indices = _expert_indices(body.indices, fail)
+    if indices.shape[0] != positions.shape[0]:
+        raise fail(
+            Fault.LENGTHS_DIFFER,
+            "experts",
+            f"{indices.shape[0]} records at {positions.shape[0]} positions, expected one at each",
+        )
+    is_ascending = (np.diff(positions) > 0).all()
+    if not (is_ascending and (positions >= 0).all() and (positions < length).all()):
+        raise fail(
+            Fault.INVALID_EXPERTS,
+            "experts",
+            f"positions are not ascending in 0 to {length - 1}, expected each once",
+        )
+    if facts.mixture is None:
+        problem: str | None = "the model's routing cannot be replayed; leave the records out"
+    else:
+        problem = facts.mixture.fault(indices)
+    if problem is not None:
+        raise fail(Fault.INVALID_EXPERTS, "experts", problem)
+    return ExpertRecords(positions=positions, indices=indices)
+
+
+def _expert_indices(value: list[list[list[int]]] | Packed, fail: _Fail) -> NDArray[Any]:
+    if isinstance(value, Packed):
+        if value.dtype not in _EXPERT_TYPES or value.shape is None or len(value.shape) != 3:
+            raise fail(
+                Fault.WRONG_TYPE,
+                "experts",
+                f"got {shown(value.dtype)} of shape {shown(str(value.shape))}, expected |u1 or <i2 "
+                "of [tokens, layers, experts]",
+            )
+        return _unpacked(value, np.dtype(value.dtype), "experts", fail).reshape(value.shape)
+    try:
+        wide = np.array(value, np.int64)
+    except (ValueError, OverflowError):
+        wide = np.empty(0, np.int64)
+    if wide.ndim != 3 or wide.min(initial=0) < 0 or wide.max(initial=0) >= 1 << 15:
+        raise fail(
+            Fault.WRONG_TYPE,
+            "experts",
+            "expected lists of equal lengths: tokens, layers, the numbers of experts",
+        )
+    return wide.astype(np.uint8 if wide.max(initial=0) < 1 << 8 else np.int16)
+
+
+def _check_order(columns: Sequence[_Columns]) -> None:
+    """Of the turns over all samples. Raises: Violation."""
+    indices = [turn.index for each in columns for turn in each.turns]
+    if all(index == NO_VERSION for index in indices):
+        return
+    firsts = [each.turns[0].index for each in columns]
+    is_ordered = firsts == sorted(firsts) and all(
+        [turn.index for turn in each.turns] == sorted(turn.index for turn in each.turns)
+        for each in columns
+    )
+    if sorted(indices) != list(range(len(indices))) or not is_ordered:
+        raise Violation(
+            Fault.INVALID_TURNS,
+            ["samples"],
+            f"the turns' indices are not 0 to {len(indices) - 1}, each once, ascending within a "
+            "sample and from one sample's first to the next one's; leave them all out for turns "
+            "that are listed as they were played",
+        )
+
+
+def _rewarded(body: TrajectoryBody, columns: Sequence[_Columns]) -> list[tuple[TurnSpan, ...]]:
+    """The turns of each sample, numbered and with their rewards. Raises: Violation."""
+    spans = [turn for each in columns for turn in each.turns]
+    if spans[0].index == NO_VERSION:
+        spans = [msgspec.structs.replace(turn, index=i) for i, turn in enumerate(spans)]
+    rewards = _turn_rewards(body, len(spans))
+    by_tokens = _sums_of_tokens(columns)
+    if by_tokens is not None:
+        sums = {turn.index: total for turn, total in zip(spans, by_tokens, strict=True)}
+        stated = rewards if body.reward is not None or body.turn_rewards else None
+        rewards = sums if stated is None else stated
+        for number, total in sums.items():
+            if abs(total - rewards[number]) > REWARD_TOLERANCE * max(1.0, abs(rewards[number])):
+                raise Violation(
+                    Fault.REWARDS_DIFFER,
+                    ["samples"],
+                    f"the token rewards of turn {number} sum to {total:g}, its reward is "
+                    f"{rewards[number]:g}; make them agree, or leave reward and turn_rewards out",
+                )
+    elif body.reward is None and Outcome(body.outcome) in PLAYED_OUT:
+        raise Violation(
+            Fault.REWARD_MISSING,
+            ["reward"],
+            f"got none with outcome {body.outcome}, expected a number",
+        )
+    last = len(spans) - 1
+    components = {name: body.components[name] for name in sorted(body.components)}
+    found = iter(
+        msgspec.structs.replace(
+            turn,
+            reward=rewards[turn.index],
+            reward_components=components if turn.index == last else {},
+        )
+        for turn in spans
+    )
+    return [tuple(next(found) for _ in each.turns) for each in columns]
+
+
+def _turn_rewards(body: TrajectoryBody, num_turns: int) -> dict[int, float]:
+    """By turn, as the body states them; the last one has the trajectory's. Raises: Violation."""
+    named: Mapping[str, Mapping[Any, float]] = {
+        "reward": {} if body.reward is None else {"reward": body.reward},
+        "components": body.components,
+        "turn_rewards": body.turn_rewards,
+    }
+    for name, values in named.items():
+        for key, value in values.items():
+            if not (math.isfinite(value) and abs(value) <= MAX_REWARD):
+                raise Violation(
+                    Fault.INVALID_REWARD,
+                    [name] if key == name else [name, shown(str(key))],
+                    f"not finite, or above {MAX_REWARD:g} in size; expected a number",
+                )
+    unknown = [number for number in body.turn_rewards if not 0 <= number < num_turns]
+    if unknown:
+        raise Violation(
+            Fault.INVALID_REWARD,
+            ["turn_rewards", shown(str(unknown[0]))],
+            f"expected numbers of turns, which are 0 to {num_turns - 1}",
+        )
+    rewards = {number: body.turn_rewards.get(number, 0.0) for number in range(num_turns)}
+    rewards[num_turns - 1] += body.reward or 0.0
+    return rewards
+
+
+def _sums_of_tokens(columns: Sequence[_Columns]) -> list[float] | None:
+    """Of each turn, as they are listed; None: tokens have no rewards. Raises: Violation."""
+    if all(each.token_rewards is None for each in columns):
+        return None
+    sums = []
+    for number, each in enumerate(columns):
+        if each.token_rewards is None:
+            raise Violation(
+                Fault.LENGTHS_DIFFER,
+                ["samples", number, "token_rewards"],
+                "got none, expected them in all samples or in none",
+            )
+        sums += [float(each.token_rewards[t.tokens].sum(dtype=np.float64)) for t in each.turns]
+    return sums
+
+
+def _sample(
+    trajectory_id: str,
+    columns: _Columns,
+    turns: tuple[TurnSpan, ...],
+    earlier: Sequence[Sample],
+    body: SampleBody,
+) -> Sample:
+    parent, num_shared, reason = _origin(columns.token_ids, turns[0], earlier)
+    return Sample(
+        trajectory_id=trajectory_id,
+        turns=turns,
+        token_ids=columns.token_ids,
+        logprobs=columns.logprobs,
+        versions=columns.versions,
+        token_rewards=columns.token_rewards,
+        experts=columns.experts,
+        parent=parent,
+        num_shared=num_shared,
+        branch_reason=(body.branch_reason or reason) if earlier else None,
+    )
+
+
+def _origin(token_ids: TokenIds, first: TurnSpan, earlier: Sequence[Sample]) -> Any:
+    """What a sample branched off, how many tokens it shares with it, and why it seems to have.
+
+    As `actors.environment.sample_builder` finds it: the newest of those that shared most with its
+    first prompt when that was sent.
+    """
+    if not earlier:
+        return None, 0, None
+    prompt, nearest, most = token_ids[: first.start], len(earlier) - 1, -1
+    for number in range(len(earlier) - 1, -1, -1):
+        sample = earlier[number]
+        known = _known_before(sample, first.index)
+        # Most samples are told apart by one id.
+        is_less = most >= 0 and (
+            most >= min(known, len(prompt)) or sample.token_ids[most] != prompt[most]
+        )
+        if not is_less and (shared := common_prefix(sample.token_ids[:known], prompt)) > most:
+            nearest, most = number, shared
+    sample = earlier[nearest]
+    turns = [turn for turn in sample.turns if turn.index < first.index]
+    ids = sample.token_ids[: turns[-1].end]
+    reason = branch_reason(ids, prompt, regions=regions(turns), position=most)
+    return nearest if most else None, most, reason
+
+
+def _known_before(sample: Sample, index: int) -> int:
+    """How many of a sample's tokens there were when turn `index` was sampled."""
+    return max(turn.end for turn in sample.turns if turn.index < index)
+
+
+def _integers(
+    value: list[int] | Packed, name: str, length: int | None, fail: _Fail, *, dtype: str = "<i4"
+) -> NDArray[np.int32]:
+    """[T] int32. length: T; None: any. dtype: of a packed column."""
+    if isinstance(value, Packed):
+        if value.dtype != dtype or value.shape is not None:
+            raise fail(Fault.WRONG_TYPE, name, _wrong_type(value, dtype))
+        column = _unpacked(value, np.dtype(dtype), name, fail).astype(np.int32, copy=False)
+    else:
+        try:
+            wide = np.array(value, np.int64)
+        except OverflowError:
+            wide = np.array([-1], np.int64)
+        if wide.min(initial=0) < 0 or wide.max(initial=0) >= 1 << 31:
+            raise fail(
+                Fault.TOKEN_OUT_OF_VOCABULARY if name == "token_ids" else Fault.WRONG_TYPE,
+                name,
+                "a number below 0, or of more than 31 bits; expected natural numbers",
+            )
+        column = wide.astype(np.int32)
+    _check_length(column, name, length, fail)
+    return column
+
+
+def _floats(value: list[float] | Packed, name: str, length: int, fail: _Fail) -> LogProbs:
+    """[T] float32; what float32 cannot hold is infinite."""
+    if isinstance(value, Packed):
+        if value.dtype != "<f4" or value.shape is not None:
+            raise fail(Fault.WRONG_TYPE, name, _wrong_type(value, "<f4"))
+        column = _unpacked(value, np.dtype("<f4"), name, fail).astype(np.float32, copy=False)
+    else:
+        with np.errstate(over="ignore"):
+            column = np.array(value, np.float64).astype(np.float32)
+    _check_length(column, name, length, fail)
+    return column
+
+
+def _check_length(column: NDArray[Any], name: str, length: int | None, fail: _Fail) -> None:
+    if length is not None and column.shape[0] != length:
+        raise fail(
+            Fault.LENGTHS_DIFFER,
+            name,
+            f"got {column.shape[0]} values for {length} tokens, expected one for each",
+        )
+
+
+def _unpacked(value: Packed, dtype: np.dtype[Any], name: str, fail: _Fail) -> NDArray[Any]:
+    num_bytes = math.prod(value.shape or ()) * dtype.itemsize if value.shape is not None else None
+    if len(value.data) % dtype.itemsize or num_bytes not in (None, len(value.data)):
+        raise fail(
+            Fault.WRONG_TYPE,
+            name,
+            f"got {len(value.data)} bytes, expected whole numbers of {dtype.itemsize} bytes each, "
+            "as many as the shape says",
+        )
+    return np.frombuffer(value.data, dtype)
+
+
+def _wrong_type(value: Packed, dtype: str) -> str:
+    return (
+        f"packed as {shown(value.dtype)} of shape {shown(str(value.shape))}, expected {dtype} "
+        "without a shape"
+    )
+
+
+def _checked_metadata(metadata: dict[str, Any]) -> str:
+    """As JSON; equal for equal metadata. Raises: Violation."""
+    try:
+        if is_deeper(metadata, MAX_DEPTH):
+            raise ValueError(f"more than {MAX_DEPTH} objects and lists inside each other")
+        return json.dumps(metadata, allow_nan=False, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise Violation(
+            Fault.INVALID_METADATA,
+            ["metadata"],
+            f"expected plain JSON, finite and at most {MAX_DEPTH} levels deep "
+            f"({shown(str(error))})",
+        ) from None

@@ -1,0 +1,373 @@
+"""The routes for those who sample by themselves: uploaded trajectories, and token ids in and out.
+
+A request is checked whole before anything of it is stored; what is left to say of single
+trajectories (stale, known, conflicting) stands in the answer. A group that is complete is submitted
+before the answer: when that is refused, the same request again finds its trajectories known and
+submits the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from pydantic import Field
+
+from actors.policy import GenerateReply, GenerateRequest
+from service.api.ports import PREFIX, RunPort
+from service.api.problems import MAX_ERRORS, Problem
+from service.api.rollouts import check_samples, refuse_if_needed
+from service.api.schemas import RolloutId, StrictBody
+from service.api.settings import HttpSettings
+from service.gateway.generation import checked_request, generate_answer
+from service.gateway.routes import THREAD_BYTES, native
+from service.gateway.upload_bodies import (
+    MSGPACK,
+    GenerateBody,
+    UploadBody,
+    decode_body,
+    is_packed,
+)
+from service.gateway.upload_checks import Violation, checked_upload
+from service.intake.uploads import (
+    GroupPolicy,
+    PolicyFacts,
+    Upload,
+    UploadGroup,
+    UploadRefusal,
+    UploadReply,
+    UploadView,
+)
+
+UPLOADS = f"{PREFIX}/trajectories"
+Answer = TypeVar("Answer")
+
+
+class UploadPort(Protocol):
+    """What the routes need of the gateway. Every call may raise Refused and RunUnavailable."""
+
+    async def policy_facts(self) -> PolicyFacts: ...
+
+    async def upload(
+        self,
+        uploads: Sequence[Upload],
+        policies: Sequence[GroupPolicy],
+        *,
+        policy_version: int,
+        max_members: int,
+        max_waiting_mib: int,
+    ) -> UploadReply: ...
+
+    async def uploaded(self, name: str) -> UploadView | None: ...
+
+    async def drop_group(self, group: str) -> UploadGroup | None: ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply: ...
+
+
+class PolicyAnswer(StrictBody):
+    """What has to be known to sample for this run, or to upload what was sampled."""
+
+    tokenizer_fingerprint: str = Field(
+        description="sha256: of the JSON text of chat_template and vocab, keys sorted, no spaces"
+    )
+    vocab_size: int | None = Field(description="token ids are below it; null: not known")
+    max_context_tokens: int = Field(description="prompt and reply together")
+    temperature: float
+    policy_version: int = Field(description="of the weights after the last finished step")
+    oldest_version: int = Field(description="older tokens are refused as stale now")
+
+
+class RejectedTrajectory(StrictBody):
+    id: str
+    code: UploadRefusal
+    detail: str
+
+
+class GroupAnswer(StrictBody):
+    """Where a group of uploaded trajectories stands."""
+
+    id: str
+    uploaded: int
+    members: int | None = Field(
+        description="the group is complete with so many; null: it is not before it is closed"
+    )
+    is_submitted: bool = Field(description="GET /api/v1/rollouts/ID tells the rest")
+
+    @classmethod
+    def of(cls, group: UploadGroup) -> GroupAnswer:
+        return cls(
+            id=group.id,
+            uploaded=group.num_uploaded,
+            members=group.num_members,
+            is_submitted=group.is_closed,
+        )
+
+
+class UploadAnswer(StrictBody):
+    """What became of each trajectory; what is accepted is stored."""
+
+    accepted: list[str]
+    duplicates: list[str] = Field(description="accepted before, with the same content")
+    rejected: list[RejectedTrajectory]
+    groups: list[GroupAnswer]
+
+    @classmethod
+    def of(cls, reply: UploadReply) -> UploadAnswer:
+        return cls(
+            accepted=list(reply.accepted),
+            duplicates=list(reply.duplicates),
+            rejected=[
+                RejectedTrajectory(id=each.id, code=each.code, detail=each.detail)
+                for each in reply.rejected
+            ],
+            groups=[GroupAnswer.of(group) for group in reply.groups],
+        )
+
+
+class TrajectoryAnswer(StrictBody):
+    """An accepted trajectory."""
+
+    id: str
+    group: str
+    member: int = Field(description="its place among its group's rollouts")
+    bytes: int
+    created_at: float = Field(description="seconds since 1970")
+    is_submitted: bool = Field(description="GET /api/v1/rollouts/GROUP tells the rest")
+    metadata: dict[str, Any]
+
+
+def _either_format(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """A body's part of the OpenAPI document. FastAPI reads none of msgspec's types by itself."""
+    (reference,), definitions = msgspec.json.schema_components([kind])
+    schema = _inlined(reference, definitions)
+    content = {media_type: {"schema": schema} for media_type in ("application/json", MSGPACK)}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """A schema without references to definitions, which none of ours makes to itself."""
+    if isinstance(schema, list):
+        return [_inlined(each, definitions) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {name: _inlined(each, definitions) for name, each in schema.items()}
+
+
+_TAGS: list[str | Enum] = ["trajectories"]
+_UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "the run does not know it"}}
+_REFUSED: dict[int | str, dict[str, Any]] = {
+    409: {"description": "a group is known with another number of members"},
+    429: {"description": "too much waits; Retry-After says when to come again"},
+}
+
+
+def add_uploads(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSettings) -> None:
+    """Add the routes."""
+    _add_trajectories(app, run, port, settings)
+    _add_lookups(app, run, port, settings)
+    _add_generate(app, port, settings)
+
+
+def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSettings) -> None:
+    service = settings.service
+
+    @app.post(UPLOADS, tags=_TAGS, responses=_REFUSED, openapi_extra=_either_format(UploadBody))
+    async def upload(request: Request) -> UploadAnswer:
+        """Take in trajectories that were sampled elsewhere, JSON or MessagePack: all of them are
+        checked before any is stored. docs/service.md has the fields."""
+        raw, packed = await request.body(), is_packed(request.headers)
+        facts, readiness = await native(port.policy_facts()), await run.readiness()
+        uploads, policies = await _off_loop(raw, _read_upload, raw, packed, facts, settings)
+        reply = await native(
+            port.upload(
+                uploads,
+                policies,
+                policy_version=readiness.policy_version,
+                max_members=service.max_samples_per_task,
+                max_waiting_mib=service.max_waiting_mib,
+            )
+        )
+        if closed := [group.request() for group in reply.groups if group.is_closed]:
+            refuse_if_needed(await run.submit(closed))
+        return UploadAnswer.of(reply)
+
+    @app.get(f"{UPLOADS}/{{name}}", tags=_TAGS, responses=_UNKNOWN)
+    async def show(name: RolloutId) -> TrajectoryAnswer:
+        """An accepted trajectory, without its tokens."""
+        found = await native(port.uploaded(name))
+        if found is None:
+            raise Problem(
+                404,
+                "unknown-trajectory",
+                f"this run knows no uploaded trajectory {name!r}: it was never accepted, or its "
+                "group is over and no longer among the newest service.keep_ended_tasks",
+            )
+        return TrajectoryAnswer(
+            id=found.id,
+            group=found.group,
+            member=found.member,
+            bytes=found.num_bytes,
+            created_at=found.created_at,
+            is_submitted=found.is_group_closed,
+            metadata=dict(found.metadata),
+        )
+
+    @app.delete(
+        f"{UPLOADS}/groups/{{group}}",
+        tags=_TAGS,
+        responses={**_UNKNOWN, 409: {"description": "it is complete, and submitted"}},
+    )
+    async def drop(group: RolloutId) -> GroupAnswer:
+        """Forget the trajectories of a group that is not complete; their ids are free again."""
+        found = await native(port.drop_group(group))
+        if found is None:
+            raise Problem(
+                404, "unknown-group", f"this run knows no group {group!r} of trajectories"
+            )
+        if found.is_closed:
+            raise Problem(
+                409,
+                "group-closed",
+                f"group {group} is submitted; take it back with POST "
+                f"{PREFIX}/rollouts/{group}/cancel",
+            )
+        return GroupAnswer.of(found)
+
+
+def _add_lookups(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSettings) -> None:
+    @app.get(f"{PREFIX}/policy", tags=_TAGS)
+    async def policy() -> PolicyAnswer:
+        """What has to be known to sample for this run."""
+        facts, readiness = await native(port.policy_facts()), await run.readiness()
+        version = readiness.policy_version
+        return PolicyAnswer(
+            tokenizer_fingerprint=facts.tokenizer_fingerprint,
+            vocab_size=facts.vocab_size,
+            max_context_tokens=facts.max_context_tokens,
+            temperature=facts.temperature,
+            policy_version=version,
+            oldest_version=max(0, version - settings.algorithm.max_policy_age),
+        )
+
+
+def _add_generate(app: FastAPI, port: UploadPort, settings: HttpSettings) -> None:
+    @app.post(
+        f"{PREFIX}/generate",
+        tags=_TAGS,
+        response_class=Response,
+        openapi_extra=_either_format(GenerateBody),
+    )
+    async def generate(request: Request) -> Response:
+        """Sample behind a prompt of token ids, at the run's temperature; JSON or MessagePack, and
+        the answer in the same. Held while no engine is there, for sessions.hold_s at most."""
+        raw, packed = await request.body(), is_packed(request.headers)
+        facts = await native(port.policy_facts())
+
+        def read() -> GenerateRequest:
+            return checked_request(
+                decode_body(raw, GenerateBody, packed=packed),
+                facts,
+                rollouts=settings.rollouts,
+                deadline_s=settings.sessions.hold_s,
+            )
+
+        try:
+            wanted = await _off_loop(raw, read)
+        except Violation as violation:
+            raise _problem([(violation, ())]) from violation
+        answer = generate_answer(await native(port.generate(wanted)), packed=packed)
+        encode = msgspec.msgpack.encode if packed else msgspec.json.encode
+        media_type = MSGPACK if packed else "application/json"
+        return Response(encode(answer), media_type=media_type)
+
+
+def _read_upload(
+    raw: bytes, packed: bool, facts: PolicyFacts, settings: HttpSettings
+) -> tuple[list[Upload], list[GroupPolicy]]:
+    """Raises: Problem, which names all that is wrong, up to a number."""
+    body = decode_body(raw, UploadBody, packed=packed)
+    if body.tokenizer_fingerprint != facts.tokenizer_fingerprint:
+        raise Problem(
+            422,
+            "tokenizer-mismatch",
+            "tokenizer_fingerprint is another than the policy's, which is "
+            f"{facts.tokenizer_fingerprint}; sample with the policy's own tokenizer and template",
+            errors=[{"loc": ["body", "tokenizer_fingerprint"], "code": "tokenizer-mismatch"}],
+        )
+    most = settings.service.max_tasks_per_request
+    if len(body.trajectories) > most or len(body.groups) > most:
+        raise Problem(
+            413,
+            "too-many-trajectories",
+            f"got {len(body.trajectories)} trajectories and {len(body.groups)} groups, expected at "
+            f"most {most} of each; split them, or raise service.max_tasks_per_request",
+        )
+    policies = _group_policies(body, settings)
+    uploads: list[Upload] = []
+    violations: list[tuple[Violation, tuple[int | str, ...]]] = []
+    for number, item in enumerate(body.trajectories):
+        try:
+            uploads.append(checked_upload(item, facts))
+        except Violation as violation:
+            violations.append((violation, ("trajectories", number)))
+            if len(violations) == MAX_ERRORS:
+                break
+    if violations:
+        raise _problem(violations)
+    return uploads, policies
+
+
+def _group_policies(body: UploadBody, settings: HttpSettings) -> list[GroupPolicy]:
+    """Raises: Problem."""
+    twice = [name for name, count in Counter(each.id for each in body.groups).items() if count > 1]
+    if twice:
+        raise Problem(
+            422,
+            "invalid-request",
+            f"groups: the ids {twice[:8]} come more than once; expected each once",
+            errors=[{"loc": ["body", "groups"], "code": "invalid-request"}],
+        )
+    policies = [
+        GroupPolicy(id=each.id, num_members=each.members, closes=each.close) for each in body.groups
+    ]
+    for policy in policies:
+        if policy.num_members is not None:
+            # What it will be submitted as.
+            whole = UploadGroup(
+                id=policy.id,
+                num_uploaded=policy.num_members,
+                num_members=policy.num_members,
+                is_closed=True,
+            )
+            check_samples(whole.request(), settings)
+    return policies
+
+
+def _problem(found: Sequence[tuple[Violation, tuple[int | str, ...]]]) -> Problem:
+    """found: what is wrong, and in which item."""
+    errors = [
+        {
+            "loc": ["body", *place, *violation.place],
+            "code": violation.fault.value,
+            "message": violation.message,
+        }
+        for violation, place in found
+    ]
+    first = errors[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return Problem(422, str(first["code"]), f"{where}: {first['message']}", errors=errors)
+
+
+async def _off_loop(raw: bytes, work: Callable[..., Answer], *arguments: Any) -> Answer:
+    """Reading a large body would hold up every other request."""
+    if len(raw) > THREAD_BYTES:
+        return await asyncio.to_thread(work, *arguments)
+    return work(*arguments)

@@ -1,0 +1,174 @@
+"""Takes uploaded trajectories in, and delivers them once their groups are admitted.
+
+Invariants: what is accepted is stored before it is answered; what is delivered is read from the
+store, so that another gateway delivers it again after any death. Nothing here knows Ray: the actor
+(`service.gateway.actor`) hands its calls on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from actors.environment.rendering import ChatRenderer
+from actors.limits import MIB
+from actors.trajectory_queue.window import oldest_admitted_version
+from actors.types import UNDONE, Outcome, RolloutAssignment, Sample, Trajectory
+from service.gateway.chat import RefusalCode, Refused
+from service.gateway.sessions import RETRY_AFTER_S, GatewaySettings
+from service.gateway.upload_content import decoded_content
+from service.intake.uploads import (
+    GroupPolicy,
+    PolicyFacts,
+    Upload,
+    UploadGroup,
+    UploadLimits,
+    UploadReply,
+    UploadView,
+)
+from service.store.errors import StoreError
+from service.store.run_store import LeaseLost
+from service.store.thread import StoreThread
+from service.store.uploads import GroupDiffers, StoredUpload, UploadsFull, UploadStore
+
+log = logging.getLogger("rayloom.gateway")
+
+AGAIN_S = 1.0
+
+
+class Uploads:
+    """Belongs to one event loop."""
+
+    def __init__(self, settings: GatewaySettings, *, store: UploadStore, term: int) -> None:
+        self._settings = settings
+        self._store = store
+        self._term = term
+        # Of its own: turns are stored meanwhile.
+        self._thread = StoreThread()
+
+    async def add(
+        self,
+        uploads: Sequence[Upload],
+        policies: Sequence[GroupPolicy],
+        *,
+        policy_version: int,
+        max_members: int,
+        max_waiting_mib: int,
+    ) -> UploadReply:
+        """Take in what can be.
+
+        Args: policy_version: of the newest finished step. max_members: of a group.
+        Raises: Refused.
+        """
+        algorithm = self._settings.algorithm
+        limits = UploadLimits(
+            # A group that is admitted from here on is at most so far behind (`AdmissionWindow`).
+            oldest_version=policy_version - algorithm.max_policy_age,
+            # Engines hold the next one before its step is recorded.
+            newest_version=policy_version + 1,
+            min_members=algorithm.min_group_size,
+            max_members=max_members,
+            max_waiting_bytes=max_waiting_mib * MIB,
+        )
+        try:
+            return await self._thread.call(
+                self._store.add, uploads, policies, term=self._term, limits=limits
+            )
+        except UploadsFull as error:
+            raise Refused(
+                RefusalCode.TOO_MANY_REQUESTS,
+                f"{error}; send it again later, or close or drop groups that are not complete",
+                retry_after_s=RETRY_AFTER_S,
+            ) from error
+        except GroupDiffers as error:
+            raise Refused(RefusalCode.CONFLICT, str(error)) from error
+        except (LeaseLost, StoreError) as error:
+            raise _unavailable(error) from error
+
+    async def view(self, name: str) -> UploadView | None:
+        """None: it is not known. Raises: Refused."""
+        try:
+            return await self._thread.call(self._store.view, name)
+        except StoreError as error:
+            raise _unavailable(error) from error
+
+    async def drop(self, group: str) -> UploadGroup | None:
+        """As `UploadStore.drop`. Raises: Refused."""
+        try:
+            return await self._thread.call(self._store.drop, group, term=self._term)
+        except (LeaseLost, StoreError) as error:
+            raise _unavailable(error) from error
+
+    async def play(self, assignment: RolloutAssignment) -> Trajectory:
+        """Deliver a rollout."""
+        member = int(assignment.rollout_id.rpartition("-")[2])
+        stored = await self._load(assignment.task.task_id, member)
+        if stored is None:
+            return Trajectory.of(
+                assignment,
+                Outcome.INFRASTRUCTURE_ERROR,
+                detail=f"the store has no trajectory {member} of {assignment.task.task_id}",
+            )
+        return await asyncio.to_thread(self._delivered, stored, assignment)
+
+    async def _load(self, group: str, member: int) -> StoredUpload | None:
+        while True:
+            try:
+                return await self._thread.call(self._store.load, group, member)
+            except StoreError as error:
+                # Whoever uploaded it cannot be asked again.
+                log.warning("trajectory %d of %s cannot be read yet: %s", member, group, error)
+                await asyncio.sleep(AGAIN_S)
+
+    def _delivered(self, stored: StoredUpload, assignment: RolloutAssignment) -> Trajectory:
+        whole = Trajectory.of(assignment, Outcome.COMPLETED, detail="")
+        found = decoded_content(stored.content)
+        trajectory = replace(
+            whole,
+            outcome=found.outcome,
+            detail=found.detail,
+            samples=tuple(
+                replace(
+                    _marked(sample, stored.kept_version), trajectory_id=assignment.trajectory_id
+                )
+                for sample in found.samples
+            ),
+        )
+        oldest = oldest_admitted_version(
+            assignment.group_number, self._settings.algorithm, num_ahead=self._settings.num_ahead
+        )
+        versions = trajectory.versions
+        if versions is not None and versions[0] < oldest:
+            detail = f"sampled by version {versions[0]}, expected at least {oldest}"
+            return replace(trajectory, outcome=Outcome.STALE, detail=detail)
+        return trajectory
+
+
+def policy_facts(settings: GatewaySettings, renderer: ChatRenderer) -> PolicyFacts:
+    """What whoever samples elsewhere has to know."""
+    shape = settings.shape
+    return PolicyFacts(
+        tokenizer_fingerprint=renderer.fingerprint,
+        vocab_size=None if shape is None else shape.vocab_size,
+        mixture=None if shape is None else shape.mixture,
+        max_context_tokens=settings.max_context_tokens,
+        temperature=settings.rollouts.temperature,
+    )
+
+
+def _marked(sample: Sample, kept: int | None) -> Sample:
+    """With the versions after `kept` marked as undone, as `actors.policy_age.marked` does."""
+    if kept is None or not (sample.versions > kept).any():
+        return sample
+    versions = np.where(sample.versions > kept, sample.versions + np.int32(UNDONE), sample.versions)
+    return replace(sample, versions=versions)
+
+
+def _unavailable(error: Exception) -> Refused:
+    return Refused(
+        RefusalCode.NOT_AVAILABLE, f"{error}; send it again", retry_after_s=RETRY_AFTER_S
+    )

@@ -1,0 +1,90 @@
+"""A trajectory as the page shows it: one tree of JSON. Pure.
+
+Whatever text a model or an environment wrote is made visible here; the page sets it as text, never
+as markup. Called for `rayloom inspect --html`, and by the API.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from service.inspect.facts import facts
+from service.inspect.view import MEANINGS, SampleView, TokenClass, TrajectoryView
+from service.visible import visible_text
+
+DIGITS = 6
+
+# What each class means for the training, in the legend.
+EXPLANATIONS: dict[TokenClass, str] = {
+    TokenClass.TRAINED: "in the loss",
+    TokenClass.MASKED: "its trajectory is not in the loss, or it has no log-probability",
+    TokenClass.PROMPT: "what the sample began with",
+    TokenClass.OBSERVATION: "what the environment said between two turns",
+    TokenClass.INSERTED: "closes a reply that did not close itself",
+    TokenClass.TEMPLATE: "role headers, footers and special tokens",
+}
+_NUMBERS = {kind: number for number, kind in enumerate(EXPLANATIONS)}
+
+
+def trajectory_document(view: TrajectoryView) -> dict[str, Any]:
+    """What the page is given; columns of a sample are by position."""
+    trajectory, counts = view.entry.trajectory, view.counts
+    return {
+        "kind": "trajectory",
+        "id": visible_text(trajectory.trajectory_id),
+        "step": view.step.step,
+        "group": visible_text(trajectory.group_id),
+        "task": visible_text(trajectory.task_id),
+        "environment": visible_text(trajectory.environment),
+        "facts": facts(view.step, view.entry, is_refused=view.is_refused),
+        "kinds": [
+            {
+                "name": kind,
+                "meaning": MEANINGS[kind],
+                "explanation": explanation,
+                "count": counts.get(kind, 0),
+            }
+            for kind, explanation in EXPLANATIONS.items()
+        ],
+        "fault_counts": list(view.fault_counts.items()),
+        "num_faulty": view.num_faulty,
+        "note": visible_text(view.note),
+        "samples": [_sample(each) for each in view.samples],
+    }
+
+
+def _sample(view: SampleView) -> dict[str, Any]:
+    tokens = list(view.tokens)
+    segments, at = [], 0
+    for segment in view.segments:
+        end = at + len(segment.tokens)
+        segments.append(
+            {
+                "title": segment.title,
+                "note": segment.note,
+                "is_reply": segment.is_reply,
+                "start": at,
+                "end": end,
+            }
+        )
+        at = end
+    return {
+        "title": view.title,
+        "opening": view.opening,
+        "parent": view.parent,
+        "num_shared": view.num_shared,
+        "segments": segments,
+        "ids": [token.token_id for token in tokens],
+        "texts": [token.text for token in tokens],
+        "kinds": [_NUMBERS[token.kind] for token in tokens],
+        "turns": [token.turn for token in tokens],
+        "logprobs": [_short(token.logprob) for token in tokens],
+        "versions": [token.version for token in tokens],
+        "advantages": [_short(token.advantage) for token in tokens],
+        "line_ends": [token.position for token in tokens if token.ends_line],
+        "faults": {str(token.position): token.faults for token in tokens if token.faults},
+    }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.{DIGITS}g}")

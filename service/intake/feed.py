@@ -1,0 +1,89 @@
+"""The feed: what became of tasks and of sessions, in the order in which it was stored.
+
+Entries are appended, each in the transaction that makes it durable, and never changed: what was
+accepted, cancelled or done to a session at once; how rollouts left with the checkpoint that makes
+it final. So a crash takes nothing back of it, unless the newest checkpoint cannot be read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
+from actors.types import Outcome
+from service.intake.session import SessionStatus
+from service.intake.submission import RolloutResult
+
+
+class FeedKind(StrEnum):
+    """What an entry tells."""
+
+    ACCEPTED = "accepted"
+    """Of a task."""
+    CANCELLED = "cancelled"
+    """Of a task, at the client's request."""
+    ADMITTED = "admitted"
+    """Of a task: its group has a place in the window."""
+    TRAINED = "trained"
+    """Of a rollout, with its step."""
+    EVICTED = "evicted"
+    """Of a rollout, with its reason."""
+    SESSION_OPENED = "session_opened"
+    SESSION_ENDED = "session_ended"
+    SESSION_REWARDED = "session_rewarded"
+    """With the reward that an ended session waited for, or without one that never came."""
+    WENT_BACK = "went_back"
+    """Of the run: to an older checkpoint than its newest, which could not be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedEntry:
+    """One entry. What a kind does not have is None."""
+
+    number: int = 0
+    """1, 2, 3, … in the order of the feed; some may be left out. 0: not stored yet."""
+    at: float
+    """When it was stored, in seconds since 1970."""
+    kind: FeedKind
+    task: str | None = None
+    """The submission's id."""
+    member: int | None = None
+    """Of the rollout or session among the task's."""
+    outcome: Outcome | None = None
+    reward: float | None = None
+    step: int | None = None
+    """The training step that a rollout left with; of `went_back`, that the run goes on from."""
+    reason: EvictionReason | None = None
+    session_status: SessionStatus | None = None
+    void_after: int | None = None
+    """Of `went_back`: entries beyond this number that tell of rollouts, or of an admission, hold
+    no more; they come again."""
+
+    @classmethod
+    def of_event(
+        cls, event: LedgerEvent, *, task: str, result: RolloutResult | None, at: float
+    ) -> FeedEntry:
+        """result: of the rollout's newest attempt; None: none has ended."""
+        if event.kind is LedgerEventKind.ADMITTED:
+            return cls(at=at, kind=FeedKind.ADMITTED, task=task)
+        is_trained = event.kind is LedgerEventKind.TRAINED
+        return cls(
+            at=at,
+            kind=FeedKind.TRAINED if is_trained else FeedKind.EVICTED,
+            task=task,
+            member=int(event.rollout_id.rpartition("-")[2]),
+            outcome=None if result is None else result.outcome,
+            reward=None if result is None else result.reward,
+            step=event.step,
+            reason=event.reason,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedPage:
+    """Entries behind a cursor."""
+
+    entries: tuple[FeedEntry, ...]
+    oldest: int
+    """The oldest number that is kept; 0: the feed is empty."""

@@ -1,0 +1,72 @@
+"""Lists of tasks and of sessions: what is asked for, and a page of the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.types import Outcome
+from service.intake.session import SessionStatus
+from service.intake.submission import Status, SubmissionView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFilter:
+    """Which tasks; None: any."""
+
+    status: Status | None = None
+    environment: str | None = None
+    batch: str | None = None
+    tenant: str | None = None
+    """Whose; as `Caller.sees`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPage:
+    """Tasks in the order of acceptance."""
+
+    tasks: tuple[SubmissionView, ...]
+    """May be fewer than asked for, or none, although there are more."""
+    next: int | None
+    """The position to go on behind; None: there are no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionFilter:
+    """Which sessions; None: any."""
+
+    group: str | None = None
+    """The submission's id."""
+    status: SessionStatus | None = None
+    tenant: str | None = None
+    """Whose; as `Caller.sees`."""
+
+
+SessionPlace = tuple[int, int]
+"""The submission's position, and the member."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLine:
+    """A session in a list, as the store has it: without what its turns tell."""
+
+    id: str
+    submission_id: str
+    member: int
+    status: SessionStatus
+    created_at: float
+    """Seconds since 1970, like the other two."""
+    opened_at: float | None
+    ended_at: float | None
+    reward: float | None
+    is_reward_pending: bool
+    outcome: Outcome | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPage:
+    """Sessions in the order of acceptance, then by member."""
+
+    sessions: tuple[SessionLine, ...]
+    """May be fewer than asked for, or none, although there are more."""
+    next: SessionPlace | None
+    """The place to go on behind; None: there are no more."""

@@ -1,0 +1,141 @@
+"""Trajectories that were sampled elsewhere, as they are taken in. Plain values.
+
+They wait in groups of the client's. A group that is complete becomes a submission of its id
+(`service.intake.submission`), whose task has the environment `UPLOADED`; the gateway delivers its
+rollouts from the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from actors.environment.tasks import derived_seed
+from actors.expert_records import MixtureShape
+from actors.types import UPLOADED, Task
+from service.intake.submission import RolloutRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFacts:
+    """What holds for all that is sampled from a run's policy."""
+
+    tokenizer_fingerprint: str
+    """Of `actors.environment.rendering.tokenizer_fingerprint`."""
+    vocab_size: int | None
+    """None: not known."""
+    mixture: MixtureShape | None
+    """None where recorded experts cannot be replayed."""
+    max_context_tokens: int
+    """Prompt and reply together."""
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """A trajectory that has been checked."""
+
+    id: str
+    """The client's; unique in the run."""
+    group: str
+    digest: str
+    """Equal for an equal trajectory of an equal group, in whatever format it came."""
+    content: bytes
+    """Of `service.gateway.upload_content`: a trajectory without an assignment."""
+    oldest_version: int
+    newest_version: int
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """For people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPolicy:
+    """When a group is complete."""
+
+    id: str
+    num_members: int | None = None
+    """With so many; None: it is not said."""
+    closes: bool = False
+    """It is with those that are there now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadLimits:
+    """What is not for the items themselves to say."""
+
+    oldest_version: int
+    """What an older one sampled can be in no group that is admitted from here on."""
+    newest_version: int
+    """The newest that can have sampled anything."""
+    min_members: int
+    max_members: int
+    max_waiting_bytes: int
+    """Of all whose group has no place in the window."""
+
+
+class UploadRefusal(StrEnum):
+    """Why one of several trajectories is not taken in; stable, for programs."""
+
+    STALE_POLICY = "stale-policy"
+    UNKNOWN_VERSION = "unknown-version"
+    """No policy of that version has been published."""
+    ID_CONFLICT = "id-conflict"
+    GROUP_CLOSED = "group-closed"
+    GROUP_FULL = "group-full"
+    GROUP_CONFLICT = "group-conflict"
+    """A task that is none of uploaded trajectories has the group's id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedUpload:
+    id: str
+    code: UploadRefusal
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadGroup:
+    """A group as it stands."""
+
+    id: str
+    num_uploaded: int
+    num_members: int | None
+    """It is complete with so many; None: not before it is closed."""
+    is_closed: bool
+    """It is complete: it can be submitted, and takes no more."""
+
+    def request(self) -> RolloutRequest:
+        """The submission that it becomes; the same one every time."""
+        assert self.is_closed and self.num_members is not None, self
+        task = Task(task_id=self.id, environment=UPLOADED, seed=derived_seed("submitted", self.id))
+        return RolloutRequest.of(
+            task, asked_samples=self.num_members, default_samples=self.num_members
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadReply:
+    """What became of a request's trajectories; what is accepted is durable."""
+
+    accepted: tuple[str, ...] = ()
+    duplicates: tuple[str, ...] = ()
+    """Accepted before, with the same content."""
+    rejected: tuple[RefusedUpload, ...] = ()
+    groups: tuple[UploadGroup, ...] = ()
+    """All that the request names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadView:
+    """An accepted trajectory, as a client sees it."""
+
+    id: str
+    group: str
+    member: int
+    num_bytes: int
+    created_at: float
+    """Seconds since 1970."""
+    metadata: Mapping[str, Any]
+    is_group_closed: bool

@@ -1,0 +1,52 @@
+"""The packed page: one HTML file with its program, its styles and, where given, its document.
+
+`packed.html` is built from `src/` by `make page`, which needs npm; nothing else does. It names no
+address and asks for nothing but the run's own API, to which a policy in it holds the browser.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PACKED = HERE / "packed.html"
+SOURCES_SHA256 = "rayloom-page-sources"
+"""Name of the <meta> that holds the digest of the sources that the page was packed from."""
+_PLACE = '<script id="document" type="application/json">null</script>'
+
+
+@cache
+def empty_page() -> str:
+    """The page without a document: it asks the API that it came from."""
+    return PACKED.read_text(encoding="utf-8")
+
+
+def page_with(document: Mapping[str, Any]) -> str:
+    """The page over a document of its own: it can be kept, mailed and opened offline.
+
+    document: a tree of JSON; what ends a script element or begins a comment is escaped.
+    """
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # A lone surrogate, which no file can hold, may be in an environment's own words.
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    inside = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    before, place, after = empty_page().partition(_PLACE)
+    assert place, "packed.html has no place for a document"
+    return before + place.replace("null", inside) + after
+
+
+def sources_digest() -> str:
+    """Over all that the packed page is made of, by names and contents."""
+    names = ["build.mjs", "package.json", "package-lock.json", "page.html", "tsconfig.json"]
+    paths = [HERE / name for name in names]
+    paths += [path for path in (HERE / "src").iterdir() if path.is_file()]
+    digest = hashlib.sha256()
+    for path in sorted(paths, key=lambda each: each.relative_to(HERE).as_posix()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(HERE).as_posix()}\n{len(content)}\n".encode() + content)
+    return digest.hexdigest()

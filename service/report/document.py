@@ -1,0 +1,183 @@
+"""A run as the page shows it: one tree of JSON, the same of a finished run and of a live one.
+
+Everything that is said in words is said here and in `tables`; the page draws the columns of the
+steps. Pure. Called for report.html, and by the API for the page at `/`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from actors.statistics import STATISTICS
+from actors.trajectory_queue.messages import QueueStats
+from service.report import tables
+from service.run.health import Phase
+from service.telemetry.records import EvaluationRecord, StepRecord
+from service.telemetry.summary import HistoryLike, RunSummary
+
+DIGITS = 6
+Numbers = dict[str, list[float | int | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveState:
+    """What only a run that goes on has."""
+
+    phase: Phase
+    phase_detail: str
+    started_at: float
+    """Seconds since 1970, as all times here."""
+    checkpoint_step: int
+    engines: Mapping[str, int]
+    """The policy version that each engine's replica holds, by its id."""
+    engines_expected: int
+    queue: QueueStats | None
+    """None before the queue has answered."""
+    max_items: int
+    """Rollouts that may be in flight."""
+    max_bytes: int
+    """Of the finished ones that wait for a step."""
+    max_lag: int
+    """Versions that rollouts may run ahead."""
+    notices: Sequence[str]
+    """The newest, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPicture:
+    """A run at one moment, or at its end."""
+
+    summary: RunSummary
+    history: HistoryLike
+    config_text: str
+    """The effective configuration, as YAML."""
+    after: int = 0
+    """The asker has the steps up to this one."""
+    live: LiveState | None = None
+
+
+def run_document(picture: RunPicture) -> dict[str, Any]:
+    """What the page is given. The steps are those behind `after`; all else is whole."""
+    summary, history, live = picture.summary, picture.history, picture.live
+    totals = history.totals
+    steps = [record for record in history.steps if record.step > picture.after]
+    return {
+        "kind": "run",
+        "name": summary.name,
+        "term": history.num_terms,
+        "after": picture.after,
+        "finished_at": None if live or not history.steps else history.steps[-1].wall_time,
+        "verdict": tables.verdict(summary),
+        "ending": tables.ending(summary),
+        "is_scaled": summary.is_reward_scaled,
+        "policy_age_bound": summary.policy_age_bound,
+        "outcomes": dict(summary.outcomes),
+        "stage_seconds": summary.stage_seconds.by_name(),
+        "tiles": [_plain(each) for each in tables.tiles(summary)],
+        # A run that goes on has rollouts in flight, and breaks no promise by it.
+        "checks": [
+            _plain(each)
+            for each in tables.checks(summary, totals)
+            if live is None or each.name != tables.IN_FLIGHT
+        ],
+        "tables": [_plain(each) for each in tables.summary_tables(summary)],
+        "loss_tables": [_plain(each) for each in tables.statistic_tables(totals)],
+        "loss_definitions": tables.statistic_definitions(totals),
+        "definitions": tables.definitions(),
+        "statistics": {
+            each.name: {"group": each.group, "unit": each.unit, "help": each.help}
+            for each in STATISTICS
+            if each.name in totals.statistics
+        },
+        "steps": step_columns(steps),
+        "evaluations": evaluation_columns(
+            [each for each in history.evaluations if each.is_scheduled]
+        ),
+        "config_text": picture.config_text.strip(),
+        "live": None if live is None else _live(live),
+    }
+
+
+def step_columns(records: Sequence[StepRecord]) -> Numbers:
+    """[N] each, null where a step does not know it. Counts by the record's names, `stages.NAME`,
+    `outcomes.NAME`, statistics by theirs, and what the figures draw of several of these.
+    """
+    columns: Numbers = {name: [] for record in records for name in _numbers_of(record)}
+    for record in records:
+        known = _numbers_of(record)
+        for name, values in columns.items():
+            values.append(_short(known.get(name)))
+    return columns
+
+
+def evaluation_columns(records: Sequence[EvaluationRecord]) -> Numbers:
+    return {
+        "step": [record.step for record in records],
+        "policy_version": [record.policy_version for record in records],
+        "num_tasks": [record.num_tasks for record in records],
+        "reward": [_short(record.best_known_reward) for record in records],
+    }
+
+
+def _numbers_of(record: StepRecord) -> dict[str, float | None]:
+    counts = {
+        each.name: value
+        for each in fields(record)
+        if isinstance(value := getattr(record, each.name), int | float)
+    }
+    low, high = record.value("clip_fraction_low"), record.value("clip_fraction_high")
+    seconds = record.stages.total
+    return {
+        **counts,
+        **{f"stages.{name}": value for name, value in record.stages.by_name().items()},
+        **{f"outcomes.{name}": float(count) for name, count in record.outcomes.items()},
+        **record.statistics,
+        "reward": record.best_known_reward,
+        "policy_age_max": record.policy_age_max,
+        "policy_age_mean": record.value("policy_age_mean") or 0.0,
+        "merge_ratio": record.merge.ratio,
+        "clip_fraction": None if low is None or high is None else low + high,
+        "malformed_share": _share(record.num_malformed_turns, record.num_turns),
+        "tokens_per_second": _share(record.num_sampled_tokens, seconds),
+    }
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _short(value: float | int | None) -> float | int | None:
+    """What a figure can show of it; whole numbers stay whole, so that times do."""
+    if value is None or not math.isfinite(value):
+        return None
+    if float(value).is_integer():
+        return int(value)
+    return float(f"{value:.{DIGITS}g}") if abs(value) < 10**DIGITS else round(value)
+
+
+def _live(live: LiveState) -> dict[str, Any]:
+    queue = live.queue
+    return {
+        "phase": live.phase,
+        "phase_detail": live.phase_detail,
+        "started_at": live.started_at,
+        "checkpoint_step": live.checkpoint_step,
+        "engines": dict(live.engines),
+        "tables": [
+            _plain(each)
+            for each in (
+                tables.window_table(queue, max_items=live.max_items, max_lag=live.max_lag),
+                tables.queue_table(queue, max_bytes=live.max_bytes),
+                tables.engines_table(live.engines, expected=live.engines_expected),
+            )
+            if each.rows
+        ],
+        "notices": list(live.notices),
+    }
+
+
+def _plain(value: tables.Tile | tables.Check | tables.Table) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in fields(value)}

@@ -1,0 +1,546 @@
+"""An operator's hand on a run: pauses, checkpoints, returns to one, evaluations, who holds what.
+
+One for a supervisor, beside its terms; what it keeps longer is in the store. Invariants: what is
+answered as paused is stored, and holds in every later term; a return to a checkpoint counts from
+the moment in which the next lease names it, in the same transaction; nothing here waits for a
+training step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from actors.deadline import ActorLost
+from actors.trajectory_queue.messages import QueueStats
+from actors.types import Task
+from actors.weights.board import BoardStatus, ReplicaReport
+from service.launch.resume import find_faults
+from service.run.control_calls import (
+    CheckpointView,
+    ControlRefused,
+    ControlView,
+    EvaluationRequest,
+    InFlight,
+    Operation,
+    OperationStatus,
+    PoliciesView,
+    PolicyView,
+    RefusalCode,
+    ReplicaView,
+)
+from service.run.engines import Engines
+from service.run.health import Phase
+from service.run.pauses import Pausable, Pause, Pauses
+from service.run.term import Term
+from service.store.controls import AdminCall, ControlStore
+from service.store.errors import LeaseLost, StoreError
+from service.store.lineage import Checkpoint
+from service.store.run_store import Lease, RunStore
+from service.store.thread import StoreThread
+from service.telemetry.recorder import RunRecorder
+from service.telemetry.records import EvaluationRecord, asked_evaluation_record
+
+log = logging.getLogger("rayloom.control")
+
+KEPT_OPERATIONS = 256
+# An answer waits so long for an admission in hand, or for engines to hold.
+PASSED_LIMIT_S = 10.0
+# Of an environment actor's slots, so that training keeps the others.
+EVALUATION_SLOTS_SHARE = 0.25
+MAX_EVALUATED = 100_000
+OVER = frozenset({Phase.STOPPING, Phase.FINISHED, Phase.FAILED, Phase.TAKEN_OVER})
+
+
+class Control:
+    """Belongs to the supervisor's event loop; `term` is the one that runs, None between two."""
+
+    def __init__(
+        self,
+        store: RunStore,
+        *,
+        thread: StoreThread,
+        recorder: RunRecorder,
+        engines: Engines,
+        checkpoints: Path,
+        read_queue: Callable[[], QueueStats | None],
+    ) -> None:
+        """checkpoints: their directory. read_queue: how the queue stood a moment ago."""
+        self._run_store, self._store, self._thread = store, ControlStore(store), thread
+        self._recorder, self._engines = recorder, engines
+        self._checkpoints = checkpoints
+        self._read_queue = read_queue
+        self.pauses = Pauses()
+        self.term: Term | None = None
+        self.returning = asyncio.Event()
+        """The term that runs is to end: a checkpoint is to be gone back to."""
+        self._return: Operation | None = None
+        self._evaluating = ""
+        """The id of the evaluation that is played; empty: none."""
+        self._operations: OrderedDict[str, Operation] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._changing = asyncio.Lock()
+        self._begun: set[asyncio.Task[None]] = set()
+        self._is_restored = False
+
+    # -- what the supervisor does ---------------------------------------------------------------
+
+    @property
+    def returns_to(self) -> str:
+        """The checkpoint that the next lease is to go back to; empty: none."""
+        return self._return.checkpoint if self._return is not None else ""
+
+    async def begin_term(self, lease: Lease) -> None:
+        """A lease is taken. Raises: StoreError."""
+        asked, self._return = self._return, None
+        self.returning.clear()
+        if asked is not None:
+            is_there = lease.parent is not None and lease.parent.directory == asked.checkpoint
+            detail = f"term {lease.term} goes on from it"
+            if not is_there:
+                detail = "it was pruned meanwhile; the run goes on from the newest"
+            self._end(asked, detail, is_failed=not is_there)
+        if not self._is_restored:
+            self.pauses.restore(await self._thread.call(self._store.pauses))
+            self._is_restored = True
+            self._recorder.paused(self.pauses.paused)
+            for pause in self.pauses.paused:
+                self._recorder.notice(
+                    f"{pause.part} is still paused; resume it with POST "
+                    f"/api/v1/control/{pause.part}/resume"
+                )
+
+    def close(self, reason: str) -> None:
+        """The run has ended: nothing that was asked for comes any more."""
+        for operation in list(self._operations.values()):
+            if operation.status is OperationStatus.RUNNING:
+                self._end(operation, f"the run has ended: {reason}", is_failed=True)
+        for task in self._begun:
+            task.cancel()
+
+    # -- pauses ---------------------------------------------------------------------------------
+
+    async def view(self) -> ControlView:
+        return ControlView(
+            phase=self._recorder.current_phase.value,
+            pauses=self.pauses.paused,
+            in_flight=await self._in_flight(),
+        )
+
+    async def pause(self, part: Pausable, reason: str) -> ControlView:
+        """Pause a part; nothing where it is paused.
+
+        Raises: ControlRefused, LeaseLost, StoreError.
+        """
+        self._check_goes_on()
+        async with self._changing:
+            if self.pauses.find(part) is None:
+                pause = Pause(part=part, since=time.time(), reason=reason)
+                await self._thread.call(
+                    self._store.set_paused, part, pause, term=self._recorder.term
+                )
+                self.pauses.add(pause)
+                await self._show_pauses(part)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PASSED_LIMIT_S):
+                await self.pauses.gate(part).until_passed()
+                if part is Pausable.GENERATION:
+                    await self._until_held()
+        return await self.view()
+
+    async def resume(self, part: Pausable) -> ControlView:
+        """Resume a part; nothing where it goes on. Raises: as `pause`."""
+        self._check_goes_on()
+        async with self._changing:
+            if self.pauses.find(part) is not None:
+                await self._thread.call(
+                    self._store.set_paused, part, None, term=self._recorder.term
+                )
+                self.pauses.remove(part)
+                await self._show_pauses(part)
+        return await self.view()
+
+    async def _show_pauses(self, changed: Pausable) -> None:
+        recorder = self._recorder
+        if recorder.current_phase in (Phase.TRAINING, Phase.PAUSED):
+            recorder.training(str(self.pauses))
+        recorder.paused(self.pauses.paused)
+        if changed is Pausable.GENERATION and self.term is not None:
+            # A term that is lost now is followed by one that begins so.
+            with suppress(ActorLost):
+                await self.term.hold_generation()
+
+    async def _until_held(self) -> None:
+        while True:
+            found = await self._in_flight()
+            if found.engines_held == found.engines:
+                return
+            await asyncio.sleep(0.1)
+
+    async def _in_flight(self) -> InFlight:
+        stats, term = self._read_queue(), self.term
+        status = await self._board_status()
+        replicas = () if status is None else status.replicas
+        return InFlight(
+            admitted=stats.ledger.in_flight if stats else 0,
+            playing=stats.num_handed_out if stats else 0,
+            waiting=stats.num_waiting if stats else 0,
+            step=None if term is None else term.step_in_hand,
+            engines_held=sum(each.is_held for each in replicas),
+            engines=len(replicas),
+        )
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    async def checkpoints(self) -> list[CheckpointView]:
+        """Newest first. Raises: StoreError."""
+        return await asyncio.to_thread(self._read_checkpoints)
+
+    def _read_checkpoints(self) -> list[CheckpointView]:
+        usable = {each.directory: each for each in self._run_store.checkpoints()}
+        found: dict[str, Checkpoint] = {}
+        for each in self._run_store.all_checkpoints():
+            found.setdefault(each.directory, usable.get(each.directory, each))
+        return [
+            self._checkpoint_view(each, is_usable=name in usable) for name, each in found.items()
+        ]
+
+    def _checkpoint_view(self, found: Checkpoint, *, is_usable: bool) -> CheckpointView:
+        why_not = "it was pruned (run.keep_checkpoints), or undone by a return to an older one"
+        if is_usable:
+            why_not = find_faults(self._checkpoints, [found]).get(found.directory, "")
+        return CheckpointView(
+            id=found.directory,
+            step=found.step,
+            policy_version=found.policy_version,
+            term=found.term,
+            committed_at=found.committed_at,
+            num_bytes=_size_of(self._checkpoints / found.directory),
+            why_not=why_not,
+        )
+
+    async def checkpoint(self) -> Operation:
+        """Begin a checkpoint of the last step done. Raises: ControlRefused."""
+        term = self._training_term("a checkpoint")
+
+        async def work(operation: Operation) -> Operation:
+            commit = await term.checkpoint()
+            return replace(operation, checkpoint=commit.directory, detail=f"step {commit.step}")
+
+        return self._begin("checkpoint", work, detail="after the step in hand")
+
+    async def go_back(self, checkpoint_id: str) -> Operation:
+        """End the term, and have the next go on from this checkpoint.
+
+        Raises: ControlRefused, StoreError.
+        """
+        self._check_goes_on()
+        found = {each.id: each for each in await self.checkpoints()}.get(checkpoint_id)
+        if found is None:
+            raise ControlRefused(
+                RefusalCode.UNKNOWN,
+                f"this run knows no checkpoint {checkpoint_id!r}: it never was, or it is pruned "
+                "(run.keep_checkpoints); GET /api/v1/checkpoints lists those that are there",
+            )
+        if found.why_not:
+            raise ControlRefused(
+                RefusalCode.GONE, f"the run cannot go back to {found.id}: {found.why_not}"
+            )
+        self._check_goes_on()
+        if self._return is not None:
+            raise ControlRefused(
+                RefusalCode.CONFLICT,
+                f"the run is going back to {self._return.checkpoint} already (operation "
+                f"{self._return.id}); ask again once that is done",
+            )
+        self._return = self._add(
+            Operation(
+                id=self._new_id(),
+                kind="return",
+                created_at=time.time(),
+                checkpoint=found.id,
+                detail="the term is ended",
+            )
+        )
+        self.returning.set()
+        return self._return
+
+    # -- evaluations ----------------------------------------------------------------------------
+
+    async def evaluate(self, request: EvaluationRequest) -> Operation:
+        """Begin to play held-out tasks beside training. Raises: ControlRefused."""
+        term = self._training_term("an evaluation")
+        if self.pauses.holds_generation:
+            raise ControlRefused(
+                RefusalCode.CONFLICT,
+                "generation is paused, so that no turn would be sampled; resume it with POST "
+                "/api/v1/control/generation/resume first",
+            )
+        if self._evaluating:
+            raise ControlRefused(
+                RefusalCode.CONFLICT,
+                f"an evaluation is being played already (operation {self._evaluating}); wait for "
+                "its end",
+            )
+        tasks = chosen_tasks(term.evaluation_tasks, request)
+
+        async def work(operation: Operation) -> Operation:
+            try:
+                record = await self._play(term, tasks, request)
+            finally:
+                self._evaluating = ""
+            return replace(operation, evaluation=record, detail=f"step {record.step}")
+
+        operation = self._begin(
+            "evaluation", work, detail=f"{len(tasks)} tasks, {request.num_samples} samples each"
+        )
+        self._evaluating = operation.id
+        return operation
+
+    async def _play(
+        self, term: Term, tasks: Sequence[Task], request: EvaluationRequest
+    ) -> EvaluationRecord:
+        """Raises: ActorLost, LeaseLost, StoreError."""
+        recorder = self._recorder
+        step, version = recorder.last_step, recorder.policy_version
+        # A task's samples come behind each other, so that actors share them.
+        plays = [task for task in tasks for _ in range(request.num_samples)]
+        summaries = await term.evaluate(
+            plays, temperature=request.temperature, slots_share=EVALUATION_SLOTS_SHARE
+        )
+        if term is not self.term:
+            raise ActorLost("its term has ended")
+        if not summaries:
+            raise ActorLost("no environment actor came to its end with it")
+        record = asked_evaluation_record(
+            step,
+            summaries,
+            version=version,
+            temperature=request.temperature,
+            num_samples=request.num_samples,
+            pass_reward=request.pass_reward,
+            ks=request.ks,
+        )
+        await recorder.evaluation(record)
+        return record
+
+    # -- operations -----------------------------------------------------------------------------
+
+    async def operation(self, operation_id: str) -> Operation:
+        """Raises: ControlRefused."""
+        if (found := self._operations.get(operation_id)) is None:
+            raise ControlRefused(
+                RefusalCode.UNKNOWN,
+                f"this run knows no operation {operation_id!r}: it never was, it is not among the "
+                f"newest {KEPT_OPERATIONS}, or the supervisor that had it has died; what it came "
+                "to is in the run's checkpoints and evaluations",
+            )
+        return found
+
+    def _begin(
+        self, kind: str, work: Callable[[Operation], Awaitable[Operation]], *, detail: str
+    ) -> Operation:
+        operation = self._add(
+            Operation(id=self._new_id(), kind=kind, created_at=time.time(), detail=detail)
+        )
+        task = asyncio.create_task(self._follow(operation, work))
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
+        return operation
+
+    async def _follow(
+        self, operation: Operation, work: Callable[[Operation], Awaitable[Operation]]
+    ) -> None:
+        failure = "an error of its own, which the run's log has"
+        try:
+            operation = await work(operation)
+            failure = ""
+        except (ActorLost, LeaseLost, StoreError) as error:
+            failure = str(error)
+        finally:
+            # One that `close` has ended stays as it is.
+            if self._operations.get(operation.id, operation).status is OperationStatus.RUNNING:
+                self._end(operation, failure or operation.detail, is_failed=bool(failure))
+
+    def _add(self, operation: Operation) -> Operation:
+        self._operations[operation.id] = operation
+        while len(self._operations) > KEPT_OPERATIONS:
+            self._operations.popitem(last=False)
+        return operation
+
+    def _end(self, operation: Operation, detail: str, *, is_failed: bool = False) -> None:
+        if operation.id in self._operations:
+            self._operations[operation.id] = replace(
+                operation,
+                status=OperationStatus.FAILED if is_failed else OperationStatus.DONE,
+                ended_at=time.time(),
+                detail=detail,
+            )
+
+    def _new_id(self) -> str:
+        """Of no other operation, of earlier supervisors too."""
+        return f"op-{self._recorder.term}-{next(self._numbers)}"
+
+    # -- policies and calls ---------------------------------------------------------------------
+
+    async def policies(self) -> PoliciesView:
+        """Raises: StoreError."""
+        term, status = self.term, await self._board_status()
+        by_version: dict[int, list[str]] = {}
+        for each in await self.checkpoints():
+            if not each.why_not:
+                by_version.setdefault(each.policy_version, []).append(each.id)
+        trained = None if term is None else term.trained_version
+        return policies_view(
+            self._recorder.term,
+            status,
+            trained_version=trained,
+            republished=() if term is None else term.republished,
+            checkpoints=by_version,
+            now=time.time(),
+        )
+
+    async def note_call(self, call: AdminCall) -> None:
+        """Write down a call of an operator. Raises: LeaseLost, StoreError."""
+        log.info(
+            "admin call: caller=%r call=%r status=%d body=%r answer=%r",
+            call.caller,
+            call.call,
+            call.status,
+            call.body,
+            call.answer,
+        )
+        await self._thread.call(self._store.add_call, call, term=self._recorder.term)
+
+    async def calls(self, limit: int) -> Sequence[AdminCall]:
+        """The newest first. Raises: StoreError."""
+        return await asyncio.to_thread(self._store.calls, limit=limit)
+
+    async def _board_status(self) -> BoardStatus | None:
+        with suppress(ActorLost):
+            return await self._engines.status()
+        return None
+
+    def _check_goes_on(self) -> None:
+        """Raises: ControlRefused for a run that ends, or has not begun."""
+        phase = self._recorder.current_phase
+        if phase in OVER:
+            raise ControlRefused(
+                RefusalCode.CONFLICT,
+                f"the run is {phase.value}; what it has been asked before it was stopped holds "
+                "when it goes on with --resume",
+            )
+        if self._recorder.term == 0:
+            raise ControlRefused(
+                RefusalCode.CONFLICT, "the run has no lease yet; wait until /readyz says 200"
+            )
+
+    def _training_term(self, what: str) -> Term:
+        """Raises: ControlRefused where none trains."""
+        self._check_goes_on()
+        if self.term is None or not self.term.is_training or self.returning.is_set():
+            raise ControlRefused(
+                RefusalCode.CONFLICT,
+                f"the run is {self._recorder.current_phase.value}, and {what} needs its trainer "
+                "and its environment actors; wait until /readyz says 200",
+            )
+        return self.term
+
+
+def chosen_tasks(held_out: Sequence[Task], request: EvaluationRequest) -> list[Task]:
+    """Raises: ControlRefused for tasks that are not held out, or too many."""
+    if not held_out:
+        raise ControlRefused(
+            RefusalCode.CONFLICT,
+            "this run has no held-out tasks (tasks.evaluation_tasks is 0), so that it can evaluate "
+            "nothing; set it, and resume the run",
+        )
+    if request.task_ids:
+        by_id = {task.task_id: task for task in held_out}
+        if unknown := [each for each in request.task_ids if each not in by_id]:
+            raise ControlRefused(
+                RefusalCode.INVALID,
+                f"tasks names {', '.join(unknown[:8])}, which the run does not hold out; expected "
+                f"some of its {len(held_out)} held-out tasks, such as {held_out[0].task_id}",
+            )
+        tasks = [by_id[each] for each in request.task_ids]
+    else:
+        count = len(held_out) if request.num_tasks is None else request.num_tasks
+        if count > len(held_out):
+            raise ControlRefused(
+                RefusalCode.INVALID,
+                f"num_tasks is {count}, expected at most {len(held_out)}, which the run holds out "
+                "(tasks.evaluation_tasks)",
+            )
+        tasks = list(held_out[:count])
+    num_plays = len(tasks) * request.num_samples
+    if num_plays > MAX_EVALUATED:
+        raise ControlRefused(
+            RefusalCode.INVALID,
+            f"{len(tasks)} tasks of {request.num_samples} samples are {num_plays} rollouts, "
+            f"expected at most {MAX_EVALUATED}; take fewer of either",
+        )
+    return tasks
+
+
+def policies_view(
+    term: int,
+    status: BoardStatus | None,
+    *,
+    trained_version: int | None,
+    republished: Sequence[int],
+    checkpoints: dict[int, list[str]],
+    now: float,
+) -> PoliciesView:
+    """Every version that the trainer, an engine or a checkpoint has.
+
+    checkpoints: ids, by version. now: seconds since 1970.
+    """
+    replicas = () if status is None else status.replicas
+    # After a return another term's version of the same number is another policy.
+    current = [each for each in replicas if each.term is not None and each.term == term]
+    is_own = status is not None and status.term == term
+    published = status.version if status is not None and is_own else None
+    named = {each.version for each in current} | {trained_version, published} | {*checkpoints}
+
+    def view(replica: ReplicaReport) -> ReplicaView:
+        since = None
+        if status is not None and replica.loaded_at is not None:
+            since = now - (status.now - replica.loaded_at)
+        return ReplicaView(
+            id=replica.replica_id, version=replica.version, since=since, is_held=replica.is_held
+        )
+
+    return PoliciesView(
+        term=term,
+        trained_version=trained_version,
+        published_version=published,
+        policies=tuple(
+            PolicyView(
+                version=version,
+                is_trained=version == trained_version,
+                is_published=version == published,
+                is_republished=version in republished,
+                checkpoints=tuple(checkpoints.get(version, ())),
+                replicas=tuple(view(each) for each in current if each.version == version),
+            )
+            for version in sorted((each for each in named if each is not None), reverse=True)
+        ),
+        starting=tuple(view(each) for each in replicas if each not in current),
+    )
+
+
+def _size_of(directory: Path) -> int | None:
+    """Bytes of a directory's files; None: it is not there, or goes just now."""
+    try:
+        found = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
+    except OSError:
+        return None
+    return sum(found) if found else None

@@ -1,0 +1,84 @@
+"""What operators asked of a run: what is paused, and the newest of their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from sqlalchemy import Connection, delete, func, insert, select
+
+from service.run.pauses import Pausable, Pause
+from service.store import tables
+from service.store.run_store import RunStore
+
+KEPT_CALLS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminCall:
+    """One call of an operator, and its answer. The fields are the columns of `admin_calls`."""
+
+    at: float
+    """Seconds since 1970."""
+    caller: str
+    """The name of the key that was shown; empty: it has none."""
+    call: str
+    """Method and path."""
+    body: str
+    """As it was sent, cut."""
+    status: int
+    """Of the answer."""
+    answer: str
+    """The answer, or why it was refused, cut."""
+
+
+class ControlStore:
+    """Tables `pauses` and `admin_calls` of a run's database."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+
+    def pauses(self) -> list[Pause]:
+        """Raises: StoreError."""
+        columns = tables.pauses.c
+        query = select(columns.part, columns.since, columns.reason)
+
+        def read(connection: Connection) -> list[Pause]:
+            return [Pause(**row) for row in connection.execute(query).mappings()]
+
+        return self._store.read(read)
+
+    def set_paused(self, part: Pausable, pause: Pause | None, *, term: int) -> None:
+        """pause: None: it is resumed. Raises: LeaseLost, StoreError."""
+        table = tables.pauses
+
+        def write(connection: Connection) -> None:
+            connection.execute(delete(table).where(table.c.part == part))
+            if pause is not None:
+                row = {"part": part, "since": pause.since, "reason": pause.reason}
+                connection.execute(insert(table).values(row))
+
+        self._store.write(term, write)
+
+    def add_call(self, call: AdminCall, *, term: int) -> None:
+        """Keep it, and of the others the newest. Raises: LeaseLost, StoreError."""
+        table = tables.admin_calls
+        row = {each.name: getattr(call, each.name) for each in fields(AdminCall)}
+
+        def write(connection: Connection) -> None:
+            connection.execute(insert(table).values(row))
+            newest = connection.scalar(select(func.max(table.c.id))) or 0
+            connection.execute(delete(table).where(table.c.id <= newest - KEPT_CALLS))
+
+        self._store.write(term, write)
+
+    def calls(self, *, limit: int) -> Sequence[AdminCall]:
+        """The newest first. Raises: StoreError."""
+        columns = tables.admin_calls.c
+        names = [each.name for each in fields(AdminCall)]
+        query = select(*(columns[name] for name in names)).order_by(columns.id.desc()).limit(limit)
+
+        def read(connection: Connection) -> list[AdminCall]:
+            return [AdminCall(**row) for row in connection.execute(query).mappings()]
+
+        return self._store.read(read)

@@ -1,0 +1,338 @@
+"""Uploaded trajectories, stored until no rollout of theirs can be delivered any more.
+
+Invariants: an id has one content; a group that is closed has as many members as it says, numbered
+from 0, and gets no more. What a group's submission leaves behind goes with the submission
+(`service.store.submissions`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from sqlalchemy import Connection, Select, bindparam, delete, exists, func, insert, select, update
+
+from actors.policy_age import undone_after
+from service.intake.uploads import (
+    GroupPolicy,
+    RefusedUpload,
+    Upload,
+    UploadGroup,
+    UploadLimits,
+    UploadRefusal,
+    UploadReply,
+    UploadView,
+)
+from service.store import tables
+from service.store.lineage import first_versions
+from service.store.run_store import RunStore
+
+
+class UploadsFull(Exception):
+    """Too much waits for the window; nothing of the request is stored."""
+
+
+class GroupDiffers(Exception):
+    """A group is known with another number of members; nothing of the request is stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredUpload:
+    """What is delivered."""
+
+    content: bytes
+    """As `Upload.content`."""
+    kept_version: int | None
+    """A recovery has undone the versions after this one since it came; None: it has not."""
+
+
+class UploadStore:
+    """Tables `uploads` and `upload_groups` of a run's database."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+
+    def add(
+        self,
+        uploads: Sequence[Upload],
+        policies: Sequence[GroupPolicy],
+        *,
+        term: int,
+        limits: UploadLimits,
+    ) -> UploadReply:
+        """Take in what can be, and say of each what became of it; durable when this returns.
+
+        policies: of groups, each once. Raises: UploadsFull; GroupDiffers; LeaseLost; StoreError.
+        """
+
+        def add(connection: Connection) -> UploadReply:
+            intake = _Intake.of(connection, uploads, policies, limits)
+            for upload in uploads:
+                intake.take(upload)
+            for policy in policies:
+                if policy.closes:
+                    intake.close(policy.id)
+            intake.store(connection, term)
+            return intake.reply()
+
+        return self._store.write(term, add)
+
+    def load(self, group: str, member: int) -> StoredUpload | None:
+        """None: there is none, or nothing of it is kept. Raises: StoreError."""
+        uploads = tables.uploads.c
+        query = select(uploads.content, uploads.term).where(
+            uploads.group_id == group, uploads.member == member, uploads.content.is_not(None)
+        )
+
+        def load(connection: Connection) -> StoredUpload | None:
+            found = connection.execute(query).first()
+            if found is None:
+                return None
+            kept = undone_after(found.term, first_versions(connection))
+            return StoredUpload(content=found.content, kept_version=kept)
+
+        return self._store.read(load)
+
+    def view(self, name: str) -> UploadView | None:
+        """None: it is not known. Raises: StoreError."""
+        uploads, groups = tables.uploads, tables.upload_groups
+        query = (
+            select(uploads, groups.c.is_closed)
+            .join_from(uploads, groups)
+            .where(uploads.c.id == name)
+        )
+        row = self._store.read(lambda connection: connection.execute(query).first())
+        if row is None:
+            return None
+        return UploadView(
+            id=row.id,
+            group=row.group_id,
+            member=row.member,
+            num_bytes=row.num_bytes,
+            created_at=row.created_at,
+            metadata=row.metadata,
+            is_group_closed=row.is_closed,
+        )
+
+    def drop(self, group: str, *, term: int) -> UploadGroup | None:
+        """Forget a group that is not closed; one that is stays as it is.
+
+        Returns: as it stood; None: it is not known. Raises: LeaseLost; StoreError.
+        """
+
+        def drop(connection: Connection) -> UploadGroup | None:
+            found = _groups(connection, [group]).get(group)
+            if found is not None and not found.is_closed:
+                forget_groups(connection, [group])
+            return found
+
+        return self._store.write(term, drop)
+
+
+def forget_contents(connection: Connection, groups: Sequence[str]) -> None:
+    """Of groups of which nothing can be delivered any more; their ids stay known."""
+    uploads = tables.uploads
+    connection.execute(
+        update(uploads).where(uploads.c.group_id == bindparam("of_group")).values(content=None),
+        [{"of_group": group} for group in groups],
+    )
+
+
+def forget_groups(connection: Connection, groups: Sequence[str] | Select[str]) -> None:
+    """groups: ids, or a query of them."""
+    uploads, known = tables.uploads, tables.upload_groups
+    connection.execute(delete(uploads).where(uploads.c.group_id.in_(groups)))
+    connection.execute(delete(known).where(known.c.id.in_(groups)))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Intake:
+    """What a request comes to, given what is stored of its groups and ids."""
+
+    limits: UploadLimits
+    digests: dict[str, str]
+    """By id, of what is stored, or taken in."""
+    known: Mapping[str, UploadGroup]
+    """As they are stored."""
+    groups: dict[str, UploadGroup]
+    named: tuple[str, ...]
+    """Groups that the request names, in order."""
+    taken_ids: frozenset[str]
+    """Of the groups' ids, those of other submissions."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
+    duplicates: list[str] = field(default_factory=list)
+    rejected: list[RefusedUpload] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        connection: Connection,
+        uploads: Sequence[Upload],
+        policies: Sequence[GroupPolicy],
+        limits: UploadLimits,
+    ) -> _Intake:
+        """Raises: UploadsFull; GroupDiffers."""
+        named = tuple(dict.fromkeys([*(each.id for each in policies), *_group_ids(uploads)]))
+        known, groups = tables.uploads.c, _groups(connection, named)
+        ids = [upload.id for upload in uploads]
+        found = connection.execute(select(known.id, known.digest).where(known.id.in_(ids)))
+        digests = {name: digest for name, digest in found}
+        _check_room(connection, [u for u in uploads if u.id not in digests], limits)
+        submissions = tables.submissions.c
+        others = [name for name in named if name not in groups]
+        taken = connection.scalars(select(submissions.id).where(submissions.id.in_(others)))
+        intake = cls(
+            limits=limits,
+            digests=digests,
+            known=dict(groups),
+            groups=groups,
+            named=named,
+            taken_ids=frozenset(taken),
+        )
+        for policy in policies:
+            intake._agree(policy)
+        return intake
+
+    def take(self, upload: Upload) -> None:
+        refusal = self._refusal(upload)
+        if upload.id in self.digests and refusal is None:
+            self.duplicates.append(upload.id)
+        elif refusal is not None:
+            code, detail = refusal
+            self.rejected.append(RefusedUpload(id=upload.id, code=code, detail=detail))
+        else:
+            group = self.groups.get(upload.group) or _new_group(upload.group)
+            self.rows.append(
+                {
+                    "id": upload.id,
+                    "group_id": upload.group,
+                    "member": group.num_uploaded,
+                    "digest": upload.digest,
+                    "num_bytes": len(upload.content),
+                    "created_at": time.time(),
+                    "metadata": dict(upload.metadata),
+                    "content": upload.content,
+                }
+            )
+            num_uploaded = group.num_uploaded + 1
+            self.groups[upload.group] = replace(
+                group,
+                num_uploaded=num_uploaded,
+                is_closed=num_uploaded == group.num_members,
+            )
+            self.digests[upload.id] = upload.digest
+            self.accepted.append(upload.id)
+
+    def close(self, name: str) -> None:
+        """One that is too small to be trained stays open."""
+        group = self.groups.get(name)
+        if group is not None and group.num_uploaded >= self.limits.min_members:
+            self.groups[name] = replace(group, num_members=group.num_uploaded, is_closed=True)
+
+    def store(self, connection: Connection, term: int) -> None:
+        table = tables.upload_groups
+        for name, group in self.groups.items():
+            if name not in self.known and group.num_uploaded:
+                connection.execute(insert(table).values(**asdict(group)))
+            elif name in self.known and group != self.known[name]:
+                connection.execute(update(table).where(table.c.id == name).values(**asdict(group)))
+        if self.rows:
+            connection.execute(insert(tables.uploads), [{**row, "term": term} for row in self.rows])
+
+    def reply(self) -> UploadReply:
+        return UploadReply(
+            accepted=tuple(self.accepted),
+            duplicates=tuple(self.duplicates),
+            rejected=tuple(self.rejected),
+            groups=tuple(self.groups[name] for name in self.named if name in self.groups),
+        )
+
+    def _agree(self, policy: GroupPolicy) -> None:
+        """Raises: GroupDiffers."""
+        wanted = policy.num_members
+        group = self.groups.get(policy.id) or _new_group(policy.id)
+        if wanted is None or policy.id in self.taken_ids or group.num_members == wanted:
+            return
+        if group.num_members is not None or group.num_uploaded > wanted:
+            had = group.num_members or group.num_uploaded
+            raise GroupDiffers(
+                f"group {policy.id} has {had} members, got {wanted}; leave the number out, or "
+                "upload to a group of another id"
+            )
+        self.groups[policy.id] = replace(
+            group, num_members=wanted, is_closed=group.num_uploaded == wanted
+        )
+
+    def _refusal(self, upload: Upload) -> tuple[UploadRefusal, str] | None:
+        """None: it is new and can be taken in, or is the same as before."""
+        limits, known = self.limits, self.digests.get(upload.id)
+        if known is not None:
+            if known == upload.digest:
+                return None
+            return UploadRefusal.ID_CONFLICT, (
+                "this id is known with another content; give another trajectory another id"
+            )
+        if upload.group in self.taken_ids:
+            return UploadRefusal.GROUP_CONFLICT, (
+                f"{upload.group} is the id of a submitted task; give the group another id"
+            )
+        if upload.newest_version > limits.newest_version:
+            return UploadRefusal.UNKNOWN_VERSION, (
+                f"sampled by version {upload.newest_version}, which was not published; the newest "
+                f"is {limits.newest_version} at most"
+            )
+        if upload.oldest_version < limits.oldest_version:
+            return UploadRefusal.STALE_POLICY, (
+                f"sampled by version {upload.oldest_version}, expected at least "
+                f"{limits.oldest_version}; sample again"
+            )
+        group = self.groups.get(upload.group)
+        if group is not None and group.is_closed:
+            return UploadRefusal.GROUP_CLOSED, (
+                f"group {upload.group} is complete with {group.num_members} members; upload to "
+                "another"
+            )
+        if group is not None and group.num_uploaded >= limits.max_members:
+            return UploadRefusal.GROUP_FULL, (
+                f"group {upload.group} has {group.num_uploaded} members, expected at most "
+                f"{limits.max_members} (service.max_samples_per_task); close it"
+            )
+        return None
+
+
+def _check_room(connection: Connection, new: Sequence[Upload], limits: UploadLimits) -> None:
+    """Raises: UploadsFull."""
+    uploads, bindings = tables.uploads.c, tables.bindings.c
+    # What has been admitted once does not wait: else a run whose checkpoints are far apart would
+    # take nothing in that could bring it to the next one.
+    is_admitted = exists().where(bindings.submission_id == uploads.group_id)
+    waiting = connection.scalar(
+        select(func.coalesce(func.sum(uploads.num_bytes), 0)).where(
+            uploads.content.is_not(None), ~is_admitted
+        )
+    )
+    num_new = sum(len(upload.content) for upload in new)
+    # What is taken when nothing waits is bounded by the size of a body.
+    if waiting and waiting + num_new > limits.max_waiting_bytes:
+        raise UploadsFull(
+            f"{waiting} bytes of trajectories wait for a place in the window and {num_new} more "
+            f"are offered, expected at most {limits.max_waiting_bytes} together "
+            "(service.max_waiting_mib)"
+        )
+
+
+def _groups(connection: Connection, names: Iterable[str]) -> dict[str, UploadGroup]:
+    table = tables.upload_groups
+    rows = connection.execute(select(table).where(table.c.id.in_(list(names)))).mappings()
+    return {row["id"]: UploadGroup(**row) for row in rows}
+
+
+def _new_group(name: str) -> UploadGroup:
+    return UploadGroup(id=name, num_uploaded=0, num_members=None, is_closed=False)
+
+
+def _group_ids(uploads: Iterable[Upload]) -> list[str]:
+    return [upload.group for upload in uploads]

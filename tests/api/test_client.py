@@ -1,0 +1,218 @@
+"""The client of the API: over a served run, and over answers that tell it to come again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from worlds.served_run import ServedRun, served
+
+from actors.environment.tasks import write_tasks
+from actors.types import Task
+from service.api.schemas import TaskBody
+from service.cli.submit import SubmitRequest, submit_file
+from service.client import ApiError, Client, NoAnswer
+from service.gateway.bodies import FinishBody, SessionsBody
+
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[ServedRun]:
+    with served(tmp_path) as world:
+        yield world
+
+
+@pytest.fixture
+def client(world: ServedRun) -> Iterator[Client]:
+    with Client(world.url) as client:
+        yield client
+
+
+def tasks(*names: str) -> list[TaskBody]:
+    return [TaskBody(id=name) for name in names]
+
+
+def test_tasks_are_submitted_waited_for_listed_and_told_of(
+    world: ServedRun, client: Client
+) -> None:
+    assert client.ready().phase == "training"
+    assert [each.id for each in client.environments()] == ["guessing", "session"]
+    first = client.submit("guessing", tasks("a", "b", "c"), batch="night", idempotency_key="k")
+    assert (
+        first.accepted == 3 and client.submit("guessing", tasks("a"), batch="night").accepted == 0
+    )
+    assert client.cancel("c").status == "cancelled"
+    with pytest.raises(TimeoutError, match="task a is queued after 0 s"):
+        client.wait("a", limit_s=0)
+    world.may_play.set()
+    assert client.wait("a").status == "trained" and client.wait("b", limit_s=30).reward == 0.0
+    assert [each.id for each in client.rollouts(batch="night")] == ["a", "b", "c"]
+    assert [each.id for each in client.rollouts(status=client.cancel("c").status)] == ["c"]
+    kinds = []
+    for entry in client.follow():
+        kinds.append(entry.kind)
+        if kinds.count("trained") == 4:
+            break
+    assert kinds[:4] == ["accepted"] * 3 + ["cancelled"]
+    with pytest.raises(ApiError, match="409 id-conflict: 1 ids are known") as refused:
+        client.submit("guessing", [TaskBody(id="a", seed=9)], batch="night")
+    assert refused.value.status == 409
+    assert client.stop(grace_s=1.0).phase == "training"
+
+
+def test_sessions_are_made_finished_and_discarded(client: Client) -> None:
+    made = client.create_sessions(SessionsBody(id="p"), idempotency_key="once")
+    assert made.is_new and not client.create_sessions(SessionsBody(id="p")).is_new
+    first, second = made.sessions
+    assert client.session("p-0", wait_s=1).status == "queued"
+    finish = FinishBody(reward=0.5)
+    found = client.finish("p-0", finish, reward_key=first.reward_key)
+    assert (found.status, found.reward) == ("finished", 0.5)
+    with pytest.raises(ApiError, match="403 forbidden"):
+        client.finish("p-1", finish, reward_key=second.agent_key)
+    assert client.discard("p-1").status == "discarded"
+    assert [each.status for each in client.sessions(group="p")] == ["finished", "discarded"]
+
+
+def asking(handler: Handler, *, patience_s: float = 60.0) -> tuple[Client, list[float]]:
+    """A client of these answers, and the pauses that it makes."""
+    pauses: list[float] = []
+    transport = httpx.MockTransport(handler)
+    return Client(
+        "http://x", patience_s=patience_s, transport=transport, sleep=pauses.append
+    ), pauses
+
+
+def answers(*script: httpx.Response | Exception) -> Handler:
+    """One after the other; the last one stays."""
+    left = list(script)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        found = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return answer
+
+
+STOPPED = httpx.Response(202, json={"phase": "stopping", "of a newer service": 1})
+
+
+def problem(status: int, **headers: str) -> httpx.Response:
+    body = {"code": "some-code", "detail": "why"}
+    return httpx.Response(status, json=body, headers=headers)
+
+
+def test_a_request_is_sent_again_where_the_service_says_that_this_helps() -> None:
+    again = [
+        httpx.ConnectError("refused"),
+        problem(503, **{"retry-after": "7"}),
+        httpx.Response(502, text="<html>"),
+        problem(500),
+        problem(429, **{"retry-after": "9"}),
+    ]
+    client, pauses = asking(answers(*again, STOPPED))
+    assert client.stop().phase == "stopping"
+    assert len(pauses) == 5 and 7 <= pauses[1] < 9 and 9 <= pauses[4] < 11.5
+    assert 0.5 <= pauses[0] < 0.7 and 4 <= pauses[3] < 5.1
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (problem(409), "409 some-code: why"),
+        (problem(422), "422 some-code: why"),
+        (problem(503, **{"x-should-retry": "false"}), "503 some-code"),
+        (httpx.Response(404, text="<html>"), "no problem document"),
+    ],
+)
+def test_what_no_repetition_helps_is_raised_at_once(answer: httpx.Response, words: str) -> None:
+    client, pauses = asking(answers(answer))
+    with pytest.raises(ApiError, match=words):
+        client.stop()
+    assert pauses == []
+
+
+def test_what_does_not_answer_is_given_up_when_patience_ends() -> None:
+    client, pauses = asking(answers(httpx.ConnectError("refused")), patience_s=0.1)
+    with pytest.raises(NoAnswer, match="is the service still there"):
+        client.stop()
+    assert pauses == []
+    client, _ = asking(answers(problem(503)), patience_s=0.1)
+    with pytest.raises(ApiError, match="503"):
+        client.stop()
+    client, _ = asking(answers(httpx.Response(200, text="<html>welcome")))
+    with pytest.raises(NoAnswer, match="something else than a StopAnswer"):
+        client.stop()
+    client, _ = asking(answers(problem(429, **{"retry-after": "1"})))
+    with pytest.raises(ApiError, match="429"):
+        client.submit("guessing", tasks("a"), waits_for_room=False)
+
+
+def submitting(directory: Path, url: str, **fields: Any) -> SubmitRequest:
+    named: dict[str, Any] = {
+        "file": directory / "tasks.jsonl", "url": url, "key": None, "batch": "file",
+        "results": directory / "results", "num_samples": None, "tasks_per_request": 64,
+        "waits": True,
+    }  # fmt: skip
+    return SubmitRequest(**{**named, **fields})
+
+
+def task(name: str, environment: str = "guessing") -> Task:
+    return Task(task_id=name, environment=environment, seed=1)
+
+
+def results_of(request: SubmitRequest) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in request.results.read_text().splitlines()]
+
+
+def test_a_file_is_submitted_whole_and_after_an_interruption_only_the_rest(
+    world: ServedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.may_play.set()
+    request = submitting(tmp_path, world.url)
+    names = [f"task-{number}" for number in range(20)]
+    write_tasks(
+        request.file, [Task(task_id=name, environment="guessing", seed=1) for name in names]
+    )
+    # More than a request takes, and more than the backlog holds.
+    assert submit_file(request) == 0
+    results = results_of(request)
+    assert [line["id"] for line in results] == names
+    assert {line["status"] for line in results} == {"trained"} and results[0]["reward"] == 0.0
+    assert "20 of 20 tasks are over, 20 trained, mean reward 0.000" in capsys.readouterr().out
+
+    # Cut off in the middle of the last line.
+    request.results.write_bytes(request.results.read_bytes()[:-7])
+    before = world.num_requests
+    assert submit_file(request) == 0 and world.num_requests == before + 1
+    assert [line["id"] for line in results_of(request)] == names
+    assert submit_file(request) == 0 and world.num_requests == before + 1
+    with Client(world.url) as client:
+        assert len(list(client.rollouts())) == 20
+
+
+def test_a_file_that_need_not_be_waited_for_ends_when_it_is_accepted(
+    world: ServedRun, tmp_path: Path
+) -> None:
+    request = submitting(tmp_path, world.url, waits=False)
+    write_tasks(request.file, [task("a")])
+    assert submit_file(request) == 0 and results_of(request) == []
+
+
+def test_what_is_refused_ends_with_2_and_silence_with_1(
+    world: ServedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = submitting(tmp_path, world.url)
+    write_tasks(request.file, [task("a", "chess")])
+    assert submit_file(request) == 2
+    assert "unknown-environment" in capsys.readouterr().err
+    silent, _ = asking(answers(httpx.ConnectError("refused")), patience_s=0.1)
+    assert submit_file(request, client=silent) == 1
+    assert "the same command goes on from here" in capsys.readouterr().err

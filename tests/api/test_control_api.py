@@ -1,0 +1,142 @@
+"""The routes of operators over the real control: every status code, and what is written down."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from worlds.control_world import LocalControl, World
+
+from actors.algorithm import AlgorithmSettings
+from service.api.app import create_app
+from service.api.control import add_control
+from service.api.settings import HttpSettings
+from service.config.tree import ServiceSettings
+
+SETTINGS = HttpSettings(
+    service=ServiceSettings(), algorithm=AlgorithmSettings(group_size=2), environments=("guessing",)
+)
+
+
+async def served(tmp_path: Path) -> tuple[LocalControl, httpx.AsyncClient]:
+    world = World(tmp_path)
+    await world.begin()
+    run: Any = LocalControl(world)
+    app = create_app(run, SETTINGS)
+    add_control(app, run)
+    transport = httpx.ASGITransport(app=app)
+    return run, httpx.AsyncClient(transport=transport, base_url="http://localhost/api/v1")
+
+
+async def test_parts_are_paused_and_resumed_and_readyz_says_so(tmp_path: Path) -> None:
+    run, client = await served(tmp_path)
+    answer = await client.post("/control/training/pause", json={"reason": "a look"})
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["phase"] == "paused" and body["in_flight"]["step"] == 7
+    assert [(each["part"], each["reason"]) for each in body["paused"]] == [("training", "a look")]
+    ready = await client.get("http://localhost/readyz")
+    assert ready.status_code == 503 and "paused: training (a look)" in ready.json()["reasons"][0]
+    assert (await client.get("/control")).json()["paused"] == body["paused"]
+    assert (await client.post("/control/training/resume")).json()["paused"] == []
+    assert (await client.get("http://localhost/readyz")).status_code == 200
+    assert (await client.post("/control/engines/pause", json={})).status_code == 422
+    assert (await client.post("/control/training/pause", json={"for": 3})).status_code == 422
+    run.is_gone = True
+    assert (await client.get("/control")).status_code == 503
+
+
+async def test_checkpoints_are_asked_for_listed_and_gone_back_to(tmp_path: Path) -> None:
+    run, client = await served(tmp_path)
+    ids = [run.world.commit(step) for step in (2, 4)]
+    listed = (await client.get("/checkpoints")).json()["checkpoints"]
+    assert [each["id"] for each in listed] == ids[::-1]
+    assert listed[0]["step"] == 4 and listed[0]["bytes"] > 0 and listed[0]["can_go_back"]
+    answer = await client.post("/checkpoints")
+    assert answer.status_code == 202 and answer.json()["status"] == "running"
+    found = await client.get("http://localhost" + answer.headers["location"])
+    assert found.status_code == 200 and found.json() == answer.json()
+    answer = await client.post("/checkpoints/step-000003-t1/return")
+    assert (answer.status_code, answer.json()["code"]) == (404, "unknown")
+    (run.world.place.checkpoints / ids[0] / "manifest.json").unlink(missing_ok=True)
+    for file in (run.world.place.checkpoints / ids[0]).iterdir():
+        file.unlink()
+    answer = await client.post(f"/checkpoints/{ids[0]}/return")
+    assert (answer.status_code, answer.json()["code"]) == (410, "gone")
+    answer = await client.post(f"/checkpoints/{ids[1]}/return")
+    assert answer.status_code == 202 and answer.json()["checkpoint"] == ids[1]
+    answer = await client.post(f"/checkpoints/{ids[1]}/return")
+    assert (answer.status_code, answer.json()["code"]) == (409, "conflict")
+    assert (await client.get("/operations/op-77")).status_code == 404
+    assert (await client.get("/operations/a%2Fb")).status_code in (404, 422)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"num_samples": 2}, "temperature above 0"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1, "num_samples": 2, "ks": [4]}, "at most num_samples"),
+        ({"num_tasks": 1, "tasks": ["a"]}, "expected one of them"),
+        ({"tasks": ["a", "a"]}, "more than once"),
+        ({"num_tasks": 9}, "expected at most 3"),
+        ({"policy": 3}, "policy"),
+    ],
+)
+async def test_an_evaluation_that_cannot_be_is_422(
+    body: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    _, client = await served(tmp_path)
+    answer = await client.post("/evaluations", json=body)
+    assert answer.status_code == 422 and words in answer.text
+
+
+async def test_an_evaluation_is_followed_to_its_numbers(tmp_path: Path) -> None:
+    run, client = await served(tmp_path)
+    body = {"temperature": 0.7, "num_samples": 4, "num_tasks": 2, "ks": [1, 2]}
+    answer = await client.post("/evaluations", json=body)
+    assert answer.status_code == 202
+    run.world.term.go_on.set()
+    async with asyncio.timeout(30.0):
+        while True:
+            found = (await client.get(f"/operations/{answer.json()['id']}")).json()
+            if found["status"] != "running":
+                break
+            await asyncio.sleep(0.005)
+    assert found["evaluation"]["pass_at"] == {"1": 0.5, "2": pytest.approx(5 / 6)}
+    assert found["evaluation"]["outcomes"] == {"completed": 8}
+
+
+async def test_policies_and_the_stop_are_answered(tmp_path: Path) -> None:
+    run, client = await served(tmp_path)
+    body = (await client.get("/policies")).json()
+    assert [each["version"] for each in body["policies"]] == [3, 2]
+    assert body["policies"][0]["replicas"][0]["id"] == "a"
+    for sent, grace_s in (({}, None), ({"grace_seconds": 1.5}, 1.5)):
+        answer = await client.post("/stop", json=sent)
+        assert answer.status_code == 202 and answer.json() == {"phase": "training"}
+        assert run.stops[-1] == grace_s
+    for text in ('{"grace_seconds": -1}', '{"grace_seconds": 1e999}'):
+        headers = {"content-type": "application/json"}
+        assert (await client.post("/stop", content=text, headers=headers)).status_code == 422
+    assert len(run.stops) == 2
+
+
+async def test_calls_that_change_something_are_written_down_with_their_answers(
+    tmp_path: Path,
+) -> None:
+    _, client = await served(tmp_path)
+    await client.post("/control/admission/pause", json={"reason": "look"})
+    await client.get("/checkpoints")
+    await client.post("/checkpoints/step-000009-t1/return")
+    calls = (await client.get("/control/calls")).json()["calls"]
+    assert [(each["call"], each["status"]) for each in calls] == [
+        ("POST /api/v1/checkpoints/step-000009-t1/return", 404),
+        ("POST /api/v1/control/admission/pause", 200),
+    ]
+    assert calls[1]["body"] == '{"reason":"look"}' and '"phase": "paused"' in calls[1]["answer"]
+    assert "knows no checkpoint" in calls[0]["answer"] and calls[0]["at"] > 0
+    assert len((await client.get("/control/calls", params={"limit": 1})).json()["calls"]) == 1

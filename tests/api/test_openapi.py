@@ -1,0 +1,142 @@
+"""The OpenAPI document: checked in as the application has it, whole, and held to it by a fuzzer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from worlds.run_driver import ROOT
+from worlds.served_run import served
+
+from service.api.openapi import text_of, whole_document
+from service.config.tree import ServiceSettings
+from service.gateway.chat import Refused
+from service.gateway.description import SMALLEST
+from service.gateway.dialects import DIALECTS
+from service.gateway.keys import AGENT, REWARD, session_key
+
+DOCUMENT = ROOT / "docs" / "openapi.json"
+KEY = "0123456789abcdef"
+PROBES = {"/healthz", "/readyz"}
+# What a schema cannot say, and the status's description does: a run's own limits and names, ids
+# that were used before, entries that are no longer kept, parameters that no session keeps to.
+CONFIG = f"""
+headers = {{ Authorization = "Bearer {KEY}" }}
+
+[generation]
+database = "none"
+
+[[operations]]
+include-path-regex = "^/api/v1/(rollouts|sessions)$"
+checks.positive_data_acceptance.expected-statuses = ["2xx", "401", "409", "413", "422", "429"]
+
+[[operations]]
+include-path-regex = "^/api/v1/(feed|events)$"
+checks.positive_data_acceptance.expected-statuses = ["2xx", "410"]
+
+[[operations]]
+include-path-regex = "^/api/v1/sessions/.*/(finish|reward)$"
+headers = {{ Authorization = "Bearer {session_key(KEY, "other-1", REWARD)}" }}
+parameters = {{ "path.name" = "other-1" }}
+checks.positive_data_acceptance.expected-statuses = ["2xx", "400", "409"]
+
+[[operations]]
+include-path-regex = "/v1/(chat/completions|messages|responses)$"
+headers = {{ Authorization = "Bearer {session_key(KEY, "fuzzed-0", AGENT)}" }}
+parameters = {{ "path.name" = "fuzzed-0" }}
+checks.positive_data_acceptance.expected-statuses = ["2xx", "400", "401", "409", "410", "503"]
+"""
+
+
+def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in whole_document()["paths"].items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+def test_the_document_that_is_checked_in_is_the_applications() -> None:
+    remedy = "write it with: python -m service.api.openapi docs/openapi.json"
+    assert DOCUMENT.read_text("utf-8") == text_of(whole_document()), remedy
+
+
+def test_every_operation_names_what_can_be_answered_and_errors_are_problems() -> None:
+    for path, method, operation in operations():
+        answers = operation["responses"]
+        expected = {"408", "413", "415", "421", "500", "503"}
+        if operation["security"]:
+            expected.add("401")
+        if "requestBody" in operation:
+            expected |= {"400", "422"}
+        if operation.get("parameters"):
+            expected.add("422")
+        assert expected <= answers.keys(), (path, method, expected - answers.keys())
+        assert bool(operation["security"]) == (path not in PROBES and "/models" not in path)
+        for status, answer in answers.items():
+            assert answer["description"] != "Validation Error"
+            if int(status) >= 400:
+                assert "application/problem+json" in answer["content"], (path, status)
+
+
+def test_a_dialects_body_is_described_by_its_table_and_its_smallest_one_is_read() -> None:
+    paths = whole_document()["paths"]
+    for dialect in DIALECTS:
+        operation = paths[f"/sessions/{{name}}{dialect.path}"]["post"]
+        body = operation["requestBody"]["content"]["application/json"]
+        assert body["schema"]["properties"].keys() == dialect.parameters.keys()
+        assert body["schema"]["additionalProperties"] is False
+        smallest = SMALLEST[dialect.name]
+        dialect.read(smallest, {})
+        for name in body["schema"]["required"]:
+            with pytest.raises(Refused):
+                dialect.read({key: value for key, value in smallest.items() if key != name}, {})
+        for status in ("400", "401", "403", "404", "409", "410", "429", "503"):
+            examples = operation["responses"][status]["content"]["application/json"]["examples"]
+            assert all("error" in each["value"] for each in examples.values()) and examples
+
+
+def fuzz(directory: Path, *options: str) -> str:
+    """What Schemathesis found, over the whole document; empty: nothing."""
+    config = directory / "schemathesis.toml"
+    config.write_text(CONFIG)
+    limits = ServiceSettings(max_waiting_tasks=100_000)
+    with served(directory, limits=limits, key=KEY, hold_s=0.2, stream_s=0.05) as world:
+        headers = {"authorization": f"Bearer {KEY}"}
+        for name in ("fuzzed", "other"):
+            url = f"{world.url}/api/v1/sessions"
+            assert httpx.post(url, json={"id": name}, headers=headers).status_code == 201
+        world.may_play.set()
+        for name in ("fuzzed-0", "other-1"):
+            opened = {**headers, "prefer": "wait=60"}
+            found = httpx.get(f"{url}/{name}", headers=opened, timeout=90).json()
+            assert found["status"] == "open"
+        # What the fuzzer submits waits: playing it would share the loop that answers.
+        world.may_play.clear()
+        program = str(Path(sys.executable).with_name("schemathesis"))
+        done = subprocess.run(
+            [
+                program, "--config-file", str(config), "run", str(DOCUMENT), "--url", world.url,
+                "--warnings", "off", *options,
+            ],
+            cwd=directory, env={**os.environ, "NO_COLOR": "1"},
+            capture_output=True, text=True, timeout=3600, check=False,
+        )  # fmt: skip
+        assert httpx.get(f"{world.url}/healthz", timeout=60).status_code == 200
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def test_a_fuzzer_finds_nothing_in_a_few_seconds(tmp_path: Path) -> None:
+    options = ("--phases", "examples,fuzzing", "--max-examples", "3", "--max-time", "12")
+    assert fuzz(tmp_path, *options, "--no-shrink") == ""
+
+
+@pytest.mark.proof
+@pytest.mark.fuzz
+@pytest.mark.timeout(3600)
+def test_a_fuzzer_finds_nothing_in_all_its_phases(tmp_path: Path) -> None:
+    assert fuzz(tmp_path, "--max-examples", "100", "--max-time", "1800") == ""

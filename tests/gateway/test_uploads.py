@@ -1,0 +1,561 @@
+"""Trajectories that were sampled elsewhere: taken in whole, said no to one by one, delivered."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds.same import assert_same_samples
+from worlds.trajectory_builders import make_trajectory, random_turns
+from worlds.upload_world import (
+    FACTS,
+    HTTP,
+    URL,
+    UploadWorld,
+    as_item,
+    in_json,
+    item,
+    pack,
+    played,
+    problem,
+    renamed,
+)
+
+from actors.types import UNDONE, Outcome, Trajectory, Turn
+from service.config.tree import ServiceSettings
+from service.gateway.upload_bodies import TrajectoryBody, decode_body
+from service.gateway.upload_checks import Fault, checked_upload
+from service.gateway.upload_content import decoded_content, stored_content
+from service.intake.uploads import Upload
+
+NAN = float("nan")
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[UploadWorld]:
+    yield await UploadWorld(tmp_path).begin()
+
+
+def read(body: dict[str, Any], *, packed: bool) -> Upload:
+    encode = msgspec.msgpack.encode if packed else msgspec.json.encode
+    raw = encode(body if packed else in_json(body))
+    return checked_upload(decode_body(raw, TrajectoryBody, packed=packed), FACTS)
+
+
+def trajectory_of(upload: Upload) -> Trajectory:
+    return decoded_content(upload.content)
+
+
+# -- token-exact ----------------------------------------------------------------------------------
+
+
+@st.composite
+def recorded(draw: st.DrawFn) -> Trajectory:
+    """With branches, masked tokens, several versions; some with token rewards or experts."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    turns = [turn for turn in random_turns(rng) if turn.num_sampled]
+    with_rewards, with_experts = draw(st.booleans()), draw(st.booleans())
+    turns = [_dressed(t, rng, rewards=with_rewards, experts=with_experts) for t in turns]
+    if turns:
+        turns[-1] = replace(turns[-1], reward_components={"hit": 0.25, "f1": 1.0})
+    outcome = draw(st.sampled_from([Outcome.COMPLETED, Outcome.TRUNCATED_TOKENS]))
+    return make_trajectory(turns, outcome=outcome, detail="ü")
+
+
+def _dressed(turn: Turn, rng: np.random.Generator, *, rewards: bool, experts: bool) -> Turn:
+    turn = replace(turn, reward_components={})
+    if rewards:
+        by_token = rng.uniform(-1, 1, turn.num_sampled).astype(np.float32)
+        total = float(by_token.sum(dtype=np.float64))
+        turn = replace(turn, token_rewards=by_token, reward=total)
+    if experts:
+        number = int(rng.integers(0, turn.num_sampled + 1))
+        indices = [[rng.permutation(6)[:2] for _ in range(2)] for _ in range(number)]
+        shaped = np.array(indices, np.uint8).reshape(number, 2, 2)
+        turn = replace(turn, expert_indices=shaped)
+    return turn
+
+
+@settings(max_examples=60, deadline=None)
+@given(recorded())
+def test_what_is_uploaded_in_either_format_is_what_the_queue_gets(trajectory: Trajectory) -> None:
+    if not trajectory.num_trained:
+        return
+    uploads = [
+        read(as_item(trajectory, "t", packed=columns), packed=packed)
+        for columns in (False, True)
+        for packed in (False, True)
+    ]
+    assert len({upload.digest for upload in uploads}) == 1
+    assert len({upload.content for upload in uploads}) == 1
+    found = trajectory_of(uploads[0])
+    assert_same_samples(renamed(found), renamed(trajectory))
+    assert stored_content(found) == uploads[0].content
+    assert (found.outcome, found.detail) == (trajectory.outcome, "ü")
+    assert (uploads[0].oldest_version, uploads[0].newest_version) == trajectory.versions
+
+
+def test_a_mask_alone_tells_the_turns_and_turns_alone_the_mask() -> None:
+    by_mask = trajectory_of(read(item(turn_rewards={0: 0.25}), packed=False)).samples[0]
+    assert [(t.index, t.start, t.end, t.reward) for t in by_mask.turns] == [
+        (0, 2, 4, 0.25),
+        (1, 5, 6, 1.0),
+    ]
+    turns = [{"start": 2, "end": 4}, {"start": 5, "end": 6}]
+    by_turns = item(turn_rewards={0: 0.25}, sample={"mask": None, "turns": turns})
+    assert_same_samples(trajectory_of(read(by_turns, packed=False)).samples, [by_mask])
+
+
+def test_token_rewards_say_what_the_turns_earned() -> None:
+    rewards = [0, 0, 0.25, 0.5, 0, -1.0]
+    sums = item(sample={"token_rewards": rewards}, reward=None)
+    found = trajectory_of(read(sums, packed=False))
+    assert [turn.reward for turn in found.turns] == [0.75, -1.0]
+    agreeing = item(sample={"token_rewards": rewards}, reward=-1.0, turn_rewards={0: 0.75})
+    assert read(agreeing, packed=True).content == read(sums, packed=False).content
+
+
+# -- refused whole --------------------------------------------------------------------------------
+
+SAMPLE = ["trajectories", 0, "samples", 0]
+
+
+def sampled(**changes: Any) -> dict[str, Any]:
+    return item(sample=changes)
+
+
+def spans(*spans: tuple[int, int, int]) -> dict[str, Any]:
+    names = ("version", "start", "end")
+    return sampled(versions=[dict(zip(names, span, strict=True)) for span in spans])
+
+
+def turned(*turns: tuple[int, int]) -> dict[str, Any]:
+    return sampled(turns=[{"start": start, "end": end} for start, end in turns])
+
+
+def routed(positions: list[int], *experts: list[int]) -> dict[str, Any]:
+    indices = [[each, each] for each in experts]
+    return sampled(experts={"positions": positions, "indices": indices})
+
+
+def indexed(*indices: int | None) -> dict[str, Any]:
+    places = [(2, 4), (5, 6)]
+    return sampled(
+        turns=[
+            {"start": start, "end": end, "index": index}
+            for (start, end), index in zip(places, indices, strict=True)
+        ]
+    )
+
+
+REFUSED: list[tuple[dict[str, Any], Fault, list[Any]]] = [
+    (sampled(token_ids=pack([1] * 6, "<i8")), Fault.WRONG_TYPE, [*SAMPLE, "token_ids"]),
+    (sampled(logprobs=pack([0] * 6, "<f8")), Fault.WRONG_TYPE, [*SAMPLE, "logprobs"]),
+    (sampled(mask=pack([0] * 6, "<i4")), Fault.WRONG_TYPE, [*SAMPLE, "mask"]),
+    (
+        sampled(token_ids={"dtype": "<i4", "data": b"12345"}),
+        Fault.WRONG_TYPE,
+        [*SAMPLE, "token_ids"],
+    ),
+    (
+        sampled(token_ids=pack([1] * 6, "<i4", shape=[2, 3])),
+        Fault.WRONG_TYPE,
+        [*SAMPLE, "token_ids"],
+    ),
+    (sampled(token_ids={"dtype": "|O", "data": b""}), Fault.WRONG_TYPE, [*SAMPLE, "token_ids"]),
+    (sampled(mask=[0, 0, 1, 1, 0]), Fault.LENGTHS_DIFFER, [*SAMPLE, "mask"]),
+    (sampled(logprobs=[0.0]), Fault.LENGTHS_DIFFER, [*SAMPLE, "logprobs"]),
+    (sampled(token_rewards=[0.0]), Fault.LENGTHS_DIFFER, [*SAMPLE, "token_rewards"]),
+    (routed([0, 1], [0, 1]), Fault.LENGTHS_DIFFER, [*SAMPLE, "experts"]),
+    (
+        sampled(token_ids=[1, 2, 3, 4, 5, 516]),
+        Fault.TOKEN_OUT_OF_VOCABULARY,
+        [*SAMPLE, "token_ids"],
+    ),
+    (
+        sampled(token_ids=[1, 2, 3, 4, 5, -1]),
+        Fault.TOKEN_OUT_OF_VOCABULARY,
+        [*SAMPLE, "token_ids"],
+    ),
+    (
+        sampled(token_ids=[1, 2, 3, 4, 5, 2**64 - 1]),
+        Fault.TOKEN_OUT_OF_VOCABULARY,
+        [*SAMPLE, "token_ids"],
+    ),
+    (
+        sampled(token_ids=pack([1, 2, 3, 4, 5, -(2**31)], "<i4")),
+        Fault.TOKEN_OUT_OF_VOCABULARY,
+        [*SAMPLE, "token_ids"],
+    ),
+    (sampled(token_ids=[1] * 401), Fault.CONTEXT_LENGTH_EXCEEDED, [*SAMPLE, "token_ids"]),
+    (sampled(token_ids=[]), Fault.CONTEXT_LENGTH_EXCEEDED, [*SAMPLE, "token_ids"]),
+    (sampled(mask=[0, 0, 1, 2, 0, 1]), Fault.INVALID_MASK, [*SAMPLE, "mask"]),
+    (sampled(mask=None), Fault.INVALID_MASK, [*SAMPLE, "mask"]),
+    (turned((2, 4)), Fault.INVALID_MASK, [*SAMPLE, "mask"]),
+    (turned((2, 4), (3, 6)), Fault.INVALID_TURNS, [*SAMPLE, "turns"]),
+    (turned((0, 6)), Fault.INVALID_TURNS, [*SAMPLE, "turns"]),
+    (turned((2, 2)), Fault.INVALID_TURNS, [*SAMPLE, "turns"]),
+    (turned((2, 4), (5, 2**63)), Fault.INVALID_TURNS, [*SAMPLE, "turns"]),
+    (sampled(mask=[1] * 6), Fault.INVALID_TURNS, [*SAMPLE, "mask"]),
+    (indexed(1, 0), Fault.INVALID_TURNS, ["trajectories", 0, "samples"]),
+    (indexed(0, None), Fault.INVALID_TURNS, ["trajectories", 0, "samples"]),
+    (sampled(mask=[0] * 6, logprobs=[0.0] * 6), Fault.NOTHING_TRAINED, [*SAMPLE, "mask"]),
+    (
+        sampled(logprobs=[0, 0, -0.5, 0.002, 0, -1]),
+        Fault.INVALID_LOGPROB,
+        [*SAMPLE, "logprobs"],
+    ),
+    (
+        sampled(logprobs=[0, 0, -0.5, -1e300, 0, -1]),
+        Fault.INVALID_LOGPROB,
+        [*SAMPLE, "logprobs"],
+    ),
+    (
+        sampled(logprobs=pack([0, 0, -0.5, NAN, 0, -1], "<f4")),
+        Fault.INVALID_LOGPROB,
+        [*SAMPLE, "logprobs"],
+    ),
+    (
+        sampled(logprobs=[0, -0.1, -0.5, -1, 0, -1]),
+        Fault.INVALID_LOGPROB,
+        [*SAMPLE, "logprobs"],
+    ),
+    (spans((0, 2, 4)), Fault.INVALID_VERSIONS, [*SAMPLE, "versions"]),
+    (spans((0, 2, 4), (0, 5, 6)), Fault.INVALID_VERSIONS, [*SAMPLE, "versions"]),
+    (spans((0, 2, 2), (0, 2, 6)), Fault.INVALID_VERSIONS, [*SAMPLE, "versions"]),
+    (spans((0, 2, 7)), Fault.INVALID_VERSIONS, [*SAMPLE, "versions"]),
+    (spans((0, -1, 6)), Fault.INVALID_VERSIONS, [*SAMPLE, "versions"]),
+    (spans((-1, 2, 6)), Fault.INVALID_VERSIONS, [*SAMPLE, "versions"]),
+    (spans((UNDONE, 2, 6)), Fault.INVALID_VERSIONS, [*SAMPLE, "versions"]),
+    (spans(), Fault.INVALID_VERSIONS, [*SAMPLE, "versions"]),
+    (item(reward=1e10), Fault.INVALID_REWARD, ["trajectories", 0, "reward"]),
+    (
+        item(turn_rewards={2: 1.0}),
+        Fault.INVALID_REWARD,
+        ["trajectories", 0, "turn_rewards", "2"],
+    ),
+    (
+        sampled(token_rewards=[1, 0, 0, 0, 0, 1]),
+        Fault.INVALID_REWARD,
+        [*SAMPLE, "token_rewards"],
+    ),
+    (
+        sampled(token_rewards=[0, 0, 0, 0, 0, 1e10]),
+        Fault.INVALID_REWARD,
+        [*SAMPLE, "token_rewards"],
+    ),
+    (item(reward=None), Fault.REWARD_MISSING, ["trajectories", 0, "reward"]),
+    (
+        sampled(token_rewards=[0, 0, 0, 0, 0, 0.5]),
+        Fault.REWARDS_DIFFER,
+        ["trajectories", 0, "samples"],
+    ),
+    (routed([0], [0, 6]), Fault.INVALID_EXPERTS, [*SAMPLE, "experts"]),
+    (routed([0], [1, 1]), Fault.INVALID_EXPERTS, [*SAMPLE, "experts"]),
+    (routed([1, 0], [0, 1], [0, 1]), Fault.INVALID_EXPERTS, [*SAMPLE, "experts"]),
+    (routed([6], [0, 1]), Fault.INVALID_EXPERTS, [*SAMPLE, "experts"]),
+    (routed([0], [0, 2**40]), Fault.WRONG_TYPE, [*SAMPLE, "experts"]),
+    (item(outcome="stale"), Fault.UNKNOWN_OUTCOME, ["trajectories", 0, "outcome"]),
+    (item(outcome="great"), Fault.UNKNOWN_OUTCOME, ["trajectories", 0, "outcome"]),
+]
+
+
+async def test_each_violation_has_its_code_and_its_place(world: UploadWorld) -> None:
+    """And nothing of the request is stored: the sound one before it neither."""
+    for body, fault, place in REFUSED:
+        for packed in (False, True):
+            sent = body if packed else in_json(body)
+            found = problem(await world.send(sent, packed=packed), 422, fault.value)
+            assert found["errors"][0]["loc"] == ["body", *place], (fault, found)
+            assert found["errors"][0]["code"] == fault.value
+    unseen = set(Fault) - {fault for _, fault, _ in REFUSED}
+    assert unseen == {Fault.INVALID_METADATA}
+    body, fault, place = REFUSED[0]
+    both = problem(await world.send(item("sound"), body, packed=True), 422, fault.value)
+    assert both["errors"][0]["loc"] == ["body", "trajectories", 1, *place[2:]]
+    problem(await world.client.get(f"{URL}/sound"), 404, "unknown-trajectory")
+
+
+async def test_what_is_of_another_tokenizer_or_shape_is_refused(world: UploadWorld) -> None:
+    other = await world.send(item(), tokenizer_fingerprint="sha256:0")
+    assert FACTS.tokenizer_fingerprint in problem(other, 422, "tokenizer-mismatch")["detail"]
+    policy = (await world.client.get("/api/v1/policy")).json()
+    assert policy["tokenizer_fingerprint"] == FACTS.tokenizer_fingerprint
+    assert (policy["vocab_size"], policy["max_context_tokens"]) == (516, 400)
+    for body, place in (
+        (item(reward=True), ["body", "trajectories", 0, "reward"]),
+        (item(extra=1), ["body", "trajectories", 0]),
+        (item("a b"), ["body", "trajectories", 0, "id"]),
+        (item(samples=[]), ["body", "trajectories", 0, "samples"]),
+        (sampled(token_ids=[True] * 6), [*["body", *SAMPLE], "token_ids", 0]),
+    ):
+        found = problem(await world.send(body), 422, "invalid-request")
+        assert found["errors"][0]["loc"] == place, found
+    many = [item(f"t-{number}") for number in range(9)]
+    problem(await world.send(*many), 413, "too-many-trajectories")
+    small = await world.send(item(), groups=[{"id": "g", "members": 1}])
+    problem(small, 422, "num-samples")
+    twice = await world.send(groups=[{"id": "g", "close": True}, {"id": "g", "close": True}])
+    problem(twice, 422, "invalid-request")
+
+
+async def test_no_bomb_costs_more_than_its_refusal(world: UploadWorld) -> None:
+    """Wrong lengths, nesting, numbers that are none: 400 or 422, and nothing is stored."""
+    head = msgspec.msgpack.encode(
+        {"tokenizer_fingerprint": FACTS.tokenizer_fingerprint, "trajectories": 0}
+    )[:-1]
+    deep = {"a": "b"}
+    for _ in range(70):
+        deep = {"a": deep}  # type: ignore[dict-item]
+    raw: list[tuple[bytes, bool]] = [
+        (head + b"\xdd\xff\xff\xff\xff", True),
+        (head + b"\xdc\xff\xff", True),
+        (head + b"\xdf\xff\xff\xff\xff", True),
+        (head + b"\xdb\xff\xff\xff\xff", True),
+        (head + b"\x91" * 100_000, True),
+        (b"\xc1", True),
+        (b"", True),
+        (b"", False),
+        (b"[" * 100_000, False),
+        (b'{"trajectories": ' * 50_000, False),
+        (b'{"tokenizer_fingerprint": "\xff"}', False),
+        (msgspec.json.encode(item(reward=0.5)).replace(b"0.5", b"NaN"), False),
+        (msgspec.json.encode(item(reward=0.5)).replace(b"0.5", b"1e999"), False),
+    ]
+    for body, packed in raw:
+        answer = await world.post(body, packed=packed)
+        assert answer.status_code in (400, 422), (body[:80], answer.text)
+    for metadata in (deep, {"x": NAN}, {"x": b"bytes"}, {"x": {1: 2, "a": 3}}):
+        body = item(metadata=metadata)
+        problem(await world.send(body, packed=True), 422, Fault.INVALID_METADATA.value)
+    for reward in (NAN, float("inf")):
+        problem(await world.send(item(reward=reward), packed=True), 422, "invalid-reward")
+    shape = {"dtype": "|u1", "data": b"\0" * 4, "shape": [2**62, 2**62, 0]}
+    for wrong in (shape, {**shape, "shape": [-1, 2, 2]}, {**shape, "shape": [2**40, 2, 2]}):
+        bomb = sampled(experts={"positions": [0], "indices": wrong})
+        assert (await world.send(bomb, packed=True)).status_code == 422
+    encoded = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = await world.client.post(URL, content=b"x", headers=encoded)
+    problem(answer, 415, "unsupported-media-type")
+    answer = await world.client.post("/api/v1/rollouts", content=b"x", headers={
+        "content-type": "application/msgpack"
+    })  # fmt: skip
+    problem(answer, 415, "unsupported-media-type")
+    assert world.service.submissions.backlog.waiting == 0
+    assert (await world.send(item())).json()["accepted"] == ["t-0"]
+
+
+# -- answered one by one --------------------------------------------------------------------------
+
+
+async def test_stale_known_and_conflicting_items_are_answered_one_by_one(
+    world: UploadWorld,
+) -> None:
+    world.service.step = 5
+    fresh = {"versions": [{"version": 5, "start": 2, "end": 6}]}
+    old = {"versions": [{"version": 2, "start": 2, "end": 3}, {"version": 5, "start": 3, "end": 6}]}
+    unheard = {"versions": [{"version": 7, "start": 2, "end": 6}]}
+    first = await world.send(item("a", sample=fresh))
+    assert first.json()["accepted"] == ["a"]
+    answer = await world.send(
+        item("b", sample=fresh),
+        item("a", sample=fresh),
+        item("b", sample=fresh),
+        item("a", sample=fresh, reward=0.0),
+        item("a", sample=fresh, group="other"),
+        item("c", sample=old),
+        item("d", sample=unheard),
+    )
+    assert answer.status_code == 200
+    body = answer.json()
+    assert (body["accepted"], body["duplicates"]) == (["b"], ["a", "b"])
+    assert [(each["id"], each["code"]) for each in body["rejected"]] == [
+        ("a", "id-conflict"),
+        ("a", "id-conflict"),
+        ("c", "stale-policy"),
+        ("d", "unknown-version"),
+    ]
+    assert body["groups"] == [{"id": "g", "uploaded": 2, "members": None, "is_submitted": False}]
+    # A stale one that was accepted in its time is known still.
+    world.service.step = 9
+    assert (await world.send(item("a", sample=fresh))).json()["duplicates"] == ["a"]
+
+
+async def test_a_group_is_submitted_once_it_is_complete(world: UploadWorld) -> None:
+    open_one = await world.send(item("a"), groups=[{"id": "g", "members": 2}])
+    assert open_one.json()["groups"][0] == {
+        "id": "g", "uploaded": 1, "members": 2, "is_submitted": False
+    }  # fmt: skip
+    assert world.service.submissions.backlog.waiting == 0
+    other = await world.send(groups=[{"id": "g", "members": 3}])
+    problem(other, 409, "conflict")
+    whole = await world.send(item("b"))
+    assert whole.json()["groups"][0]["is_submitted"]
+    assert world.service.submissions.backlog.waiting == 1
+    late = (await world.send(item("c"), item("b"))).json()
+    assert [each["code"] for each in late["rejected"]] == ["group-closed"]
+    assert late["duplicates"] == ["b"] and world.service.submissions.backlog.waiting == 1
+    problem(await world.client.delete(f"{URL}/groups/g"), 409, "group-closed")
+    found = (await world.client.get(f"{URL}/b")).json()
+    assert (found["group"], found["member"], found["is_submitted"]) == ("g", 1, True)
+
+
+async def test_a_group_is_closed_with_what_it_has_or_dropped(world: UploadWorld) -> None:
+    close = [{"id": "g", "close": True}]
+    small = await world.send(item("a"), groups=close)
+    # One alone has no baseline.
+    assert not small.json()["groups"][0]["is_submitted"]
+    closed = await world.send(item("b"), groups=close)
+    assert closed.json()["groups"][0] == {
+        "id": "g", "uploaded": 2, "members": 2, "is_submitted": True
+    }  # fmt: skip
+    again = await world.send(groups=close)
+    assert again.json()["groups"] == closed.json()["groups"]
+    await world.send(item("x", group="h", metadata={"why": "ü"}))
+    assert (await world.client.get(f"{URL}/x")).json()["metadata"] == {"why": "ü"}
+    assert (await world.client.delete(f"{URL}/groups/h")).status_code == 200
+    problem(await world.client.delete(f"{URL}/groups/h"), 404, "unknown-group")
+    assert (await world.send(item("x", group="h", reward=0.0))).json()["accepted"] == ["x"]
+
+
+async def test_a_group_has_room_for_so_many_and_its_own_id(world: UploadWorld) -> None:
+    items = [item(f"t-{number}") for number in range(5)]
+    full = (await world.send(*items)).json()
+    assert [(each["id"], each["code"]) for each in full["rejected"]] == [("t-4", "group-full")]
+    task = {"environment": "guessing", "tasks": [{"id": "task"}]}
+    assert (await world.client.post("/api/v1/rollouts", json=task)).status_code == 202
+    taken = (await world.send(item("u", group="task"))).json()
+    assert [each["code"] for each in taken["rejected"]] == ["group-conflict"]
+
+
+async def test_what_waits_is_bounded_and_the_same_request_goes_on_later(tmp_path: Path) -> None:
+    tight = replace(HTTP, service=replace(HTTP.service, max_waiting_tasks=1, max_waiting_mib=1))
+    world = await UploadWorld(tmp_path, http=tight).begin()
+    close = [{"id": "g", "close": True}, {"id": "h", "close": True}]
+    items = [item("a"), item("b"), item("c", group="h"), item("d", group="h")]
+    problem(await world.send(*items, groups=close), 413, "batch-too-large")
+    assert (await world.send(groups=close[:1])).status_code == 200
+    full = await world.send(*items[2:], groups=close[1:])
+    assert problem(full, 429, "queue-full") and full.headers["retry-after"]
+    await world.service.admit()
+    after = (await world.send(*items[2:], groups=close[1:])).json()
+    assert after["duplicates"] == ["c", "d"] and after["groups"][0]["is_submitted"]
+    await world.service.admit()
+    large = item("big", group="i", metadata={}, detail="", sample={
+        "token_ids": [1] * 400, "mask": [0] + [1] * 399, "logprobs": [0] + [-1] * 399,
+        "versions": [{"version": 0, "start": 1, "end": 400}],
+    })  # fmt: skip
+    large["samples"] *= 250
+    assert (await world.send(large)).status_code == 200
+    full = await world.send({**large, "id": "bigger"})
+    assert full.headers["retry-after"] and problem(full, 429, "too-many-requests")
+
+
+# -- delivered ------------------------------------------------------------------------------------
+
+
+async def test_an_uploaded_group_is_trained_as_it_was_uploaded(world: UploadWorld) -> None:
+    trajectories = [played(seed=number, reward=float(number)) for number in range(2)]
+    answer = await world.send(
+        *(as_item(each, f"t-{number}", packed=True) for number, each in enumerate(trajectories)),
+        packed=True,
+        groups=[{"id": "g", "members": 2}],
+    )
+    assert answer.json()["accepted"] == ["t-0", "t-1"]
+    delivered = await world.deliver(await world.admitted())
+    for got, sent in zip(delivered, trajectories, strict=True):
+        assert got.outcome is Outcome.COMPLETED and got.environment == "uploaded"
+        assert_same_samples(renamed(got), renamed(sent))
+        assert {sample.trajectory_id for sample in got.samples} == {got.trajectory_id}
+    view = (await world.client.get("/api/v1/rollouts/g")).json()
+    assert view["status"] == "finished"
+    assert [sample["reward"] for sample in view["samples"]] == [0.0, 1.0]
+    assert [sample["turns"] for sample in view["samples"]] == [3, 3]
+
+
+async def test_it_is_delivered_again_after_any_death(world: UploadWorld) -> None:
+    """Before its group is admitted, before it is delivered, and after, without a checkpoint."""
+    sent = played(seed=7)
+    items = [as_item(sent, "a"), as_item(sent, "b")]
+    await world.send(items[0], groups=[{"id": "g", "members": 2}])
+    world = await world.restart()
+    assert (await world.send(items[0])).json()["duplicates"] == ["a"]
+    assert (await world.send(items[1])).json()["groups"][0]["is_submitted"]
+    world = await world.restart()
+    assert len(await world.admitted()) == 2
+    world = await world.restart()
+    first = await world.deliver(await world.admitted())
+    world = await world.restart()
+    again = await world.deliver(await world.admitted())
+    for got in (*first, *again):
+        assert_same_samples(renamed(got), renamed(sent))
+
+
+async def test_a_group_whose_submission_was_lost_is_submitted_by_the_same_request(
+    world: UploadWorld,
+) -> None:
+    """Killed between the storing and the submission, before the answer."""
+    body = item("a"), item("b")
+    world.service.submissions.close("the run stops")
+    problem(await world.send(*body, groups=[{"id": "g", "members": 2}]), 503, "not-available")
+    world = await world.restart()
+    again = (await world.send(*body, groups=[{"id": "g", "members": 2}])).json()
+    assert again["duplicates"] == ["a", "b"] and again["groups"][0]["is_submitted"]
+    assert len(await world.admitted()) == 2
+
+
+async def test_what_has_become_too_old_is_stale_when_it_is_delivered(world: UploadWorld) -> None:
+    await world.send(item("a"), item("b"), groups=[{"id": "g", "members": 2}])
+    assignments = await world.admitted()
+    late = [replace(each, group_number=4) for each in assignments]
+    for assignment in late:
+        got = await world.uploads.play(assignment)
+        assert (got.outcome, got.detail) == (
+            Outcome.STALE,
+            "sampled by version 0, expected at least 1",
+        )
+
+
+async def test_versions_that_a_recovery_has_undone_are_marked(world: UploadWorld) -> None:
+    for number in range(2):
+        await world.send(item(f"{number}", sample={
+            "versions": [{"version": number, "start": 2, "end": 6}]
+        }))  # fmt: skip
+    await world.send(groups=[{"id": "g", "close": True}])
+    world = await world.restart()
+    kept, undone = await world.deliver(await world.admitted())
+    assert kept.samples[0].versions.max() == 0
+    assert undone.samples[0].versions.max() == UNDONE + 1 and undone.versions == (1, 1)
+
+
+async def test_a_cancelled_group_leaves_its_ids_alone(world: UploadWorld) -> None:
+    await world.send(item("a"), item("b"), groups=[{"id": "g", "members": 2}])
+    assignments = await world.admitted()
+    answer = await world.client.post("/api/v1/rollouts/g/cancel")
+    assert answer.json()["status"] == "cancelled"
+    (got, _) = [await world.uploads.play(each) for each in assignments]
+    assert got.outcome is Outcome.INFRASTRUCTURE_ERROR and not got.samples
+    assert (await world.send(item("a"))).json()["duplicates"] == ["a"]
+    assert (await world.client.get(f"{URL}/a")).json()["group"] == "g"
+
+
+async def test_what_is_over_and_no_longer_kept_is_forgotten(tmp_path: Path) -> None:
+    short = replace(HTTP, service=ServiceSettings(max_samples_per_task=4, keep_ended_tasks=1))
+    world = await UploadWorld(tmp_path, http=short).begin()
+    for number in range(3):
+        name = f"g-{number}"
+        await world.send(
+            *(item(f"{name}-{letter}", group=name) for letter in "ab"),
+            groups=[{"id": name, "members": 2}],
+        )
+        assert (await world.client.post(f"/api/v1/rollouts/{name}/cancel")).status_code == 200
+    known = [(await world.client.get(f"{URL}/g-{number}-a")).status_code for number in range(3)]
+    assert known == [404, 404, 200]
+    assert (await world.send(item("g-0-a", group="g-0"))).json()["accepted"] == ["g-0-a"]

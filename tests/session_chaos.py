@@ -1,0 +1,319 @@
+"""kill -9 at so many seeded points of a service that 64 sessions are played with.
+
+    $ PYTHONPATH=. python tests/session_chaos.py --seed 1 --points 200
+
+Gateway, engine, supervisor, API and agents are killed, the gateway is stopped for some seconds, the
+database locked for some; chance says what comes next, and how many answers the agents get between.
+The agents (`worlds.session_agents`) remember each answer. At the end the run is stopped by Ctrl-C,
+and: every session has ended once, the ledger balances, the audit of the journal is clean, each
+answer that a client was shown of a session that was trained is in its trajectory with the very ids
+and log-probabilities, trained, and nothing is in there twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import numpy as np
+from worlds.faults import Fault, Plan
+from worlds.run_checks import check_stopped
+from worlds.run_driver import ENGINE, ROOT, START_S, STEP_S, Run, running, small_config
+from worlds.session_agents import GROUP_SIZE, Memory
+from worlds.submitting_client import OVER
+
+from actors.journal.record import TrajectoryEntry
+from service.inspect.reader import open_journal
+
+KEY = "a key of the chaos run, long enough"
+NUM_HOSTS, GROUPS_PER_HOST = 4, 4
+GROUPS_PER_STEP = 8
+# How often the next fault comes at once, before anybody was answered after the last one.
+COMPOUND = 0.25
+# Between two faults so many answers come at least; a wait's bound, not a measure.
+ANSWERS, CALM_S = (8, 64), 180.0
+LIMIT_S = 900.0
+FREEZE_S, LOCK_S = 4.0, 3.0
+PARTS = {
+    "gateway": r"ray::Gateway",
+    "engine": ENGINE,
+    "supervisor": r"ray::Supervisor",
+    "API": r"ray::ServeReplica:\S*-api:api",
+}
+Key = tuple[tuple[int, ...], bytes]
+
+
+@dataclass
+class Host:
+    """A process of agents, started again whenever it was killed."""
+
+    name: str
+    directory: Path
+    url: str
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def file(self) -> Path:
+        return self.directory / f"{self.name}.jsonl"
+
+    def start(self) -> None:
+        with (self.directory / f"{self.name}.out").open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "worlds.session_agents", self.url, str(self.file),
+                 self.name, str(GROUPS_PER_HOST)],
+                cwd=ROOT / "tests", stdout=output, stderr=output,
+                env={**os.environ, "RAYLOOM_API_KEY": KEY},
+            )  # fmt: skip
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """It finishes what it plays."""
+        self.file.with_suffix(".stop").touch()
+
+    def check(self) -> None:
+        assert self.process is not None
+        assert self.process.poll() in (None, 0), self.file.with_suffix(".out").read_text()[-3000:]
+
+
+@dataclass
+class Proof:
+    """One service, and its agents."""
+
+    run: Run
+    directory: Path
+    plan: Plan
+    hosts: list[Host] = field(default_factory=list)
+
+    def play(self, num_points: int) -> None:
+        """So many faults, then an end in order."""
+        url = self._address()
+        self.hosts = [Host(f"host-{n}", self.directory, url) for n in range(NUM_HOSTS)]
+        self.plan.faults += [Fault(name="kill the agents", inflict=self._kill_agents)]
+        try:
+            for host in self.hosts:
+                host.start()
+            self._wait_for_answers(64)
+            for number in range(num_points):
+                fault = self.plan.next()
+                self.plan.counts[fault.name] += 1
+                began = time.monotonic()
+                fault.inflict(self.run)
+                if self.plan.rng.random() >= COMPOUND:
+                    self._wait_for_answers(self.plan.rng.randrange(*ANSWERS))
+                say(f"{number + 1}: {fault.name}, then {time.monotonic() - began:.1f} s")
+            self._finish(url)
+        finally:
+            for host in self.hosts:
+                host.kill()
+
+    def _finish(self, url: str) -> None:
+        for host in self.hosts:
+            host.stop()
+        for host in self.hosts:
+            assert host.process is not None
+            assert host.process.wait(LIMIT_S) == 0, host.file.with_suffix(".out").read_text()[
+                -3000:
+            ]
+        # A step takes whole groups: others fill the last one.
+        filler = Host("filler", self.directory, url)
+        deadline = time.monotonic() + LIMIT_S
+        groups = [group for host in self.hosts for group in Memory.read(host.file).groups]
+        with httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}) as client:
+            filler.start()
+            while left := [name for name in groups if self._status(client, name) not in OVER]:
+                assert time.monotonic() < deadline, left
+                filler.check()
+                groups = left
+                time.sleep(2)
+            filler.stop()
+            assert filler.process is not None and filler.process.wait(LIMIT_S) == 0
+            self._check_ends(client)
+        self.run.interrupt()
+        assert self.run.wait(limit_s=LIMIT_S) == 130, self.run.output.read_text()[-4000:]
+        assert self.run.wait_until_gone(limit_s=STEP_S) == []
+
+    def _status(self, client: httpx.Client, name: str) -> str:
+        answer = client.get(f"/api/v1/rollouts/{name}", timeout=START_S)
+        return str(answer.json().get("status")) if answer.status_code == 200 else "unknown"
+
+    def _check_ends(self, client: httpx.Client) -> None:
+        """Each session stands as the agent that finished it was told."""
+        for host in self.hosts:
+            memory = Memory.read(host.file)
+            assert not memory.errors, memory.errors
+            assert all(memory.groups.values())
+            assert len(memory.finished) == GROUP_SIZE * len(memory.groups)
+            for name, told in memory.finished.items():
+                answer = client.get(f"/api/v1/sessions/{name}", timeout=START_S)
+                assert answer.status_code == 200, (name, answer.text)
+                found = answer.json()
+                for key in ("status", "reward", "outcome", "ended_at"):
+                    assert found[key] == told[key], (name, found, told)
+
+    def _wait_for_answers(self, number: int) -> None:
+        before, deadline = self._num_answers(), time.monotonic() + CALM_S + START_S
+        while self._num_answers() < before + number:
+            for host in self.hosts:
+                host.check()
+            assert self.run.process.poll() is None, self.run.log()
+            assert time.monotonic() < deadline, f"no answers come: {self.run.log()}"
+            time.sleep(0.2)
+
+    def _num_answers(self) -> int:
+        files = [host.file for host in self.hosts if host.file.exists()]
+        return sum(file.read_bytes().count(b'"what": "saw"') for file in files)
+
+    def _kill_agents(self, _run: Run) -> None:
+        host = self.plan.rng.choice(self.hosts)
+        host.kill()
+        time.sleep(self.plan.rng.random())
+        host.start()
+
+    def _address(self) -> str:
+        self.run.wait_for_output("the API listens on ", limit_s=START_S)
+        return self.run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+
+
+def session_faults() -> list[Fault]:
+    """Those of the run; the agents' are `Proof`'s own."""
+
+    def killing(title: str) -> Fault:
+        return Fault(name=f"kill the {title}", inflict=lambda run: run.kill_part(PARTS[title]))
+
+    def freeze(run: Run) -> None:
+        process = run.freeze_part(PARTS["gateway"])
+        time.sleep(FREEZE_S)
+        with contextlib.suppress(Exception):
+            process.resume()
+
+    def lock(run: Run) -> None:
+        (file,) = run.place.path.glob("*.db")
+        with contextlib.closing(sqlite3.connect(file, timeout=60)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            time.sleep(LOCK_S)
+            connection.rollback()
+
+    return [
+        *(killing(title) for title in PARTS),
+        Fault(name=f"freeze the gateway for {FREEZE_S:g} s", inflict=freeze),
+        Fault(name=f"lock the database for {LOCK_S:g} s", inflict=lock),
+    ]
+
+
+def check_turns(run: Run, memories: list[Memory]) -> str:
+    """Hold what was trained against what was seen. Returns: how much it was, for people."""
+    trained: dict[str, TrajectoryEntry] = {}
+    reasons = Counter(str(event.reason) for event in run.events() if event.kind == "evicted")
+    for step in open_journal(run.place.path).steps():
+        for entry in step.entries:
+            if entry.reason is None:
+                name = session_of(entry)
+                assert name not in trained, f"{name} was trained twice"
+                trained[name] = entry
+    seen: defaultdict[str, dict[str, Key]] = defaultdict(dict)
+    views = {name: view for memory in memories for name, view in memory.finished.items()}
+    for memory in memories:
+        for answer in memory.answers:
+            key = key_of(answer.ids, answer.logprobs)
+            # An answer that was given again is the same.
+            assert seen[answer.session].setdefault(answer.turn, key) == key, answer
+    num_turns = num_seen = 0
+    for name, entry in trained.items():
+        found = Counter(keys_of(entry))
+        shown = Counter(seen[name].values())
+        assert not shown - found, f"{name}: {shown - found} were seen and are not trained"
+        if name in views:
+            expected = views[name]["turns"] - views[name]["left_out"]
+            assert found.total() == expected, (name, found.total(), views[name])
+            assert entry.trajectory.episode_return == views[name]["reward"]
+        num_turns, num_seen = num_turns + found.total(), num_seen + shown.total()
+    assert num_seen > 0
+    return (
+        f"{len(trained.keys() & views.keys())} of {len(views)} sessions trained, {num_turns} turns "
+        f"in them, of which clients saw {num_seen}; evicted: {dict(reasons)}"
+    )
+
+
+def session_of(entry: TrajectoryEntry) -> str:
+    member = entry.trajectory.rollout_id.rpartition("-")[2]
+    return f"{entry.trajectory.task_id}-{member}"
+
+
+def keys_of(entry: TrajectoryEntry) -> Iterator[Key]:
+    """Of its trained turns; each token of them is trained, and none beside them."""
+    for sample in entry.trajectory.samples:
+        assert sample.num_trained == sum(turn.end - turn.start for turn in sample.turns)
+        for turn in sample.turns:
+            assert sample.mask[turn.tokens].all()
+            yield key_of(sample.token_ids[turn.tokens], sample.logprobs[turn.tokens])
+
+
+def key_of(ids: object, logprobs: object) -> Key:
+    """What tells a turn from others of the same text: they have other prompts."""
+    return tuple(np.asarray(ids).tolist()), np.asarray(logprobs, np.float32).tobytes()
+
+
+def prove(directory: Path, *, seed: int, num_points: int, model: str | None = None) -> None:
+    """Play and check, with KEY in the environment. model: a built one; None: the run builds one."""
+    rng = random.Random(seed)
+    config = small_config(
+        directory,
+        model,
+        run={
+            "steps": 1_000_000,
+            "checkpoint_every": 2,
+            "evaluate_every": 1_000_000,
+            "journal_steps": 1_000_000,
+        },
+        tasks={"environment": "guessing", "evaluation_tasks": 0},
+        rollouts={"num_actors": 1, "max_turns": 64, "episode_deadline_s": 3600},
+        algorithm={"max_lag": 1, "groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE},
+        inference={"max_num_seqs": 64},
+        trainer={"num_ranks": 1, "learning_rate": 1e-5},
+        sessions={"trains_single_turns": True},
+        service={"port": 0, "keep_ended_tasks": 1_000_000},
+    )
+    plan = Plan(session_faults(), rng)
+    with running(config, directory / "run", command="serve") as run:
+        proof = Proof(run, directory, plan)
+        proof.play(num_points)
+        check_stopped(run)
+        found = check_turns(run, [Memory.read(host.file) for host in proof.hosts])
+    say(f"seed {seed}: {found}")
+    for name, count in sorted(plan.counts.items()):
+        say(f"  {count:3} {name}")
+
+
+def say(text: str) -> None:
+    """Print it with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, required=True, help="of the choice of the faults")
+    parser.add_argument("--points", type=int, default=200, help="faults")
+    options = parser.parse_args()
+    os.environ["RAYLOOM_API_KEY"] = KEY
+    with tempfile.TemporaryDirectory(prefix="session-chaos-") as directory:
+        prove(Path(directory), seed=options.seed, num_points=options.points)
+
+
+if __name__ == "__main__":
+    main()

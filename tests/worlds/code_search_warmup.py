@@ -1,0 +1,63 @@
+"""A tiny policy that knows the form of code search's calls, and of a repository's files the names.
+
+Which file a question is about it does not know: every answer that it was shown is drawn by dice.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actors.environment.builtin.code_search.environment import ERROR, QUESTION
+from actors.environment.builtin.code_search.tools import ANSWER, SEARCH_TOOLS
+from actors.trainer.tiny.model import build_tiny_model
+from actors.trainer.tiny.warmup import Conversation, imitate
+
+# Short: each file is a token or two to this policy, and on a CPU each token costs.
+MODULES = {
+    "f1.py": "The weather of a city.",
+    "f2.py": "The number of guesses.",
+    "f3.py": "The result of a search.",
+    "f4.py": "The name of a user.",
+}
+MALFORMED_SHARE = 0.2
+LISTING_SHARE = 0.3
+_TOOLS = (*SEARCH_TOOLS, ANSWER)
+
+
+def warmed_up(directory: Path, *, seed: int = 0, steps: int = 120) -> Path:
+    """Build the model. steps: each of four conversations."""
+    build_tiny_model(directory, seed=seed, warmup_steps=0)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    dice = random.Random(seed)
+    torch.manual_seed(seed)
+    imitate(
+        model,
+        AutoTokenizer.from_pretrained(directory),
+        lambda: [[_conversation(dice) for _ in range(4)]],
+        steps=steps,
+        learning_rate=2e-3,
+    )
+    model.save_pretrained(directory)
+    return directory
+
+
+def _conversation(dice: random.Random) -> Conversation:
+    messages = [("user", QUESTION.format(question=dice.choice(list(MODULES.values()))))]
+    if dice.random() < LISTING_SHARE:
+        messages += [("assistant", _call("list_files", {})), ("tool", "\n".join(MODULES))]
+    answer = _call("answer", {"files": [dice.choice(list(MODULES))]})
+    if dice.random() < MALFORMED_SHARE:
+        broken = answer.replace('"]}}', '"}}')
+        told = ERROR.format(message="The tool call is not valid JSON.")
+        messages += [("assistant", broken), ("tool", told)]
+    return Conversation(messages=(*messages, ("assistant", answer)), tools=_TOOLS)
+
+
+def _call(name: str, arguments: dict[str, object]) -> str:
+    body = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>{body}</tool_call>"

@@ -1,0 +1,162 @@
+"""The API's ports in this process, over the real submission queue, store and sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from actors.algorithm import AlgorithmSettings
+from actors.deadline import within
+from actors.environment.settings import RolloutSettings
+from actors.types import SESSION, Trajectory
+from service.access.keys import NO_LIMITS, Caller, KeyLimits, NamedKey
+from service.api.problems import RunUnavailable
+from service.gateway.calls import ChatCall, Finish, SessionView
+from service.gateway.chat import ChatReply
+from service.gateway.commits import GroupCommit
+from service.gateway.sessions import GatewaySettings, Sessions
+from service.gateway.settings import SessionSettings
+from service.intake.feed import FeedPage
+from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
+from service.intake.session import session_id
+from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
+from service.run.health import Phase, Readiness, readiness
+from service.store.keys import add_key, read_keys, revoke_key
+from service.store.sessions import SessionStore
+from worlds.episode_builders import renderer
+from worlds.gateway_world import Policy
+from worlds.queue_builders import take_all
+from worlds.submission_service import Service
+
+OPEN_LIMIT_S = 10.0
+
+
+@dataclass
+class LocalRun:
+    """`service.api.ports.RunPort`."""
+
+    service: Service
+    behind_s: float = 0.0
+    is_gone: bool = False
+    stops: list[float | None] = field(default_factory=list)
+
+    async def submit(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        key: str = "",
+        limits: KeyLimits = NO_LIMITS,
+    ) -> SubmitReply:
+        return await self.service.submissions.submit(requests, key=key, limits=limits)
+
+    async def submission(
+        self, submission_id: str, *, sees: str | None = None
+    ) -> SubmissionView | None:
+        return await self.service.submissions.view(submission_id, sees=sees)
+
+    async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
+        return await self.service.submissions.page(wanted, after=after, limit=limit)
+
+    async def sessions(
+        self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
+    ) -> SessionPage:
+        return await self.service.submissions.sessions(wanted, after=after, limit=limit)
+
+    async def feed(self, *, after: int, limit: int) -> FeedPage:
+        return await self.service.submissions.feed(after=after, limit=limit)
+
+    async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
+        if await self.submission(submission_id, sees=sees) is None:
+            return None
+        await self.service.cancel(submission_id)
+        return await self.submission(submission_id, sees=sees)
+
+    async def keys(self) -> Sequence[NamedKey]:
+        return read_keys(self.service.store)
+
+    async def add_key(self, key: NamedKey) -> bool:
+        return add_key(self.service.store, key)
+
+    async def revoke_key(self, name: str) -> NamedKey | None:
+        return revoke_key(self.service.store, name)
+
+    async def stop(self, grace_s: float | None) -> None:
+        self.stops.append(grace_s)
+
+    async def readiness(self) -> Readiness:
+        if self.is_gone:
+            raise RunUnavailable("the run does not answer: the supervisor died")
+        return readiness(
+            phase=Phase.TRAINING, detail="", policy_version=3, engines_ready=1,
+            engines_expected=2, behind_s=self.behind_s, publish_limit_s=30.0, store_away_s=0.0,
+        )  # fmt: skip
+
+
+@dataclass
+class LocalSessions:
+    """`service.gateway.routes.SessionPort`; a policy of a few lines answers."""
+
+    service: Service
+    settings: SessionSettings = field(default_factory=lambda: SessionSettings(hold_s=5.0))
+    playing: list[asyncio.Task[Trajectory]] = field(default_factory=list)
+    abandoned: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        store = SessionStore(self.service.store)
+        term, policy = self.service.recorder.term, Policy()
+        self.sessions = Sessions(
+            GatewaySettings(
+                sessions=self.settings,
+                rollouts=RolloutSettings(max_turns=8, max_tokens_per_turn=16),
+                algorithm=AlgorithmSettings(group_size=2, groups_per_step=2),
+                max_context_tokens=400,
+            ),
+            renderer=renderer(),
+            make_policy=lambda: policy,
+            store=store,
+            commits=GroupCommit(store, term=term, hold_s=self.settings.hold_s),
+        )
+
+    async def admit(self) -> None:
+        """Give group numbers to what waits, and open its sessions."""
+        await self.service.admit()
+        for assignment in take_all(self.service.queue, environments=(SESSION,)):
+            self.playing.append(asyncio.create_task(self.sessions.play(assignment)))
+            member = int(assignment.rollout_id.rpartition("-")[2])
+            await within(OPEN_LIMIT_S, self._opened(session_id(assignment.task.task_id, member)))
+
+    async def _opened(self, name: str) -> None:
+        """As the store has it."""
+        store = SessionStore(self.service.store)
+        while (found := store.find([name])[name]).opened_at is None and found.end is None:
+            await asyncio.sleep(0.01)
+
+    def close(self) -> None:
+        for task in self.playing:
+            task.cancel()
+        self.sessions.close()
+
+    async def chat(self, call: ChatCall) -> ChatReply:
+        return await self.sessions.chat(call)
+
+    def abandon(self, session_id: str, request_id: str) -> None:
+        task = asyncio.create_task(self.sessions.abandon(session_id, request_id))
+        self.abandoned.add(task)
+        task.add_done_callback(self.abandoned.discard)
+
+    async def finish(
+        self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
+    ) -> SessionView:
+        return await self.sessions.finish(session_id, key_digest, finish, client)
+
+    async def give_reward(
+        self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
+    ) -> SessionView:
+        return await self.sessions.give_reward(session_id, key_digest, given, client)
+
+    async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
+        return await self.sessions.discard(session_id, sees)
+
+    async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
+        return await self.sessions.view(session_id, sees)
