@@ -14,6 +14,7 @@ from ray.serve.context import _get_global_client
 
 from actors.metrics import ApiMetrics
 from service.api.app import create_app
+from service.api.run_page import add_page
 from service.api.settings import HttpSettings, api_application_name
 from service.config.file import ConfigError
 from service.gateway.client import GatewayClient
@@ -53,6 +54,7 @@ class ApiIngress:
         gateway = GatewayClient(run)
         add_sessions(app, run, gateway, self._settings)
         add_uploads(app, run, gateway, self._settings)
+        add_page(app, run)
         return app
 
 

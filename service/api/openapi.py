@@ -135,6 +135,7 @@ def whole_document() -> dict[str, Any]:
     # They import this package.
     from service.api.app import create_app
     from service.api.ports import RunPort
+    from service.api.run_page import PagePort, add_page
     from service.gateway.routes import SessionPort, add_sessions
 
     settings = HttpSettings(
@@ -144,6 +145,7 @@ def whole_document() -> dict[str, Any]:
     run, sessions = cast(RunPort, None), cast(SessionPort, None)
     app = create_app(run, settings)
     add_sessions(app, run, sessions, settings)
+    add_page(app, cast(PagePort, None))
     return app.openapi()
 
 
