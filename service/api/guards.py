@@ -20,7 +20,7 @@ from service.api.settings import bearer_of, digest_of
 log = logging.getLogger("rayloom.api")
 
 # What probes and people may read without a key.
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
 # Where a session's own keys are asked for, by the routes.
 _SESSION_PATH = re.compile(r"(/sessions/|/v1/|/api/v1/sessions/[^/]+/(finish|reward)$)")
 # Token columns: large bodies of the client's, JSON or MessagePack.

@@ -136,6 +136,7 @@ def whole_document() -> dict[str, Any]:
     from service.api.app import create_app
     from service.api.control import ControlPort, add_control
     from service.api.ports import RunPort
+    from service.api.run_page import PagePort, add_page
     from service.gateway.routes import SessionPort, add_sessions
     from service.gateway.upload_routes import UploadPort, add_uploads
 
@@ -148,6 +149,7 @@ def whole_document() -> dict[str, Any]:
     add_control(app, cast(ControlPort, None))
     add_sessions(app, run, sessions, settings)
     add_uploads(app, run, cast(UploadPort, None), settings)
+    add_page(app, cast(PagePort, None))
     return app.openapi()
 
 
