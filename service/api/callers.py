@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -156,7 +157,7 @@ def note_caller(scope: Scope, caller: Caller) -> None:
 
 def check_scope(caller: Caller, *, path: str) -> None:
     """Raises: Problem for a path that is for admins."""
-    if not caller.is_admin and not path.startswith(CLIENT_PATHS):
+    if not caller.is_admin and not is_for_clients(path):
         raise Problem(
             403,
             "admin-only",
@@ -165,15 +166,19 @@ def check_scope(caller: Caller, *, path: str) -> None:
         )
 
 
-# What a client's key may ask; whatever is added elsewhere is for admins. Each of these routes shows
-# and changes what is the caller's tenant's alone, or the same for all.
-CLIENT_PATHS = (
-    "/api/v1/rollouts",
-    "/api/v1/sessions",
-    "/api/v1/environments",
-    "/docs",
-    "/openapi.json",
+# What a client's key may ask, whole: whatever is added, below these too, is for admins. Each of
+# these routes shows and changes what is the caller's tenant's alone, or the same for all.
+_CLIENT_PATHS = re.compile(
+    r"/api/v1/rollouts(/[^/]+(/cancel)?)?"
+    r"|/api/v1/sessions(/[^/]+(/close)?)?"
+    r"|/api/v1/environments(/[^/]+)?"
+    r"|/docs(/oauth2-redirect)?|/openapi\.json"
 )
+
+
+def is_for_clients(path: str) -> bool:
+    """Whether a client's key may ask for it, as an admin's may."""
+    return _CLIENT_PATHS.fullmatch(path) is not None
 
 
 def _wrong_key(*, has_sent: bool) -> Problem:

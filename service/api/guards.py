@@ -27,7 +27,7 @@ from service.api.problems import (
 log = logging.getLogger("rayloom.api")
 
 # What probes and people may read without a key.
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
 # Where a session's own keys are asked for, by the routes.
 _SESSION_PATH = re.compile(r"(/sessions/|/v1/|/api/v1/sessions/[^/]+/(finish|reward)$)")
 # Where agents send their conversations.
@@ -96,8 +96,7 @@ class Guards:
         headers = Headers(scope=scope)
         if self._hosts is not None and _host_of(headers) not in self._hosts:
             raise _wrong_host(headers)
-        has_own_keys = _SESSION_PATH.match(scope["path"]) is not None
-        if scope["path"] not in OPEN_PATHS and not has_own_keys:
+        if scope["path"] not in OPEN_PATHS and not has_own_keys(scope["path"]):
             caller = await self._callers.admit(headers)
             check_scope(caller, path=scope["path"])
             note_caller(scope, caller)
@@ -125,6 +124,11 @@ class Guards:
             "piece or with fewer tasks",
             headers={"Connection": "close"},
         )
+
+
+def has_own_keys(path: str) -> bool:
+    """Whether the route asks for a session's own key by itself."""
+    return _SESSION_PATH.match(path) is not None
 
 
 async def _read(receive: Receive, most: int) -> bytes:

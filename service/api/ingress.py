@@ -15,6 +15,7 @@ from ray.serve.context import _get_global_client
 from actors.metrics import ApiMetrics
 from service.api.app import create_app
 from service.api.control import add_control
+from service.api.run_page import add_page
 from service.api.settings import HttpSettings, api_application_name
 from service.config.file import ConfigError
 from service.gateway.client import GatewayClient
@@ -55,6 +56,7 @@ class ApiIngress:
         add_control(app, run)
         add_sessions(app, run, gateway, self._settings)
         add_uploads(app, run, gateway, self._settings)
+        add_page(app, run)
         return app
 
 

@@ -21,8 +21,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import Field
 
 from actors.algorithm import AlgorithmSettings
-from service.api.callers import CLIENT_PATHS
-from service.api.guards import OPEN_PATHS
+from service.api.callers import is_for_clients
+from service.api.guards import OPEN_PATHS, has_own_keys
 from service.api.ports import PREFIX
 from service.api.problems import MEDIA_TYPE
 from service.api.schemas import StrictBody
@@ -117,7 +117,7 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
     common = dict(_OF_EVERY)
     if operation["security"]:
         common |= _KEYED
-        if path.startswith(PREFIX) and not path.startswith(CLIENT_PATHS):
+        if path.startswith(PREFIX) and not (is_for_clients(path) or has_own_keys(path)):
             common |= _OF_ADMINS
     if "requestBody" in operation:
         common |= _READ | _WITH_BODY
@@ -145,6 +145,7 @@ def whole_document() -> dict[str, Any]:
     from service.api.app import create_app
     from service.api.control import ControlPort, add_control
     from service.api.ports import RunPort
+    from service.api.run_page import PagePort, add_page
     from service.gateway.routes import SessionPort, add_sessions
     from service.gateway.upload_routes import UploadPort, add_uploads
 
@@ -157,6 +158,7 @@ def whole_document() -> dict[str, Any]:
     add_control(app, cast(ControlPort, None))
     add_sessions(app, run, sessions, settings)
     add_uploads(app, run, cast(UploadPort, None), settings)
+    add_page(app, cast(PagePort, None))
     return app.openapi()
 
 

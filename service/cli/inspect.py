@@ -19,15 +19,13 @@ from service.inspect.listing import Filters, list_trajectories
 from service.inspect.page import write_page
 from service.inspect.reader import (
     OpenJournal,
-    config_beside,
     find_entry,
     is_refused,
     newest_run,
     open_journal,
+    tokenizer_of,
 )
 from service.inspect.terminal import show
-from service.inspect.token_text import TokenText, token_text
-from service.launch.run_dir import RunDir
 
 EXIT_OFFENDERS = 1
 DEFAULT_LIMIT = 50
@@ -85,7 +83,7 @@ def run_inspect(request: InspectRequest) -> int:
 
 def _show_one(request: InspectRequest, journal: OpenJournal) -> int:
     step, entry = find_entry(journal, request.target)
-    text, refused = _text_of(journal), is_refused(journal, entry)
+    text, refused = tokenizer_of(journal), is_refused(journal, entry)
     view = build_view(step, entry, text, is_refused=refused)
     if request.html is None:
         with outlet(sys.__stdout__):
@@ -100,21 +98,6 @@ def _show_one(request: InspectRequest, journal: OpenJournal) -> int:
         ) from error
     say(f"{request.html}: {entry.trajectory.trajectory_id}, step {step.step}")
     return 0
-
-
-def _text_of(journal: OpenJournal) -> TokenText:
-    """The tokenizer of the journal's run: its own tiny model, or the configuration's path."""
-    run_dir = journal.run_dir or RunDir(path=journal.place.resolve().parent.parent)
-    try:
-        config = config_beside(run_dir)
-    except ConfigError as error:
-        return token_text(None, template_options={}, why_not=str(error))
-    tiny = run_dir.tiny_model if (run_dir.tiny_model / "config.json").is_file() else None
-    return token_text(
-        config.model.path or (str(tiny) if tiny else None),
-        template_options=config.rollouts.template_options,
-        why_not=f"the run's own model is not in {run_dir.tiny_model}",
-    )
 
 
 def _check_options_of_journal(request: InspectRequest) -> None:

@@ -61,6 +61,7 @@ UNKNOWN: dict[int | str, dict[str, Any]] = {
 }
 ENDING: dict[int | str, dict[str, Any]] = {
     **UNKNOWN,
+    403: {"description": "the key is the agent's, which gives no reward"},
     409: {"description": "it has ended, or been rewarded, otherwise"},
 }
 SessionName = Annotated[str, Path(pattern=ID_PATTERN, description="the session's id")]

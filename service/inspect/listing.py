@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,10 @@ _NUMBERS = frozenset({"step", "return", "advantage", "turns", "tokens"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """step, outcome: None means all. limit: rows at most, 0 means all."""
+    """step, outcome, task: None means all. limit: rows at most, 0 means all."""
 
     step: int | None = None
+    task: str | None = None
     outcome: Outcome | None = None
     limit: int = 0
 
@@ -28,7 +30,7 @@ def list_trajectories(journal: OpenJournal, filters: Filters) -> str:
     """A table in plain text, and a line on what is not in it."""
     rows: list[tuple[str, ...]] = []
     num_found = 0
-    for step, entry in _matching(journal, filters):
+    for step, _, entry in matching(journal, filters):
         num_found += 1
         if not filters.limit or len(rows) < filters.limit:
             rows.append(row_of(step, entry, is_refused=is_refused(journal, entry)))
@@ -62,16 +64,25 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _matching(
-    journal: OpenJournal, filters: Filters
-) -> Iterator[tuple[JournalStep, TrajectoryEntry]]:
+def matching(
+    journal: OpenJournal, filters: Filters, *, after: tuple[int, int] | None = None
+) -> Iterator[tuple[JournalStep, int, TrajectoryEntry]]:
+    """Each with its number in its step, the newest step first. after: a step and a number in it;
+    what stands behind them.
+    """
+    last_step, last_place = after or (math.inf, -1)
     for file in reversed(journal.files):
-        if filters.step is not None and file.step != filters.step:
+        if file.step > last_step or filters.step not in (None, file.step):
             continue
         step = load_step(file.path)
-        for entry in step.entries:
-            if filters.outcome is None or entry.trajectory.outcome is filters.outcome:
-                yield step, entry
+        for place, entry in enumerate(step.entries):
+            trajectory = entry.trajectory
+            if (
+                (file.step < last_step or place > last_place)
+                and filters.outcome in (None, trajectory.outcome)
+                and filters.task in (None, trajectory.task_id)
+            ):
+                yield step, place, entry
 
 
 def _closing(journal: OpenJournal, num_rows: int, num_found: int) -> str:

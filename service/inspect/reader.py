@@ -22,9 +22,14 @@ from actors.journal.record import JournalStep, TrajectoryEntry
 from service.config.file import ConfigError, load_config
 from service.config.tree import Config
 from service.inspect.surviving import read_surviving, surviving_files
+from service.inspect.token_text import TokenText, token_text
 from service.launch.run_dir import RunDir
 
 RUNS = Path("runs")
+
+
+class UnknownTrajectory(ConfigError):
+    """The journal holds none of that name; the text has the nearest ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +118,10 @@ def load_step(path: Path) -> JournalStep:
 
 
 def find_entry(journal: OpenJournal, name: str) -> tuple[JournalStep, TrajectoryEntry]:
-    """Find a trajectory by its id, or by its rollout's; of several attempts the newest.
+    """Find a trajectory by its id, its rollout's, or as a member of a task (TASK-MEMBER, which is a
+    session's id too); of several attempts the newest.
 
-    Raises: ConfigError with the nearest ids when there is none of that name.
+    Raises: UnknownTrajectory; ConfigError for a file that cannot be read.
     """
     known: list[str] = []
     for file in reversed(journal.files):
@@ -125,11 +131,42 @@ def find_entry(journal: OpenJournal, name: str) -> tuple[JournalStep, Trajectory
             step = load_step(file.path)
             return step, step.entries[ids.index(wanted[-1])]
         known += ids
+    if (found := _find_member(journal, name)) is not None:
+        return found
     near = difflib.get_close_matches(name, known, n=3)
     hint = f"did you mean {', '.join(near)}?" if near else "`rayloom inspect RUN_DIR` lists them"
-    raise ConfigError(
+    raise UnknownTrajectory(
         f"inspect: no trajectory {name} in the journal of {journal.place} (steps "
         f"{journal.files[0].step} to {journal.files[-1].step}, {len(known)} trajectories); {hint}"
+    )
+
+
+def _find_member(journal: OpenJournal, name: str) -> tuple[JournalStep, TrajectoryEntry] | None:
+    task, _, member = name.rpartition("-")
+    if not (task and member.isdecimal()):
+        return None
+    for file in reversed(journal.files):
+        step = load_step(file.path)
+        for entry in reversed(step.entries):
+            trajectory = entry.trajectory
+            is_member = trajectory.rollout_id.rpartition("-")[2] == member
+            if trajectory.task_id == task and is_member:
+                return step, entry
+    return None
+
+
+def tokenizer_of(journal: OpenJournal) -> TokenText:
+    """The tokenizer of the journal's run: its own tiny model, or the configuration's path."""
+    run_dir = journal.run_dir or RunDir(path=journal.place.resolve().parent.parent)
+    try:
+        config = config_beside(run_dir)
+    except ConfigError as error:
+        return token_text(None, template_options={}, why_not=str(error))
+    tiny = run_dir.tiny_model if (run_dir.tiny_model / "config.json").is_file() else None
+    return token_text(
+        config.model.path or (str(tiny) if tiny else None),
+        template_options=config.rollouts.template_options,
+        why_not=f"the run's own model is not in {run_dir.tiny_model}",
     )
 
 

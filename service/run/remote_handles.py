@@ -18,10 +18,13 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from actors.deadline import ActorLost, within
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.api.problems import RunUnavailable
+from service.inspect.listing import Filters
+from service.inspect.lookup import JournalPage, Place
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
-from service.launch.cluster import NAMESPACE
+from service.launch.cluster import NAMESPACE, on_this_node
+from service.report.document import RunPicture
 from service.run.health import Readiness
 from service.store.run_store import LeaseLost, StoreError
 
@@ -29,6 +32,8 @@ RPC_DEADLINE_S = 60.0
 MERGE_DEADLINE_S = 300.0
 BOARD_DEADLINE_S = 10.0
 SUPERVISOR_DEADLINE_S = 20.0
+# Of a process that starts, imports a tokenizer, and reads files of a few steps.
+JOURNAL_DEADLINE_S = 60.0
 # Of the first call: a supervisor that is starting does not answer, but /readyz has to.
 CONTACT_DEADLINE_S = 5.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -49,6 +54,19 @@ async def await_reply(call: Awaitable[Answer], *, name: str, deadline_s: float) 
         raise ActorLost(f"the {name} did not answer within {deadline_s:g} s") from error
     except RayError as error:
         raise ActorLost(f"the {name} died: {reason_of(error)}") from error
+
+
+async def in_another_process(
+    function: Callable[..., Answer], *arguments: Any, name: str, deadline_s: float
+) -> Answer:
+    """Run a function in a process of its own on this node; its errors come out as themselves.
+
+    name: for an error's text. Raises: ActorLost when it has died or takes too long.
+    """
+    task = ray.remote(function).options(
+        num_cpus=0, max_retries=0, scheduling_strategy=on_this_node()
+    )
+    return await await_reply(task.remote(*arguments), name=name, deadline_s=deadline_s)
 
 
 def reason_of(error: RayError) -> str:
@@ -114,6 +132,15 @@ class SupervisorClient:
     async def feed(self, *, after: int, limit: int) -> FeedPage:
         return await self._ask("feed", after, limit)
 
+    async def picture(self, *, term: int, after: int) -> RunPicture:
+        return await self._ask("picture", term, after)
+
+    async def journal(self, wanted: Filters, *, after: Place | None) -> JournalPage:
+        return await self._ask("journal", wanted, after, deadline_s=2 * JOURNAL_DEADLINE_S)
+
+    async def trajectory(self, name: str) -> bytes | None:
+        return await self._ask("trajectory", name, deadline_s=2 * JOURNAL_DEADLINE_S)
+
     async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
         return await self._ask("cancel", submission_id, sees)
 
@@ -143,10 +170,12 @@ class SupervisorClient:
         """Make a call of `service.run.control.Control`. Raises: ControlRefused, RunUnavailable."""
         return await self._ask("control", call, *arguments)
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
+    async def _ask(
+        self, method: str, *arguments: Any, deadline_s: float = SUPERVISOR_DEADLINE_S
+    ) -> Any:
         try:
             call = getattr(await self._find(), method).remote(*arguments)
-            return await await_reply(call, name="supervisor", deadline_s=SUPERVISOR_DEADLINE_S)
+            return await await_reply(call, name="supervisor", deadline_s=deadline_s)
         except (LeaseLost, StoreError) as error:
             raise RunUnavailable(str(error)) from error
         except ActorLost as error:

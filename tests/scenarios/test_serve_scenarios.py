@@ -104,6 +104,7 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
             [0, 0],
             [1, 1],
         ]
+        check_page(api)
         assert api.submit(*first).json()["accepted"] == 0
         run.kill_part(ENGINE)
         (reason,) = api.wait_ready(is_ready=False, limit_s=STEP_S)
@@ -128,6 +129,21 @@ def test_a_service_trains_what_is_submitted_and_loses_nothing(
         again = running(config, tmp_path / "run", traced, command="serve")
         finish(again, first, later)
         check_traces(collector, later)
+
+
+def check_page(api: Api) -> None:
+    """Two steps are done: the page is open, and what it asks for is there, text of tokens too."""
+    page = api.client.get("/", headers={"authorization": ""})
+    assert page.status_code == 200 and "Rayloom" in page.text
+    found = api.client.get("/api/v1/run").json()
+    assert found["steps"]["step"] == [1, 2] and found["live"]["phase"] == "training"
+    assert [table["caption"] for table in found["live"]["tables"]] == ["Window", "Queue", "Engines"]
+    assert api.client.get("/api/v1/run", params={"term": 1, "after": 2}).json()["steps"] == {}
+    listed = api.client.get("/api/v1/journal", params={"task": "first-0"}).json()["trajectories"]
+    assert len(listed) == 4 and {line["step"] for line in listed} == {1}
+    tokens = api.client.get("/api/v1/rollouts/first-0-3/trajectory").json()
+    assert tokens["task"] == "first-0" and tokens["note"] == ""
+    assert "Guess my number" in "".join(tokens["samples"][0]["texts"])
 
 
 def finish(again: AbstractContextManager[Run], first: list[str], later: list[str]) -> None:

@@ -16,10 +16,12 @@ from fastapi import FastAPI
 from actors.algorithm import AlgorithmSettings
 from service.access.keys import digest_of
 from service.api.app import create_app
+from service.api.run_page import add_page
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 from service.gateway.routes import add_sessions
 from service.gateway.settings import SessionSettings
+from worlds.local_page import LocalPage
 from worlds.local_run import LocalRun, LocalSessions
 from worlds.submission_service import Service
 
@@ -83,6 +85,7 @@ def served(
         await service.begin()
         sessions = LocalSessions(service, settings=held)
         add_sessions(app, run, sessions, settings)
+        add_page(app, LocalPage(service))
         playing = asyncio.create_task(play(sessions))
         yield
         playing.cancel()

@@ -19,6 +19,7 @@ from service.access.keys import NO_LIMITS, KeyLimits, NamedKey, digest_of
 from service.api.app import create_app
 from service.api.control import add_control
 from service.api.problems import RunUnavailable
+from service.api.run_page import PagePort, add_page
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 from service.gateway.commits import GroupCommit
@@ -160,8 +161,9 @@ class TenantRun:
         app = create_app(self, settings)
         add_control(app, self)
         add_sessions(app, self, self.port, settings)
-        # For admins alone: no test here comes so far as to call it.
+        # For admins alone: no test here comes so far as to call them.
         add_uploads(app, self, cast(UploadPort, None), settings)
+        add_page(app, cast(PagePort, None))
         return app
 
 

@@ -31,7 +31,7 @@ export interface ListSpec {
 const text = (value: unknown): string =>
   value === null || value === undefined ? "" : String(value);
 const number = (value: unknown): string => (typeof value === "number" ? significant(value) : "");
-const time = (value: unknown): string => (typeof value === "number" ? moment(value) : "");
+const time = (value: unknown): string => (typeof value === "number" ? moment(value).replace(" UTC", "") : "");
 const counts = (value: unknown): string =>
   Object.entries((value ?? {}) as Record<string, number>)
     .map(([name, count]) => `${count} ${words(name)}`)
@@ -75,7 +75,7 @@ export const LISTS: Record<string, ListSpec> = {
       numeric("reward", "reward"),
       { label: "outcomes", cell: (line) => counts(line.outcomes) },
       { label: "versions", cell: (line) => span(line.policy_versions) },
-      { label: "accepted", cell: (line) => time(line.accepted_at) },
+      { label: "accepted, UTC", cell: (line) => time(line.accepted_at) },
     ],
   },
   sessions: {
@@ -93,8 +93,8 @@ export const LISTS: Record<string, ListSpec> = {
       plain("status", "status"),
       numeric("reward", "reward"),
       plain("outcome", "outcome"),
-      { label: "created", cell: (line) => time(line.created_at) },
-      { label: "ended", cell: (line) => time(line.ended_at) },
+      { label: "created, UTC", cell: (line) => time(line.created_at) },
+      { label: "ended, UTC", cell: (line) => time(line.ended_at) },
     ],
   },
   trajectories: {
@@ -234,7 +234,7 @@ export async function showTask(
       ["environment", text(task.environment)],
       ["place", text(task.place)],
     ];
-    const heads = ["rollout", "status", "step", "reward", "outcome", "turns", "tokens", "versions", "tokens of"];
+    const heads = ["rollout", "status", "step", "reward", "outcome", "turns", "tokens", "versions", ""];
     const line = (sample: Line) =>
       h(
         "tr",

@@ -132,7 +132,7 @@ class LivePage {
       "form",
       { class: "key card" },
       h("h2", {}, "This run asks for a key"),
-      wasWrong ? h("p", { class: "note" }, "The key that was given is not its key.") : null,
+      wasWrong ? h("p", { class: "note wrong" }, "The key that was given is not its key.") : null,
       h("label", {}, "Key", input),
       h("button", { type: "submit" }, "Show the run"),
       h("p", { class: "note" }, "It is kept until this tab is closed, and sent to this run alone."),

@@ -188,11 +188,15 @@ export class TrajectoryView {
 
   private sample(sample: SampleDocument, number: number): HTMLElement {
     const at = sample.num_shared;
+    const last = sample.ids.length;
     const cut = (from: number, to: number) =>
       sample.segments
-        .map((each) => ({ ...each, start: Math.max(each.start, from), end: Math.min(each.end, to) }))
-        .filter((each) => each.end > each.start);
-    const [shared, own] = [cut(0, at), cut(at, sample.ids.length)];
+        // A reply may be without a token.
+        .filter(({ start, end }) =>
+          start === end ? from <= start && (start < to || to === last) : start < to && end > from,
+        )
+        .map((each) => ({ ...each, start: Math.max(each.start, from), end: Math.min(each.end, to) }));
+    const [shared, own] = [cut(0, at), cut(at, last)];
     const parent = sample.parent === null ? null : this.doc.samples[sample.parent];
     return h(
       "article",

@@ -1,0 +1,154 @@
+"""The page at `/`, and what it asks for: the run as it stands, its journal, a trajectory's tokens.
+
+The page itself holds no data and asks for the key, so that it is open to all who reach the API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Protocol
+
+from fastapi import FastAPI, Path, Query, Response
+from fastapi.responses import HTMLResponse
+from pydantic import Field
+
+from actors.types import Outcome
+from service.api.ports import PREFIX
+from service.api.problems import Problem
+from service.api.rollouts import MAX_NUMBER, Limit
+from service.api.schemas import ID_PATTERN, StrictBody
+from service.inspect.listing import Filters
+from service.inspect.lookup import JournalPage, Place
+from service.page.packed import empty_page
+from service.report.document import RunPicture, run_document
+
+_HEADERS = {
+    # A page of another origin cannot show it in a frame and have a user click there.
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_JSON_OBJECT: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {"schema": {"type": "object"}}}},
+    404: {"description": "the journal holds no such trajectory, or holds it no more"},
+}
+
+
+class PagePort(Protocol):
+    """What the page needs of a run. Every call may raise RunUnavailable."""
+
+    async def picture(self, *, term: int, after: int) -> RunPicture:
+        """The run now, with the steps behind `after`; with all where its term is another."""
+        ...
+
+    async def journal(self, wanted: Filters, *, after: Place | None) -> JournalPage: ...
+
+    async def trajectory(self, name: str) -> bytes | None:
+        """A document as JSON, None for one that the journal does not hold. name: a trajectory's id,
+        a rollout's, or TASK-MEMBER."""
+        ...
+
+
+class JournalLineAnswer(StrictBody):
+    """A trajectory of the journal."""
+
+    step: int = Field(description="the training step that took it")
+    id: str
+    task: str
+    outcome: Outcome
+    episode_return: float
+    advantage: str = Field(description="one number, or its range; empty: nothing was trained")
+    num_turns: int
+    num_trained: int = Field(description="tokens")
+    num_sampled: int = Field(description="tokens")
+    ledger: str = Field(description="trained, or why not")
+
+
+class JournalAnswer(StrictBody):
+    """A page of the journal, the newest step first."""
+
+    trajectories: list[JournalLineAnswer]
+    next: str | None = Field(description="the `cursor` of the next page; null: this is the last")
+
+    @classmethod
+    def of(cls, page: JournalPage) -> JournalAnswer:
+        names = JournalLineAnswer.model_fields
+        lines = [{name: getattr(line, name) for name in names} for line in page.lines]
+        return cls(
+            trajectories=[JournalLineAnswer(**line) for line in lines],
+            next=None if page.next is None else "{}.{}".format(*page.next),
+        )
+
+
+def add_page(app: FastAPI, run: PagePort) -> None:
+    """Add the page and its routes."""
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(empty_page(), headers=_HEADERS)
+
+    @app.get(f"{PREFIX}/run", tags=["run"])
+    async def picture(
+        after: Annotated[
+            int, Query(ge=0, le=MAX_NUMBER, description="the asker has the steps up to this one")
+        ] = 0,
+        term: Annotated[
+            int,
+            Query(
+                ge=0,
+                le=MAX_NUMBER,
+                description="of the answer that `after` is from; with another "
+                "term all steps come again",
+            ),
+        ] = 0,
+    ) -> dict[str, Any]:
+        """The run as the page at `/` shows it: summary, steps, evaluations, window, queue, ledger,
+        engines, notices, configuration. For people; its names may change."""
+        found = await run.picture(term=term, after=after)
+        # Hundreds of steps at the first time: tens of milliseconds.
+        return await asyncio.to_thread(run_document, found)
+
+    @app.get(f"{PREFIX}/journal", tags=["run"])
+    async def journal(
+        step: Annotated[int | None, Query(ge=0, le=MAX_NUMBER)] = None,
+        task: Annotated[str | None, Query(pattern=ID_PATTERN)] = None,
+        outcome: Outcome | None = None,
+        cursor: Annotated[
+            str | None,
+            Query(pattern=r"^\d{1,9}\.\d{1,9}$", description="`next` of the page before"),
+        ] = None,
+        limit: Limit = 100,
+    ) -> JournalAnswer:
+        """The trajectories of the newest steps, as the trainer was given them."""
+        behind, _, number = (cursor or "").partition(".")
+        wanted = Filters(step=step, task=task, outcome=outcome, limit=limit)
+        after = (int(behind), int(number)) if cursor else None
+        return JournalAnswer.of(await run.journal(wanted, after=after))
+
+    @app.get(
+        f"{PREFIX}/rollouts/{{name}}/trajectory",
+        tags=["run"],
+        response_class=Response,
+        responses=_JSON_OBJECT,
+    )
+    async def trajectory(
+        name: Annotated[
+            str,
+            Path(
+                pattern=ID_PATTERN,
+                description="a trajectory's id, a rollout's, a session's, or TASK-MEMBER",
+            ),
+        ],
+    ) -> Response:
+        """A trajectory of the journal token by token, as the page at `/` shows it: mask,
+        log-probability, advantage and version of each. For people; its names may change."""
+        found = await run.trajectory(name)
+        if found is None:
+            raise Problem(
+                404,
+                "not-in-journal",
+                f"the journal holds no trajectory {name!r}: no step has taken it, or it was one "
+                "before the newest run.journal_steps; GET /api/v1/journal lists them",
+            )
+        return Response(found, media_type="application/json")
