@@ -81,6 +81,11 @@ class LocalRun:
     async def revoke_key(self, name: str) -> NamedKey | None:
         return revoke_key(self.service.store, name)
 
+    async def control(self, call: str, *arguments: object) -> None:
+        """Of operators' calls, the stop alone is made here, and noted nowhere."""
+        if call != "note_call":
+            raise RunUnavailable("nothing is controlled here")
+
     async def stop(self, grace_s: float | None) -> None:
         self.stops.append(grace_s)
 
@@ -160,3 +165,9 @@ class LocalSessions:
 
     async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
         return await self.sessions.view(session_id, sees)
+
+    async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
+        return await self.sessions.claim(submission_id, name, sees)
+
+    async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
+        return await self.sessions.close_group(submission_id, sees)

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from actors.algorithm import AlgorithmSettings
 from service.access.keys import digest_of
 from service.api.app import create_app
+from service.api.control import add_control
 from service.api.run_page import add_page
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
@@ -93,6 +94,7 @@ def served(
         service.store.close()
 
     app = create_app(run, settings, lifespan=lifespan, stream_s=stream_s)
+    add_control(app, run)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
     thread = threading.Thread(target=server.run)
     thread.start()
