@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.algorithm import AlgorithmSettings
 from actors.deadline import within
@@ -62,6 +63,9 @@ class LocalRun:
 
     async def stop(self, grace_s: float | None) -> None:
         self.stops.append(grace_s)
+
+    async def control(self, call: str, *arguments: Any) -> Any:
+        raise RunUnavailable("there is no supervisor in this process")
 
     async def readiness(self) -> Readiness:
         if self.is_gone:
@@ -135,3 +139,9 @@ class LocalSessions:
 
     async def view(self, session_id: str) -> SessionView | None:
         return await self.sessions.view(session_id)
+
+    async def claim(self, submission_id: str, name: str) -> int | None:
+        return await self.sessions.claim(submission_id, name)
+
+    async def close_group(self, submission_id: str) -> int | None:
+        return await self.sessions.close_group(submission_id)

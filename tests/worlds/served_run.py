@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from actors.algorithm import AlgorithmSettings
 from service.api.app import create_app
+from service.api.control import add_control
 from service.api.run_page import add_page
 from service.api.settings import HttpSettings, digest_of
 from service.config.tree import ServiceSettings
@@ -84,6 +85,7 @@ def served(
         await service.begin()
         sessions = LocalSessions(service, settings=held)
         add_sessions(app, run, sessions, settings)
+        add_control(app, run)
         add_page(app, LocalPage(service))
         playing = asyncio.create_task(play(sessions))
         yield
