@@ -250,6 +250,11 @@ COUNTERS = {
     series("rayloom_http_requests_total", route="/api/x", status="200"): 1.0,
     series("rayloom_http_requests_total", route="/api", status="429"): 0.5,
     series("rayloom_http_requests_total", route="/readyz", status="503"): 0.25,
+    series("rayloom_sessions_ended_total", outcome="completed"): 0.5,
+    series("rayloom_sessions_ended_total", outcome="wall_timeout"): 0.25,
+    series("rayloom_session_turns_total", use="trained"): 2.0,
+    series("rayloom_session_turns_total", use="unseen"): 0.5,
+    series("rayloom_session_refusals_total", code="not_available"): 0.25,
     series("ray_serve_num_http_requests_total", status_code="200"): 3.0,
 }
 # Where their halves end. One of each second.
@@ -262,6 +267,8 @@ HISTOGRAMS: dict[tuple[Any, ...], tuple[float, float]] = {
     ("rayloom_trajectory_seconds", GAME): (20.0, 50.0),
     ("rayloom_environment_phase_seconds", GAME, ("phase", "generate")): (10.0, 20.0),
     ("rayloom_http_request_seconds", ("route", "/api")): (0.1, 0.5),
+    ("rayloom_session_turn_seconds",): (1.0, 5.0),
+    ("rayloom_session_commit_seconds",): (0.01, 0.05),
     ("ray_gcs_storage_operation_latency_ms",): (2.0, 10.0),
     ("ray_serve_http_request_latency_ms", ("route", "/api")): (100.0, 500.0),
 }
@@ -328,6 +335,20 @@ def of_the_rest(step_s: float, second: float) -> list[Number]:
             "rollouts", "Time of a request, by route", "{{route}}",
             {"/api": quantile(0.95, 0.1, 0.5)},
         ),
+        Number(
+            "rollouts", "Ended sessions per minute, by outcome", "{{outcome}}",
+            {"completed": 30, "wall_timeout": 15},
+        ),
+        Number(
+            "rollouts", "Turns of ended sessions per minute, by use", "{{use}}",
+            {"trained": 120, "unseen": 30},
+        ),
+        Number(
+            "rollouts", "Refused requests per second, by code", "{{code}}",
+            {"not_available": 0.25},
+        ),
+        Number("rollouts", "Time of a turn", "turn", quantile(0.95, 1.0, 5.0)),
+        Number("rollouts", "Time of a turn", "commit", quantile(0.95, 0.01, 0.05)),
         Number(*parts, "engines", 0.75),
         Number(*parts, "environment actors", 0.5),
         Number(*parts, "trainer ranks", 0.5),

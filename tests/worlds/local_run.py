@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.algorithm import AlgorithmSettings
 from actors.deadline import within
@@ -81,13 +82,11 @@ class LocalRun:
     async def revoke_key(self, name: str) -> NamedKey | None:
         return revoke_key(self.service.store, name)
 
-    async def control(self, call: str, *arguments: object) -> None:
-        """Of operators' calls, the stop alone is made here, and noted nowhere."""
-        if call != "note_call":
-            raise RunUnavailable("nothing is controlled here")
-
     async def stop(self, grace_s: float | None) -> None:
         self.stops.append(grace_s)
+
+    async def control(self, call: str, *arguments: Any) -> Any:
+        raise RunUnavailable("there is no supervisor in this process")
 
     async def readiness(self) -> Readiness:
         if self.is_gone:

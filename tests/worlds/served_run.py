@@ -86,6 +86,7 @@ def served(
         await service.begin()
         sessions = LocalSessions(service, settings=held)
         add_sessions(app, run, sessions, settings)
+        add_control(app, run)
         add_page(app, LocalPage(service))
         playing = asyncio.create_task(play(sessions))
         yield
@@ -94,7 +95,6 @@ def served(
         service.store.close()
 
     app = create_app(run, settings, lifespan=lifespan, stream_s=stream_s)
-    add_control(app, run)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
     thread = threading.Thread(target=server.run)
     thread.start()
