@@ -10,10 +10,12 @@ from fastapi.responses import JSONResponse
 
 from actors.metrics import ApiMetrics
 from service.api import openapi, problems
+from service.api.callers import Callers
 from service.api.counting import CountedRequests
 from service.api.environments import add_environments
 from service.api.feed import STREAM_S, add_feed
 from service.api.guards import Guards
+from service.api.named_keys import add_keys
 from service.api.ports import RunPort
 from service.api.rollouts import add_rollouts
 from service.api.schemas import ReadyAnswer
@@ -33,11 +35,15 @@ def create_app(
     app = FastAPI(
         title="Rayloom", description="Rollouts for a training run, over HTTP.", lifespan=lifespan
     )
+    # Asked by the routes too whose keys the guards leave to them.
+    app.state.callers = Callers(
+        run, first_digest=settings.key_digest, defaults=settings.service.key_limits
+    )
     app.add_middleware(
         Guards,
         max_body_bytes=settings.service.max_body_kib << 10,
         max_session_body_bytes=settings.sessions.max_body_mib << 20,
-        key_digest=settings.key_digest,
+        callers=app.state.callers,
         hosts=settings.hosts,
     )
     # Around the guards: what they refuse counts too.
@@ -48,6 +54,7 @@ def create_app(
     add_environments(app, settings)
     add_rollouts(app, run, settings)
     add_feed(app, run, stream_s=stream_s)
+    add_keys(app, run)
     return app
 
 

@@ -1,4 +1,5 @@
-"""What is checked before a route runs: the host that is asked for, the bearer key, the body.
+"""What is checked before a route runs: the host that is asked for, the headers' size, the bearer
+key with its scope and rate, the body.
 
 An error that no route expects is answered as a problem here: Starlette's own handler raises it
 again, to a server that may then spoil the answer.
@@ -7,15 +8,21 @@ again, to a server that may then spoil the answer.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.problems import Problem, internal_error, problem_response, shown
-from service.api.settings import bearer_of, digest_of
+from service.api.callers import Callers, check_scope, note_caller
+from service.api.problems import (
+    Problem,
+    RunUnavailable,
+    internal_error,
+    problem_response,
+    shown,
+    unavailable,
+)
 
 log = logging.getLogger("rayloom.api")
 
@@ -23,6 +30,11 @@ log = logging.getLogger("rayloom.api")
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
 # Where a session's own keys are asked for, by the routes.
 _SESSION_PATH = re.compile(r"(/sessions/|/v1/|/api/v1/sessions/[^/]+/(finish|reward)$)")
+# Where agents send their conversations.
+_TURN_PATH = re.compile(r"/sessions/|/v1/")
+# Far beyond what any client sends; names and values together.
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 32 << 10
 # Token columns: large bodies of the client's, JSON or MessagePack.
 _COLUMN_PATHS = frozenset({"/api/v1/trajectories", "/api/v1/generate"})
 _TYPES = ("application/json",)
@@ -40,7 +52,7 @@ class Guards:
         *,
         max_body_bytes: int,
         max_session_body_bytes: int,
-        key_digest: str | None,
+        callers: Callers,
         hosts: frozenset[str] | None = None,
         body_limit_s: float = BODY_LIMIT_S,
     ) -> None:
@@ -49,7 +61,7 @@ class Guards:
         self._hosts = hosts
         self._max_body_bytes = max_body_bytes
         self._max_session_body_bytes = max_session_body_bytes
-        self._key_digest = key_digest
+        self._callers = callers
         self._body_limit_s = body_limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +70,8 @@ class Guards:
             return
         try:
             body = await self._checked(scope, receive)
-        except Problem as problem:
+        except (Problem, RunUnavailable) as error:
+            problem = error if isinstance(error, Problem) else unavailable(str(error))
             await problem_response(problem, instance=scope["path"])(scope, receive, send)
             return
         has_begun = False
@@ -78,15 +91,17 @@ class Guards:
             await answer(scope, receive, send)
 
     async def _checked(self, scope: Scope, receive: Receive) -> bytes:
-        """The whole body of a request that may pass. Raises: Problem."""
+        """The whole body of a request that may pass. Raises: Problem; RunUnavailable."""
+        _check_headers(scope["headers"])
         headers = Headers(scope=scope)
         if self._hosts is not None and _host_of(headers) not in self._hosts:
             raise _wrong_host(headers)
-        has_own_keys = _SESSION_PATH.match(scope["path"]) is not None
-        if scope["path"] not in OPEN_PATHS and not has_own_keys and not self._has_key(headers):
-            raise _wrong_key(headers)
+        if scope["path"] not in OPEN_PATHS and not has_own_keys(scope["path"]):
+            caller = await self._callers.admit(headers)
+            check_scope(caller, path=scope["path"])
+            note_caller(scope, caller)
         has_columns = scope["path"] in _COLUMN_PATHS
-        is_large = has_own_keys or has_columns
+        is_large = has_columns or _TURN_PATH.match(scope["path"]) is not None
         most = self._max_session_body_bytes if is_large else self._max_body_bytes
         announced = headers.get("content-length", "0")
         # Digits beyond these make no length that could be taken.
@@ -101,10 +116,6 @@ class Guards:
             _check_format(headers, _COLUMN_TYPES if has_columns else _TYPES)
         return body
 
-    def _has_key(self, headers: Headers) -> bool:
-        key = bearer_of(headers)
-        return self._key_digest is None or hmac.compare_digest(digest_of(key), self._key_digest)
-
     def _too_slow(self) -> Problem:
         return Problem(
             408,
@@ -113,6 +124,11 @@ class Guards:
             "piece or with fewer tasks",
             headers={"Connection": "close"},
         )
+
+
+def has_own_keys(path: str) -> bool:
+    """Whether the route asks for a session's own key by itself."""
+    return _SESSION_PATH.match(path) is not None
 
 
 async def _read(receive: Receive, most: int) -> bytes:
@@ -137,6 +153,18 @@ def _too_large(most: int) -> Problem:
         f"the body is larger than {most} bytes; send fewer tasks a request, or raise "
         "service.max_body_kib, for sessions sessions.max_body_mib",
     )
+
+
+def _check_headers(headers: list[tuple[bytes, bytes]]) -> None:
+    """Raises: Problem."""
+    size = sum(len(name) + len(value) for name, value in headers)
+    if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+        raise Problem(
+            431,
+            "headers-too-large",
+            f"got {len(headers)} headers of {size} bytes, expected at most {MAX_HEADERS} of "
+            f"{MAX_HEADER_BYTES} together; send fewer",
+        )
 
 
 def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:
@@ -188,15 +216,4 @@ def _wrong_host(headers: Headers) -> Problem:
         f"the request is for the host {shown(headers.get('host', ''))!r}; the API listens on this "
         "machine alone and answers to localhost, so that no web page reaches it under a name of "
         "its own; ask localhost, or add the name to service.allowed_hosts",
-    )
-
-
-def _wrong_key(headers: Headers) -> Problem:
-    given = "another" if headers.get("authorization") else "none"
-    return Problem(
-        401,
-        "wrong-key",
-        f"a bearer key is asked for, got {given}; send Authorization: Bearer KEY with the key that "
-        "the service was started with (RAYLOOM_API_KEY)",
-        headers={"WWW-Authenticate": "Bearer"},
     )

@@ -21,7 +21,9 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import Field
 
 from actors.algorithm import AlgorithmSettings
-from service.api.guards import OPEN_PATHS
+from service.api.callers import is_for_clients
+from service.api.guards import OPEN_PATHS, has_own_keys
+from service.api.ports import PREFIX
 from service.api.problems import MEDIA_TYPE
 from service.api.schemas import StrictBody
 from service.api.settings import HttpSettings
@@ -33,11 +35,16 @@ _OF_EVERY = {
     408: "the body did not come whole in time",
     413: "the body is too large",
     415: "the body is not announced as plain JSON",
+    431: "the headers are too many, or too large",
     421: "the request is for a host that the API does not answer to",
     500: "an error of the service's own; its log says what happened",
     503: "the run does not answer, or takes nothing in now; Retry-After says when to come again",
 }
-_KEYED = {401: "no key that opens this"}
+_KEYED = {
+    401: "no key that opens this",
+    429: "this key asks too often; Retry-After says when to come again",
+}
+_OF_ADMINS = {403: "this is for keys of the scope admin"}
 _READ = {422: "a value does not fit; `errors` says where"}
 _WITH_BODY = {400: "the body is not JSON, or is refused"}
 # Of FastAPI's own document.
@@ -81,8 +88,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
         "key": {
             "type": "http",
             "scheme": "bearer",
-            "description": "the API's key (RAYLOOM_API_KEY); of a session's own routes, the "
-            "session's. On loopback the API may ask for none",
+            "description": "the API's key (RAYLOOM_API_KEY), or a named one; of a session's own "
+            "routes, the session's. On loopback the API may ask for none",
         }
     }
     for path, operation in _operations(found):
@@ -110,6 +117,8 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
     common = dict(_OF_EVERY)
     if operation["security"]:
         common |= _KEYED
+        if path.startswith(PREFIX) and not (is_for_clients(path) or has_own_keys(path)):
+            common |= _OF_ADMINS
     if "requestBody" in operation:
         common |= _READ | _WITH_BODY
     if operation.get("parameters"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
@@ -16,11 +17,22 @@ PREFIX = "/api/v1"
 class RunPort(Protocol):
     """Every call may raise RunUnavailable."""
 
-    async def submit(self, requests: Sequence[RolloutRequest], *, key: str = "") -> SubmitReply:
-        """Accept all or none; durable when this returns. key: as `SubmissionQueue.submit`."""
+    async def submit(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        key: str = "",
+        limits: KeyLimits = NO_LIMITS,
+    ) -> SubmitReply:
+        """Accept all or none; durable when this returns. key: as `SubmissionQueue.submit`. limits:
+        of the caller's key."""
         ...
 
-    async def submission(self, submission_id: str) -> SubmissionView | None: ...
+    async def submission(
+        self, submission_id: str, *, sees: str | None = None
+    ) -> SubmissionView | None:
+        """None also for one of another tenant. sees: as `Caller.sees`."""
+        ...
 
     async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
         """Those behind a position."""
@@ -34,7 +46,21 @@ class RunPort(Protocol):
         """What was told behind a number."""
         ...
 
-    async def cancel(self, submission_id: str) -> SubmissionView | None: ...
+    async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
+        """As `submission`."""
+        ...
+
+    async def keys(self) -> Sequence[NamedKey]:
+        """The run's named keys, revoked ones too."""
+        ...
+
+    async def add_key(self, key: NamedKey) -> bool:
+        """False where its name is taken."""
+        ...
+
+    async def revoke_key(self, name: str) -> NamedKey | None:
+        """None: there is none."""
+        ...
 
     async def stop(self, grace_s: float | None) -> None:
         """Have the run end after the step in hand; None: however long that takes."""

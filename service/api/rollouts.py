@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import FastAPI, Header, Path, Query, Response
+from fastapi import FastAPI, Header, Path, Query, Request, Response
 
 from actors.types import SESSION
+from service.access.keys import digest_of
 from service.api import problems
+from service.api.callers import caller_of
 from service.api.environments import TaskChecks
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem, shown
@@ -20,7 +22,7 @@ from service.api.schemas import (
     SubmitAnswer,
     SubmitBody,
 )
-from service.api.settings import HttpSettings, digest_of
+from service.api.settings import HttpSettings
 from service.api.waiting import Prefer, patiently
 from service.intake.listing import TaskFilter
 from service.intake.submission import (
@@ -50,6 +52,7 @@ RolloutPath = Annotated[str, Path(pattern=ID_PATTERN, description="the task's id
 NumberCursor = Annotated[
     int | None, Query(ge=0, le=MAX_NUMBER, description="`next` of the page before")
 ]
+FULL = "the backlog is full, or a limit of the key is reached; Retry-After says when to come again"
 KEY_TAKEN = "Idempotency-Key: another request was accepted under this key"
 
 
@@ -62,18 +65,26 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         tags=["rollouts"],
         status_code=202,
         responses={
-            409: {"description": "an id is known with another content"},
-            429: {"description": "the backlog is full; Retry-After says when to come again"},
+            409: {"description": "an id is taken, with another content or by another"},
+            429: {"description": FULL},
         },
     )
     async def submit(
-        body: SubmitBody, response: Response, idempotency_key: IdempotencyKey = None
+        body: SubmitBody,
+        request: Request,
+        response: Response,
+        idempotency_key: IdempotencyKey = None,
     ) -> SubmitAnswer:
         """Accept a batch of tasks: durable when answered, all or none."""
-        requests = body.requests(num_samples=settings.algorithm.group_size)
+        caller = caller_of(request)
+        requests = body.requests(num_samples=settings.algorithm.group_size, caller=caller)
         _check(body.environment, requests, settings)
         await checks.check(body.environment, requests)
-        reply = await run.submit(requests, key=key_digest(idempotency_key))
+        reply = await run.submit(
+            requests,
+            key=key_digest(idempotency_key, tenant=caller.tenant),
+            limits=caller.limits,
+        )
         refuse_if_needed(reply)
         if len(requests) == 1:
             response.headers["Location"] = f"{PREFIX}/rollouts/{requests[0].id}"
@@ -81,6 +92,7 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
 
     @app.get(f"{PREFIX}/rollouts", tags=["rollouts"])
     async def rollouts(
+        request: Request,
         status: Status | None = None,
         environment: Annotated[str | None, Query(max_length=255)] = None,
         batch: RolloutId | None = None,
@@ -88,7 +100,12 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         limit: Limit = 100,
     ) -> RolloutsAnswer:
         """Tasks in the order of acceptance. A page may be short, or empty, and have a `next`."""
-        wanted = TaskFilter(status=status, environment=environment, batch=batch)
+        wanted = TaskFilter(
+            status=status,
+            environment=environment,
+            batch=batch,
+            tenant=caller_of(request).sees,
+        )
         return RolloutsAnswer.of(await run.tasks(wanted, after=cursor or 0, limit=limit))
 
     @app.get(
@@ -97,11 +114,12 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         responses={404: {"description": "the run knows no such task, or knows it no more"}},
     )
     async def rollout(
-        response: Response, rollout_id: RolloutPath, prefer: Prefer = None
+        request: Request, response: Response, rollout_id: RolloutPath, prefer: Prefer = None
     ) -> RolloutAnswer:
         """How a task stands, and each rollout of it; with `Prefer: wait=N` once it is over."""
+        sees = caller_of(request).sees
         view = await patiently(
-            lambda: run.submission(rollout_id),
+            lambda: run.submission(rollout_id, sees=sees),
             lambda found: found is None or found.status in OVER,
             prefer=prefer,
             response=response,
@@ -116,17 +134,20 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
             409: {"description": "a training step has it, or it has ended"},
         },
     )
-    async def cancel(rollout_id: RolloutPath) -> RolloutAnswer:
+    async def cancel(request: Request, rollout_id: RolloutPath) -> RolloutAnswer:
         """Take a task back, as long as no training step has taken it; may be repeated."""
-        view = _found(rollout_id, await run.cancel(rollout_id))
+        view = _found(rollout_id, await run.cancel(rollout_id, sees=caller_of(request).sees))
         if view.status is not Status.CANCELLED:
             raise Problem(409, "already-over", _why_not_cancelled(view))
         return RolloutAnswer.of(view)
 
 
-def key_digest(idempotency_key: str | None) -> str:
-    """As `RunPort.submit` takes it."""
-    return digest_of(idempotency_key) if idempotency_key else ""
+def key_digest(idempotency_key: str | None, *, tenant: str) -> str:
+    """As `RunPort.submit` takes it; what one tenant calls its requests is nothing to another."""
+    if not idempotency_key:
+        return ""
+    # Neither has a line's end in it.
+    return digest_of(f"{tenant}\n{idempotency_key}" if tenant else idempotency_key)
 
 
 def _found(rollout_id: str, view: SubmissionView | None) -> SubmissionView:
@@ -206,11 +227,20 @@ def refuse_if_needed(reply: SubmitReply) -> None:
         raise Problem(
             409,
             "id-conflict",
-            f"{len(reply.conflicts)} ids are known with another content: "
+            f"{len(reply.conflicts)} ids are taken, with another content or by another: "
             f"{', '.join(reply.conflicts[:8])}; nothing of this request was accepted; give changed "
             "tasks ids of their own",
             errors=[{"loc": ["body", "tasks", each]} for each in reply.conflicts],
             headers={"x-should-retry": "false"},
+        )
+    if reply.is_quota and reply.is_too_large:
+        raise Problem(413, "batch-too-large", f"{reply.refusal}; split the batch")
+    if reply.is_quota:
+        raise Problem(
+            429,
+            "quota",
+            f"{reply.refusal}; send them again in {reply.retry_after_s} s",
+            headers={"Retry-After": str(reply.retry_after_s)},
         )
     if reply.is_too_large:
         raise Problem(

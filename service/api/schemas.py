@@ -12,6 +12,7 @@ from actors.environment.tasks import derived_seed
 from actors.limits import MAX_TASK_SEED
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Task
+from service.access.keys import Caller
 from service.intake.feed import FeedEntry, FeedKind, FeedPage
 from service.intake.listing import TaskPage
 from service.intake.session import SessionStatus
@@ -86,8 +87,9 @@ class SubmitBody(StrictBody):
             raise ValueError(f"tasks: the ids {twice[:8]} come more than once; expected each once")
         return self
 
-    def requests(self, *, num_samples: int) -> list[RolloutRequest]:
-        """num_samples: of a task where neither it nor the batch names any."""
+    def requests(self, *, num_samples: int, caller: Caller) -> list[RolloutRequest]:
+        """num_samples: of a task where neither it nor the batch names any. caller: whose they
+        are."""
         return [
             RolloutRequest.of(
                 Task(
@@ -99,6 +101,8 @@ class SubmitBody(StrictBody):
                 asked_samples=task.num_samples or self.num_samples,
                 default_samples=num_samples,
                 min_usable_samples=task.min_usable_samples,
+                tenant=caller.tenant,
+                key_name=caller.name,
                 batch=self.batch or "",
             )
             for task in self.tasks

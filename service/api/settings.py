@@ -11,11 +11,11 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import Any
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
+from service.access.keys import digest_of
 from service.config.file import ConfigError
 from service.config.tree import Config, ServiceSettings
 from service.gateway.settings import SessionSettings
@@ -38,7 +38,8 @@ class HttpSettings:
     data_schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By environment, the JSON schema of its tasks' data; one without takes any object."""
     key_digest: str | None = None
-    """SHA-256 of the bearer key, hexadecimal; None: no key is needed."""
+    """SHA-256 of the first admin key, hexadecimal; None: no key is needed, as long as the run has
+    no named ones (`service.access.keys`)."""
 
     @property
     def hosts(self) -> frozenset[str] | None:
@@ -144,11 +145,6 @@ def take_key() -> str | None:
         ctypes.memset(address, ord("x"), len(os.fsencode(key)))
     del os.environ[KEY_VARIABLE]
     return key
-
-
-def digest_of(key: str) -> str:
-    """SHA-256 of a key, hexadecimal: the key itself is kept nowhere."""
-    return sha256(key.encode()).hexdigest()
 
 
 def bearer_of(headers: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ import typer
 
 from actors.environment.builtin.code_search.from_git import QuestionSource
 from actors.limits import MAX_SEED
+from service.access.keys import KeyLimits, Scope
 from service.api.settings import KEY_VARIABLE, checked_service
 from service.cli.outlet import escape_unencodable, say
 from service.config.file import ConfigError, describe_config, load_config
@@ -35,8 +36,10 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Build models.", no_args_is_help=True)
 tasks_app = typer.Typer(help="Make task files.", no_args_is_help=True)
+keys_app = typer.Typer(help="Create, list and revoke keys of a run's API.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(tasks_app, name="tasks")
+app.add_typer(keys_app, name="keys")
 
 EXIT_REFUSED = 2
 
@@ -46,6 +49,8 @@ Overrides = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED)]
 Count = Annotated[int, typer.Option(min=1)]
+RunOption = Annotated[Path, typer.Option("--run", metavar="RUN_DIR", help="of the run")]
+KeyName = Annotated[str, typer.Argument(help="of the key, for people; unique in the run")]
 TaskFile = Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")]
 
 
@@ -375,6 +380,54 @@ def tasks_generate(
     from service.cli.artifacts import write_generated
 
     typer.echo(write_generated(environment, out, count=count, seed=seed))
+
+
+@keys_app.command("create")
+def keys_create(
+    name: KeyName,
+    run: RunOption,
+    tenant: Annotated[
+        str, typer.Option(help="whose its tasks and sessions are; a client's key sees no others")
+    ] = "",
+    scope: Annotated[Scope, typer.Option(help="admin: everything, of every tenant")] = Scope.CLIENT,
+    requests_per_s: Annotated[float | None, typer.Option(min=0.001)] = None,
+    max_waiting_tasks: Annotated[int | None, typer.Option(min=1)] = None,
+    max_open_sessions: Annotated[int | None, typer.Option(min=1)] = None,
+    turns_per_minute: Annotated[float | None, typer.Option(min=0.001)] = None,
+) -> None:
+    """Create a key of a run, which may be running, and print it: this once.
+
+    A limit that is not given is the run's (service.key_limits).
+    """
+    from service.cli.keys import create
+
+    limits = KeyLimits(
+        requests_per_s=requests_per_s,
+        max_waiting_tasks=max_waiting_tasks,
+        max_open_sessions=max_open_sessions,
+        turns_per_minute=turns_per_minute,
+    )
+    # Without a line of words around it, so that it can be piped.
+    typer.echo(create(run, name=name, scope=scope, tenant=tenant, limits=limits))
+
+
+@keys_app.command("list")
+def keys_list(run: RunOption) -> None:
+    """Print the keys of a run, revoked ones too; of a key itself nothing is kept."""
+    from service.cli.keys import listing
+
+    typer.echo(listing(run))
+
+
+@keys_app.command("revoke")
+def keys_revoke(name: KeyName, run: RunOption) -> None:
+    """Revoke a key for good, and with it the keys of the sessions that it created.
+
+    A running service has noticed within three seconds.
+    """
+    from service.cli.keys import revoke
+
+    typer.echo(revoke(run, name=name))
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from actors.outcomes import Disposition, OutcomePolicy
 from actors.trainer.settings import Dtype, TrainerSettings
 from actors.trajectory_queue.settings import QueueSettings
 from actors.types import SESSION, TRUNCATIONS, UPLOADED
+from service.access.keys import KeyLimits
 from service.gateway.settings import SessionSettings
 from service.inference.settings import InferenceSettings
 
@@ -164,6 +165,8 @@ class ServiceSettings:
     """Rollouts of one task."""
     max_body_kib: Positive = 1024
     """KiB of one request's body; more are refused."""
+    key_limits: KeyLimits = field(default_factory=lambda: KeyLimits(requests_per_s=100))
+    """Of each named key that was created without limits of its own."""
     public_url: HttpUrl = ""
     """Where agents reach the API, such as https://train.example.org; empty: under the name that the
     request which creates a session came for."""

@@ -17,6 +17,7 @@ from actors.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.trajectory_queue.exchange import RolloutExchange
 from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import SESSION, UPLOADED, RolloutAssignment, Trajectory
+from service.access.keys import Caller
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, Refused
 from service.gateway.commits import GroupCommit
@@ -32,6 +33,7 @@ from service.intake.uploads import (
     UploadView,
 )
 from service.store.database import PATIENCE_S
+from service.store.keys import read_keys
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
 from service.store.uploads import UploadStore
@@ -82,6 +84,7 @@ class Gateway:
             store=SessionStore(store),
             commits=self._commits,
             metrics=self._metrics,
+            read_keys=lambda: read_keys(store),
         )
         self._exchange = RolloutExchange(
             self._play,
@@ -141,26 +144,32 @@ class Gateway:
         await self._sessions.abandon(session_id, request_id)
 
     async def finish(
-        self, session_id: str, key_digest: str, finish: Finish
+        self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
     ) -> SessionView | Refused:
-        return await _answer(self._sessions.finish(session_id, key_digest, finish))
+        return await _answer(self._sessions.finish(session_id, key_digest, finish, client))
 
     async def give_reward(
-        self, session_id: str, key_digest: str, given: Finish
+        self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
     ) -> SessionView | Refused:
-        return await _answer(self._sessions.give_reward(session_id, key_digest, given))
+        return await _answer(self._sessions.give_reward(session_id, key_digest, given, client))
 
-    async def discard(self, session_id: str) -> SessionView | Refused | None:
-        return await _answer(self._sessions.discard(session_id))
+    async def discard(
+        self, session_id: str, sees: str | None = None
+    ) -> SessionView | Refused | None:
+        return await _answer(self._sessions.discard(session_id, sees))
 
-    async def claim(self, submission_id: str, name: str) -> int | Refused | None:
-        return await _answer(self._sessions.claim(submission_id, name))
+    async def claim(
+        self, submission_id: str, name: str, sees: str | None = None
+    ) -> int | Refused | None:
+        return await _answer(self._sessions.claim(submission_id, name, sees))
 
-    async def close_group(self, submission_id: str) -> int | Refused | None:
-        return await _answer(self._sessions.close_group(submission_id))
+    async def close_group(
+        self, submission_id: str, sees: str | None = None
+    ) -> int | Refused | None:
+        return await _answer(self._sessions.close_group(submission_id, sees))
 
-    async def view(self, session_id: str) -> SessionView | Refused | None:
-        return await _answer(self._sessions.view(session_id))
+    async def view(self, session_id: str, sees: str | None = None) -> SessionView | Refused | None:
+        return await _answer(self._sessions.view(session_id, sees))
 
     async def policy_facts(self) -> PolicyFacts:
         return self._facts

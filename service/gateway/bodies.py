@@ -9,6 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_va
 from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import derived_seed
 from actors.types import SESSION, Outcome, Task
+from service.access.keys import Caller
 from service.api.schemas import NumSamples, RolloutId, StrictBody, TaskData
 from service.gateway.calls import Finish, SessionView
 from service.gateway.keys import AGENT, REWARD, key_digests, session_key
@@ -46,6 +47,11 @@ StatedOutcome = Annotated[
     WithJsonSchema({"type": "string", "enum": sorted(STATED_OUTCOMES)}),
 ]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+MAX_COMPONENTS = 64
+Components = Annotated[
+    dict[Annotated[str, Field(min_length=1, max_length=128)], Number],
+    Field(max_length=MAX_COMPONENTS),
+]
 TurnRewards = Annotated[
     dict[Annotated[int, Field(ge=0, lt=10**9)], Number],
     Field(json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
@@ -119,12 +125,12 @@ class SessionsBody(StrictBody):
     def request(
         self,
         *,
-        client_key: str,
+        caller: Caller,
         group_size: int,
         rollouts: RolloutSettings,
         sessions: SessionSettings,
     ) -> RolloutRequest:
-        """client_key: from which the sessions' keys are derived. group_size: the default.
+        """caller: from whose key the sessions' are derived. group_size: the default.
 
         Raises: ValueError for limits beyond the run's, and for sampling that it does not use.
         """
@@ -156,10 +162,12 @@ class SessionsBody(StrictBody):
             default_samples=group_size,
             min_usable_samples=self.min_usable_sessions,
             batch=self.batch or "",
+            tenant=caller.tenant,
+            key_name=caller.name,
             sessions=SessionRequest(
                 spec=self._spec(rollouts, sessions),
                 keys=tuple(
-                    key_digests(client_key, session_id(self.id, member))
+                    key_digests(caller.secret, session_id(self.id, member))
                     for member in range(num_sessions)
                 ),
                 asked=asked,
@@ -224,7 +232,7 @@ class FinishBody(StrictBody):
     reward_pending: Flag = Field(
         False, description="it is given later, with PUT …/reward; then reward is null"
     )
-    components: dict[str, Number] = Field(
+    components: Components = Field(
         default_factory=dict, description="named parts of the reward, for curves"
     )
     turn_rewards: TurnRewards = Field(
@@ -254,7 +262,7 @@ class RewardBody(StrictBody):
     """The reward that a finished session waits for."""
 
     reward: Number | None = Field(description="null: it could not be had, a reward_error")
-    components: dict[str, Number] = Field(default_factory=dict)
+    components: Components = Field(default_factory=dict)
     turn_rewards: TurnRewards = Field(default_factory=dict)
 
     def finish(self) -> Finish:

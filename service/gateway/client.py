@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 
 from actors.deadline import ActorLost
 from actors.policy import GenerateReply, GenerateRequest
+from service.access.keys import Caller
 from service.api.problems import RunUnavailable
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused
@@ -100,34 +101,40 @@ class GatewayClient:
             with suppress(RayError):
                 self._actor.abandon.remote(session_id, request_id)
 
-    async def finish(self, session_id: str, key_digest: str, finish: Finish) -> SessionView:
+    async def finish(
+        self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
+    ) -> SessionView:
         """Raises: Refused; RunUnavailable."""
-        found: SessionView = await self._ask("finish", session_id, key_digest, finish)
+        client = _without_secret(client)
+        found: SessionView = await self._ask("finish", session_id, key_digest, finish, client)
         return found
 
-    async def give_reward(self, session_id: str, key_digest: str, given: Finish) -> SessionView:
+    async def give_reward(
+        self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
+    ) -> SessionView:
         """Raises: Refused; RunUnavailable."""
-        found: SessionView = await self._ask("give_reward", session_id, key_digest, given)
+        client = _without_secret(client)
+        found: SessionView = await self._ask("give_reward", session_id, key_digest, given, client)
         return found
 
-    async def discard(self, session_id: str) -> SessionView | None:
+    async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
         """None: there is none. Raises: Refused; RunUnavailable."""
-        found: SessionView | None = await self._ask("discard", session_id)
+        found: SessionView | None = await self._ask("discard", session_id, sees)
         return found
 
-    async def claim(self, submission_id: str, name: str) -> int | None:
+    async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
         """None: there is no such group. Raises: Refused; RunUnavailable."""
-        found: int | None = await self._ask("claim", submission_id, name)
+        found: int | None = await self._ask("claim", submission_id, name, sees)
         return found
 
-    async def close_group(self, submission_id: str) -> int | None:
+    async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
         """None: there is no such group. Raises: Refused; RunUnavailable."""
-        found: int | None = await self._ask("close_group", submission_id)
+        found: int | None = await self._ask("close_group", submission_id, sees)
         return found
 
-    async def view(self, session_id: str) -> SessionView | None:
+    async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
         """None: there is none. Raises: Refused; RunUnavailable."""
-        found: SessionView | None = await self._ask("view", session_id)
+        found: SessionView | None = await self._ask("view", session_id, sees)
         return found
 
     async def policy_facts(self) -> PolicyFacts:
@@ -168,6 +175,11 @@ class GatewayClient:
         if self._actor is None:
             self._actor = await self._run.gateway()
         return self._actor
+
+
+def _without_secret(client: Caller | None) -> Caller | None:
+    """No raw key leaves the replica that it was sent to."""
+    return None if client is None else replace(client, secret="")
 
 
 def _raised(answer: Answer | Refused) -> Answer:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hmac
 from hashlib import sha256
 
-from service.api.settings import digest_of
+from service.access.keys import digest_of
 from service.intake.session import SessionKeys
 
 AGENT, REWARD = "agent", "reward"

@@ -17,9 +17,12 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from service.access.keys import Caller, digest_of
+from service.api.callers import Callers, caller_of
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem
 from service.api.rollouts import (
+    FULL,
     IdempotencyKey,
     Limit,
     check_samples,
@@ -27,7 +30,7 @@ from service.api.rollouts import (
     refuse_if_needed,
 )
 from service.api.schemas import ID_PATTERN, RolloutId
-from service.api.settings import HttpSettings, bearer_of, digest_of
+from service.api.settings import HttpSettings, bearer_of
 from service.api.waiting import Prefer, patiently
 from service.gateway.bodies import (
     CloseAnswer,
@@ -58,6 +61,7 @@ UNKNOWN: dict[int | str, dict[str, Any]] = {
 }
 ENDING: dict[int | str, dict[str, Any]] = {
     **UNKNOWN,
+    403: {"description": "the key is the agent's, which gives no reward"},
     409: {"description": "it has ended, or been rewarded, otherwise"},
 }
 SessionName = Annotated[str, Path(pattern=ID_PATTERN, description="the session's id")]
@@ -75,23 +79,35 @@ class SessionPort(Protocol):
         """The client may not have got its answer."""
         ...
 
-    async def finish(self, session_id: str, key_digest: str, finish: Finish) -> SessionView: ...
+    async def finish(
+        self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
+    ) -> SessionView:
+        """client: who sends it with a key of its own, in place of the session's."""
+        ...
 
-    async def give_reward(self, session_id: str, key_digest: str, given: Finish) -> SessionView: ...
+    async def give_reward(
+        self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
+    ) -> SessionView:
+        """As `finish`."""
+        ...
 
-    async def discard(self, session_id: str) -> SessionView | None: ...
+    async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
+        """sees: as `Caller.sees`; None also for one that is not shown, here and below."""
+        ...
 
-    async def view(self, session_id: str) -> SessionView | None: ...
+    async def view(self, session_id: str, sees: str | None = None) -> SessionView | None: ...
 
-    async def claim(self, submission_id: str, name: str) -> int | None: ...
+    async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
+        """Of a group that the caller has created, or joined."""
+        ...
 
-    async def close_group(self, submission_id: str) -> int | None: ...
+    async def close_group(self, submission_id: str, sees: str | None = None) -> int | None: ...
 
 
 def add_sessions(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
     """Add the routes of sessions."""
     _add_creation(app, run, port, settings)
-    _add_lifecycle(app, run, port)
+    _add_lifecycle(app, run, port, app.state.callers)
     for dialect in DIALECTS:
         _add_dialect(app, dialect, port, settings)
     _add_models(app)
@@ -104,8 +120,8 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         status_code=201,
         responses={
             200: {"model": SessionsAnswer, "description": "these very sessions exist already"},
-            409: {"description": "the id is known with another content"},
-            429: {"description": "the backlog is full; Retry-After says when to come again"},
+            409: {"description": "the id is taken, with another content or by another"},
+            429: {"description": FULL},
         },
     )
     async def create(
@@ -116,10 +132,10 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
     ) -> SessionsAnswer:
         """Accept a task for agents outside: durable when answered. The same body again is answered
         with the same keys, with status 200."""
-        client_key = bearer_of(request.headers) if settings.key_digest else ""
+        caller = caller_of(request)
         try:
             wanted = body.request(
-                client_key=client_key,
+                caller=caller,
                 group_size=settings.algorithm.group_size,
                 rollouts=settings.rollouts,
                 sessions=settings.sessions,
@@ -127,22 +143,29 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         except ValueError as error:
             raise Problem(422, "invalid-request", str(error)) from error
         check_samples(wanted, settings)
-        reply = await run.submit([wanted], key=key_digest(idempotency_key))
+        reply = await run.submit(
+            [wanted],
+            key=key_digest(idempotency_key, tenant=caller.tenant),
+            limits=caller.limits,
+        )
         refuse_if_needed(reply)
         is_new = wanted.id in reply.new_ids
         if not is_new:
             response.status_code = 200
         response.headers["Location"] = f"{PREFIX}/rollouts/{wanted.id}"
+        response.headers["Cache-Control"] = "no-store"
         members: Iterable[int] = range(wanted.num_samples)
         if body.session is not None:
-            claimed = await native(port.claim(wanted.id, body.session))
+            claimed = await native(port.claim(wanted.id, body.session, caller.sees))
             members = [] if claimed is None else [claimed]
         address = (settings.service.public_url or str(request.base_url)).rstrip("/")
         return SessionsAnswer(
             id=wanted.id,
             is_new=is_new,
             sessions=[
-                NewSession.of(session_id(wanted.id, member), client_key=client_key, address=address)
+                NewSession.of(
+                    session_id(wanted.id, member), client_key=caller.secret, address=address
+                )
                 for member in members
             ],
         )
@@ -152,17 +175,18 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         tags=["sessions"],
         responses={404: {"description": "there is no such group"}},
     )
-    async def close(group: RolloutId) -> CloseAnswer:
+    async def close(request: Request, group: RolloutId) -> CloseAnswer:
         """Let nobody join a group any more; its sessions that nobody has claimed are given up."""
-        given_up = await native(port.close_group(group))
+        given_up = await native(port.close_group(group, caller_of(request).sees))
         if given_up is None:
             raise Problem(404, "unknown-group", f"this run knows no group {group!r} of sessions")
         return CloseAnswer(given_up=given_up)
 
 
-def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort) -> None:
+def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Callers) -> None:
     @app.get(f"{PREFIX}/sessions", tags=["sessions"])
     async def sessions(
+        request: Request,
         group: RolloutId | None = None,
         status: SessionStatus | None = None,
         cursor: Annotated[
@@ -173,19 +197,22 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort) -> None:
     ) -> SessionListAnswer:
         """Sessions in the order of acceptance, without what their turns tell. A page may be short,
         or empty, and have a `next`."""
-        wanted = SessionFilter(group=group, status=status)
+        wanted = SessionFilter(group=group, status=status, tenant=caller_of(request).sees)
         position, _, member = (cursor or "").partition(".")
         after = (int(position), int(member)) if cursor else None
         return SessionListAnswer.of(await run.sessions(wanted, after=after, limit=limit))
 
     @app.get(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=UNKNOWN)
-    async def show(response: Response, name: SessionName, prefer: Prefer = None) -> SessionAnswer:
+    async def show(
+        request: Request, response: Response, name: SessionName, prefer: Prefer = None
+    ) -> SessionAnswer:
         """Where a session stands; with `Prefer: wait=N` once a queued one is open or has ended, or
         an open one has ended."""
-        before = await native(port.view(name))
+        sees = caller_of(request).sees
+        before = await native(port.view(name, sees))
         if before is not None and before.ended_at is None:
             before = await patiently(
-                lambda: native(port.view(name)),
+                lambda: native(port.view(name, sees)),
                 lambda found: found is None or found.status is not before.status,
                 prefer=prefer,
                 response=response,
@@ -193,21 +220,32 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort) -> None:
         return _shown(name, before)
 
     @app.delete(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=UNKNOWN)
-    async def discard(name: SessionName) -> SessionAnswer:
+    async def discard(request: Request, name: SessionName) -> SessionAnswer:
         """End a session that is not to be trained; one that has ended stays as it is."""
-        return _shown(name, await native(port.discard(name)))
+        return _shown(name, await native(port.discard(name, caller_of(request).sees)))
 
     @app.post(f"{PREFIX}/sessions/{{name}}/finish", tags=["sessions"], responses=ENDING)
     async def finish(body: FinishBody, request: Request, name: SessionName) -> SessionAnswer:
-        """End a session, by the reward's key."""
-        key = digest_of(_sent_key(request.headers))
-        return SessionAnswer.of(await native(port.finish(name, key, body.finish())))
+        """End a session, by the reward's key or its client's."""
+        key = _sent_key(request.headers)
+        work = port.finish(name, digest_of(key), body.finish(), await _client(key))
+        return SessionAnswer.of(await native(work))
 
     @app.put(f"{PREFIX}/sessions/{{name}}/reward", tags=["sessions"], responses=ENDING)
     async def reward(body: RewardBody, request: Request, name: SessionName) -> SessionAnswer:
-        """Give a finished session the reward that it waits for, by the reward's key."""
-        key = digest_of(_sent_key(request.headers))
-        return SessionAnswer.of(await native(port.give_reward(name, key, body.finish())))
+        """Give a finished session the reward that it waits for, by the reward's key or its
+        client's."""
+        key = _sent_key(request.headers)
+        work = port.give_reward(name, digest_of(key), body.finish(), await _client(key))
+        return SessionAnswer.of(await native(work))
+
+    async def _client(key: str) -> Caller | None:
+        """Who sends a key that is no session's; None: nobody who is known by one."""
+        caller = None if not key or session_of_key(key) else await callers.find(key)
+        if caller is None or not caller.secret:
+            return None
+        callers.count(caller)
+        return caller
 
 
 async def native(work: Awaitable[Answer]) -> Answer:

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -43,6 +44,16 @@ from actors.types import (
     Trajectory,
     original_numbers,
 )
+from service.access.keys import (
+    NO_LIMITS,
+    Caller,
+    KeyBook,
+    KeyLimits,
+    NamedKey,
+    digest_of,
+    may_see,
+)
+from service.access.rates import Rates
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused
 from service.gateway.commits import GroupCommit, StoreAway, TooLate
@@ -65,7 +76,6 @@ from service.gateway.turns import (
 )
 from service.intake.session import (
     SessionEnd,
-    SessionKeys,
     SessionStatus,
     SessionTotals,
     StoredSession,
@@ -82,6 +92,8 @@ GRADED = PLAYED_OUT | TRUNCATIONS
 # A session's turns, auxiliary ones too, over those of its limit.
 MOST_TURNS_FACTOR = 8
 RETRY_AFTER_S = 5
+# The digest of the key that was not sent.
+NO_KEY = digest_of("")
 Answer = TypeVar("Answer")
 
 
@@ -94,6 +106,8 @@ class GatewaySettings:
     algorithm: AlgorithmSettings
     max_context_tokens: int
     """Prompt and reply together, as the engine allows."""
+    default_limits: KeyLimits = NO_LIMITS
+    """Of named keys without limits of their own."""
     num_ahead: int = 0
     """By how much versions were ahead of steps when the term began."""
     shape: ModelShape | None = None
@@ -159,9 +173,11 @@ class Sessions:
         store: SessionStore,
         commits: GroupCommit,
         metrics: GatewayMetrics | None = None,
+        read_keys: Callable[[], Sequence[NamedKey]] = lambda: (),
         now: Callable[[], float] = time.time,
     ) -> None:
-        """metrics: told of what happens. now: seconds since 1970."""
+        """metrics: told of what happens. read_keys: the run's named keys, of its store. now:
+        seconds since 1970. Raises: StoreError."""
         self._metrics = metrics or GatewayMetrics()
         self._settings = settings
         self._renderer = renderer
@@ -170,6 +186,9 @@ class Sessions:
         self._store = store
         self._commits = commits
         self._now = now
+        self._read_keys = read_keys
+        self._keys = KeyBook(read_keys())
+        self._turn_rates = Rates(now=now)
         self._known: dict[str, asyncio.Task[_Session | None]] = {}
         """Sessions that are in memory, or on the way there."""
         self._claiming = asyncio.Lock()
@@ -280,14 +299,15 @@ class Sessions:
 
     # -- what clients ask ---------------------------------------------------------------------
 
-    async def claim(self, submission_id: str, name: str) -> int | None:
+    async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
         """Give a group's next free session to a client that comes, the same one again to the same.
 
-        Args: name: what the client calls it. Returns: the member's number; None: no such group.
-        Raises: Refused, where none is free.
+        Args: name: what the client calls it. sees: the tenant whose sessions are shown; None: every
+            tenant's.
+        Returns: the member's number; None: no such group. Raises: Refused, where none is free.
         """
         async with self._claiming:
-            group = await self._members(submission_id)
+            group = await self._members(submission_id, sees)
             if not group:
                 return None
             for session in group:
@@ -308,29 +328,41 @@ class Sessions:
             session.last_request_at = now
             return session.stored.member
 
-    async def close_group(self, submission_id: str) -> int | None:
-        """Give up a group's sessions that nobody has claimed. Returns: how many; None: no group."""
+    async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
+        """Give up a group's sessions that nobody has claimed. Returns: how many; None: no group.
+
+        sees: as `claim`.
+        """
         async with self._claiming:
-            group = await self._members(submission_id)
+            group = await self._members(submission_id, sees)
             free = [each for each in group if each.is_open and not each.stored.is_taken]
             for session in free:
                 end = self._broken_off(SessionStatus.DISCARDED, "its group was closed")
                 await self._end(session, end)
             return len(free) if group else None
 
-    async def _members(self, submission_id: str) -> list[_Session]:
+    async def _members(self, submission_id: str, sees: str | None) -> list[_Session]:
+        """Those that are shown. Raises: Refused."""
         try:
             stored = await asyncio.to_thread(self._store.of_submission, submission_id)
         except StoreError as error:
             raise _unavailable(str(error)) from error
-        found = [await self._find(session.id) for session in stored]
+        found = [
+            await self._find(session.id) for session in stored if may_see(sees, session.tenant)
+        ]
         return [session for session in found if session is not None]
 
     # -- what the holder of the reward's key asks ---------------------------------------------
 
-    async def finish(self, session_id: str, key_digest: str, finish: Finish) -> SessionView:
-        """End a session. The same request again changes nothing. Raises: Refused."""
-        session = await self._of_reward(session_id, key_digest)
+    async def finish(
+        self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
+    ) -> SessionView:
+        """End a session. The same request again changes nothing.
+
+        client: who asks by a key of its own, not by the session's; its tenant has to be the
+        session's. Raises: Refused.
+        """
+        session = await self._of_reward(session_id, key_digest, client)
         end = session.stored.end
         if end is not None:
             if end.digest == finish.digest:
@@ -355,9 +387,11 @@ class Sessions:
         )
         return await self._view(session)
 
-    async def give_reward(self, session_id: str, key_digest: str, given: Finish) -> SessionView:
-        """Give the reward that a finished session waits for. Raises: Refused."""
-        session = await self._of_reward(session_id, key_digest)
+    async def give_reward(
+        self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
+    ) -> SessionView:
+        """Give the reward that a finished session waits for. As `finish`. Raises: Refused."""
+        session = await self._of_reward(session_id, key_digest, client)
         end = session.stored.end
         if end is None:
             raise Refused(
@@ -381,19 +415,22 @@ class Sessions:
         await self._ended(session, given.digest, self._keep_end(session, rewarded))
         return await self._view(session)
 
-    async def discard(self, session_id: str) -> SessionView | None:
-        """End a session that is not to be trained; nothing where it has ended. None: unknown."""
+    async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
+        """End a session that is not to be trained; nothing where it has ended. None: unknown, or
+        not shown. sees: as `close_group`."""
         session = await self._find(session_id)
-        if session is None:
+        if session is None or not may_see(sees, session.stored.tenant):
             return None
         if session.stored.end is None:
             await self._end(session, self._broken_off(SessionStatus.DISCARDED, "it was discarded"))
         return await self._view(session)
 
-    async def view(self, session_id: str) -> SessionView | None:
-        """None: there is no such session."""
+    async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
+        """None: there is no such session, or it is not shown. sees: as `close_group`."""
         session = await self._find(session_id)
-        return None if session is None else await self._view(session)
+        if session is None or not may_see(sees, session.stored.tenant):
+            return None
+        return await self._view(session)
 
     # -- what the queue asks ------------------------------------------------------------------
 
@@ -432,7 +469,7 @@ class Sessions:
         return [session for task in done if (session := task.result()) is not None]
 
     async def look_forever(self) -> None:
-        """End the sessions whose time is up; never returns.
+        """End the sessions whose time is up, and learn of keys that were revoked; never returns.
 
         Raises: StoreError, LeaseLost when nothing can be stored any more.
         """
@@ -440,6 +477,8 @@ class Sessions:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._commits.failure is not None:
                 raise self._commits.failure
+            with suppress(StoreError):
+                self._keys.update(await asyncio.to_thread(self._read_keys))
             for session in self._loaded():
                 if session.ending is None and (end := self._overdue(session)) is not None:
                     self._keep_going(self._end_overdue(session, end))
@@ -458,6 +497,7 @@ class Sessions:
     ) -> _Sampling:
         if not session.is_open:
             raise _closed(session)
+        self._check_rate(session)
         spec, num_begun = session.stored.spec, len(session.sampling)
         # Calls that are no part of the task are not counted, but cost as much.
         is_over = session.tree.num_turns + num_begun >= MOST_TURNS_FACTOR * spec.max_turns
@@ -592,6 +632,21 @@ class Sessions:
         if sampling.is_abandoned and not stored.is_unseen:
             self._hide(session, stored.number)
         return stored
+
+    def _check_rate(self, session: _Session) -> None:
+        """Raises: Refused for a key whose sessions begin turns too often."""
+        name = session.stored.key_name
+        per_minute = self._keys.limits_of(name).over(self._settings.default_limits).turns_per_minute
+        if not name or per_minute is None:
+            return
+        if wait_s := self._turn_rates.take(name, per_s=per_minute / 60, burst=per_minute):
+            raise Refused(
+                RefusalCode.TOO_MANY_REQUESTS,
+                f"the sessions of the key that created {session.stored.id} have begun more than "
+                f"{per_minute:g} turns a minute (turns_per_minute of the key); send the request "
+                f"again in {wait_s} s",
+                retry_after_s=wait_s,
+            )
 
     def _cut(self, session: _Session, outcome: Outcome) -> None:
         if session.stored.cut is not outcome:
@@ -754,30 +809,53 @@ class Sessions:
 
     async def _of_agent(self, name: str, key_digest: str) -> _Session:
         """Raises: Refused."""
-        session = await self._known_or_refused(name)
-        keys = session.stored.keys
-        if not hmac.compare_digest(keys.agent, key_digest):
-            raise _wrong_key(name, keys, key_digest, wanted="agent")
+        session = await self._of_key(name, key_digest, wanted="agent")
         if not session.is_open:
             raise _closed(session)
         return session
 
-    async def _of_reward(self, name: str, key_digest: str) -> _Session:
+    async def _of_reward(self, name: str, key_digest: str, client: Caller | None) -> _Session:
         """Raises: Refused."""
-        session = await self._known_or_refused(name)
-        keys = session.stored.keys
-        if not hmac.compare_digest(keys.reward, key_digest):
-            raise _wrong_key(name, keys, key_digest, wanted="reward")
+        if client is None:
+            return await self._of_key(name, key_digest, wanted="reward")
+        if self._is_closed:
+            raise _stopping()
+        session = await self._find(name)
+        if session is None or not may_see(client.sees, session.stored.tenant):
+            raise _unknown(name)
         return session
 
-    async def _known_or_refused(self, name: str) -> _Session:
+    async def _of_key(self, name: str, key_digest: str, *, wanted: str) -> _Session:
+        """The session, of which this is the wanted key.
+
+        One that is not known is refused as one that has other keys: who has none of them learns
+        nothing of it. Raises: Refused.
+        """
+        if key_digest == NO_KEY:
+            raise Refused(
+                RefusalCode.INVALID_KEY,
+                f"this needs the {wanted}'s key of session {name}, got none",
+            )
         if self._is_closed:
             raise _stopping()
         session = await self._find(name)
         if session is None:
+            raise _unknown(name)
+        keys = session.stored.keys
+        own, other = (keys.agent, keys.reward) if wanted == "agent" else (keys.reward, keys.agent)
+        is_own = hmac.compare_digest(own, key_digest)
+        if not is_own and not hmac.compare_digest(other, key_digest):
+            raise _unknown(name)
+        if self._keys.is_revoked(session.stored.key_name):
             raise Refused(
-                RefusalCode.UNKNOWN_SESSION,
-                f"this run knows no session {name!r}; create it with POST /api/v1/sessions",
+                RefusalCode.INVALID_KEY,
+                f"the client's key that created session {name} was revoked, and the session's keys "
+                "with it; another key of its tenant can end it",
+            )
+        if not is_own:
+            raise Refused(
+                RefusalCode.FORBIDDEN,
+                f"this needs the {wanted}'s key of session {name}, got the session's other one",
             )
         return session
 
@@ -975,14 +1053,9 @@ def _ended_otherwise(session: _Session) -> Refused:
     )
 
 
-def _wrong_key(name: str, keys: SessionKeys, key_digest: str, *, wanted: str) -> Refused:
-    other = keys.reward if wanted == "agent" else keys.agent
-    if hmac.compare_digest(other, key_digest):
-        return Refused(
-            RefusalCode.FORBIDDEN,
-            f"this needs the {wanted}'s key of session {name}, got the session's other one",
-        )
+def _unknown(name: str) -> Refused:
     return Refused(
-        RefusalCode.INVALID_KEY,
-        f"this needs the {wanted}'s key of session {name}, got another one or none",
+        RefusalCode.UNKNOWN_SESSION,
+        f"this run knows no session {name!r} of this key; take the key that its creation was "
+        "answered with, or create it with POST /api/v1/sessions",
     )

@@ -16,6 +16,8 @@ class TaskFilter:
     status: Status | None = None
     environment: str | None = None
     batch: str | None = None
+    tenant: str | None = None
+    """Whose; as `Caller.sees`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class SessionFilter:
     group: str | None = None
     """The submission's id."""
     status: SessionStatus | None = None
+    tenant: str | None = None
+    """Whose; as `Caller.sees`."""
 
 
 SessionPlace = tuple[int, int]

@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from actors.deadline import is_set_within
 from actors.limits import MIB
@@ -19,6 +20,7 @@ from actors.trajectory_queue.groups import GroupRequest, group_id
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import OpenSlot
 from actors.types import TrajectorySummary
+from service.access.keys import NO_LIMITS, KeyLimits, may_see
 from service.config.tree import ServiceSettings
 from service.intake.feed import FeedEntry, FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
@@ -111,16 +113,25 @@ class SubmissionQueue:
         """As the table's."""
         return self._table.accepted_at(group_id)
 
-    async def submit(self, requests: Sequence[RolloutRequest], *, key: str = "") -> SubmitReply:
+    async def submit(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        key: str = "",
+        limits: KeyLimits = NO_LIMITS,
+    ) -> SubmitReply:
         """Accept all or none; a known id with the same content is answered as the first time.
 
-        key: the digest of the request's Idempotency-Key; empty: it has none. While a task is known
-        that was accepted under it, no other request is.
+        key: the digest of the request's Idempotency-Key and its tenant; empty: it has none. While a
+        task is known that was accepted under it, no other request is. limits: of the key that the
+        requests come with.
         Raises: LeaseLost, StoreError.
         """
-        return await self._thread.finish(self._submit(requests, key))
+        return await self._thread.finish(self._submit(requests, key, limits))
 
-    async def _submit(self, requests: Sequence[RolloutRequest], key: str) -> SubmitReply:
+    async def _submit(
+        self, requests: Sequence[RolloutRequest], key: str, limits: KeyLimits
+    ) -> SubmitReply:
         async with self._changing:
             digest = digest_of_requests(requests)
             if key:
@@ -141,7 +152,7 @@ class SubmissionQueue:
             if conflicts:
                 return SubmitReply(conflicts=conflicts, backlog=self.backlog)
             new = [item for item in requests if item.id not in digests]
-            if new and (refusal := self._refusal(new)):
+            if new and (refusal := self._refusal(new) or self._beyond_quota(new, limits)):
                 return refusal
             if new:
                 accepted = await self._thread.call(
@@ -200,6 +211,30 @@ class SubmissionQueue:
             )
         return None
 
+    def _beyond_quota(self, new: Sequence[RolloutRequest], limits: KeyLimits) -> SubmitReply | None:
+        """Why their key may not add these now; None: it may."""
+        name = new[0].key_name
+        asked = {
+            "max_waiting_tasks": (len(new), self._table.num_waiting_of),
+            "max_open_sessions": (
+                sum(item.num_samples for item in new if item.sessions is not None),
+                self._table.num_open_sessions_of,
+            ),
+        }
+        for limit, (num_new, count) in asked.items():
+            most = getattr(limits, limit)
+            if most is None or not num_new:
+                continue
+            num_before = count(name)
+            if num_before + num_new > most:
+                refused = self._full(
+                    f"{num_new} more than {num_before} are offered under this key, expected at "
+                    f"most {most} together ({limit} of the key)",
+                    excess=1,
+                )
+                return replace(refused, is_quota=True, is_too_large=num_new > most)
+        return None
+
     def _full(self, refusal: str, *, excess: int) -> SubmitReply:
         """excess: tasks that have to be admitted before there is room."""
         wait_s = math.ceil(math.ceil(excess / self._groups_per_step) * self._step_s)
@@ -209,13 +244,16 @@ class SubmissionQueue:
             backlog=self.backlog,
         )
 
-    async def view(self, submission_id: str) -> SubmissionView | None:
-        """None for one that was never accepted, or has been over for too long. Raises:
-        StoreError."""
+    async def view(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
+        """None for one that was never accepted, has been over for too long, or is not shown.
+
+        sees: the tenant whose tasks are shown; None: every tenant's. Raises: StoreError.
+        """
         if submission_id in self._table:
-            return self._table.view(submission_id)
-        known = await self._known_as_over([submission_id])
-        return known[submission_id].view if known else None
+            is_shown = may_see(sees, self._table.tenant_of(submission_id))
+            return self._table.view(submission_id) if is_shown else None
+        known = (await self._known_as_over([submission_id])).get(submission_id)
+        return known.view if known and may_see(sees, known.tenant) else None
 
     async def page(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
         """Those behind a position, in the order of acceptance. Raises: StoreError."""
@@ -264,13 +302,17 @@ class SubmissionQueue:
         return await self._thread.call(read_feed, self._run_store, after=after, limit=limit)
 
     async def cancel(
-        self, submission_id: str, *, evict: Callable[[str], Awaitable[bool]]
+        self,
+        submission_id: str,
+        *,
+        evict: Callable[[str], Awaitable[bool]],
+        sees: str | None = None,
     ) -> SubmissionView | None:
         """Cancel what no step has taken; returns how it stands then.
 
         evict: asks the queue to give a group up; False: a step has it, and nothing changes here, or
         the loop is about to admit it, which is waited for. Nothing changes either for one that is
-        unknown, has left already, or is cancelled.
+        unknown, has left already, or is cancelled. sees: as `view`, whose None it returns.
         Raises: LeaseLost, StoreError.
         """
         # One at a time: a second call would find the group evicted by the first, not yet stored.
@@ -278,7 +320,7 @@ class SubmissionQueue:
             evicted = None
             deadline = asyncio.get_running_loop().time() + ADMISSION_LIMIT_S
             while True:
-                view = await self.view(submission_id)
+                view = await self.view(submission_id, sees=sees)
                 if view is None or view.status in (Status.TRAINED, Status.CANCELLED):
                     return view
                 group, term = self._group_of(submission_id), self._term
@@ -290,11 +332,11 @@ class SubmissionQueue:
                     if group is not None and not await evict(group):
                         left = deadline - asyncio.get_running_loop().time()
                         if is_admitted or not await is_set_within(left, self._has_events):
-                            return await self.view(submission_id)
+                            return await self.view(submission_id, sees=sees)
                         continue
                     evicted = group, term
                 if await self._thread.finish(self._cancel(submission_id, group, term)):
-                    return await self.view(submission_id)
+                    return await self.view(submission_id, sees=sees)
 
     def _group_of(self, submission_id: str) -> str | None:
         return self._table.group_of(submission_id) if submission_id in self._table else None

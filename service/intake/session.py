@@ -108,6 +108,10 @@ class StoredSession:
     member: int
     spec: SessionSpec
     keys: SessionKeys
+    tenant: str = ""
+    """Whose it is; empty: the run's own."""
+    key_name: str = ""
+    """Of the client's key that its own are derived from; empty: the first admin key, or none."""
     created_at: float
     """Seconds since 1970."""
     opened_at: float | None = None

@@ -47,6 +47,10 @@ class RolloutRequest:
     """Equal for a repeated request, different for a changed one."""
     num_bytes: int
     """About as many are stored of it."""
+    tenant: str = ""
+    """Whose it is, and who sees it; empty: the run's own."""
+    key_name: str = ""
+    """Of the key that it came with; empty: of the first admin key, or of none."""
     batch: str = ""
     """The client's own name for some tasks; empty: none."""
     sessions: SessionRequest | None = None
@@ -60,13 +64,16 @@ class RolloutRequest:
         asked_samples: int | None,
         default_samples: int,
         min_usable_samples: int | None = None,
+        tenant: str = "",
+        key_name: str = "",
         batch: str = "",
         sessions: SessionRequest | None = None,
     ) -> RolloutRequest:
         """asked_samples: what the client named; None: nothing, so that it gets the run's default.
 
         The digest is of what the client sent: a run that is resumed may have other defaults. Of the
-        keys the first is in it, since one key of the client's gives them all.
+        keys the first is in it, since one key of the client's gives them all; and the tenant, so
+        that another tenant's equal request is another one.
         Raises: ValueError for sessions of more or fewer members than samples.
         """
         num_samples = asked_samples or default_samples
@@ -78,6 +85,8 @@ class RolloutRequest:
                     f"expected {num_samples}, one for each sample"
                 )
             sent += (dict(sessions.asked), asdict(sessions.keys[0]))
+        if tenant:
+            sent += ({"tenant": tenant},)
         if batch:
             sent += ({"batch": batch},)
         content = json.dumps(sent, sort_keys=True, ensure_ascii=False).encode()
@@ -87,6 +96,8 @@ class RolloutRequest:
             min_usable_samples=min_usable_samples,
             digest=sha256(content).hexdigest(),
             num_bytes=len(content),
+            tenant=tenant,
+            key_name=key_name,
             batch=batch,
             sessions=sessions,
         )
@@ -114,6 +125,9 @@ class Submission:
     accepted_at: float
     """Seconds since 1970."""
     environment: str
+    tenant: str = ""
+    key_name: str = ""
+    """Both as the request's."""
     batch: str = ""
     is_cancelled: bool = False
 
@@ -195,6 +209,7 @@ class KnownSubmission:
 
     digest: str
     view: SubmissionView
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +236,8 @@ class SubmitReply:
     """Another request was accepted under this one's idempotency key."""
     refusal: str = ""
     """Why nothing can be accepted now."""
+    is_quota: bool = False
+    """What refuses it is a limit of the caller's own key."""
     retry_after_s: int | None = None
     """When to send a refused request again; None: waiting does not help."""
     is_too_large: bool = False

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
+from actors.types import SESSION
 from service.intake.submission import (
     RolloutResult,
     RolloutView,
@@ -62,6 +63,29 @@ class SubmissionTable:
 
     def digest_of(self, submission_id: str) -> str:
         return self._entries[submission_id].submission.digest
+
+    def tenant_of(self, submission_id: str) -> str:
+        return self._entries[submission_id].submission.tenant
+
+    def num_waiting_of(self, key_name: str) -> int:
+        """Of the backlog, those that came with this key."""
+        return sum(submission.key_name == key_name for submission in self._backlog)
+
+    def num_open_sessions_of(self, key_name: str) -> int:
+        """Sessions that came with this key, and wait or are open."""
+        own = [
+            entry
+            for entry in self._entries.values()
+            if entry.submission.key_name == key_name
+            and entry.submission.environment == SESSION
+            and not entry.is_cancelled
+        ]
+        rollouts = (
+            self._rollout_view(entry, index)
+            for entry in own
+            for index in range(entry.submission.num_samples)
+        )
+        return sum(each.status in (Status.QUEUED, Status.RUNNING) for each in rollouts)
 
     def accept(self, submission: Submission) -> None:
         """Put a stored submission into the backlog; a cancelled one is only remembered."""

@@ -16,6 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.deadline import ActorLost, within
+from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.api.problems import RunUnavailable
 from service.inspect.listing import Filters
 from service.inspect.lookup import JournalPage, Place
@@ -106,11 +107,19 @@ class SupervisorClient:
         self._host = host
         self._actor: Any = None
 
-    async def submit(self, requests: Sequence[RolloutRequest], *, key: str = "") -> SubmitReply:
-        return await self._ask("submit", requests, key)
+    async def submit(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        key: str = "",
+        limits: KeyLimits = NO_LIMITS,
+    ) -> SubmitReply:
+        return await self._ask("submit", requests, key, limits)
 
-    async def submission(self, submission_id: str) -> SubmissionView | None:
-        return await self._ask("submission", submission_id)
+    async def submission(
+        self, submission_id: str, *, sees: str | None = None
+    ) -> SubmissionView | None:
+        return await self._ask("submission", submission_id, sees)
 
     async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
         return await self._ask("tasks", wanted, after, limit)
@@ -132,8 +141,17 @@ class SupervisorClient:
     async def trajectory(self, name: str) -> bytes | None:
         return await self._ask("trajectory", name, deadline_s=2 * JOURNAL_DEADLINE_S)
 
-    async def cancel(self, submission_id: str) -> SubmissionView | None:
-        return await self._ask("cancel", submission_id)
+    async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
+        return await self._ask("cancel", submission_id, sees)
+
+    async def keys(self) -> tuple[NamedKey, ...]:
+        return await self._ask("keys")
+
+    async def add_key(self, key: NamedKey) -> bool:
+        return await self._ask("add_key", key)
+
+    async def revoke_key(self, name: str) -> NamedKey | None:
+        return await self._ask("revoke_key", name)
 
     async def stop(self, grace_s: float | None) -> None:
         await self._ask("stop", grace_s)

@@ -24,6 +24,7 @@ from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import TrainerStartFailed
 from actors.trajectory_queue.ledger import Ledger, LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
+from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.config.file import ConfigError
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
@@ -53,6 +54,7 @@ from service.run.health import (
 )
 from service.run.remote_handles import JOURNAL_DEADLINE_S, in_another_process, remote_handle
 from service.run.term import ParentUnusable, Term
+from service.store.keys import add_key, read_keys, revoke_key
 from service.store.lineage import Checkpoint, History, read_history, totals_at
 from service.store.run_store import (
     RENEW_EVERY_S,
@@ -340,13 +342,20 @@ class Supervisor:
             exit_reason=self._exit_reason,
         )
 
-    async def submit(self, requests: Sequence[RolloutRequest], key: str = "") -> SubmitReply:
+    async def submit(
+        self,
+        requests: Sequence[RolloutRequest],
+        key: str = "",
+        limits: KeyLimits = NO_LIMITS,
+    ) -> SubmitReply:
         """Accept tasks, all or none. Raises: LeaseLost, StoreError."""
-        return await self._own_submissions.submit(requests, key=key)
+        return await self._own_submissions.submit(requests, key=key, limits=limits)
 
-    async def submission(self, submission_id: str) -> SubmissionView | None:
-        """Raises: LeaseLost, StoreError."""
-        return await self._own_submissions.view(submission_id)
+    async def submission(
+        self, submission_id: str, sees: str | None = None
+    ) -> SubmissionView | None:
+        """sees: as `SubmissionQueue.view`. Raises: LeaseLost, StoreError."""
+        return await self._own_submissions.view(submission_id, sees=sees)
 
     async def tasks(self, wanted: TaskFilter, after: int, limit: int) -> TaskPage:
         """Raises: LeaseLost, StoreError."""
@@ -422,9 +431,21 @@ class Supervisor:
             log.warning("%s", error)
             raise StoreError("the journal cannot be read; the run's log says why") from error
 
-    async def cancel(self, submission_id: str) -> SubmissionView | None:
+    async def cancel(self, submission_id: str, sees: str | None = None) -> SubmissionView | None:
         """Cancel what no step has taken. Raises: LeaseLost, StoreError."""
-        return await self._own_submissions.cancel(submission_id, evict=self._evict)
+        return await self._own_submissions.cancel(submission_id, evict=self._evict, sees=sees)
+
+    async def keys(self) -> tuple[NamedKey, ...]:
+        """The named keys of the run's API, revoked ones too. Raises: StoreError."""
+        return await self._thread.call(read_keys, self._store)
+
+    async def add_key(self, key: NamedKey) -> bool:
+        """As `service.store.keys.add_key`. Raises: StoreError."""
+        return await self._thread.call(add_key, self._store, key)
+
+    async def revoke_key(self, name: str) -> NamedKey | None:
+        """As `service.store.keys.revoke_key`. Raises: StoreError."""
+        return await self._thread.call(revoke_key, self._store, name)
 
     async def gateway(self) -> Any:
         """The handle of the actor that plays sessions; None while there is none."""

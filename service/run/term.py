@@ -379,6 +379,7 @@ class Term:
                 rollouts=config.rollouts,
                 algorithm=config.algorithm,
                 max_context_tokens=config.model.max_context_tokens,
+                default_limits=config.service.key_limits,
                 num_ahead=self._num_ahead,
                 shape=self._trainer.shape,
             ),

@@ -333,6 +333,13 @@ class RunStore(ReadOnlyStore):
 
         return self._database.write(fenced)
 
+    def write_of_no_term(self, body: Callable[[Connection], Result]) -> Result:
+        """As `write`, for what belongs to no term: whoever has the database may write it.
+
+        Raises: StoreError.
+        """
+        return self._database.write(body)
+
     def add_step(
         self,
         record: StepRecord,

@@ -103,6 +103,8 @@ class SessionStore:
         """Those behind a place. Raises: StoreError."""
         sessions, position = tables.sessions.c, tables.submissions.c.position
         query = select(tables.sessions, position).join_from(tables.sessions, tables.submissions)
+        if wanted.tenant is not None:
+            query = query.where(sessions.tenant == wanted.tenant)
         if wanted.group is not None:
             query = query.where(sessions.submission_id == wanted.group)
         if wanted.status in (SessionStatus.QUEUED, SessionStatus.OPEN):
@@ -429,6 +431,8 @@ def _sessions(connection: Connection, query: Select[Any]) -> list[StoredSession]
             member=row.member,
             spec=row.spec,
             keys=SessionKeys(agent=row.agent_key, reward=row.reward_key),
+            tenant=row.tenant,
+            key_name=row.key_name,
             created_at=row.created_at,
             opened_at=row.opened_at,
             claimed_by=row.claimed_by,

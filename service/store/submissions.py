@@ -60,6 +60,8 @@ class SubmissionStore:
                 "num_bytes": item.num_bytes,
                 "accepted_at": accepted_at,
                 "environment": item.task.environment,
+                "tenant": item.tenant,
+                "key_name": item.key_name,
                 "batch": item.batch,
                 "request_key": request_key,
                 "request_digest": request_digest,
@@ -77,6 +79,8 @@ class SubmissionStore:
                 "spec": item.sessions.spec,
                 "agent_key": keys.agent,
                 "reward_key": keys.reward,
+                "tenant": item.tenant,
+                "key_name": item.key_name,
                 "created_at": accepted_at,
             }
             for item in requests
@@ -101,6 +105,8 @@ class SubmissionStore:
                 num_bytes=request.num_bytes,
                 accepted_at=accepted_at,
                 environment=request.task.environment,
+                tenant=request.tenant,
+                key_name=request.key_name,
                 batch=request.batch,
             )
             for request, position in zip(requests, positions, strict=True)
@@ -191,13 +197,13 @@ class SubmissionStore:
     def find(self, submission_ids: Sequence[str]) -> dict[str, KnownSubmission]:
         """Those of them that are over and still known."""
         accepted = tables.submissions.c
-        query = select(accepted.id, accepted.digest, accepted.ended).where(
+        query = select(accepted.id, accepted.digest, accepted.tenant, accepted.ended).where(
             accepted.id.in_(submission_ids), accepted.ended.is_not(None)
         )
         rows = self._store.read(lambda connection: connection.execute(query).all())
         return {
-            submission_id: KnownSubmission(digest=digest, view=view)
-            for submission_id, digest, view in rows
+            submission_id: KnownSubmission(digest=digest, view=view, tenant=tenant)
+            for submission_id, digest, tenant, view in rows
         }
 
     def page(
@@ -211,6 +217,8 @@ class SubmissionStore:
         query = select(accepted.position, accepted.id, accepted.ended).where(
             accepted.position > after
         )
+        if wanted.tenant is not None:
+            query = query.where(accepted.tenant == wanted.tenant)
         if wanted.environment is not None:
             query = query.where(accepted.environment == wanted.environment)
         if wanted.batch is not None:
@@ -267,6 +275,8 @@ class SubmissionStore:
             accepted.num_bytes,
             accepted.accepted_at,
             accepted.environment,
+            accepted.tenant,
+            accepted.key_name,
             accepted.batch,
             accepted.is_cancelled,
         )

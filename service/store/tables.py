@@ -1,11 +1,11 @@
 """The tables of a run's database: leases, checkpoints, ledger events, records, submissions,
-sessions, uploads, and what operators asked for.
+sessions, uploads, keys, and what operators asked for.
 
 A row of `checkpoints` is the commit point: what its ledger names as trained is trained. Rows of
 `events`, `steps` and `evaluations` carry the term that wrote them; `lineage.py` says which of
 them survive, and `retention.py` for how long. What was ever stored is counted in `event_totals` and
 `step_totals`. A row of `submissions` is a promise to a client and belongs to no term; neither do a
-session and its turns, nor an uploaded trajectory, which every later term goes on with.
+session and its turns, an uploaded trajectory, which every later term goes on with, and a key.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from actors.environment.rendering import BreakReason
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot
 from actors.types import FinishReason, Outcome, VersionSpan
+from service.access.keys import KeyLimits, Scope
 from service.intake.feed import FeedKind
 from service.intake.session import SessionEnd, SessionSpec, SessionStatus
 from service.intake.submission import RolloutRequest, RolloutResult, SubmissionView
@@ -294,6 +295,10 @@ submissions = Table(
     Column("num_bytes", Integer, nullable=False),
     Column("accepted_at", Float, nullable=False),
     Column("environment", String, nullable=False),
+    # Whose it is; empty: the run's own.
+    Column("tenant", String, nullable=False, index=True),
+    # The name of the key that it was accepted with; empty: of the first one, or of none.
+    Column("key_name", String, nullable=False),
     # The client's own name for some tasks; empty: none.
     Column("batch", String, nullable=False, index=True),
     # Of the request that it was accepted with: SHA-256 of its Idempotency-Key, and the digest of
@@ -355,6 +360,9 @@ sessions = Table(
     # SHA-256, hexadecimal.
     Column("agent_key", String, nullable=False),
     Column("reward_key", String, nullable=False),
+    # As its submission's.
+    Column("tenant", String, nullable=False),
+    Column("key_name", String, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("opened_at", Float, nullable=True),
     Column("claimed_by", String, nullable=False, default=""),
@@ -443,6 +451,20 @@ session_intents = Table(
     Column("parent", Integer, nullable=True),
     Column("policy_version", Integer, nullable=True),
     Column("created_at", Float, nullable=False),
+)
+
+# The columns are the fields of `NamedKey`. Rows stay after a revocation.
+keys = Table(
+    "keys",
+    metadata,
+    Column("name", String, primary_key=True),
+    # SHA-256, hexadecimal.
+    Column("digest", String, nullable=False, unique=True),
+    Column("scope", AsWord(Scope), nullable=False),
+    Column("tenant", String, nullable=False),
+    Column("limits", AsJson(KeyLimits), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("revoked_at", Float, nullable=True),
 )
 
 # What an operator has paused; no row: nothing. Of no term: a pause ends when it is resumed.

@@ -59,7 +59,7 @@ def test_tasks_are_submitted_waited_for_listed_and_told_of(
         if kinds.count("trained") == 4:
             break
     assert kinds[:4] == ["accepted"] * 3 + ["cancelled"]
-    with pytest.raises(ApiError, match="409 id-conflict: 1 ids are known") as refused:
+    with pytest.raises(ApiError, match="409 id-conflict: 1 ids are taken") as refused:
         client.submit("guessing", [TaskBody(id="a", seed=9)], batch="night")
     assert refused.value.status == 409
     assert client.stop(grace_s=1.0).phase == "training"

@@ -16,9 +16,11 @@ from worlds.submission_service import Service
 
 from actors.algorithm import AlgorithmSettings
 from actors.metrics import ApiMetrics
+from service.access.keys import digest_of
 from service.api.app import create_app
+from service.api.callers import Callers
 from service.api.guards import Guards
-from service.api.settings import HttpSettings, digest_of
+from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 from service.intake.submission import SubmissionView
 
@@ -214,7 +216,7 @@ async def test_a_body_that_stalls_is_given_up(run: LocalRun) -> None:
         create_app(run, SETTINGS),
         max_body_bytes=4096,
         max_session_body_bytes=4096,
-        key_digest=None,
+        callers=Callers(run, first_digest=None),
         body_limit_s=0.1,
     )
 
@@ -384,7 +386,9 @@ async def test_a_run_that_has_not_begun_takes_nothing_in(tmp_path: Path) -> None
 
 
 class Broken(LocalRun):
-    async def submission(self, submission_id: str) -> SubmissionView | None:
+    async def submission(
+        self, submission_id: str, *, sees: str | None = None
+    ) -> SubmissionView | None:
         raise ZeroDivisionError("a secret of ours")
 
 

@@ -45,12 +45,19 @@ include-path-regex = "^/api/v1/sessions/.*/(finish|reward)$"
 headers = {{ Authorization = "Bearer {session_key(KEY, "other-1", REWARD)}" }}
 parameters = {{ "path.name" = "other-1" }}
 checks.positive_data_acceptance.expected-statuses = ["2xx", "400", "409"]
+# Another's key is answered as a session that is not there, with 404.
+checks.ignored_auth.enabled = false
+
+[[operations]]
+include-path-regex = "^/api/v1/keys$"
+checks.positive_data_acceptance.expected-statuses = ["2xx", "409", "422"]
 
 [[operations]]
 include-path-regex = "/v1/(chat/completions|messages|responses)$"
 headers = {{ Authorization = "Bearer {session_key(KEY, "fuzzed-0", AGENT)}" }}
 parameters = {{ "path.name" = "fuzzed-0" }}
 checks.positive_data_acceptance.expected-statuses = ["2xx", "400", "401", "409", "410", "503"]
+checks.ignored_auth.enabled = false
 """
 
 

@@ -16,9 +16,10 @@ from worlds.submission_service import Service
 
 from actors.algorithm import AlgorithmSettings
 from actors.types import Outcome
+from service.access.keys import digest_of
 from service.api.app import create_app
 from service.api.run_page import add_page
-from service.api.settings import HttpSettings, digest_of
+from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 from service.page.packed import empty_page
 

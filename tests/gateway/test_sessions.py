@@ -17,6 +17,7 @@ from actors.types import NO_VERSION, UNDONE, FinishReason, Outcome
 from service.gateway.calls import Finish
 from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
 from service.gateway.keys import AGENT, REWARD
+from service.gateway.sessions import NO_KEY
 from service.gateway.settings import SessionSettings
 from service.intake.session import SessionStatus
 
@@ -38,6 +39,8 @@ async def test_a_conversation_is_one_sample_with_the_ids_that_were_sampled(tmp_p
     first = await gateway.ask(HI)
     second = await gateway.ask(HI, said("0"), MORE)
     assert (first.message, first.turn_id) == (said("0"), "task-0.0")
+    # Only who creates a session can have its tokens shown.
+    assert first.sampled_token_ids is None and first.logprobs is None
     assert (second.message.content, second.stop_reason) == ("1", StopReason.STOP)
     view = await gateway.finish(0.5, components={"hit": 0.5}, turn_rewards={0: 0.25})
     assert (view.status, view.totals.num_turns, view.totals.num_ambiguous) == (
@@ -75,10 +78,13 @@ async def test_each_key_opens_its_own_door(tmp_path: Path) -> None:
     sessions = gateway.sessions
     for key, code in (
         (gateway.key(AGENT), RefusalCode.FORBIDDEN),
-        (gateway.key(REWARD, "task-1"), RefusalCode.INVALID_KEY),
-        (gateway.key(REWARD, "gone-0"), RefusalCode.INVALID_KEY),
+        (gateway.key(REWARD, "task-1"), RefusalCode.UNKNOWN_SESSION),
+        (gateway.key(REWARD, "gone-0"), RefusalCode.UNKNOWN_SESSION),
     ):
         assert (await refusal(sessions.finish(NAME, key, Finish(reward=9.0)))).code is code
+    for name in (NAME, "gone-0"):
+        none = await refusal(sessions.finish(name, NO_KEY, Finish()))
+        assert none.code is RefusalCode.INVALID_KEY
     unknown = await refusal(sessions.finish("gone-0", gateway.key(REWARD), Finish()))
     assert unknown.code is RefusalCode.UNKNOWN_SESSION
     assert (await sessions.view(NAME)).status is SessionStatus.OPEN

@@ -13,6 +13,7 @@ from actors.environment.tasks import GeneratedTasks
 from actors.metrics import Metrics
 from actors.types import Outcome, Task, TrajectorySummary
 from actors.weights.board import BoardStatus, ReplicaReport
+from service.access.keys import NamedKey
 from service.api.problems import RunUnavailable
 from service.launch.run_dir import RunDir
 from service.run.control import Control
@@ -164,6 +165,7 @@ class LocalControl:
     world: World
     stops: list[float | None] = field(default_factory=list)
     is_gone: bool = False
+    named_keys: Sequence[NamedKey] = ()
 
     async def control(self, call: str, *arguments: Any) -> Any:
         if self.is_gone:
@@ -172,6 +174,9 @@ class LocalControl:
             return await getattr(self.world.control, call)(*arguments)
         except (LeaseLost, StoreError) as error:
             raise RunUnavailable(str(error)) from error
+
+    async def keys(self) -> Sequence[NamedKey]:
+        return self.named_keys
 
     async def stop(self, grace_s: float | None) -> None:
         self.stops.append(grace_s)

@@ -16,7 +16,7 @@ from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import RolloutSettings
 from actors.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.types import SESSION, RolloutAssignment, Task, Trajectory
-from service.api.settings import digest_of
+from service.access.keys import digest_of
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, ChatRequest
 from service.gateway.commits import GroupCommit

@@ -11,6 +11,7 @@ from actors.algorithm import AlgorithmSettings
 from actors.deadline import within
 from actors.environment.settings import RolloutSettings
 from actors.types import SESSION, Trajectory
+from service.access.keys import NO_LIMITS, Caller, KeyLimits, NamedKey
 from service.api.problems import RunUnavailable
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply
@@ -22,6 +23,7 @@ from service.intake.listing import SessionFilter, SessionPage, SessionPlace, Tas
 from service.intake.session import session_id
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
 from service.run.health import Phase, Readiness, readiness
+from service.store.keys import add_key, read_keys, revoke_key
 from service.store.sessions import SessionStore
 from worlds.episode_builders import renderer
 from worlds.gateway_world import Policy
@@ -40,11 +42,19 @@ class LocalRun:
     is_gone: bool = False
     stops: list[float | None] = field(default_factory=list)
 
-    async def submit(self, requests: Sequence[RolloutRequest], *, key: str = "") -> SubmitReply:
-        return await self.service.submissions.submit(requests, key=key)
+    async def submit(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        key: str = "",
+        limits: KeyLimits = NO_LIMITS,
+    ) -> SubmitReply:
+        return await self.service.submissions.submit(requests, key=key, limits=limits)
 
-    async def submission(self, submission_id: str) -> SubmissionView | None:
-        return await self.service.submissions.view(submission_id)
+    async def submission(
+        self, submission_id: str, *, sees: str | None = None
+    ) -> SubmissionView | None:
+        return await self.service.submissions.view(submission_id, sees=sees)
 
     async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
         return await self.service.submissions.page(wanted, after=after, limit=limit)
@@ -57,9 +67,20 @@ class LocalRun:
     async def feed(self, *, after: int, limit: int) -> FeedPage:
         return await self.service.submissions.feed(after=after, limit=limit)
 
-    async def cancel(self, submission_id: str) -> SubmissionView | None:
+    async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
+        if await self.submission(submission_id, sees=sees) is None:
+            return None
         await self.service.cancel(submission_id)
-        return await self.service.submissions.view(submission_id)
+        return await self.submission(submission_id, sees=sees)
+
+    async def keys(self) -> Sequence[NamedKey]:
+        return read_keys(self.service.store)
+
+    async def add_key(self, key: NamedKey) -> bool:
+        return add_key(self.service.store, key)
+
+    async def revoke_key(self, name: str) -> NamedKey | None:
+        return revoke_key(self.service.store, name)
 
     async def stop(self, grace_s: float | None) -> None:
         self.stops.append(grace_s)
@@ -128,20 +149,24 @@ class LocalSessions:
         self.abandoned.add(task)
         task.add_done_callback(self.abandoned.discard)
 
-    async def finish(self, session_id: str, key_digest: str, finish: Finish) -> SessionView:
-        return await self.sessions.finish(session_id, key_digest, finish)
+    async def finish(
+        self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
+    ) -> SessionView:
+        return await self.sessions.finish(session_id, key_digest, finish, client)
 
-    async def give_reward(self, session_id: str, key_digest: str, given: Finish) -> SessionView:
-        return await self.sessions.give_reward(session_id, key_digest, given)
+    async def give_reward(
+        self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
+    ) -> SessionView:
+        return await self.sessions.give_reward(session_id, key_digest, given, client)
 
-    async def discard(self, session_id: str) -> SessionView | None:
-        return await self.sessions.discard(session_id)
+    async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
+        return await self.sessions.discard(session_id, sees)
 
-    async def view(self, session_id: str) -> SessionView | None:
-        return await self.sessions.view(session_id)
+    async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
+        return await self.sessions.view(session_id, sees)
 
-    async def claim(self, submission_id: str, name: str) -> int | None:
-        return await self.sessions.claim(submission_id, name)
+    async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
+        return await self.sessions.claim(submission_id, name, sees)
 
-    async def close_group(self, submission_id: str) -> int | None:
-        return await self.sessions.close_group(submission_id)
+    async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
+        return await self.sessions.close_group(submission_id, sees)

@@ -14,10 +14,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from actors.algorithm import AlgorithmSettings
+from service.access.keys import digest_of
 from service.api.app import create_app
 from service.api.control import add_control
 from service.api.run_page import add_page
-from service.api.settings import HttpSettings, digest_of
+from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 from service.gateway.routes import add_sessions
 from service.gateway.settings import SessionSettings

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.types import Message
 
 from actors.algorithm import AlgorithmSettings
+from service.access.keys import NO_LIMITS, Caller, KeyLimits, NamedKey
 from service.api.app import create_app
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
@@ -46,7 +47,13 @@ class SessionRun:
         add_sessions(app, self, self, settings)
         return app
 
-    async def submit(self, requests: Sequence[RolloutRequest], *, key: str = "") -> SubmitReply:
+    async def submit(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        key: str = "",
+        limits: KeyLimits = NO_LIMITS,
+    ) -> SubmitReply:
         backlog = Backlog(waiting=0, capacity=8)
         for wanted in requests:
             if (known := self.submitted.get(wanted.id)) is not None:
@@ -58,7 +65,9 @@ class SessionRun:
                 self.gateway.admit(session_id(wanted.id, member))
         return SubmitReply(backlog=backlog, new_ids=frozenset(each.id for each in requests))
 
-    async def submission(self, submission_id: str) -> SubmissionView | None:
+    async def submission(
+        self, submission_id: str, *, sees: str | None = None
+    ) -> SubmissionView | None:
         return None
 
     async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
@@ -72,8 +81,17 @@ class SessionRun:
     async def feed(self, *, after: int, limit: int) -> FeedPage:
         raise NotImplementedError
 
-    async def cancel(self, submission_id: str) -> SubmissionView | None:
+    async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
         return None
+
+    async def keys(self) -> Sequence[NamedKey]:
+        return ()
+
+    async def add_key(self, key: NamedKey) -> bool:
+        raise NotImplementedError
+
+    async def revoke_key(self, name: str) -> NamedKey | None:
+        raise NotImplementedError
 
     async def stop(self, grace_s: float | None) -> None:
         """Nothing is asked to stop here."""
@@ -94,23 +112,27 @@ class SessionRun:
         self.telling.add(task)
         task.add_done_callback(self.telling.discard)
 
-    async def finish(self, session_id: str, key_digest: str, finish: Finish) -> SessionView:
-        return await self.gateway.sessions.finish(session_id, key_digest, finish)
+    async def finish(
+        self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
+    ) -> SessionView:
+        return await self.gateway.sessions.finish(session_id, key_digest, finish, client)
 
-    async def give_reward(self, session_id: str, key_digest: str, given: Finish) -> SessionView:
-        return await self.gateway.sessions.give_reward(session_id, key_digest, given)
+    async def give_reward(
+        self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
+    ) -> SessionView:
+        return await self.gateway.sessions.give_reward(session_id, key_digest, given, client)
 
-    async def discard(self, session_id: str) -> SessionView | None:
-        return await self.gateway.sessions.discard(session_id)
+    async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
+        return await self.gateway.sessions.discard(session_id, sees)
 
-    async def view(self, session_id: str) -> SessionView | None:
-        return await self.gateway.sessions.view(session_id)
+    async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
+        return await self.gateway.sessions.view(session_id, sees)
 
-    async def claim(self, submission_id: str, name: str) -> int | None:
-        return await self.gateway.sessions.claim(submission_id, name)
+    async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
+        return await self.gateway.sessions.claim(submission_id, name, sees)
 
-    async def close_group(self, submission_id: str) -> int | None:
-        return await self.gateway.sessions.close_group(submission_id)
+    async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
+        return await self.gateway.sessions.close_group(submission_id, sees)
 
 
 @dataclass

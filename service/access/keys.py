@@ -1,0 +1,169 @@
+"""Named keys of a run's API: who may ask for what, and whose it is. Plain values, no HTTP, no Ray.
+
+Invariant: a raw key is shown once, to who creates it; everything else holds its SHA-256. A key has
+256 random bits, so that a plain digest is as good as a slow one, and finding it in a dict is as
+good as a comparison in constant time: the time that a look-up takes tells about digests, which
+nobody can choose without knowing a key of theirs.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from hashlib import sha256
+
+from actors.limits import STRICT, Positive, Rate
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
+KEY_MARK = "rk_"
+"""What every named key begins with, so that scanners of secrets can know one."""
+MAX_KEY_CHARACTERS = 512
+"""Of any key that is sent; a session's is its name and 75 characters."""
+MAX_KEYS = 10_000
+"""Of one run, revoked ones included: every replica of the API holds them all."""
+_NAME = re.compile(NAME_PATTERN)
+
+
+class Scope(StrEnum):
+    """What a key is for. A session's own keys are `service.gateway.keys`."""
+
+    CLIENT = "client"
+    """Submit, look at what is its tenant's, create sessions and reward them."""
+    ADMIN = "admin"
+    """Everything, of every tenant; stop and control the run; create and revoke keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyLimits:
+    """What one named key may ask for. As a key's own: null is the run's default."""
+
+    __pydantic_config__ = STRICT
+
+    requests_per_s: Rate | None = None
+    """Requests a second, in each replica of the API; five seconds' worth at once. Null: any."""
+    max_waiting_tasks: Positive | None = None
+    """Its tasks that are accepted and not yet admitted. Null: as many as all together may."""
+    max_open_sessions: Positive | None = None
+    """Its sessions that wait or are open. Null: any number."""
+    turns_per_minute: Rate | None = None
+    """Turns that its sessions begin in a minute, all together; a minute's worth at once. Null: any
+    number."""
+
+    def over(self, defaults: KeyLimits) -> KeyLimits:
+        """These, with the defaults where one is None."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        return KeyLimits(
+            **{
+                name: getattr(defaults, name) if value is None else value
+                for name, value in own.items()
+            }
+        )
+
+
+NO_LIMITS = KeyLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedKey:
+    """A key as the run knows it."""
+
+    name: str
+    """Unique in the run, also after its revocation."""
+    digest: str
+    """SHA-256 of the key, hexadecimal."""
+    scope: Scope
+    tenant: str = ""
+    """Whose its tasks and sessions are; empty, for an admin's key alone: the run's own."""
+    limits: KeyLimits = field(default_factory=KeyLimits)
+    created_at: float
+    """Seconds since 1970, like the next."""
+    revoked_at: float | None = None
+    """None: it is in force."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who sends a request: a named key's holder, the first admin key's, or anybody."""
+
+    name: str = ""
+    """Of the key; empty: the first admin key's, or nobody's where no key is asked for."""
+    scope: Scope = Scope.ADMIN
+    tenant: str = ""
+    limits: KeyLimits = NO_LIMITS
+    secret: str = field(default="", repr=False)
+    """The raw key, from which its sessions' are derived; empty where no key is asked for."""
+
+    @property
+    def is_admin(self) -> bool:
+        return self.scope is Scope.ADMIN
+
+    @property
+    def sees(self) -> str | None:
+        """The tenant whose tasks and sessions it is shown; None: every tenant's."""
+        return None if self.is_admin else self.tenant
+
+
+def may_see(sees: str | None, tenant: str) -> bool:
+    """Whether what is a tenant's is shown. sees: as `Caller.sees`."""
+    return sees is None or sees == tenant
+
+
+def new_key() -> str:
+    """A raw key of 256 random bits."""
+    return KEY_MARK + secrets.token_urlsafe(32)
+
+
+def digest_of(key: str) -> str:
+    """SHA-256 of a key, hexadecimal: the key itself is kept nowhere."""
+    return sha256(key.encode()).hexdigest()
+
+
+def check_key(name: str, scope: Scope, tenant: str) -> None:
+    """Raises: ValueError for what no key can be."""
+    for what, text in (("name", name), ("tenant", tenant)):
+        if not _NAME.match(text) and (text or what == "name"):
+            raise ValueError(
+                f"{what} is {text[:80]!r}, expected letters, digits, '_', '.', '-', 63 at most and "
+                "a letter or digit first"
+            )
+    if scope is Scope.CLIENT and not tenant:
+        raise ValueError(
+            "a client's key needs a tenant, whose tasks and sessions it sees; name one"
+        )
+
+
+class KeyBook:
+    """The keys of a run, as they were last read."""
+
+    def __init__(self, keys: Iterable[NamedKey] = ()) -> None:
+        self._by_digest: dict[str, NamedKey] = {}
+        self._by_name: dict[str, NamedKey] = {}
+        self.update(keys)
+
+    def update(self, keys: Iterable[NamedKey]) -> None:
+        """Hold these, and no others."""
+        self._by_name = {key.name: key for key in keys}
+        self._by_digest = {
+            key.digest: key for key in self._by_name.values() if key.revoked_at is None
+        }
+
+    def __len__(self) -> int:
+        """Revoked ones count."""
+        return len(self._by_name)
+
+    def find(self, digest: str) -> NamedKey | None:
+        """A key in force."""
+        return self._by_digest.get(digest)
+
+    def is_revoked(self, name: str) -> bool:
+        """Whether a key of this name was revoked."""
+        key = self._by_name.get(name)
+        return key is not None and key.revoked_at is not None
+
+    def limits_of(self, name: str) -> KeyLimits:
+        """A key's own limits; none where there is no such key."""
+        key = self._by_name.get(name)
+        return NO_LIMITS if key is None else key.limits

@@ -1,0 +1,37 @@
+"""How often something may be done: a token bucket for each name; pure but for its clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+# Names are those of keys, which are bounded; what is full again is forgotten beyond so many.
+MAX_BUCKETS = 4096
+
+
+class Rates:
+    """Token buckets by name. Belongs to one event loop; another process counts for itself."""
+
+    def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._buckets: dict[str, tuple[float, float]] = {}
+        """By name: what was left, and when."""
+
+    def take(self, name: str, *, per_s: float, burst: float) -> int:
+        """Take one. Returns: 0, or the whole seconds after which one will be there.
+
+        per_s: how many come in a second. burst: how many a full bucket has; at least 1 counts.
+        Example: per_s=0.5, burst=1 -> 0 at the first call, 2 at the next.
+        """
+        now, most = self._now(), max(1.0, burst)
+        left, at = self._buckets.get(name, (most, now))
+        left = min(most, left + (now - at) * per_s)
+        is_there = left >= 1.0
+        if len(self._buckets) >= MAX_BUCKETS and name not in self._buckets:
+            # The oldest: it has had the most time to fill.
+            del self._buckets[next(iter(self._buckets))]
+        # Put behind the others, which keeps them in the order of their last use.
+        self._buckets.pop(name, None)
+        self._buckets[name] = (left - 1.0 if is_there else left, now)
+        return 0 if is_there else max(1, math.ceil((1.0 - left) / per_s))

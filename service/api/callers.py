@@ -1,0 +1,193 @@
+"""Who sends a request: the key that it comes with, looked up among the run's, and how often.
+
+A replica of the API holds the run's named keys as it last read them of the supervisor: for
+`FRESH_S` at most, and read again for a key that it does not know. So a new key is good at once, and
+a revoked one for `FRESH_S` more. Requests are counted in each replica for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from service.access.keys import (
+    KEY_MARK,
+    MAX_KEY_CHARACTERS,
+    NO_LIMITS,
+    Caller,
+    KeyBook,
+    KeyLimits,
+    NamedKey,
+    digest_of,
+)
+from service.access.rates import Rates
+from service.api.problems import Problem, RunUnavailable
+from service.api.settings import bearer_of
+
+FRESH_S = 2.0
+# Between two readings that unknown keys ask for: guesses cost the supervisor no more.
+AGAIN_S = 0.25
+# How long a request waits for a run that may not answer, when keys are known.
+PATIENCE_S = 1.0
+BURST_S = 5.0
+
+
+class ReadsKeys(Protocol):
+    """Who knows the run's keys. Raises: RunUnavailable."""
+
+    async def keys(self) -> Sequence[NamedKey]: ...
+
+
+class Callers:
+    """One for a replica; belongs to one event loop."""
+
+    def __init__(
+        self, run: ReadsKeys, *, first_digest: str | None, defaults: KeyLimits = NO_LIMITS
+    ) -> None:
+        """first_digest: SHA-256 of the first admin key; None: there is none, and no key is asked
+        for unless the run has named ones. defaults: limits of keys without their own."""
+        self._run = run
+        self._first_digest = first_digest
+        self._defaults = defaults
+        self._rates = Rates()
+        self._book = KeyBook()
+        self._read_at: float | None = None
+        """When the newest reading that has ended was begun."""
+        self._reading: asyncio.Task[None] | None = None
+
+    async def admit(self, headers: Mapping[str, str]) -> Caller:
+        """Who sends a request with these headers. Raises: Problem; RunUnavailable."""
+        key = bearer_of(headers)
+        caller = await self.find(key)
+        if caller is None:
+            raise _wrong_key(has_sent="authorization" in headers)
+        self.count(caller)
+        return caller
+
+    async def find(self, key: str) -> Caller | None:
+        """Whose key it is; None: nobody's. Raises: RunUnavailable where that cannot be known."""
+        key = key if len(key) <= MAX_KEY_CHARACTERS else ""
+        digest = digest_of(key)
+        if self._first_digest is not None and hmac.compare_digest(digest, self._first_digest):
+            return Caller(secret=key)
+        now = asyncio.get_running_loop().time()
+        await self._read_since(now - FRESH_S)
+        found = self._book.find(digest)
+        if found is None and key.startswith(KEY_MARK):
+            await self._read_since(now)
+            found = self._book.find(digest)
+        if found is None:
+            is_open = self._first_digest is None and not len(self._book)
+            return Caller() if is_open else None
+        return Caller(
+            name=found.name,
+            scope=found.scope,
+            tenant=found.tenant,
+            limits=found.limits.over(self._defaults),
+            secret=key,
+        )
+
+    def count(self, caller: Caller) -> None:
+        """Raises: Problem for one that asks too often."""
+        per_s = caller.limits.requests_per_s
+        if not caller.name or per_s is None:
+            return
+        wait_s = self._rates.take(caller.name, per_s=per_s, burst=BURST_S * per_s)
+        if wait_s:
+            raise Problem(
+                429,
+                "too-many-requests",
+                f"more than {per_s:g} requests a second came with this key (requests_per_s of the "
+                f"key); send it again in {wait_s} s",
+                headers={"Retry-After": str(wait_s)},
+            )
+
+    async def _read_since(self, moment: float) -> None:
+        """Have a reading that was begun at this moment or later, unless that takes long.
+
+        While the run does not answer, what was read before holds on.
+        Raises: RunUnavailable where nothing was ever read.
+        """
+        loop = asyncio.get_running_loop()
+        patient_until = loop.time() + PATIENCE_S
+        while self._read_at is None or self._read_at < moment:
+            if self._reading is None:
+                self._reading = asyncio.create_task(self._read())
+            if self._read_at is None:
+                await asyncio.shield(self._reading)
+            elif (left_s := patient_until - loop.time()) > 0:
+                await asyncio.wait({self._reading}, timeout=left_s)
+            else:
+                return
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            if self._read_at is not None:
+                await asyncio.sleep(self._read_at + AGAIN_S - loop.time())
+            began = loop.time()
+            self._book.update(await self._run.keys())
+            self._read_at = began
+        except RunUnavailable:
+            if self._read_at is None:
+                raise
+            # As if it were read: those who wait go on, and it is asked again later.
+            self._read_at = loop.time()
+        finally:
+            self._reading = None
+
+
+def caller_of(request: Request) -> Caller:
+    """Who sends a request that the guards have let through."""
+    found = request.state.caller
+    assert isinstance(found, Caller)
+    return found
+
+
+def note_caller(scope: Scope, caller: Caller) -> None:
+    """For `caller_of`; the name alone is for what writes it down."""
+    scope.setdefault("state", {}).update(caller=caller, key_name=caller.name)
+
+
+def check_scope(caller: Caller, *, path: str) -> None:
+    """Raises: Problem for a path that is for admins."""
+    if not caller.is_admin and not is_for_clients(path):
+        raise Problem(
+            403,
+            "admin-only",
+            "this is for keys of the scope admin, got one of the scope client; ask who runs the "
+            "service",
+        )
+
+
+# What a client's key may ask, whole: whatever is added, below these too, is for admins. Each of
+# these routes shows and changes what is the caller's tenant's alone, or the same for all.
+_CLIENT_PATHS = re.compile(
+    r"/api/v1/rollouts(/[^/]+(/cancel)?)?"
+    r"|/api/v1/sessions(/[^/]+(/close)?)?"
+    r"|/api/v1/environments(/[^/]+)?"
+    r"|/docs(/oauth2-redirect)?|/openapi\.json"
+)
+
+
+def is_for_clients(path: str) -> bool:
+    """Whether a client's key may ask for it, as an admin's may."""
+    return _CLIENT_PATHS.fullmatch(path) is not None
+
+
+def _wrong_key(*, has_sent: bool) -> Problem:
+    given = "another" if has_sent else "none"
+    return Problem(
+        401,
+        "wrong-key",
+        f"a bearer key is asked for, got {given}; send Authorization: Bearer KEY with the key that "
+        "the service was started with (RAYLOOM_API_KEY), or one that `rayloom keys create` has "
+        "made and nobody has revoked",
+        headers={"WWW-Authenticate": "Bearer"},
+    )

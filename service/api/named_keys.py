@@ -1,0 +1,119 @@
+"""The routes of keys, for admins: create one, which is shown once, list them, revoke one."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import FastAPI, Path, Response
+from pydantic import Field, model_validator
+
+from service.access.keys import (
+    NAME_PATTERN,
+    KeyLimits,
+    NamedKey,
+    Scope,
+    check_key,
+    digest_of,
+    new_key,
+)
+from service.api.ports import PREFIX, RunPort
+from service.api.problems import Problem
+from service.api.schemas import StrictBody
+
+
+class KeyBody(StrictBody):
+    """A key to create."""
+
+    name: str = Field(pattern=NAME_PATTERN, description="unique in the run, for people")
+    scope: Scope = Scope.CLIENT
+    tenant: str = Field(
+        "",
+        description="whose its tasks and sessions are, and all that a client's key sees; an "
+        "admin's key sees every tenant's, and needs none",
+    )
+    limits: KeyLimits = Field(
+        default_factory=KeyLimits, description="null: service.key_limits of the run"
+    )
+
+    @model_validator(mode="after")
+    def _can_be(self) -> KeyBody:
+        check_key(self.name, self.scope, self.tenant)
+        return self
+
+
+class KeyAnswer(StrictBody):
+    """A key, without itself."""
+
+    name: str
+    scope: Scope
+    tenant: str
+    limits: KeyLimits
+    created_at: float = Field(description="seconds since 1970")
+    revoked_at: float | None = Field(description="null: it is in force")
+
+    @classmethod
+    def of(cls, key: NamedKey) -> KeyAnswer:
+        return cls(**{name: getattr(key, name) for name in KeyAnswer.model_fields})
+
+
+class NewKeyAnswer(StrictBody):
+    """A key, shown this once: the run keeps its SHA-256 alone."""
+
+    key: str
+    about: KeyAnswer
+
+
+class KeysAnswer(StrictBody):
+    """All keys, revoked ones too, in the order of their creation."""
+
+    keys: list[KeyAnswer]
+
+
+def add_keys(app: FastAPI, run: RunPort) -> None:
+    """Add the routes of keys; the guards let admins alone in."""
+
+    @app.post(
+        f"{PREFIX}/keys",
+        tags=["keys"],
+        status_code=201,
+        responses={409: {"description": "the name is, or was, taken; or there are too many keys"}},
+    )
+    async def create(body: KeyBody, response: Response) -> NewKeyAnswer:
+        """Create a key. It is good at once."""
+        raw = new_key()
+        key = NamedKey(
+            name=body.name,
+            digest=digest_of(raw),
+            scope=body.scope,
+            tenant=body.tenant,
+            limits=body.limits,
+            created_at=time.time(),
+        )
+        if not await run.add_key(key):
+            raise Problem(
+                409,
+                "key-exists",
+                f"the run has, or had, a key of the name {body.name!r}, or as many keys as it may "
+                "have; take another name",
+                headers={"x-should-retry": "false"},
+            )
+        response.headers["Cache-Control"] = "no-store"
+        return NewKeyAnswer(key=raw, about=KeyAnswer.of(key))
+
+    @app.get(f"{PREFIX}/keys", tags=["keys"])
+    async def keys() -> KeysAnswer:
+        """The run's named keys."""
+        return KeysAnswer(keys=[KeyAnswer.of(key) for key in await run.keys()])
+
+    @app.delete(
+        f"{PREFIX}/keys/{{name}}",
+        tags=["keys"],
+        responses={404: {"description": "the run has no key of this name"}},
+    )
+    async def revoke(name: str = Path(pattern=NAME_PATTERN)) -> KeyAnswer:
+        """Revoke a key for good, and with it the keys of the sessions that it created; may be
+        repeated. Every replica has noticed within three seconds."""
+        key = await run.revoke_key(name)
+        if key is None:
+            raise Problem(404, "unknown-key", f"the run has no key of the name {name!r}")
+        return KeyAnswer.of(key)

@@ -1,0 +1,92 @@
+"""`rayloom keys`: the named keys of a run, in its database, whether it is running or not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from datetime import UTC, datetime
+from pathlib import Path
+
+from service.access.keys import KeyLimits, NamedKey, Scope, check_key, digest_of, new_key
+from service.config.file import ConfigError
+from service.launch.run_dir import RunDir
+from service.store.errors import StoreError
+from service.store.keys import add_key, read_keys, revoke_key
+from service.store.run_store import RunStore
+
+PATIENCE_S = 10.0
+
+
+def create(run: Path, *, name: str, scope: Scope, tenant: str, limits: KeyLimits) -> str:
+    """Returns: the raw key, which is kept nowhere. Raises: ConfigError."""
+    try:
+        check_key(name, scope, tenant)
+    except ValueError as error:
+        raise ConfigError(f"keys create: {error}") from error
+    raw = new_key()
+    key = NamedKey(
+        name=name,
+        digest=digest_of(raw),
+        scope=scope,
+        tenant=tenant,
+        limits=limits,
+        created_at=time.time(),
+    )
+    with _opened(run) as store:
+        if not add_key(store, key):
+            raise ConfigError(
+                f"keys create: the run has, or had, a key of the name {name!r}, or as many keys as "
+                "it may have; take another name"
+            )
+    return raw
+
+
+def listing(run: Path) -> str:
+    """A line for each key. Raises: ConfigError."""
+    with _opened(run) as store:
+        keys = read_keys(store)
+    return "\n".join(_line(key) for key in keys) or "the run has no named keys"
+
+
+def revoke(run: Path, *, name: str) -> str:
+    """Returns: its line. Raises: ConfigError where there is none."""
+    with _opened(run) as store:
+        key = revoke_key(store, name)
+    if key is None:
+        raise ConfigError(
+            f"keys revoke: the run has no key of the name {name!r}; `rayloom keys list` names them"
+        )
+    return _line(key)
+
+
+def _line(key: NamedKey) -> str:
+    values = {each.name: getattr(key.limits, each.name) for each in fields(key.limits)}
+    limits = [f"{name}={value:g}" for name, value in values.items() if value is not None]
+    state = "in force" if key.revoked_at is None else f"revoked {_day(key.revoked_at)}"
+    words = [key.name, key.scope.value, key.tenant or "-", f"created {_day(key.created_at)}", state]
+    return "  ".join([*words, *limits])
+
+
+def _day(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+@contextmanager
+def _opened(run: Path) -> Iterator[RunStore]:
+    """Raises: ConfigError where there is no run, or its database cannot be used."""
+    run_dir = RunDir(path=run)
+    try:
+        if not run_dir.has_run():
+            raise ConfigError(
+                f"--run {run}: holds no run, expected the directory of one that was started; name "
+                "it"
+            )
+        store = RunStore(run_dir.database_url, patience_s=PATIENCE_S)
+        try:
+            yield store
+        finally:
+            store.close()
+    except StoreError as error:
+        raise ConfigError(f"--run {run}: {error}") from error

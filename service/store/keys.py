@@ -1,0 +1,65 @@
+"""The named keys of a run, stored: digests alone.
+
+Invariants: a name and a digest are given once, a revoked key's too; a revocation stays. Keys belong
+to no term: whoever may write the run's database may create and revoke them, whoever holds the run.
+"""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from service.access.keys import MAX_KEYS, NamedKey
+from service.store import tables
+from service.store.lineage import Readable
+from service.store.run_store import RunStore
+
+
+def read_keys(store: Readable) -> tuple[NamedKey, ...]:
+    """All, revoked ones too, in the order of their creation. Raises: StoreError."""
+    query = select(tables.keys).order_by(tables.keys.c.created_at, tables.keys.c.name)
+    return store.read(
+        lambda connection: tuple(NamedKey(**row) for row in connection.execute(query).mappings())
+    )
+
+
+def add_key(store: RunStore, key: NamedKey) -> bool:
+    """Returns: False where the name or the digest is taken, or there are too many keys.
+
+    Raises: StoreError.
+    """
+    row = {name: getattr(key, name) for name in tables.keys.c.keys()}
+
+    def add(connection: Connection) -> bool:
+        if (connection.scalar(select(func.count()).select_from(tables.keys)) or 0) >= MAX_KEYS:
+            return False
+        try:
+            with connection.begin_nested():
+                connection.execute(insert(tables.keys), row)
+        except IntegrityError:
+            return False
+        return True
+
+    return store.write_of_no_term(add)
+
+
+def revoke_key(store: RunStore, name: str) -> NamedKey | None:
+    """Revoke a key for good; one that is revoked stays as it is. None: there is none.
+
+    Raises: StoreError.
+    """
+    columns = tables.keys.c
+    at = time.time()
+
+    def revoke(connection: Connection) -> NamedKey | None:
+        connection.execute(
+            update(tables.keys)
+            .where(columns.name == name, columns.revoked_at.is_(None))
+            .values(revoked_at=at)
+        )
+        row = connection.execute(select(tables.keys).where(columns.name == name)).mappings().first()
+        return None if row is None else NamedKey(**row)
+
+    return store.write_of_no_term(revoke)

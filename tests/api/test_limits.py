@@ -1,0 +1,117 @@
+"""What the API bounds beside a key's own limits, and what no body can make it do."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds.tenant_world import FIRST_KEY, SETTINGS, TenantRun, client_of, tenants
+
+REPOSITORY = Path(__file__).parents[2]
+# All that reads what clients send, before it is a task or a turn.
+BORDER = ("service/api", "service/access", "service/gateway", "service/intake")
+# Imports that would run, unpack, start or fetch what a body names.
+FORBIDDEN = {
+    "pickle", "cloudpickle", "dill", "marshal", "shelve", "importlib", "runpy", "subprocess",
+    "urllib", "http", "httpx", "requests", "aiohttp", "zlib", "gzip", "zipfile", "tarfile",
+}  # fmt: skip
+SESSIONS = "/api/v1/sessions"
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[TenantRun]:
+    async with tenants(tmp_path) as run:
+        yield run
+
+
+async def test_only_conversations_may_be_large(run: TenantRun) -> None:
+    """A reward and a batch of tasks are small; what agents send holds a whole history."""
+    most = SETTINGS.service.max_body_kib << 10
+    large = {"model": "any", "messages": [{"role": "user", "content": "x" * most}]}
+    async with client_of(run.app(), FIRST_KEY) as client:
+        small = (f"{SESSIONS}/a-0/finish", f"{SESSIONS}/a-0/close", "/api/v1/rollouts")
+        for path in small:
+            answer = await client.post(path, json=large)
+            assert answer.status_code == 413 and answer.json()["code"] == "body-too-large", path
+        reward = await client.put(f"{SESSIONS}/a-0/reward", json=large)
+        assert reward.status_code == 413
+        for path in ("/v1/chat/completions", "/sessions/a-0/v1/chat/completions"):
+            assert (await client.post(path, json=large)).status_code == 404
+
+
+async def test_a_reward_has_so_many_named_parts_at_most(run: TenantRun) -> None:
+    async with client_of(run.app(), FIRST_KEY) as client:
+        for components in ({str(each): 0.0 for each in range(65)}, {"x" * 129: 0.0}, {"": 0.0}):
+            body = {"reward": 1.0, "components": components}
+            answer = await client.post(f"{SESSIONS}/a-0/finish", json=body)
+            assert answer.status_code == 422 and "components" in answer.json()["detail"]
+
+
+async def test_a_conversation_has_a_depth(run: TenantRun) -> None:
+    deep: Any = "x"
+    for _ in range(80):
+        deep = [deep]
+    async with client_of(run.app(), FIRST_KEY) as client:
+        body = {"model": "any", "messages": [{"role": "user", "content": deep}]}
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400 and "64" in answer.json()["error"]["message"]
+        text = '{"messages": ' + "[" * 100_000
+        headers = {"content-type": "application/json"}
+        answer = await client.post("/v1/chat/completions", content=text, headers=headers)
+        assert answer.status_code == 400
+
+
+async def test_an_environment_is_a_registered_name_and_nothing_to_import(run: TenantRun) -> None:
+    async with client_of(run.app(), FIRST_KEY) as client:
+        for name in ("os:system", "../guessing", "http://example.org/e.py", "subprocess.Popen"):
+            body = {"environment": name, "tasks": [{"id": "a"}]}
+            answer = await client.post("/api/v1/rollouts", json=body)
+            assert answer.status_code == 422 and answer.json()["code"] == "unknown-environment"
+
+
+async def test_ids_are_plain(run: TenantRun) -> None:
+    """Case 40: slashes, traversal and Unicode, in a body and in a path."""
+    async with client_of(run.app(), FIRST_KEY) as client:
+        for name in ("../etc", "a/b", "..", "ä", "a\x00b", "a b", "", "x" * 200):
+            tasks = {"environment": "guessing", "tasks": [{"id": name}]}
+            assert (await client.post("/api/v1/rollouts", json=tasks)).status_code == 422
+            assert (await client.post(SESSIONS, json={"id": name})).status_code == 422
+        for path in ("%2e%2e", "a%2Fb", "%C3%A4", "a%00b", "..%2f..%2fetc%2fpasswd"):
+            for route in (f"{SESSIONS}/{path}", f"/api/v1/rollouts/{path}"):
+                assert (await client.get(route)).status_code in (404, 422), route
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield f"call of {node.func.id}"
+
+
+def test_nothing_at_the_border_unpickles_imports_by_name_starts_or_fetches() -> None:
+    calls = {f"call of {name}" for name in ("eval", "exec", "__import__", "compile", "open")}
+    offenders = [
+        f"{path.relative_to(REPOSITORY)}: {found}"
+        for folder in BORDER
+        for path in sorted((REPOSITORY / folder).rglob("*.py"))
+        for found in imports_of(path)
+        if found.partition(".")[0] in FORBIDDEN or found in calls
+    ]
+    # The names of HTTP's statuses.
+    assert offenders == ["service/api/problems.py: http"]
+
+
+async def test_no_body_has_a_field_for_an_address_or_a_path(run: TenantRun) -> None:
+    schemas = run.app().openapi()["components"]["schemas"]
+    bodies = {name: schema for name, schema in schemas.items() if name.endswith("Body")}
+    assert {"SubmitBody", "SessionsBody", "FinishBody", "KeyBody"} <= bodies.keys()
+    names = {f"{body}.{name}" for body, schema in bodies.items() for name in schema["properties"]}
+    assert not [name for name in names if re.search(r"url|uri|path|class|module|callback", name)]
+    assert all(schema["additionalProperties"] is False for schema in bodies.values())
