@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from session_chaos import KEY, prove
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.proof, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
 
 def test_no_turn_that_a_client_saw_is_lost_and_none_is_trained_twice(
