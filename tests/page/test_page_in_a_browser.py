@@ -81,6 +81,8 @@ def test_figures_show_values_under_the_pointer_and_in_every_legend(
     # The same step in the other figures, whose tips stay hidden.
     assert tab.texts("#stages .legend .value")[0] == "0.8 s"
     assert tab.eval("document.querySelector('#stages .tip').hidden")
+    tab.hover("h1")
+    tab.wait_for("document.querySelector('#reward .tip').hidden")
     tab.eval("document.querySelector('#age .u-over').focus()")
     tab.key("ArrowRight")
     tab.wait_for("!document.querySelector('#age .tip').hidden")

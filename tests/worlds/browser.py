@@ -38,6 +38,7 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
+        self._call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def look(self, *, width: int = 1100, height: int = 900, is_dark: bool = False) -> None:
         """How wide the window is, and which colours its user prefers."""
