@@ -151,4 +151,5 @@ def check_refusals(client: httpx.Client) -> None:
         "/sessions/step-0-0-1/v1/chat/completions",
         json={"model": "any", "messages": [{"role": "user", "content": "hi"}]},
     )
-    assert late.status_code == 401 and late.json()["error"]["code"] == "invalid_key", late.text
+    # The client's own key is none of the session's.
+    assert late.status_code == 404 and late.json()["error"]["code"] == "unknown_session", late.text
