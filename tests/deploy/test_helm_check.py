@@ -87,7 +87,8 @@ class Release:
             case "GET", [name] if self.submitted:
                 sample = SampleAnswer(index=0, status="finished", step=None, reason=None)
                 view = RolloutAnswer(
-                    id=name, place=1, ahead=0, status="finished", reward=None,
+                    id=name, place=1, ahead=0, status="finished", environment="guessing",
+                    batch=None, accepted_at=0.0, num_samples=1, reward=None,
                     outcomes=self.outcomes, policy_versions=None, samples=[sample],
                 )  # fmt: skip
                 return 200, json.loads(view.model_dump_json())
