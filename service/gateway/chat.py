@@ -15,6 +15,9 @@ from typing import Any
 from actors.environment.protocol import Message, ToolSchema
 from actors.types import LogProbs, TokenIds
 
+# When a request that cannot be answered now is worth another try.
+RETRY_AFTER_S = 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
@@ -125,3 +128,8 @@ class Refused(Exception):
     def __reduce__(self) -> Any:
         make = partial(type(self), param=self.param, retry_after_s=self.retry_after_s)
         return make, (self.code, self.message)
+
+
+def unavailable(why: str) -> Refused:
+    """The same request may be sent again."""
+    return Refused(RefusalCode.NOT_AVAILABLE, why, retry_after_s=RETRY_AFTER_S)

@@ -19,7 +19,7 @@ from actors.policy import GenerateReply, GenerateRequest
 from service.access.keys import Caller
 from service.api.problems import RunUnavailable
 from service.gateway.calls import ChatCall, Finish, SessionView
-from service.gateway.chat import ChatReply, RefusalCode, Refused
+from service.gateway.chat import ChatReply, Refused, unavailable
 from service.intake.uploads import (
     GroupPolicy,
     PolicyFacts,
@@ -34,7 +34,6 @@ from service.store.errors import LeaseLost, StoreError
 # The gateway ends a request itself when its time is up; only one that does not is given up.
 ANSWER_MARGIN_S = 2.0
 AGAIN_S = 0.5
-RETRY_AFTER_S = 5
 Answer = TypeVar("Answer")
 
 
@@ -88,11 +87,7 @@ class GatewayClient:
                 return await ask(actor, max(deadline_at - loop.time(), 0.0))
             except RunUnavailable as error:
                 if loop.time() + AGAIN_S >= deadline_at:
-                    raise Refused(
-                        RefusalCode.NOT_AVAILABLE,
-                        f"{error}; send the request again",
-                        retry_after_s=RETRY_AFTER_S,
-                    ) from error
+                    raise unavailable(f"{error}; send the request again") from error
                 await asyncio.sleep(AGAIN_S)
 
     def abandon(self, session_id: str, request_id: str) -> None:

@@ -24,8 +24,7 @@ from actors.policy import (
 )
 from actors.types import FinishReason
 from service.api.problems import Problem
-from service.gateway.chat import RefusalCode, Refused
-from service.gateway.sessions import RETRY_AFTER_S
+from service.gateway.chat import RefusalCode, Refused, unavailable
 from service.gateway.upload_bodies import GenerateAnswer, GenerateBody, Packed, Span
 from service.gateway.upload_checks import Fault, Violation, read_ids
 from service.intake.uploads import PolicyFacts
@@ -100,14 +99,10 @@ class Generation:
         except ValueError as error:
             raise Refused(RefusalCode.INVALID_REQUEST, str(error), param="token_ids") from error
         except (PolicyUnavailable, PolicyDeadlineExceeded, UnusableReply) as error:
-            raise _unavailable(f"no engine answered in time ({error})") from error
+            raise unavailable(f"no engine answered in time ({error}); send it again") from error
         if reply.finish_reason is FinishReason.ABORT:
-            raise _unavailable("the engine gave the request up")
+            raise unavailable("the engine gave the request up; send it again")
         return reply
-
-
-def _unavailable(why: str) -> Refused:
-    return Refused(RefusalCode.NOT_AVAILABLE, f"{why}; send it again", retry_after_s=RETRY_AFTER_S)
 
 
 def _packed(column: NDArray[Any], dtype: str) -> Packed:

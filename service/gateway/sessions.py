@@ -15,10 +15,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
-
-import numpy as np
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.rendering import ChatRenderer, RenderError
@@ -26,6 +24,7 @@ from actors.environment.settings import RolloutSettings
 from actors.expert_records import ModelShape
 from actors.metrics import GatewayMetrics
 from actors.policy import (
+    GenerateReply,
     GenerateRequest,
     PolicyClient,
     PolicyDeadlineExceeded,
@@ -42,7 +41,7 @@ from actors.types import (
     RolloutAssignment,
     Timings,
     Trajectory,
-    original_numbers,
+    Turn,
 )
 from service.access.keys import (
     NO_LIMITS,
@@ -55,11 +54,25 @@ from service.access.keys import (
 )
 from service.access.rates import Rates
 from service.gateway.calls import ChatCall, Finish, SessionView
-from service.gateway.chat import ChatReply, RefusalCode, Refused
+from service.gateway.chat import ChatReply, RefusalCode, Refused, unavailable
 from service.gateway.commits import GroupCommit, StoreAway, TooLate
-from service.gateway.replies import shown_reply, stop_reason
+from service.gateway.replies import shown_reply
+from service.gateway.session import (
+    Ending,
+    Sampling,
+    Session,
+    as_reply,
+    check_turns,
+    closed,
+    ended_otherwise,
+    stopping,
+    totals_of,
+    under_way,
+    unknown,
+    unsampled,
+)
 from service.gateway.settings import SessionSettings
-from service.gateway.tree import Place, SessionTree, next_prompt, read
+from service.gateway.tree import Place, Prompt, SessionTree, next_prompt, read
 from service.gateway.turns import (
     Change,
     IntentAdded,
@@ -77,8 +90,6 @@ from service.gateway.turns import (
 from service.intake.session import (
     SessionEnd,
     SessionStatus,
-    SessionTotals,
-    StoredSession,
     session_id,
 )
 from service.store.errors import StoreError
@@ -91,7 +102,6 @@ LOOK_EVERY_S = 1.0
 GRADED = PLAYED_OUT | TRUNCATIONS
 # A session's turns, auxiliary ones too, over those of its limit.
 MOST_TURNS_FACTOR = 8
-RETRY_AFTER_S = 5
 # The digest of the key that was not sent.
 NO_KEY = digest_of("")
 Answer = TypeVar("Answer")
@@ -112,53 +122,6 @@ class GatewaySettings:
     """By how much versions were ahead of steps when the term began."""
     shape: ModelShape | None = None
     """Vocabulary and routing of the trained model; None: not known."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Sampling:
-    """A turn that is being sampled, and who waits for it."""
-
-    request_id: str
-    """That began it."""
-    digest: str
-    idempotency_key: str
-    task: asyncio.Task[SessionTurn] = field(init=False)
-    is_abandoned: bool = False
-    """The client that asked for it last is gone."""
-    is_committing: bool = False
-    """It has been sampled: its turn counts, whatever happens to the session."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ending:
-    """An end, or a reward that came late, on its way to the store."""
-
-    digest: str
-    """Of the request; empty: nobody asked for it."""
-    task: asyncio.Task[None]
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Session:
-    """A session in memory."""
-
-    stored: StoredSession
-    tree: SessionTree
-    last_request_at: float
-    ending: _Ending | None = None
-    admitted: asyncio.Event = field(default_factory=asyncio.Event)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    """It has ended, and its reward is known or will never be."""
-    sampling: dict[str, _Sampling] = field(default_factory=dict)
-    """By request id."""
-    askers: dict[str, str] = field(default_factory=dict)
-    """By the request that began a turn: the newest request that it answers, or is to answer."""
-    showing: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """By the number of a turn that was unseen: storing that it is seen now."""
-
-    @property
-    def is_open(self) -> bool:
-        return self.stored.end is None and self.ending is None
 
 
 class Sessions:
@@ -189,7 +152,7 @@ class Sessions:
         self._read_keys = read_keys
         self._keys = KeyBook(read_keys())
         self._turn_rates = Rates(now=now)
-        self._known: dict[str, asyncio.Task[_Session | None]] = {}
+        self._known: dict[str, asyncio.Task[Session | None]] = {}
         """Sessions that are in memory, or on the way there."""
         self._claiming = asyncio.Lock()
         # One thread: a tokenizer is not for two at once.
@@ -223,7 +186,7 @@ class Sessions:
         await self._until_admitted(session, deadline_at)
         place = session.tree.find(call.request, await self._in_thread(read, call.request))
         # First: what is being stored is in the tree already.
-        sampling = _under_way(session, call, place.request_digest)
+        sampling = under_way(session, call, place.request_digest)
         if sampling is None:
             turn = session.tree.answered(
                 request_id=call.request_id,
@@ -243,22 +206,22 @@ class Sessions:
                 turn = await asyncio.shield(sampling.task)
         except TimeoutError:
             await self.abandon(call.session_id, call.request_id)
-            raise _unavailable("the turn was not sampled in time; send the request again") from None
+            raise unavailable("the turn was not sampled in time; send the request again") from None
         except asyncio.CancelledError:
             if sampling.task.cancelled():
-                raise (_stopping() if session.is_open else _closed(session)) from None
+                raise (stopping() if session.is_open else closed(session)) from None
             raise
         turn = session.tree.turn(turn.number)
         if sampling.is_abandoned:
-            return _as_reply(session, turn)
+            return as_reply(session, turn)
         return await self._show(session, turn)
 
-    async def _show(self, session: _Session, turn: SessionTurn) -> ChatReply:
+    async def _show(self, session: Session, turn: SessionTurn) -> ChatReply:
         """Answer with a turn that is stored; that it is seen is stored before. Raises: Refused."""
         number = turn.number
         if turn.is_unseen:
             if not session.is_open:
-                raise _closed(session)
+                raise closed(session)
             # In memory at once: what becomes of it next is stored behind this.
             session.tree.mark_unseen(number, is_unseen=False)
             seen = TurnSeen(session_id=session.stored.id, number=number)
@@ -271,9 +234,9 @@ class Sessions:
                 raise
             if session.showing.get(number) is showing:
                 del session.showing[number]
-        return _as_reply(session, turn)
+        return as_reply(session, turn)
 
-    def _hide(self, session: _Session, number: int) -> None:
+    def _hide(self, session: Session, number: int) -> None:
         session.tree.mark_unseen(number, is_unseen=True)
         self._commits.add([TurnUnseen(session_id=session.stored.id, number=number)])
 
@@ -341,12 +304,12 @@ class Sessions:
                 await self._end(session, end)
             return len(free) if group else None
 
-    async def _members(self, submission_id: str, sees: str | None) -> list[_Session]:
+    async def _members(self, submission_id: str, sees: str | None) -> list[Session]:
         """Those that are shown. Raises: Refused."""
         try:
             stored = await asyncio.to_thread(self._store.of_submission, submission_id)
         except StoreError as error:
-            raise _unavailable(str(error)) from error
+            raise unavailable(str(error)) from error
         found = [
             await self._find(session.id) for session in stored if may_see(sees, session.tenant)
         ]
@@ -367,8 +330,8 @@ class Sessions:
         if end is not None:
             if end.digest == finish.digest:
                 return await self._view(session)
-            raise _ended_otherwise(session)
-        _check_turns(session, finish)
+            raise ended_otherwise(session)
+        check_turns(session, finish)
         until = self._now() + session.stored.spec.reward_deadline_s
         await self._end(
             session,
@@ -403,8 +366,8 @@ class Sessions:
             is_same = (end.reward, dict(end.components)) == (given.reward, dict(given.components))
             if is_same:
                 return await self._view(session)
-            raise _ended_otherwise(session)
-        _check_turns(session, given)
+            raise ended_otherwise(session)
+        check_turns(session, given)
         rewarded = replace(
             end,
             reward=given.reward,
@@ -463,7 +426,7 @@ class Sessions:
         """Sessions that are admitted and have not ended."""
         return sum(each.admitted.is_set() and each.is_open for each in self._loaded())
 
-    def _loaded(self) -> list[_Session]:
+    def _loaded(self) -> list[Session]:
         tasks = list(self._known.values())
         done = [t for t in tasks if t.done() and not t.cancelled() and t.exception() is None]
         return [session for task in done if (session := task.result()) is not None]
@@ -493,10 +456,10 @@ class Sessions:
     # -- sampling -----------------------------------------------------------------------------
 
     def _begin(
-        self, session: _Session, call: ChatCall, place: Place, deadline_at: float
-    ) -> _Sampling:
+        self, session: Session, call: ChatCall, place: Place, deadline_at: float
+    ) -> Sampling:
         if not session.is_open:
-            raise _closed(session)
+            raise closed(session)
         self._check_rate(session)
         spec, num_begun = session.stored.spec, len(session.sampling)
         # Calls that are no part of the task are not counted, but cost as much.
@@ -509,7 +472,7 @@ class Sessions:
                 f"expected at most {spec.max_turns}; finish it",
             )
         session.tree.note_request(place.request_digest)
-        sampling = _Sampling(
+        sampling = Sampling(
             request_id=call.request_id,
             digest=place.request_digest,
             idempotency_key=call.request.idempotency_key,
@@ -521,10 +484,10 @@ class Sessions:
 
     async def _sample(
         self,
-        session: _Session,
+        session: Session,
         call: ChatCall,
         place: Place,
-        sampling: _Sampling,
+        sampling: Sampling,
         deadline_at: float,
     ) -> SessionTurn:
         """Raises: Refused."""
@@ -536,52 +499,11 @@ class Sessions:
                 f"the model's chat template cannot render these messages: {error}",
                 param="messages",
             ) from error
-        room = self._settings.max_context_tokens - prompt.token_ids.shape[0]
-        if room < 1:
-            self._cut(session, Outcome.TRUNCATED_CONTEXT)
-            raise Refused(
-                RefusalCode.CONTEXT_LENGTH_EXCEEDED,
-                f"the messages have {prompt.token_ids.shape[0]} tokens, which leaves no room for a "
-                f"reply; expected less than {self._settings.max_context_tokens}; shorten them",
-                param="messages",
-            )
-        most = min(room, session.stored.spec.max_tokens_per_turn)
-        parent = None if place.parent is None else session.tree.turn(place.parent)
-        request = GenerateRequest(
-            prompt_token_ids=prompt.token_ids,
-            max_tokens=min(most, call.request.max_tokens or most),
-            temperature=self._settings.rollouts.temperature,
-            deadline_s=max(0.001, deadline_at - asyncio.get_running_loop().time()),
-            cache_salt=parent.cache_salt or None if parent else None,
-            replica=parent.replica if parent else "",
-            tools=place.tools,
-        )
-        self._commits.add(
-            [
-                IntentAdded(
-                    session_id=session.stored.id,
-                    intent=SessionIntent(
-                        request_id=call.request_id,
-                        request_digest=place.request_digest,
-                        parent=place.parent,
-                        policy_version=None,
-                        created_at=self._now(),
-                    ),
-                )
-            ]
-        )
-        try:
-            reply = await self._client().generate(request)
-            turn = check_reply(request, reply)
-        except (PolicyUnavailable, PolicyDeadlineExceeded, UnusableReply, ValueError) as error:
-            self._forget_intent(session, call.request_id)
-            raise _unsampled(error) from error
-        if turn.finish_reason is FinishReason.ABORT:
-            self._forget_intent(session, call.request_id)
-            raise _unavailable("the engine gave the turn up; send the request again")
+        request = self._request(session, call, place, prompt, deadline_at)
+        turn, reply = await self._ask(session, call, place, request)
         text = self._renderer.decode(turn.sampled_token_ids)
         if not session.is_open:
-            raise _closed(session)
+            raise closed(session)
         shown = shown_reply(
             text,
             reply.parsed,
@@ -615,6 +537,67 @@ class Sessions:
             idempotency_key=call.request.idempotency_key,
             created_at=self._now(),
         )
+        await self._keep_turn(session, stored)
+        if sampling.is_abandoned and not stored.is_unseen:
+            self._hide(session, stored.number)
+        return stored
+
+    def _request(
+        self, session: Session, call: ChatCall, place: Place, prompt: Prompt, deadline_at: float
+    ) -> GenerateRequest:
+        """Raises: Refused for a prompt that leaves no room."""
+        room = self._settings.max_context_tokens - prompt.token_ids.shape[0]
+        if room < 1:
+            self._cut(session, Outcome.TRUNCATED_CONTEXT)
+            raise Refused(
+                RefusalCode.CONTEXT_LENGTH_EXCEEDED,
+                f"the messages have {prompt.token_ids.shape[0]} tokens, which leaves no room for a "
+                f"reply; expected less than {self._settings.max_context_tokens}; shorten them",
+                param="messages",
+            )
+        most = min(room, session.stored.spec.max_tokens_per_turn)
+        parent = None if place.parent is None else session.tree.turn(place.parent)
+        return GenerateRequest(
+            prompt_token_ids=prompt.token_ids,
+            max_tokens=min(most, call.request.max_tokens or most),
+            temperature=self._settings.rollouts.temperature,
+            deadline_s=max(0.001, deadline_at - asyncio.get_running_loop().time()),
+            cache_salt=parent.cache_salt or None if parent else None,
+            replica=parent.replica if parent else "",
+            tools=place.tools,
+        )
+
+    async def _ask(
+        self, session: Session, call: ChatCall, place: Place, request: GenerateRequest
+    ) -> tuple[Turn, GenerateReply]:
+        """Note that the engine is asked, and ask it. Raises: Refused."""
+        self._commits.add(
+            [
+                IntentAdded(
+                    session_id=session.stored.id,
+                    intent=SessionIntent(
+                        request_id=call.request_id,
+                        request_digest=place.request_digest,
+                        parent=place.parent,
+                        policy_version=None,
+                        created_at=self._now(),
+                    ),
+                )
+            ]
+        )
+        try:
+            reply = await self._client().generate(request)
+            turn = check_reply(request, reply)
+        except (PolicyUnavailable, PolicyDeadlineExceeded, UnusableReply, ValueError) as error:
+            self._forget_intent(session, call.request_id)
+            raise unsampled(error) from error
+        if turn.finish_reason is FinishReason.ABORT:
+            self._forget_intent(session, call.request_id)
+            raise unavailable("the engine gave the turn up; send the request again")
+        return turn, reply
+
+    async def _keep_turn(self, session: Session, stored: SessionTurn) -> None:
+        """Raises: Refused."""
         # Nobody can go on from it, or be answered with it, before it is stored: the request is
         # under way until then.
         session.tree.add(stored)
@@ -623,17 +606,14 @@ class Sessions:
             await self._commits.commit([TurnAdded(session_id=session.stored.id, turn=stored)])
         except StoreAway as error:
             session.tree.mark_unseen(stored.number, is_unseen=True)
-            raise _unavailable(str(error)) from error
+            raise unavailable(str(error)) from error
         except TooLate as error:
             # Its group was cancelled.
             self._drop(session, str(error))
-            raise _closed(session) from error
+            raise closed(session) from error
         self._metrics.commit_seconds.observe(time.monotonic() - began)
-        if sampling.is_abandoned and not stored.is_unseen:
-            self._hide(session, stored.number)
-        return stored
 
-    def _check_rate(self, session: _Session) -> None:
+    def _check_rate(self, session: Session) -> None:
         """Raises: Refused for a key whose sessions begin turns too often."""
         name = session.stored.key_name
         per_minute = self._keys.limits_of(name).over(self._settings.default_limits).turns_per_minute
@@ -648,17 +628,17 @@ class Sessions:
                 retry_after_s=wait_s,
             )
 
-    def _cut(self, session: _Session, outcome: Outcome) -> None:
+    def _cut(self, session: Session, outcome: Outcome) -> None:
         if session.stored.cut is not outcome:
             session.stored = replace(session.stored, cut=outcome)
             self._commits.add([SessionCut(session_id=session.stored.id, outcome=outcome)])
 
-    def _forget_intent(self, session: _Session, request_id: str) -> None:
+    def _forget_intent(self, session: Session, request_id: str) -> None:
         self._commits.add([IntentDropped(session_id=session.stored.id, request_id=request_id)])
 
     # -- the end ------------------------------------------------------------------------------
 
-    async def _end(self, session: _Session, end: SessionEnd, *, is_stated: bool = False) -> None:
+    async def _end(self, session: Session, end: SessionEnd, *, is_stated: bool = False) -> None:
         """End a session; the same end again waits for the first. Raises: Refused."""
 
         async def give_up_and_keep() -> None:
@@ -674,22 +654,22 @@ class Sessions:
 
         await self._ended(session, end.digest, give_up_and_keep())
 
-    async def _ended(self, session: _Session, digest: str, work: Coroutine[Any, Any, None]) -> None:
+    async def _ended(self, session: Session, digest: str, work: Coroutine[Any, Any, None]) -> None:
         """Begin the work that ends a session, or wait for what was begun. Raises: Refused."""
         ending = session.ending
         if ending is not None:
             work.close()
             if ending.digest != digest:
-                raise _ended_otherwise(session)
+                raise ended_otherwise(session)
         else:
-            ending = session.ending = _Ending(digest=digest, task=self._keep_going(work))
+            ending = session.ending = Ending(digest=digest, task=self._keep_going(work))
             ending.task.add_done_callback(lambda _: setattr(session, "ending", None))
         # It goes on when this caller is gone: the end may be stored already.
         await asyncio.shield(ending.task)
 
-    async def _keep_end(self, session: _Session, end: SessionEnd) -> None:
+    async def _keep_end(self, session: Session, end: SessionEnd) -> None:
         """Raises: Refused."""
-        end = replace(end, totals=_totals(session))
+        end = replace(end, totals=totals_of(session))
         while True:
             try:
                 await self._commits.commit([SessionEnded(session_id=session.stored.id, end=end)])
@@ -698,21 +678,21 @@ class Sessions:
                 # It will be stored, or nothing any more: the same end again is no other one.
                 continue
             except StoreError as error:
-                raise _unavailable(str(error)) from error
+                raise unavailable(str(error)) from error
             except TooLate as error:
                 self._drop(session, str(error))
-                raise _closed(session) from error
+                raise closed(session) from error
         session.stored = replace(session.stored, end=end)
         if end.reward_until is None:
             session.over.set()
 
-    async def _end_overdue(self, session: _Session, end: SessionEnd) -> None:
+    async def _end_overdue(self, session: Session, end: SessionEnd) -> None:
         if session.stored.end is None:
             await self._end(session, end)
         else:
             await self._ended(session, "", self._keep_end(session, end))
 
-    def _seen_outcome(self, session: _Session) -> Outcome:
+    def _seen_outcome(self, session: Session) -> Outcome:
         """How a session ended of which the client says nothing."""
         last = session.tree.last_counted()
         if last is None:
@@ -723,14 +703,14 @@ class Sessions:
             return Outcome.TRUNCATED_TOKENS
         return Outcome.COMPLETED
 
-    def _drop(self, session: _Session, why: str) -> None:
+    def _drop(self, session: Session, why: str) -> None:
         """End a session that the store knows to be over."""
         if session.stored.end is None:
             end = self._broken_off(SessionStatus.DISCARDED, why)
             session.stored = replace(session.stored, end=end)
             session.over.set()
 
-    def _overdue(self, session: _Session) -> SessionEnd | None:
+    def _overdue(self, session: Session) -> SessionEnd | None:
         """The end of a session whose time is up; None: it has some left."""
         now, stored = self._now(), session.stored
         if stored.end is not None:
@@ -765,7 +745,7 @@ class Sessions:
             ended_at=self._now(),
         )
 
-    def _trajectory(self, session: _Session, assignment: RolloutAssignment) -> Trajectory:
+    def _trajectory(self, session: Session, assignment: RolloutAssignment) -> Trajectory:
         stored, end = session.stored, session.stored.end
         assert end is not None, "a trajectory of a session that is not over"
         samples = session.tree.samples(
@@ -798,7 +778,7 @@ class Sessions:
             detail = f"sampled by version {versions[0]}, expected at least {oldest}"
         return replace(trajectory, outcome=outcome, detail=detail)
 
-    def _count_end(self, session: _Session, trajectory: Trajectory) -> None:
+    def _count_end(self, session: Session, trajectory: Trajectory) -> None:
         counts, turns = session.tree.counts(), self._metrics.turns
         self._metrics.ended.labels(outcome=trajectory.outcome.value).inc()
         turns.labels(use="trained").inc(counts.num_counted)
@@ -807,25 +787,25 @@ class Sessions:
 
     # -- finding and keeping ------------------------------------------------------------------
 
-    async def _of_agent(self, name: str, key_digest: str) -> _Session:
+    async def _of_agent(self, name: str, key_digest: str) -> Session:
         """Raises: Refused."""
         session = await self._of_key(name, key_digest, wanted="agent")
         if not session.is_open:
-            raise _closed(session)
+            raise closed(session)
         return session
 
-    async def _of_reward(self, name: str, key_digest: str, client: Caller | None) -> _Session:
+    async def _of_reward(self, name: str, key_digest: str, client: Caller | None) -> Session:
         """Raises: Refused."""
         if client is None:
             return await self._of_key(name, key_digest, wanted="reward")
         if self._is_closed:
-            raise _stopping()
+            raise stopping()
         session = await self._find(name)
         if session is None or not may_see(client.sees, session.stored.tenant):
-            raise _unknown(name)
+            raise unknown(name)
         return session
 
-    async def _of_key(self, name: str, key_digest: str, *, wanted: str) -> _Session:
+    async def _of_key(self, name: str, key_digest: str, *, wanted: str) -> Session:
         """The session, of which this is the wanted key.
 
         One that is not known is refused as one that has other keys: who has none of them learns
@@ -837,15 +817,15 @@ class Sessions:
                 f"this needs the {wanted}'s key of session {name}, got none",
             )
         if self._is_closed:
-            raise _stopping()
+            raise stopping()
         session = await self._find(name)
         if session is None:
-            raise _unknown(name)
+            raise unknown(name)
         keys = session.stored.keys
         own, other = (keys.agent, keys.reward) if wanted == "agent" else (keys.reward, keys.agent)
         is_own = hmac.compare_digest(own, key_digest)
         if not is_own and not hmac.compare_digest(other, key_digest):
-            raise _unknown(name)
+            raise unknown(name)
         if self._keys.is_revoked(session.stored.key_name):
             raise Refused(
                 RefusalCode.INVALID_KEY,
@@ -859,7 +839,7 @@ class Sessions:
             )
         return session
 
-    async def _find(self, name: str) -> _Session | None:
+    async def _find(self, name: str) -> Session | None:
         task = self._known.get(name)
         if task is None:
             task = self._known[name] = self._keep_going(self._load(name))
@@ -867,19 +847,19 @@ class Sessions:
             session = await asyncio.shield(task)
         except StoreError as error:
             self._known.pop(name, None)
-            raise _unavailable(str(error)) from error
+            raise unavailable(str(error)) from error
         if session is None or session.over.is_set():
             # Kept only while somebody plays it: the store has the rest.
             self._known.pop(name, None)
         return session
 
-    async def _load(self, name: str) -> _Session | None:
+    async def _load(self, name: str) -> Session | None:
         found = await asyncio.to_thread(self._store.load, name)
         if found is None:
             return None
         stored, turns, _ = found
         trains_all = self._settings.sessions.trains_single_turns
-        session = _Session(
+        session = Session(
             stored=stored,
             tree=SessionTree(name, single_roots_are_auxiliary=not trains_all),
             last_request_at=self._now(),
@@ -891,24 +871,24 @@ class Sessions:
             session.over.set()
         return session
 
-    async def _until_admitted(self, session: _Session, deadline_at: float) -> None:
+    async def _until_admitted(self, session: Session, deadline_at: float) -> None:
         left_s = deadline_at - asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(left_s):
                 await session.admitted.wait()
         except TimeoutError:
-            raise _unavailable(
+            raise unavailable(
                 f"session {session.stored.id} waits for its group's place in the window; look at "
                 f"GET /api/v1/sessions/{session.stored.id} before its agent is started"
             ) from None
         if not session.is_open:
-            raise _closed(session)
+            raise closed(session)
 
-    async def _view(self, session: _Session) -> SessionView:
+    async def _view(self, session: Session) -> SessionView:
         stored, end = session.stored, session.stored.end
         status = SessionStatus.QUEUED if stored.opened_at is None else SessionStatus.OPEN
         # The turns of one that is trained are gone.
-        totals = (end and end.totals) or _totals(session)
+        totals = (end and end.totals) or totals_of(session)
         return SessionView(
             id=stored.id,
             submission_id=stored.submission_id,
@@ -929,7 +909,7 @@ class Sessions:
         try:
             await self._commits.commit(changes)
         except (StoreAway, StoreError) as error:
-            raise _unavailable(str(error)) from error
+            raise unavailable(str(error)) from error
         except TooLate as error:
             raise Refused(RefusalCode.SESSION_CLOSED, str(error)) from error
 
@@ -955,107 +935,3 @@ class Sessions:
         if not task.cancelled() and (error := task.exception()) is not None:
             level = logging.DEBUG if isinstance(error, Refused) else logging.ERROR
             log.log(level, "%s: %s", type(error).__name__, error)
-
-
-def _under_way(session: _Session, call: ChatCall, digest: str) -> _Sampling | None:
-    """What is being sampled for this very request; None: nothing."""
-    if (same := session.sampling.get(call.request_id)) is not None:
-        return same
-    for sampling in session.sampling.values():
-        key = call.request.idempotency_key
-        if key and sampling.idempotency_key == key:
-            if sampling.digest != digest:
-                raise Refused(
-                    RefusalCode.CONFLICT,
-                    "this Idempotency-Key names another request, which is being answered; take a "
-                    "key of its own for each request",
-                )
-            return sampling
-        if call.request.is_retry and sampling.digest == digest:
-            return sampling
-    return None
-
-
-def _check_turns(session: _Session, finish: Finish) -> None:
-    unknown = [number for number in finish.turn_rewards if not 0 <= number < session.tree.num_turns]
-    if unknown:
-        raise Refused(
-            RefusalCode.INVALID_REQUEST,
-            f"turn_rewards names turns {sorted(unknown)[:8]}, expected numbers of turns that the "
-            f"session has, which are below {session.tree.num_turns}",
-            param="turn_rewards",
-        )
-
-
-def _totals(session: _Session) -> SessionTotals:
-    tree, counts = session.tree, session.tree.counts()
-    return SessionTotals(
-        num_turns=tree.num_turns,
-        num_sampled_tokens=sum(turn.num_sampled for turn in tree.turns),
-        num_ambiguous=counts.num_ambiguous,
-        num_left_out=counts.num_auxiliary + counts.num_unseen,
-        num_malformed=counts.num_malformed,
-    )
-
-
-def _as_reply(session: _Session, turn: SessionTurn) -> ChatReply:
-    shows = session.stored.spec.shows_tokens
-    return ChatReply(
-        turn_id=f"{session.stored.id}.{turn.number}",
-        message=turn.reply,
-        stop_reason=stop_reason(turn.reply, turn.finish_reason),
-        num_prompt_tokens=session.tree.num_prompt_tokens(turn.number),
-        num_sampled_tokens=turn.num_sampled,
-        policy_version=_newest_version(turn),
-        created_at=turn.created_at,
-        sampled_token_ids=turn.sampled_token_ids if shows else None,
-        logprobs=turn.logprobs if shows else None,
-    )
-
-
-def _newest_version(turn: SessionTurn) -> int:
-    versions = [span.version for span in turn.version_spans]
-    return int(original_numbers(np.array(versions, np.int32)).max(initial=0))
-
-
-def _unsampled(error: Exception) -> Refused:
-    if isinstance(error, UnusableReply):
-        log.warning("a reply of the engine cannot be used: %s", error)
-        return _unavailable(f"the engine's reply cannot be used ({error}); send the request again")
-    if isinstance(error, ValueError):
-        return Refused(RefusalCode.INVALID_REQUEST, str(error), param="messages")
-    return _unavailable(f"no engine answered in time ({error}); send the request again")
-
-
-def _unavailable(why: str) -> Refused:
-    return Refused(RefusalCode.NOT_AVAILABLE, why, retry_after_s=RETRY_AFTER_S)
-
-
-def _stopping() -> Refused:
-    return _unavailable("the gateway is being stopped; send the request again")
-
-
-def _closed(session: _Session) -> Refused:
-    end = session.stored.end
-    how = f"is {end.status}" if end else "is being ended"
-    return Refused(
-        RefusalCode.SESSION_CLOSED,
-        f"session {session.stored.id} {how} and takes no more requests; create another",
-    )
-
-
-def _ended_otherwise(session: _Session) -> Refused:
-    end = session.stored.end
-    how = f"is {end.status} already, with another content" if end else "is being ended by another"
-    return Refused(
-        RefusalCode.CONFLICT,
-        f"session {session.stored.id} {how}; a session ends once, and gets one reward",
-    )
-
-
-def _unknown(name: str) -> Refused:
-    return Refused(
-        RefusalCode.UNKNOWN_SESSION,
-        f"this run knows no session {name!r} of this key; take the key that its creation was "
-        "answered with, or create it with POST /api/v1/sessions",
-    )

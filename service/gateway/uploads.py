@@ -18,8 +18,8 @@ from actors.environment.rendering import ChatRenderer
 from actors.limits import MIB
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import UNDONE, Outcome, RolloutAssignment, Sample, Trajectory
-from service.gateway.chat import RefusalCode, Refused
-from service.gateway.sessions import RETRY_AFTER_S, GatewaySettings
+from service.gateway.chat import RETRY_AFTER_S, RefusalCode, Refused, unavailable
+from service.gateway.sessions import GatewaySettings
 from service.gateway.upload_content import decoded_content
 from service.intake.uploads import (
     GroupPolicy,
@@ -87,21 +87,21 @@ class Uploads:
         except GroupDiffers as error:
             raise Refused(RefusalCode.CONFLICT, str(error)) from error
         except (LeaseLost, StoreError) as error:
-            raise _unavailable(error) from error
+            raise unavailable(f"{error}; send it again") from error
 
     async def view(self, name: str) -> UploadView | None:
         """None: it is not known. Raises: Refused."""
         try:
             return await self._thread.call(self._store.view, name)
         except StoreError as error:
-            raise _unavailable(error) from error
+            raise unavailable(f"{error}; send it again") from error
 
     async def drop(self, group: str) -> UploadGroup | None:
         """As `UploadStore.drop`. Raises: Refused."""
         try:
             return await self._thread.call(self._store.drop, group, term=self._term)
         except (LeaseLost, StoreError) as error:
-            raise _unavailable(error) from error
+            raise unavailable(f"{error}; send it again") from error
 
     async def play(self, assignment: RolloutAssignment) -> Trajectory:
         """Deliver a rollout."""
@@ -166,9 +166,3 @@ def _marked(sample: Sample, kept: int | None) -> Sample:
         return sample
     versions = np.where(sample.versions > kept, sample.versions + np.int32(UNDONE), sample.versions)
     return replace(sample, versions=versions)
-
-
-def _unavailable(error: Exception) -> Refused:
-    return Refused(
-        RefusalCode.NOT_AVAILABLE, f"{error}; send it again", retry_after_s=RETRY_AFTER_S
-    )
