@@ -16,9 +16,10 @@ from worlds.record_builders import evaluation_record, step_record
 from worlds.store_builders import commit
 from worlds.trajectory_builders import make_summary
 
-from actors.metrics import ApiMetrics, Metrics
+from actors.metrics import ApiMetrics, GatewayMetrics, Metrics
 from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason, Ledger
+from actors.types import Outcome
 from deploy.dashboards.grafana import load_dashboards
 from service.config.tree import ServiceSettings
 from service.intake.queue import SubmissionQueue
@@ -90,6 +91,19 @@ async def answer_as_an_engine(endpoint: MetricsEndpoint) -> None:
     await Pusher(endpoint.push, role="engine", read=lambda: Reading(values=[running])).push()
 
 
+async def answer_as_a_gateway(endpoint: MetricsEndpoint) -> None:
+    """With one of each of its metrics."""
+    gateway = GatewayMetrics()
+    gateway.open.set(2)
+    gateway.ended.labels(outcome=Outcome.COMPLETED.value).inc()
+    gateway.turns.labels(use="trained").inc(3)
+    gateway.refused.labels(code="session_closed").inc()
+    gateway.seconds.observe(0.5)
+    gateway.commit_seconds.observe(0.005)
+    reading = Reading(gained=list(gateway.gained.collect()), values=tuple(gateway.values.collect()))
+    await Pusher(endpoint.push, role="gateway", read=lambda: reading).push()
+
+
 async def lint(endpoint: MetricsEndpoint) -> str:
     """What promtool says against the text of a scrape.
 
@@ -121,11 +135,13 @@ async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
         snapshot = ledger.snapshot()
         await pusher.push()
         await answer_a_request(endpoint)
+        await answer_as_a_gateway(endpoint)
         prometheus.wait_for(done, at_least=1, limit_s=LIMIT_S)
         await record(recorder, ledger, 2)
         await record(recorder, ledger, 3)
         await pusher.push()
         await answer_a_request(endpoint)
+        await answer_as_a_gateway(endpoint)
         prometheus.wait_for(done, at_least=3, limit_s=LIMIT_S)
 
         second, ledger = Metrics(), Ledger(snapshot=snapshot)
@@ -155,13 +171,15 @@ async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
 
         # What came last stands between two scrapes, and so on a panel's grid of seconds.
         prometheus.wait_for_scrapes(2, limit_s=LIMIT_S)
-        # The run of test_metrics_scenarios.py, which shows the rest, has no client, critic or GPU.
+        # The run of test_metrics_scenarios.py, which shows the rest, has no client, agent outside,
+        # critic or GPU.
         sections = [section for each in load_dashboards() for section in each.sections]
         panels = [
             panel
             for section in sections
             for panel in section.panels
-            if section.title in ("Service", "Critic") or "mfu" in panel.statistics.values()
+            if section.title in ("Service", "Critic", "Sessions of agents outside")
+            or "mfu" in panel.statistics.values()
         ]
         assert len(panels) > 4
         for query in (query for panel in panels for query in panel.series.values()):
