@@ -54,7 +54,7 @@ class Port(Sessions):
     """`SessionPort` in this process."""
 
     def abandon(self, session_id: str, request_id: str) -> None:  # type: ignore[override]
-        self._keep_going(super().abandon(session_id, request_id))
+        self._background.begin(super().abandon(session_id, request_id))
 
 
 @dataclass
