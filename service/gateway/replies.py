@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from actors.environment.protocol import MalformedCall, Message, Role, ToolCall, ToolSchema
 from actors.environment.tool_calls import arguments_of, visible_text
 from actors.policy import ParsedReply
-from actors.types import FinishReason
-from service.gateway.chat import StopReason
+from actors.types import FinishReason, original_numbers
+from service.gateway.chat import ChatReply, StopReason
+from service.gateway.session import Session
+from service.gateway.turns import SessionTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,22 @@ def shown_reply(
     return ShownReply(message=message, is_malformed=is_malformed)
 
 
+def as_reply(session: Session, turn: SessionTurn) -> ChatReply:
+    """A turn that is stored, as its client is shown it."""
+    shows = session.stored.spec.shows_tokens
+    return ChatReply(
+        turn_id=session.tree.turn_id(turn.number),
+        message=turn.reply,
+        stop_reason=stop_reason(turn.reply, turn.finish_reason),
+        num_prompt_tokens=session.tree.num_prompt_tokens(turn.number),
+        num_sampled_tokens=turn.num_sampled,
+        policy_version=_newest_version(turn),
+        created_at=turn.created_at,
+        sampled_token_ids=turn.sampled_token_ids if shows else None,
+        logprobs=turn.logprobs if shows else None,
+    )
+
+
 def stop_reason(message: Message, finish_reason: FinishReason) -> StopReason:
     """Why a turn ended, in the words of a reply."""
     if finish_reason is FinishReason.LENGTH:
@@ -74,3 +94,8 @@ def stop_reason(message: Message, finish_reason: FinishReason) -> StopReason:
 
 def _assistant(text: str) -> Message:
     return Message(role=Role.ASSISTANT, content=text)
+
+
+def _newest_version(turn: SessionTurn) -> int:
+    versions = [span.version for span in turn.version_spans]
+    return int(original_numbers(np.array(versions, np.int32)).max(initial=0))

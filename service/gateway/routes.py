@@ -132,17 +132,19 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
     ) -> SessionsAnswer:
         """Accept a task for agents outside: durable when answered. The same body again is answered
         with the same keys, with status 200."""
-        caller = caller_of(request)
+        caller, group_size = caller_of(request), settings.algorithm.group_size
+        # First: keys are made for as many.
+        num_sessions = body.num_sessions or group_size
+        check_samples(body.id, num_sessions, body.min_usable_sessions, settings=settings)
         try:
             wanted = body.request(
                 caller=caller,
-                group_size=settings.algorithm.group_size,
+                group_size=group_size,
                 rollouts=settings.rollouts,
                 sessions=settings.sessions,
             )
         except ValueError as error:
             raise Problem(422, "invalid-request", str(error)) from error
-        check_samples(wanted, settings)
         reply = await run.submit(
             [wanted],
             key=key_digest(idempotency_key, tenant=caller.tenant),

@@ -1,26 +1,16 @@
-"""One session in memory: what it holds, how a turn of it is shown, and why a request is refused.
-
-All of it is of values; `service.gateway.sessions` alone changes a session.
-"""
+"""One session in memory, and what is said of it as it stands."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from actors.policy import UnusableReply
-from actors.types import original_numbers
-from service.gateway.calls import ChatCall, Finish
-from service.gateway.chat import ChatReply, RefusalCode, Refused, unavailable
-from service.gateway.replies import stop_reason
+from actors.types import Outcome
+from service.gateway.calls import SessionView
+from service.gateway.chat import RefusalCode, Refused, unavailable
 from service.gateway.tree import SessionTree
 from service.gateway.turns import SessionTurn
-from service.intake.session import SessionTotals, StoredSession
-
-log = logging.getLogger("rayloom.gateway")
+from service.intake.session import SessionEnd, SessionStatus, SessionTotals, StoredSession
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,8 +42,10 @@ class Session:
     """A session in memory."""
 
     stored: StoredSession
+    """Changed by `SessionChanges` alone, like the turns of the tree."""
     tree: SessionTree
     last_request_at: float
+    """Seconds since 1970."""
     ending: Ending | None = None
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -70,37 +62,6 @@ class Session:
         return self.stored.end is None and self.ending is None
 
 
-def under_way(session: Session, call: ChatCall, digest: str) -> Sampling | None:
-    """What is being sampled for this very request; None: nothing."""
-    if (same := session.sampling.get(call.request_id)) is not None:
-        return same
-    for sampling in session.sampling.values():
-        key = call.request.idempotency_key
-        if key and sampling.idempotency_key == key:
-            if sampling.digest != digest:
-                raise Refused(
-                    RefusalCode.CONFLICT,
-                    "this Idempotency-Key names another request, which is being answered; take a "
-                    "key of its own for each request",
-                )
-            return sampling
-        if call.request.is_retry and sampling.digest == digest:
-            return sampling
-    return None
-
-
-def check_turns(session: Session, finish: Finish) -> None:
-    """Raises: Refused for rewards of turns that the session does not have."""
-    unknown = [number for number in finish.turn_rewards if not 0 <= number < session.tree.num_turns]
-    if unknown:
-        raise Refused(
-            RefusalCode.INVALID_REQUEST,
-            f"turn_rewards names turns {sorted(unknown)[:8]}, expected numbers of turns that the "
-            f"session has, which are below {session.tree.num_turns}",
-            param="turn_rewards",
-        )
-
-
 def totals_of(session: Session) -> SessionTotals:
     """What its turns come to, as it stands."""
     tree, counts = session.tree, session.tree.counts()
@@ -113,40 +74,38 @@ def totals_of(session: Session) -> SessionTotals:
     )
 
 
-def as_reply(session: Session, turn: SessionTurn) -> ChatReply:
-    """A turn as its client is shown it."""
-    shows = session.stored.spec.shows_tokens
-    return ChatReply(
-        turn_id=f"{session.stored.id}.{turn.number}",
-        message=turn.reply,
-        stop_reason=stop_reason(turn.reply, turn.finish_reason),
-        num_prompt_tokens=session.tree.num_prompt_tokens(turn.number),
-        num_sampled_tokens=turn.num_sampled,
-        policy_version=_newest_version(turn),
-        created_at=turn.created_at,
-        sampled_token_ids=turn.sampled_token_ids if shows else None,
-        logprobs=turn.logprobs if shows else None,
+def view_of(session: Session) -> SessionView:
+    """A session as a client sees it."""
+    stored, end = session.stored, session.stored.end
+    status = SessionStatus.QUEUED if stored.opened_at is None else SessionStatus.OPEN
+    # The turns of one that is trained are gone.
+    totals = (end and end.totals) or totals_of(session)
+    return SessionView(
+        id=stored.id,
+        submission_id=stored.submission_id,
+        member=stored.member,
+        status=end.status if end else status,
+        created_at=stored.created_at,
+        opened_at=stored.opened_at,
+        ended_at=end.ended_at if end else None,
+        totals=totals,
+        reward=end.reward if end else None,
+        is_reward_pending=end is not None and end.reward_until is not None,
+        outcome=end.outcome if end else None,
+        detail=end.detail if end else "",
     )
 
 
-def _newest_version(turn: SessionTurn) -> int:
-    versions = [span.version for span in turn.version_spans]
-    return int(original_numbers(np.array(versions, np.int32)).max(initial=0))
-
-
-def unsampled(error: Exception) -> Refused:
-    """Nothing came of asking the engine."""
-    if isinstance(error, UnusableReply):
-        log.warning("a reply of the engine cannot be used: %s", error)
-        return unavailable(f"the engine's reply cannot be used ({error}); send the request again")
-    if isinstance(error, ValueError):
-        return Refused(RefusalCode.INVALID_REQUEST, str(error), param="messages")
-    return unavailable(f"no engine answered in time ({error}); send the request again")
-
-
-def stopping() -> Refused:
-    """The next gateway is to be asked."""
-    return unavailable("the gateway is being stopped; send the request again")
+def broken_off(status: SessionStatus, why: str, *, at: float) -> SessionEnd:
+    """The end of a session that nobody finished. at: seconds since 1970."""
+    is_expired = status is SessionStatus.EXPIRED
+    return SessionEnd(
+        status=status,
+        outcome=Outcome.WALL_TIMEOUT if is_expired else Outcome.CANCELLED,
+        reward=None,
+        detail=why,
+        ended_at=at,
+    )
 
 
 def closed(session: Session) -> Refused:
@@ -159,20 +118,6 @@ def closed(session: Session) -> Refused:
     )
 
 
-def ended_otherwise(session: Session) -> Refused:
-    """Another end, or another reward, is stored or on its way."""
-    end = session.stored.end
-    how = f"is {end.status} already, with another content" if end else "is being ended by another"
-    return Refused(
-        RefusalCode.CONFLICT,
-        f"session {session.stored.id} {how}; a session ends once, and gets one reward",
-    )
-
-
-def unknown(name: str) -> Refused:
-    """There is no such session, or the key is none of its own: the two look the same."""
-    return Refused(
-        RefusalCode.UNKNOWN_SESSION,
-        f"this run knows no session {name!r} of this key; take the key that its creation was "
-        "answered with, or create it with POST /api/v1/sessions",
-    )
+def stopping() -> Refused:
+    """The next gateway is to be asked."""
+    return unavailable("the gateway is being stopped; send the request again")

@@ -347,7 +347,8 @@ def _group_policies(body: UploadBody, settings: HttpSettings) -> list[GroupPolic
                 num_members=policy.num_members,
                 is_closed=True,
             )
-            check_samples(whole.request(), settings)
+            group = whole.request()
+            check_samples(group.id, group.num_samples, group.min_usable_samples, settings=settings)
     return policies
 
 

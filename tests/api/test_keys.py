@@ -66,7 +66,7 @@ async def made_by(client: httpx.AsyncClient, run: TenantRun) -> dict[str, Any]:
     assert (await client.post(ROLLOUTS, json=tasks)).status_code == 202
     created = await client.post(SESSIONS, json={"id": "owners-group"})
     assert created.status_code == 201, created.text
-    await run.open_sessions()
+    await run.port.admit()
     answer: dict[str, Any] = created.json()
     return answer
 
@@ -335,7 +335,7 @@ async def test_an_idempotency_key_is_its_tenants_own(run: TenantRun) -> None:
 async def test_a_key_is_good_at_once_and_revoked_within_seconds_everywhere(run: TenantRun) -> None:
     """Two replicas, of which each has known keys for a while, and the gateway."""
     one, two = run.app(), run.app()
-    looking = asyncio.create_task(run.port.look_forever())
+    looking = asyncio.create_task(run.port.sessions.look_forever())
     first = await new_key(one, "first")
     async with client_of(one) as at_one, client_of(two) as at_two:
         for client in (at_one, at_two):
@@ -421,7 +421,7 @@ async def test_a_key_has_its_own_limits(run: TenantRun) -> None:
     # Another key has room; what is admitted waits no more.
     async with client_of(app, FIRST_KEY) as admin:
         assert (await admin.post(ROLLOUTS, json=tasks("c", "d", "e"))).status_code == 202
-    await run.open_sessions()
+    await run.port.admit()
     async with client_of(app, few) as client:
         assert (await client.post(ROLLOUTS, json=tasks("f"))).status_code == 202
     async with client_of(app, open_one) as client:
@@ -430,9 +430,9 @@ async def test_a_key_has_its_own_limits(run: TenantRun) -> None:
         assert (await client.post(f"{ROLLOUTS}/g/cancel")).status_code == 200
         assert (await client.post(SESSIONS, json={"id": "h"})).status_code == 201
         # Behind the limits of the gateway's own reading of the keys.
-        run.port._keys.update(await run.keys())
-        while len(run.playing) < 2:
-            await run.open_sessions()
+        run.port.sessions._keys.update(await run.keys())
+        while len(run.port.playing) < 2:
+            await run.port.admit()
             run.service.play()
             await run.service.train()
         session = (await client.post(SESSIONS, json={"id": "h"})).json()["sessions"][0]

@@ -51,6 +51,14 @@ async def test_a_reward_has_so_many_named_parts_at_most(run: TenantRun) -> None:
             assert answer.status_code == 422 and "components" in answer.json()["detail"]
 
 
+async def test_a_group_has_so_many_sessions_at_most(run: TenantRun) -> None:
+    """Refused before a key is made for each."""
+    async with client_of(run.app(), FIRST_KEY) as client:
+        for number in (1, SETTINGS.service.max_samples_per_task + 1, 10**12):
+            answer = await client.post(SESSIONS, json={"id": "a", "num_sessions": number})
+            assert answer.status_code == 422 and answer.json()["code"] == "num-samples", number
+
+
 async def test_a_conversation_has_a_depth(run: TenantRun) -> None:
     deep: Any = "x"
     for _ in range(80):

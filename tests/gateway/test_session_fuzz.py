@@ -246,7 +246,7 @@ async def test_whatever_is_sent_is_answered_as_stated(tmp_path: Path, seed: int)
             counts[check(await client.send(request_of(rng)))] += 1
     # Both sides of each door were seen.
     assert {"stream", "200", "400", "401", "404", "415", "422"} <= set(counts), counts
-    view = await run.view("task-0")
+    view = await run.port.view("task-0")
     assert view is not None and view.totals.num_turns == len(run.gateway.policy.requests)
     await run.gateway.finish(1.0)
     assert (await run.gateway.trajectory()).episode_return == 1.0
@@ -293,12 +293,12 @@ async def test_readers_that_are_slow_or_gone_hold_up_nobody(tmp_path: Path) -> N
     vanished = Reader(app)
     vanished.may_read.clear()
     broken = post(vanished, "vanished", stream=True)
-    await until(lambda: run.gateway.sessions._known["task-0"].result().tree.num_turns == 6)
+    await until(lambda: run.gateway.sessions._loaded.all()[0].tree.num_turns == 6)
     vanished.left.set()
     async with asyncio.timeout(60):
         await broken
     slow.may_read.set()
     assert (await reading).endswith(b"data: [DONE]\n\n")
-    await until(lambda: not run.telling)
+    await until(lambda: not run.port.abandoned)
     view = await run.gateway.finish(1.0)
     assert (view.totals.num_turns, view.totals.num_left_out) == (6, 4)

@@ -17,7 +17,7 @@ from actors.types import NO_VERSION, UNDONE, FinishReason, Outcome
 from service.gateway.calls import Finish
 from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
 from service.gateway.keys import AGENT, REWARD
-from service.gateway.sessions import NO_KEY
+from service.gateway.loaded import NO_KEY
 from service.gateway.settings import SessionSettings
 from service.intake.session import SessionStatus
 

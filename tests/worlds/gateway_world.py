@@ -129,7 +129,7 @@ class Gateway:
 
     async def restart(self, *names: str) -> Gateway:
         """names: of sessions whose rollouts its successor is handed."""
-        for task in [*self.playing.values(), *self.sessions._begun]:
+        for task in self.playing.values():
             task.cancel()
         self.sessions.close()
         with suppress(asyncio.CancelledError):

@@ -11,10 +11,8 @@ from actors.algorithm import AlgorithmSettings
 from actors.deadline import within
 from actors.environment.settings import RolloutSettings
 from actors.types import SESSION, Trajectory
-from service.access.keys import NO_LIMITS, Caller, KeyLimits, NamedKey
+from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.api.problems import RunUnavailable
-from service.gateway.calls import ChatCall, Finish, SessionView
-from service.gateway.chat import ChatReply
 from service.gateway.commits import GroupCommit
 from service.gateway.sessions import GatewaySettings, Sessions
 from service.gateway.settings import SessionSettings
@@ -27,6 +25,7 @@ from service.store.keys import add_key, read_keys, revoke_key
 from service.store.sessions import SessionStore
 from worlds.episode_builders import renderer
 from worlds.gateway_world import Policy
+from worlds.local_port import LocalPort
 from worlds.queue_builders import take_all
 from worlds.submission_service import Service
 
@@ -97,76 +96,47 @@ class LocalRun:
         )  # fmt: skip
 
 
-@dataclass
-class LocalSessions:
-    """`service.gateway.routes.SessionPort`; a policy of a few lines answers."""
+class LocalSessions(LocalPort):
+    """The sessions of a run; a policy of a few lines answers."""
 
-    service: Service
-    settings: SessionSettings = field(default_factory=lambda: SessionSettings(hold_s=5.0))
-    playing: list[asyncio.Task[Trajectory]] = field(default_factory=list)
-    abandoned: set[asyncio.Task[None]] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        store = SessionStore(self.service.store)
-        term, policy = self.service.recorder.term, Policy()
-        self.sessions = Sessions(
-            GatewaySettings(
-                sessions=self.settings,
-                rollouts=RolloutSettings(max_turns=8, max_tokens_per_turn=16),
-                algorithm=AlgorithmSettings(group_size=2, groups_per_step=2),
-                max_context_tokens=400,
-            ),
-            renderer=renderer(),
-            make_policy=lambda: policy,
-            store=store,
-            commits=GroupCommit(store, term=term, hold_s=self.settings.hold_s),
+    def __init__(self, service: Service, settings: SessionSettings | None = None) -> None:
+        settings = settings or SessionSettings(hold_s=5.0)
+        self._store = SessionStore(service.store)
+        self._service = service
+        self.playing: list[asyncio.Task[Trajectory]] = []
+        policy = Policy()
+        super().__init__(
+            Sessions(
+                GatewaySettings(
+                    sessions=settings,
+                    rollouts=RolloutSettings(max_turns=8, max_tokens_per_turn=16),
+                    algorithm=AlgorithmSettings(group_size=2, groups_per_step=2),
+                    max_context_tokens=400,
+                ),
+                renderer=renderer(),
+                make_policy=lambda: policy,
+                store=self._store,
+                commits=GroupCommit(
+                    self._store, term=service.recorder.term, hold_s=settings.hold_s
+                ),
+                read_keys=lambda: read_keys(service.store),
+            )
         )
 
     async def admit(self) -> None:
         """Give group numbers to what waits, and open its sessions."""
-        await self.service.admit()
-        for assignment in take_all(self.service.queue, environments=(SESSION,)):
+        await self._service.admit()
+        for assignment in take_all(self._service.queue, environments=(SESSION,)):
             self.playing.append(asyncio.create_task(self.sessions.play(assignment)))
             member = int(assignment.rollout_id.rpartition("-")[2])
             await within(OPEN_LIMIT_S, self._opened(session_id(assignment.task.task_id, member)))
 
     async def _opened(self, name: str) -> None:
         """As the store has it."""
-        store = SessionStore(self.service.store)
-        while (found := store.find([name])[name]).opened_at is None and found.end is None:
+        while (found := self._store.find([name])[name]).opened_at is None and found.end is None:
             await asyncio.sleep(0.01)
 
     def close(self) -> None:
         for task in self.playing:
             task.cancel()
         self.sessions.close()
-
-    async def chat(self, call: ChatCall) -> ChatReply:
-        return await self.sessions.chat(call)
-
-    def abandon(self, session_id: str, request_id: str) -> None:
-        task = asyncio.create_task(self.sessions.abandon(session_id, request_id))
-        self.abandoned.add(task)
-        task.add_done_callback(self.abandoned.discard)
-
-    async def finish(
-        self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
-    ) -> SessionView:
-        return await self.sessions.finish(session_id, key_digest, finish, client)
-
-    async def give_reward(
-        self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
-    ) -> SessionView:
-        return await self.sessions.give_reward(session_id, key_digest, given, client)
-
-    async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        return await self.sessions.discard(session_id, sees)
-
-    async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        return await self.sessions.view(session_id, sees)
-
-    async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
-        return await self.sessions.claim(submission_id, name, sees)
-
-    async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
-        return await self.sessions.close_group(submission_id, sees)

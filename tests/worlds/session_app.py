@@ -11,11 +11,11 @@ from fastapi import FastAPI
 from starlette.types import Message
 
 from actors.algorithm import AlgorithmSettings
-from service.access.keys import NO_LIMITS, Caller, KeyLimits, NamedKey
+from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.api.app import create_app
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
-from service.gateway.calls import ChatCall, Finish, SessionView
+from service.gateway.calls import ChatCall
 from service.gateway.chat import ChatReply
 from service.gateway.routes import add_sessions
 from service.intake.feed import FeedPage
@@ -25,6 +25,16 @@ from service.intake.submission import Backlog, RolloutRequest, SubmissionView, S
 from service.run.health import Readiness
 from service.store.submissions import SubmissionStore
 from worlds.gateway_world import Gateway
+from worlds.local_port import LocalPort
+
+
+class _Port(LocalPort):
+    async def chat(self, call: ChatCall) -> ChatReply:
+        try:
+            return await super().chat(call)
+        except asyncio.CancelledError:
+            self.abandon(call.session_id, call.request_id)
+            raise
 
 
 @dataclass
@@ -33,8 +43,9 @@ class SessionRun:
 
     gateway: Gateway
     submitted: dict[str, RolloutRequest] = field(default_factory=dict)
-    telling: set[asyncio.Task[None]] = field(default_factory=set)
-    """Abandoned requests, on their way to the gateway."""
+
+    def __post_init__(self) -> None:
+        self.port = _Port(self.gateway.sessions)
 
     def app(self) -> FastAPI:
         settings = HttpSettings(
@@ -44,7 +55,7 @@ class SessionRun:
             environments=("guessing",),
         )
         app = create_app(self, settings)
-        add_sessions(app, self, self, settings)
+        add_sessions(app, self, self.port, settings)
         return app
 
     async def submit(
@@ -98,41 +109,6 @@ class SessionRun:
 
     async def readiness(self) -> Readiness:
         raise NotImplementedError
-
-    async def chat(self, call: ChatCall) -> ChatReply:
-        try:
-            return await self.gateway.sessions.chat(call)
-        except asyncio.CancelledError:
-            self.abandon(call.session_id, call.request_id)
-            raise
-
-    def abandon(self, session_id: str, request_id: str) -> None:
-        # As a call of an actor whose answer nobody awaits.
-        task = asyncio.create_task(self.gateway.sessions.abandon(session_id, request_id))
-        self.telling.add(task)
-        task.add_done_callback(self.telling.discard)
-
-    async def finish(
-        self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
-    ) -> SessionView:
-        return await self.gateway.sessions.finish(session_id, key_digest, finish, client)
-
-    async def give_reward(
-        self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
-    ) -> SessionView:
-        return await self.gateway.sessions.give_reward(session_id, key_digest, given, client)
-
-    async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        return await self.gateway.sessions.discard(session_id, sees)
-
-    async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        return await self.gateway.sessions.view(session_id, sees)
-
-    async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
-        return await self.gateway.sessions.claim(submission_id, name, sees)
-
-    async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
-        return await self.gateway.sessions.close_group(submission_id, sees)
 
 
 @dataclass

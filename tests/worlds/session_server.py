@@ -25,11 +25,11 @@ from actors.types import FinishReason, VersionSpan
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 from service.gateway.bodies import NewSession
-from service.gateway.routes import SessionPort, add_sessions
-from service.gateway.sessions import Sessions
+from service.gateway.routes import add_sessions
 from service.gateway.settings import SessionSettings
 from worlds.episode_builders import parsed_reply
 from worlds.gateway_world import NAME, SPEC, Gateway
+from worlds.local_port import LocalPort
 
 MAX_CONTEXT_TOKENS = 200_000
 MAX_ANSWER_TOKENS = 1000
@@ -60,20 +60,6 @@ class ForcedPolicy:
         )
 
 
-class LocalPort:
-    """The gateway's sessions, without Ray between."""
-
-    def __init__(self, sessions: Sessions) -> None:
-        self._sessions = sessions
-        self._begun: set[asyncio.Task[None]] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sessions, name)
-
-    def abandon(self, session_id: str, request_id: str) -> None:
-        self._begun.add(asyncio.ensure_future(self._sessions.abandon(session_id, request_id)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """A session that an agent can be started with."""
@@ -102,9 +88,8 @@ async def serving(directory: Path, policy: ForcedPolicy) -> AsyncIterator[Served
         sessions=settings,
         environments=(),
     )
-    port = cast(SessionPort, LocalPort(gateway.sessions))
     # The session is there: nothing is submitted to a run.
-    add_sessions(app, cast(Any, None), port, api)
+    add_sessions(app, cast(Any, None), LocalPort(gateway.sessions), api)
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off")
     )

@@ -1,0 +1,56 @@
+"""What the gateway does beside its calls: tasks that outlive their callers, and a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+from service.gateway.chat import Refused
+
+log = logging.getLogger("rayloom.gateway")
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
+
+class Background:
+    """One for a gateway; belongs to one event loop."""
+
+    def __init__(self) -> None:
+        # One thread: a tokenizer is not for two at once.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+        # The loop itself keeps no task alive.
+        self._begun: set[asyncio.Task[Any]] = set()
+
+    def begin(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
+        """Begin work that goes on when its caller is gone; how it fails is logged."""
+        task = asyncio.create_task(work)
+        self._begun.add(task)
+        task.add_done_callback(self._let_go)
+        return task
+
+    async def in_thread(
+        self,
+        function: Callable[Arguments, Answer],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Answer:
+        """Call what would hold the event loop up: tokenising, hashing, building samples."""
+        call = partial(function, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    def close(self) -> None:
+        """Give up what was begun."""
+        for task in self._begun:
+            task.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _let_go(self, task: asyncio.Task[Any]) -> None:
+        self._begun.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            level = logging.DEBUG if isinstance(error, Refused) else logging.ERROR
+            log.log(level, "%s: %s", type(error).__name__, error)

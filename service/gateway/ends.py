@@ -1,0 +1,184 @@
+"""Ends sessions: finished with a reward or waiting for one, discarded, or out of time.
+
+A session ends once; the same request again waits for the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
+from typing import Any
+
+from actors.types import FinishReason, Outcome
+from service.gateway.background import Background
+from service.gateway.calls import Finish
+from service.gateway.changes import SessionChanges
+from service.gateway.chat import RefusalCode, Refused
+from service.gateway.session import Ending, Session, broken_off
+from service.intake.session import SessionEnd, SessionStatus
+
+
+class Ends:
+    """One for a gateway; belongs to one event loop."""
+
+    def __init__(
+        self, changes: SessionChanges, *, background: Background, now: Callable[[], float]
+    ) -> None:
+        """now: seconds since 1970."""
+        self._changes = changes
+        self._background = background
+        self._now = now
+
+    async def finish(self, session: Session, finish: Finish) -> None:
+        """The same request again changes nothing. Raises: Refused."""
+        end = session.stored.end
+        if end is not None:
+            if end.digest == finish.digest:
+                return
+            raise _ended_otherwise(session)
+        _check_turns(session, finish)
+        until = self._now() + session.stored.spec.reward_deadline_s
+        await self._end(
+            session,
+            SessionEnd(
+                status=SessionStatus.FINISHED,
+                outcome=finish.outcome or Outcome.COMPLETED,
+                reward=finish.reward,
+                components=finish.components,
+                turn_rewards=finish.turn_rewards,
+                detail=finish.detail,
+                ended_at=self._now(),
+                reward_until=until if finish.is_reward_pending else None,
+                digest=finish.digest,
+            ),
+            is_stated=finish.outcome is not None,
+        )
+
+    async def give_reward(self, session: Session, given: Finish) -> None:
+        """Give the reward that a finished session waits for. As `finish`. Raises: Refused."""
+        end = session.stored.end
+        if end is None:
+            raise Refused(
+                RefusalCode.CONFLICT,
+                f"session {session.stored.id} is not finished; finish it, with the reward or with "
+                "reward_pending",
+            )
+        if end.reward_until is None:
+            if (end.reward, dict(end.components)) == (given.reward, dict(given.components)):
+                return
+            raise _ended_otherwise(session)
+        _check_turns(session, given)
+        rewarded = replace(
+            end,
+            reward=given.reward,
+            components=given.components,
+            turn_rewards={**end.turn_rewards, **given.turn_rewards},
+            reward_until=None,
+        )
+        await self._once(session, given.digest, self._changes.end(session, rewarded))
+
+    async def discard(self, session: Session, why: str) -> None:
+        """End a session that is not to be trained; nothing where it has ended. Raises: Refused."""
+        if session.stored.end is None:
+            await self._end(session, broken_off(SessionStatus.DISCARDED, why, at=self._now()))
+
+    def end_overdue(self, sessions: Iterable[Session]) -> None:
+        """Begin to end those whose time is up."""
+        now = self._now()
+        for session in sessions:
+            if session.ending is None and (end := _overdue(session, now)) is not None:
+                self._background.begin(self._end_overdue(session, end))
+
+    async def _end_overdue(self, session: Session, end: SessionEnd) -> None:
+        if session.stored.end is None:
+            await self._end(session, end)
+        else:
+            await self._once(session, "", self._changes.end(session, end))
+
+    async def _end(self, session: Session, end: SessionEnd, *, is_stated: bool = False) -> None:
+        """is_stated: whether the client says how it ended. Raises: Refused."""
+        await self._once(session, end.digest, self._give_up(session, end, is_stated=is_stated))
+
+    async def _give_up(self, session: Session, end: SessionEnd, *, is_stated: bool) -> None:
+        """End it when its turns are stored; those not yet sampled are given up. Raises: Refused."""
+        for sampling in list(session.sampling.values()):
+            if not sampling.is_committing:
+                sampling.task.cancel()
+        tasks = [sampling.task for sampling in session.sampling.values()]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if not is_stated and end.status is SessionStatus.FINISHED:
+            end = replace(end, outcome=_seen_outcome(session))
+        await self._changes.end(session, end)
+
+    async def _once(self, session: Session, digest: str, work: Coroutine[Any, Any, None]) -> None:
+        """Begin the work that ends a session, or wait for what was begun. Raises: Refused."""
+        ending = session.ending
+        if ending is not None:
+            work.close()
+            if ending.digest != digest:
+                raise _ended_otherwise(session)
+        else:
+            ending = session.ending = Ending(digest=digest, task=self._background.begin(work))
+            ending.task.add_done_callback(lambda _: setattr(session, "ending", None))
+        # It goes on when this caller is gone: the end may be stored already.
+        await asyncio.shield(ending.task)
+
+
+def _overdue(session: Session, now: float) -> SessionEnd | None:
+    """The end of a session whose time is up; None: it has some left."""
+    stored = session.stored
+    if stored.end is not None:
+        until = stored.end.reward_until
+        if until is None or now < until:
+            return None
+        return replace(stored.end, reward_until=None, detail="no reward came in time")
+    if stored.opened_at is None or not session.is_open:
+        return None
+    join_s, begun_at = stored.spec.join_s, stored.begun_at
+    if begun_at is None:
+        if join_s is None or now < stored.opened_at + join_s:
+            return None
+        why = f"no agent claimed it within {join_s:g} s"
+        return broken_off(SessionStatus.DISCARDED, why, at=now)
+    if now >= begun_at + stored.spec.ttl_s:
+        why = f"it was not finished within {stored.spec.ttl_s:g} s"
+    elif not session.sampling and now >= session.last_request_at + stored.spec.idle_s:
+        why = f"nothing was asked of it for {stored.spec.idle_s:g} s"
+    else:
+        return None
+    return broken_off(SessionStatus.EXPIRED, why, at=now)
+
+
+def _seen_outcome(session: Session) -> Outcome:
+    """How a session ended of which the client says nothing."""
+    last = session.tree.last_counted()
+    if last is None:
+        return Outcome.EMPTY
+    if session.stored.cut is not None:
+        return session.stored.cut
+    if last.finish_reason is FinishReason.LENGTH:
+        return Outcome.TRUNCATED_TOKENS
+    return Outcome.COMPLETED
+
+
+def _check_turns(session: Session, finish: Finish) -> None:
+    """Raises: Refused for rewards of turns that the session does not have."""
+    unknown = [number for number in finish.turn_rewards if not 0 <= number < session.tree.num_turns]
+    if unknown:
+        raise Refused(
+            RefusalCode.INVALID_REQUEST,
+            f"turn_rewards names turns {sorted(unknown)[:8]}, expected numbers of turns that the "
+            f"session has, which are below {session.tree.num_turns}",
+            param="turn_rewards",
+        )
+
+
+def _ended_otherwise(session: Session) -> Refused:
+    """Another end, or another reward, is stored or on its way."""
+    end = session.stored.end
+    how = f"is {end.status} already, with another content" if end else "is being ended by another"
+    return Refused(
+        RefusalCode.CONFLICT,
+        f"session {session.stored.id} {how}; a session ends once, and gets one reward",
+    )

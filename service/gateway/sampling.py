@@ -1,0 +1,263 @@
+"""Samples the turns of sessions: their limits, the prompt, the engine, the turn that is stored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from actors.environment.rendering import ChatRenderer, RenderError
+from actors.policy import (
+    GenerateReply,
+    GenerateRequest,
+    PolicyClient,
+    PolicyDeadlineExceeded,
+    PolicyUnavailable,
+    UnusableReply,
+    check_reply,
+)
+from actors.types import FinishReason, Outcome, Turn
+from service.access.keys import KeyBook, KeyLimits
+from service.access.rates import Rates
+from service.gateway.background import Background
+from service.gateway.calls import ChatCall
+from service.gateway.changes import SessionChanges
+from service.gateway.chat import RefusalCode, Refused, unavailable
+from service.gateway.replies import shown_reply
+from service.gateway.session import Sampling, Session, closed
+from service.gateway.tree import Place, Prompt, next_prompt
+from service.gateway.turns import SessionIntent, SessionTurn
+
+log = logging.getLogger("rayloom.gateway")
+
+# A session's turns, auxiliary ones too, over those of its limit.
+MOST_TURNS_FACTOR = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """A turn that is to be sampled."""
+
+    session: Session
+    call: ChatCall
+    place: Place
+    deadline_at: float
+    """In the loop's time."""
+
+
+class TurnRates:
+    """How often the sessions of a named key may begin turns."""
+
+    def __init__(
+        self, keys: KeyBook, *, default_limits: KeyLimits, now: Callable[[], float]
+    ) -> None:
+        """default_limits: of keys without limits of their own."""
+        self._keys = keys
+        self._default_limits = default_limits
+        self._rates = Rates(now=now)
+
+    def take(self, session: Session) -> None:
+        """Raises: Refused for a key whose sessions begin turns too often."""
+        name = session.stored.key_name
+        per_minute = self._keys.limits_of(name).over(self._default_limits).turns_per_minute
+        if not name or per_minute is None:
+            return
+        if wait_s := self._rates.take(name, per_s=per_minute / 60, burst=per_minute):
+            raise Refused(
+                RefusalCode.TOO_MANY_REQUESTS,
+                f"the sessions of the key that created {session.stored.id} have begun more than "
+                f"{per_minute:g} turns a minute (turns_per_minute of the key); send the request "
+                f"again in {wait_s} s",
+                retry_after_s=wait_s,
+            )
+
+
+class Sampler:
+    """One for a gateway; belongs to one event loop."""
+
+    def __init__(
+        self,
+        *,
+        renderer: ChatRenderer,
+        make_policy: Callable[[], PolicyClient],
+        changes: SessionChanges,
+        background: Background,
+        rates: TurnRates,
+        max_context_tokens: int,
+        temperature: float,
+        now: Callable[[], float],
+    ) -> None:
+        """max_context_tokens: prompt and reply together. now: seconds since 1970."""
+        self._renderer = renderer
+        self._make_policy = make_policy
+        self._policy: PolicyClient | None = None
+        self._changes = changes
+        self._background = background
+        self._rates = rates
+        self._max_context_tokens = max_context_tokens
+        self._temperature = temperature
+        self._now = now
+
+    def begin(
+        self, session: Session, call: ChatCall, place: Place, *, deadline_at: float
+    ) -> Sampling:
+        """Begin a turn; its task gives the turn, stored.
+
+        deadline_at: in the loop's time. Raises: Refused; so does the task.
+        """
+        if not session.is_open:
+            raise closed(session)
+        self._rates.take(session)
+        self._check_turns(session)
+        session.tree.note_request(place.request_digest)
+        sampling = Sampling(
+            request_id=call.request_id,
+            digest=place.request_digest,
+            idempotency_key=call.request.idempotency_key,
+        )
+        wanted = _Wanted(session=session, call=call, place=place, deadline_at=deadline_at)
+        sampling.task = self._background.begin(self._sample(wanted, sampling))
+        session.sampling[call.request_id] = sampling
+        sampling.task.add_done_callback(lambda _: session.sampling.pop(call.request_id, None))
+        return sampling
+
+    def _check_turns(self, session: Session) -> None:
+        """Raises: Refused for a session that has all its turns."""
+        most, num_begun = session.stored.spec.max_turns, len(session.sampling)
+        num_counted = session.tree.num_counted + num_begun
+        # Calls that are no part of the task are not counted, but cost as much.
+        is_over = session.tree.num_turns + num_begun >= MOST_TURNS_FACTOR * most
+        if is_over or num_counted >= most:
+            self._changes.cut(session, Outcome.MAX_TURNS)
+            raise Refused(
+                RefusalCode.ROLLOUT_STOPPED,
+                f"session {session.stored.id} has {num_counted} turns, expected at most {most}; "
+                "finish it",
+            )
+
+    async def _sample(self, wanted: _Wanted, sampling: Sampling) -> SessionTurn:
+        """Raises: Refused."""
+        session = wanted.session
+        try:
+            prompt = await self._background.in_thread(next_prompt, wanted.place, self._renderer)
+        except RenderError as error:
+            raise Refused(
+                RefusalCode.INVALID_REQUEST,
+                f"the model's chat template cannot render these messages: {error}",
+                param="messages",
+            ) from error
+        request = self._request(wanted, prompt)
+        turn, reply = await self._ask(wanted, request)
+        if not session.is_open:
+            raise closed(session)
+        stored = self._stored(wanted, prompt, turn, reply, is_unseen=sampling.is_abandoned)
+        sampling.is_committing = True
+        await self._changes.add_turn(session, stored)
+        if sampling.is_abandoned and not stored.is_unseen:
+            self._changes.hide(session, stored.number)
+        return stored
+
+    def _request(self, wanted: _Wanted, prompt: Prompt) -> GenerateRequest:
+        """Raises: Refused for a prompt that leaves no room."""
+        session, place = wanted.session, wanted.place
+        room = self._max_context_tokens - prompt.token_ids.shape[0]
+        if room < 1:
+            self._changes.cut(session, Outcome.TRUNCATED_CONTEXT)
+            raise Refused(
+                RefusalCode.CONTEXT_LENGTH_EXCEEDED,
+                f"the messages have {prompt.token_ids.shape[0]} tokens, which leaves no room for a "
+                f"reply; expected less than {self._max_context_tokens}; shorten them",
+                param="messages",
+            )
+        most = min(room, session.stored.spec.max_tokens_per_turn)
+        parent = None if place.parent is None else session.tree.turn(place.parent)
+        left_s = wanted.deadline_at - asyncio.get_running_loop().time()
+        return GenerateRequest(
+            prompt_token_ids=prompt.token_ids,
+            max_tokens=min(most, wanted.call.request.max_tokens or most),
+            temperature=self._temperature,
+            deadline_s=max(0.001, left_s),
+            cache_salt=parent.cache_salt or None if parent else None,
+            replica=parent.replica if parent else "",
+            tools=place.tools,
+        )
+
+    async def _ask(self, wanted: _Wanted, request: GenerateRequest) -> tuple[Turn, GenerateReply]:
+        """Note that the engine is asked, and ask it. Raises: Refused."""
+        session, request_id = wanted.session, wanted.call.request_id
+        intent = SessionIntent(
+            request_id=request_id,
+            request_digest=wanted.place.request_digest,
+            parent=wanted.place.parent,
+            policy_version=None,
+            created_at=self._now(),
+        )
+        self._changes.add_intent(session, intent)
+        try:
+            # Made within the event loop that uses it.
+            self._policy = self._policy or self._make_policy()
+            reply = await self._policy.generate(request)
+            turn = check_reply(request, reply)
+        except (PolicyUnavailable, PolicyDeadlineExceeded, UnusableReply, ValueError) as error:
+            self._changes.drop_intent(session, request_id)
+            raise _unsampled(error) from error
+        if turn.finish_reason is FinishReason.ABORT:
+            self._changes.drop_intent(session, request_id)
+            raise unavailable("the engine gave the turn up; send the request again")
+        return turn, reply
+
+    def _stored(
+        self,
+        wanted: _Wanted,
+        prompt: Prompt,
+        turn: Turn,
+        reply: GenerateReply,
+        *,
+        is_unseen: bool,
+    ) -> SessionTurn:
+        """The turn as it is stored: the session's next."""
+        tree, place, call = wanted.session.tree, wanted.place, wanted.call
+        number = tree.num_turns
+        shown = shown_reply(
+            self._renderer.decode(turn.sampled_token_ids),
+            reply.parsed,
+            place.tools,
+            turn.finish_reason,
+            turn_id=tree.turn_id(number),
+        )
+        return SessionTurn(
+            number=number,
+            parent=place.parent,
+            tools=() if place.parent is not None else place.tools,
+            new_messages=place.new_messages,
+            reply=shown.message,
+            extends_parent=prompt.extends_parent,
+            new_token_ids=prompt.new_token_ids,
+            sampled_token_ids=turn.sampled_token_ids,
+            logprobs=turn.logprobs,
+            version_spans=turn.version_spans,
+            finish_reason=turn.finish_reason,
+            num_inserted=prompt.num_inserted,
+            break_reason=prompt.break_reason,
+            is_malformed=shown.is_malformed,
+            is_auxiliary=call.request.is_auxiliary,
+            is_unseen=is_unseen,
+            expert_indices=turn.expert_indices,
+            cache_salt=reply.cache_salt,
+            replica=reply.replica,
+            request_id=call.request_id,
+            request_digest=place.request_digest,
+            idempotency_key=call.request.idempotency_key,
+            created_at=self._now(),
+        )
+
+
+def _unsampled(error: Exception) -> Refused:
+    """Nothing came of asking the engine."""
+    if isinstance(error, UnusableReply):
+        log.warning("a reply of the engine cannot be used: %s", error)
+        return unavailable(f"the engine's reply cannot be used ({error}); send the request again")
+    if isinstance(error, ValueError):
+        return Refused(RefusalCode.INVALID_REQUEST, str(error), param="messages")
+    return unavailable(f"no engine answered in time ({error}); send the request again")
