@@ -130,10 +130,12 @@ class Sessions:
 
 def _create(client: httpx.Client, name: str) -> list[dict[str, Any]]:
     while True:
-        answer = client.post("/api/v1/sessions", json={"id": name, "num_sessions": GROUP_SIZE})
-        if answer.status_code in (200, 201):
-            found: list[dict[str, Any]] = answer.json()["sessions"]
-            return found
+        # HAProxy opens its port a moment after Serve has said that it is there.
+        with suppress(httpx.TransportError):
+            answer = client.post("/api/v1/sessions", json={"id": name, "num_sessions": GROUP_SIZE})
+            if answer.status_code in (200, 201):
+                found: list[dict[str, Any]] = answer.json()["sessions"]
+                return found
         time.sleep(0.5)
 
 

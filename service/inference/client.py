@@ -42,6 +42,7 @@ MAX_LOST = 64
 # next generate in the same tick; a tenth of a step's time gathers them.
 LINGER_S = 0.001
 
+DEPLOYMENT_NAME = "InferenceReplica"
 TRANSPORT_ERRORS = (RayError, RayServeException, grpc.RpcError)
 
 Failure = PolicyUnavailable | PolicyDeadlineExceeded | ValueError
@@ -50,6 +51,14 @@ Answer = GenerateReply | Failure
 AnswerChunk = list[tuple[int, Answer]]
 
 _Answered = TypeVar("_Answered")
+
+
+def engines_handle(app_name: str) -> DeploymentHandle[Any]:
+    """Of the engines of a Serve application; with HAProxy its ingress is another deployment.
+
+    Raises: RayServeException where there is none.
+    """
+    return serve.get_deployment_handle(DEPLOYMENT_NAME, app_name)
 
 
 def as_answer(error: Failure) -> Failure:
@@ -140,7 +149,7 @@ class ServePolicyClient:
             if self._handle is not None:
                 return
             try:
-                handle = await asyncio.to_thread(serve.get_app_handle, self.app_name)
+                handle = await asyncio.to_thread(engines_handle, self.app_name)
             except TRANSPORT_ERRORS as error:
                 raise PolicyUnavailable(
                     f"inference: no deployment {self.app_name!r}; deploy it first"

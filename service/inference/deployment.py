@@ -58,7 +58,13 @@ from actors.weights.board import (
     HoldOrder,
     Publication,
 )
-from service.inference.client import Answer, AnswerChunk, as_answer
+from service.inference.client import (
+    DEPLOYMENT_NAME,
+    Answer,
+    AnswerChunk,
+    as_answer,
+    engines_handle,
+)
 from service.inference.settings import EngineSettings
 from service.inference.vllm_metrics import engine_metrics
 from service.launch.cluster import NAMESPACE
@@ -73,7 +79,6 @@ RETRY_S = 0.5
 # A live board answers within milliseconds; a frozen one, or on a node that is coming back, later.
 BOARD_LIMIT_S = 60.0
 BEAT_S = 2.0
-DEPLOYMENT_NAME = "InferenceReplica"
 STATUS_POLL_S = 0.2
 # Its answer is work for two processes, on cores that the engine starts on.
 SERVE_STATUS_EVERY_S = 2.0
@@ -505,7 +510,7 @@ def deploy_inference(
     run_id: str,
     orphan_timeout_s: float = 60.0,
     resources: Mapping[str, float] | None = None,
-) -> DeploymentHandle[InferenceReplica]:
+) -> None:
     """Start the deployment under an application name, or change its number of replicas.
 
     run_id, orphan_timeout_s: as of `InferenceReplica`. resources: what a replica asks for beside
@@ -534,9 +539,25 @@ def deploy_inference(
     # Without a version of its own Serve takes each deployment for new code and replaces replicas.
     deployment = deployment.options(version=_digest(settings), _internal=True)
     bound = deployment.bind(settings, board, run_id, orphan_timeout_s)
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        bound = serve.deployment(
+            name="ingress",
+            ray_actor_options={"num_cpus": 0},
+            logging_config={"log_level": "WARNING"},
+        )(HaproxyIngress).bind(bound)
     target = serve.RunTarget(bound, name=name, route_prefix=None)
-    [handle] = serve.run_many([target], wait_for_applications_running=False)
-    return handle
+    serve.run_many([target], wait_for_applications_running=False)
+
+
+class HaproxyIngress:
+    """Stands before the engines where Serve uses HAProxy, and is asked for nothing.
+
+    Serve refuses a router of one's own for the ingress of an application then, also for one that
+    no HTTP request can reach.
+    """
+
+    def __init__(self, engines: DeploymentHandle[InferenceReplica]) -> None:
+        self._engines = engines
 
 
 async def wait_ready(
@@ -618,7 +639,7 @@ def find_leftover(run_id: str, settings: EngineSettings) -> str:
     """
     for name in _leftovers(run_id):
         with suppress(RayServeException, RayError, TimeoutError):
-            asked = serve.get_app_handle(name).describe.remote()
+            asked = engines_handle(name).describe.remote()
             found: ReplicaDescription = asked.result(timeout_s=RPC_TIMEOUT_S)
             if is_same_engine(found.settings, settings):
                 return name

@@ -39,7 +39,7 @@ from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.weights.actor import start_board
 from actors.weights.board import BoardStatus, StaleTerm, check_tokens
 from actors.weights.buffers import pack_group
-from service.inference.client import ServePolicyClient
+from service.inference.client import ServePolicyClient, engines_handle
 from service.inference.deployment import (
     ReplicaDescription,
     delete_inference,
@@ -333,7 +333,7 @@ async def test_killed_replica_and_killed_engine_are_replaced_with_the_current_ve
 
 
 async def describe(deployed: Deployed) -> ReplicaDescription:
-    return await serve.get_app_handle(deployed.app).describe.remote()
+    return await engines_handle(deployed.app).describe.remote()
 
 
 def is_whole_again(deployed: Deployed, *, without: str) -> bool:
