@@ -20,7 +20,7 @@ from service.intake.submission import RolloutRequest
 
 # Room for the member's number, within the length of any id.
 SESSIONS_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,119}$"
-# How an agent's holder may say that a session ended; the rest is for the gateway to say.
+# Outcomes that a client may state; the gateway decides the others.
 STATED_OUTCOMES = frozenset(
     {
         Outcome.COMPLETED,

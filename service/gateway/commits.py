@@ -160,7 +160,7 @@ class GroupCommit:
             if not isinstance(error, LeaseLost | StoreError):
                 raise
         finally:
-            # Not by a callback of the task: what came before it would wait for a writer.
+            # Not in a callback of the task: an entry that came before it would start no writer.
             self._writing = None
 
     def _next_batch(self) -> list[_Entry]:

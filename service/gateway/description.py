@@ -75,7 +75,7 @@ def described(dialect: Dialect) -> dict[str, Any]:
 def _property(parameter: Parameter) -> dict[str, Any]:
     found: dict[str, Any] = {"description": _PREFIXES[parameter.effect] + parameter.note}
     if parameter.effect is Effect.REFUSED:
-        # These ask for nothing.
+        # The values that are taken all the same.
         found["enum"] = [None, *parameter.harmless]
     return found
 

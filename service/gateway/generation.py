@@ -13,18 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.environment.settings import RolloutSettings
-from actors.policy import (
-    GenerateReply,
-    GenerateRequest,
-    PolicyClient,
-    PolicyDeadlineExceeded,
-    PolicyUnavailable,
-    UnusableReply,
-    check_reply,
-)
-from actors.types import FinishReason
+from actors.policy import GenerateReply, GenerateRequest, PolicyClient
 from service.api.problems import Problem
-from service.gateway.chat import RefusalCode, Refused, unavailable
+from service.gateway.engine import Engine
 from service.gateway.upload_bodies import GenerateAnswer, GenerateBody, Packed, Span
 from service.gateway.upload_checks import Fault, Violation, read_ids
 from service.intake.uploads import PolicyFacts
@@ -86,22 +77,11 @@ class Generation:
     """The gateway's part; belongs to one event loop."""
 
     def __init__(self, make_policy: Callable[[], PolicyClient]) -> None:
-        self._make_policy = make_policy
-        self._policy: PolicyClient | None = None
+        self._engine = Engine(make_policy)
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Sample; while no engine is there, wait until the request's deadline. Raises: Refused."""
-        # Made within the event loop that uses it.
-        self._policy = self._policy or self._make_policy()
-        try:
-            reply = await self._policy.generate(request)
-            check_reply(request, reply)
-        except ValueError as error:
-            raise Refused(RefusalCode.INVALID_REQUEST, str(error), param="token_ids") from error
-        except (PolicyUnavailable, PolicyDeadlineExceeded, UnusableReply) as error:
-            raise unavailable(f"no engine answered in time ({error}); send it again") from error
-        if reply.finish_reason is FinishReason.ABORT:
-            raise unavailable("the engine gave the request up; send it again")
+        """As `Engine.sample`. Raises: Refused."""
+        _, reply = await self._engine.sample(request, param="token_ids")
         return reply
 
 

@@ -373,7 +373,7 @@ class _Stream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            # Not in the generator: of a client that is gone at once it has not begun.
+            # Not in the generator, which does not begin where the client is gone at once.
             if not self._work.done():
                 self._work.cancel()
             elif not self._is_whole:

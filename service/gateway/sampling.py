@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.environment.rendering import ChatRenderer, RenderError
-from actors.policy import (
-    GenerateReply,
-    GenerateRequest,
-    PolicyClient,
-    PolicyDeadlineExceeded,
-    PolicyUnavailable,
-    UnusableReply,
-    check_reply,
-)
-from actors.types import FinishReason, Outcome, Turn
+from actors.policy import GenerateReply, GenerateRequest
+from actors.types import Outcome, Turn
 from service.access.keys import KeyBook, KeyLimits
 from service.access.rates import Rates
 from service.gateway.background import Background
 from service.gateway.calls import ChatCall
 from service.gateway.changes import SessionChanges
-from service.gateway.chat import RefusalCode, Refused, unavailable
+from service.gateway.chat import RefusalCode, Refused
+from service.gateway.engine import Engine
 from service.gateway.replies import shown_reply
 from service.gateway.session import Sampling, Session, closed
 from service.gateway.tree import Place, Prompt, next_prompt
 from service.gateway.turns import SessionIntent, SessionTurn
-
-log = logging.getLogger("rayloom.gateway")
 
 # A session's turns, auxiliary ones too, over those of its limit.
 MOST_TURNS_FACTOR = 8
@@ -80,7 +70,7 @@ class Sampler:
         self,
         *,
         renderer: ChatRenderer,
-        make_policy: Callable[[], PolicyClient],
+        engine: Engine,
         changes: SessionChanges,
         background: Background,
         rates: TurnRates,
@@ -90,8 +80,7 @@ class Sampler:
     ) -> None:
         """max_context_tokens: prompt and reply together. now: seconds since 1970."""
         self._renderer = renderer
-        self._make_policy = make_policy
-        self._policy: PolicyClient | None = None
+        self._engine = engine
         self._changes = changes
         self._background = background
         self._rates = rates
@@ -195,17 +184,10 @@ class Sampler:
         )
         self._changes.add_intent(session, intent)
         try:
-            # Made within the event loop that uses it.
-            self._policy = self._policy or self._make_policy()
-            reply = await self._policy.generate(request)
-            turn = check_reply(request, reply)
-        except (PolicyUnavailable, PolicyDeadlineExceeded, UnusableReply, ValueError) as error:
+            return await self._engine.sample(request, param="messages")
+        except Refused:
             self._changes.drop_intent(session, request_id)
-            raise _unsampled(error) from error
-        if turn.finish_reason is FinishReason.ABORT:
-            self._changes.drop_intent(session, request_id)
-            raise unavailable("the engine gave the turn up; send the request again")
-        return turn, reply
+            raise
 
     def _stored(
         self,
@@ -251,13 +233,3 @@ class Sampler:
             idempotency_key=call.request.idempotency_key,
             created_at=self._now(),
         )
-
-
-def _unsampled(error: Exception) -> Refused:
-    """Nothing came of asking the engine."""
-    if isinstance(error, UnusableReply):
-        log.warning("a reply of the engine cannot be used: %s", error)
-        return unavailable(f"the engine's reply cannot be used ({error}); send the request again")
-    if isinstance(error, ValueError):
-        return Refused(RefusalCode.INVALID_REQUEST, str(error), param="messages")
-    return unavailable(f"no engine answered in time ({error}); send the request again")

@@ -10,7 +10,13 @@ from service.gateway.calls import SessionView
 from service.gateway.chat import RefusalCode, Refused, unavailable
 from service.gateway.tree import SessionTree
 from service.gateway.turns import SessionTurn
-from service.intake.session import SessionEnd, SessionStatus, SessionTotals, StoredSession
+from service.intake.session import (
+    SessionEnd,
+    SessionStatus,
+    SessionTotals,
+    StoredSession,
+    status_of,
+)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -77,14 +83,13 @@ def totals_of(session: Session) -> SessionTotals:
 def view_of(session: Session) -> SessionView:
     """A session as a client sees it."""
     stored, end = session.stored, session.stored.end
-    status = SessionStatus.QUEUED if stored.opened_at is None else SessionStatus.OPEN
     # The turns of one that is trained are gone.
     totals = (end and end.totals) or totals_of(session)
     return SessionView(
         id=stored.id,
         submission_id=stored.submission_id,
         member=stored.member,
-        status=end.status if end else status,
+        status=status_of(stored.opened_at, end),
         created_at=stored.created_at,
         opened_at=stored.opened_at,
         ended_at=end.ended_at if end else None,

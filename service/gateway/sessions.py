@@ -34,6 +34,7 @@ from service.gateway.changes import SessionChanges
 from service.gateway.chat import ChatReply, RefusalCode, Refused, unavailable
 from service.gateway.commits import GroupCommit
 from service.gateway.ends import Ends
+from service.gateway.engine import Engine
 from service.gateway.groups import Groups
 from service.gateway.loaded import LoadedSessions
 from service.gateway.sampling import Sampler, TurnRates
@@ -98,7 +99,7 @@ class Sessions:
         )
         sampler = Sampler(
             renderer=renderer,
-            make_policy=make_policy,
+            engine=Engine(make_policy),
             changes=self._changes,
             background=self._background,
             rates=TurnRates(self._keys, default_limits=settings.default_limits, now=now),

@@ -47,7 +47,7 @@ from service.gateway.upload_bodies import (
 from service.gateway.upload_content import stored_content
 from service.intake.uploads import PolicyFacts, Upload
 
-# The rest is for us to say.
+# Outcomes that a client may state; the run decides the others.
 STATED_OUTCOMES = frozenset(Outcome) - {
     Outcome.STALE,
     Outcome.CANCELLED,

@@ -120,7 +120,7 @@ class Uploads:
             try:
                 return await self._thread.call(self._store.load, group, member)
             except StoreError as error:
-                # Whoever uploaded it cannot be asked again.
+                # Tried until it can be: the client was told that it is stored.
                 log.warning("trajectory %d of %s cannot be read yet: %s", member, group, error)
                 await asyncio.sleep(AGAIN_S)
 

@@ -140,3 +140,10 @@ class StoredSession:
 def session_id(submission_id: str, member: int) -> str:
     """Example: session_id("prompt-9", 3) -> "prompt-9-3"."""
     return f"{submission_id}-{member}"
+
+
+def status_of(opened_at: float | None, end: SessionEnd | None) -> SessionStatus:
+    """Where a session stands; the arguments as those of `StoredSession`."""
+    if end is not None:
+        return end.status
+    return SessionStatus.QUEUED if opened_at is None else SessionStatus.OPEN

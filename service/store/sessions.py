@@ -33,7 +33,7 @@ from service.gateway.turns import (
 )
 from service.intake.feed import FeedEntry, FeedKind
 from service.intake.listing import SessionFilter, SessionLine, SessionPage, SessionPlace
-from service.intake.session import SessionEnd, SessionKeys, SessionStatus, StoredSession
+from service.intake.session import SessionEnd, SessionKeys, SessionStatus, StoredSession, status_of
 from service.store import tables
 from service.store.feed import add_entries
 from service.store.lineage import first_versions
@@ -270,27 +270,32 @@ def _store(
 ) -> frozenset[int]:
     rows = _rows(connection, changes, marks)
     too_late = frozenset(place for place, change in enumerate(changes) if not rows.take(change))
-    turns, intents, sessions = tables.session_turns, tables.session_intents, tables.sessions
-    # Bound by other names than the columns', which are those of the values.
-    session, number, request = (
-        bindparam(name, type_=column.type)
-        for name, column in (
-            ("of_session", sessions.c.id),
-            ("of_turn", turns.c.number),
-            ("of_request", intents.c.request_id),
-        )
-    )
+    _store_turns(connection, rows, term)
+    _store_sessions(connection, rows)
+    add_entries(connection, rows.told)
+    return too_late
+
+
+# Names that are bound in a condition: others than the columns', which are those of the values.
+_OF_SESSION = bindparam("of_session", type_=tables.sessions.c.id.type)
+_OF_TURN = bindparam("of_turn", type_=tables.session_turns.c.number.type)
+_OF_REQUEST = bindparam("of_request", type_=tables.session_intents.c.request_id.type)
+
+
+def _store_turns(connection: Connection, rows: _Rows, term: int) -> None:
+    turns, intents = tables.session_turns, tables.session_intents
+    is_request = intents.c.request_id == _OF_REQUEST
     _execute(
         connection,
-        delete(intents).where(intents.c.session_id == session, intents.c.request_id == request),
-        ({"of_session": of_session, "of_request": name} for of_session, name in rows.intents),
+        delete(intents).where(intents.c.session_id == _OF_SESSION, is_request),
+        ({"of_session": session, "of_request": request} for session, request in rows.intents),
     )
     _execute(
         connection,
         insert(intents),
         (
-            {"session_id": of_session, **_values(intent, _INTENT_FIELDS)}
-            for (of_session, _), intent in rows.intents.items()
+            {"session_id": session, **_values(intent, _INTENT_FIELDS)}
+            for (session, _), intent in rows.intents.items()
             if intent is not None
         ),
     )
@@ -298,53 +303,50 @@ def _store(
         connection,
         insert(turns),
         (
-            {"session_id": of_session, "term": term, **_values(turn, _TURN_FIELDS)}
-            for (of_session, _), turn in rows.turns.items()
+            {"session_id": session, "term": term, **_values(turn, _TURN_FIELDS)}
+            for (session, _), turn in rows.turns.items()
         ),
     )
     _execute(
         connection,
         update(turns)
-        .where(turns.c.session_id == session, turns.c.number == number)
+        .where(turns.c.session_id == _OF_SESSION, turns.c.number == _OF_TURN)
         .values(is_unseen=bindparam("unseen")),
         (
-            {"of_session": of_session, "of_turn": of_turn, "unseen": is_unseen}
-            for (of_session, of_turn), is_unseen in rows.unseen.items()
+            {"of_session": session, "of_turn": number, "unseen": is_unseen}
+            for (session, number), is_unseen in rows.unseen.items()
         ),
     )
+
+
+def _store_sessions(connection: Connection, rows: _Rows) -> None:
+    sessions = tables.sessions.c
+    of_session = update(tables.sessions).where(sessions.id == _OF_SESSION)
     _execute(
         connection,
-        update(sessions)
-        .where(sessions.c.id == session, sessions.c.opened_at.is_(None))
-        .values(opened_at=bindparam("opened")),
-        ({"of_session": of_session, "opened": at} for of_session, at in rows.opened.items()),
+        of_session.where(sessions.opened_at.is_(None)).values(opened_at=bindparam("opened")),
+        ({"of_session": session, "opened": at} for session, at in rows.opened.items()),
     )
     _execute(
         connection,
-        update(sessions)
-        .where(sessions.c.id == session, sessions.c.claimed_by == "")
-        .values(claimed_by=bindparam("name"), claimed_at=bindparam("at")),
+        of_session.where(sessions.claimed_by == "").values(
+            claimed_by=bindparam("name"), claimed_at=bindparam("at")
+        ),
         (
-            {"of_session": of_session, "name": claim.name, "at": claim.claimed_at}
-            for of_session, claim in rows.claims.items()
+            {"of_session": session, "name": claim.name, "at": claim.claimed_at}
+            for session, claim in rows.claims.items()
         ),
     )
     _execute(
         connection,
-        update(sessions)
-        .where(sessions.c.id == session)
-        .values(cut=bindparam("outcome", type_=sessions.c.cut.type)),
-        ({"of_session": of_session, "outcome": cut} for of_session, cut in rows.cuts.items()),
+        of_session.values(cut=bindparam("outcome", type_=sessions.cut.type)),
+        ({"of_session": session, "outcome": cut} for session, cut in rows.cuts.items()),
     )
     _execute(
         connection,
-        update(sessions)
-        .where(sessions.c.id == session)
-        .values(end=bindparam("ended", type_=sessions.c.end.type)),
-        ({"of_session": of_session, "ended": end} for of_session, end in rows.new_ends.items()),
+        of_session.values(end=bindparam("ended", type_=sessions.end.type)),
+        ({"of_session": session, "ended": end} for session, end in rows.new_ends.items()),
     )
-    add_entries(connection, rows.told)
-    return too_late
 
 
 def _rows(
@@ -404,12 +406,11 @@ def _values(record: SessionTurn | SessionIntent, names: Sequence[str]) -> dict[s
 
 def _line(row: Any) -> SessionLine:
     end: SessionEnd | None = row.end
-    status = SessionStatus.QUEUED if row.opened_at is None else SessionStatus.OPEN
     return SessionLine(
         id=row.id,
         submission_id=row.submission_id,
         member=row.member,
-        status=end.status if end else status,
+        status=status_of(row.opened_at, end),
         created_at=row.created_at,
         opened_at=row.opened_at,
         ended_at=end.ended_at if end else None,

@@ -11,25 +11,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import uvicorn
-from fastapi import FastAPI
 
-from actors.algorithm import AlgorithmSettings
 from actors.environment.rendering import ChatRenderer
 from actors.policy import GenerateReply, GenerateRequest
 from actors.trainer.tiny.tokenizer import TURN_END, build_tokenizer
 from actors.types import FinishReason, VersionSpan
-from service.api.settings import HttpSettings
-from service.config.tree import ServiceSettings
 from service.gateway.bodies import NewSession
-from service.gateway.routes import add_sessions
 from service.gateway.settings import SessionSettings
 from worlds.episode_builders import parsed_reply
 from worlds.gateway_world import NAME, SPEC, Gateway
-from worlds.local_port import LocalPort
+from worlds.session_app import SessionRun
 
 MAX_CONTEXT_TOKENS = 200_000
 MAX_ANSWER_TOKENS = 1000
@@ -81,15 +76,8 @@ async def serving(directory: Path, policy: ForcedPolicy) -> AsyncIterator[Served
         policy_client=policy,
     )
     await gateway.opened(spec=replace(SPEC, max_tokens_per_turn=MAX_ANSWER_TOKENS))
-    app = FastAPI()
-    api = HttpSettings(
-        service=ServiceSettings(),
-        algorithm=AlgorithmSettings(),
-        sessions=settings,
-        environments=(),
-    )
     # The session is there: nothing is submitted to a run.
-    add_sessions(app, cast(Any, None), LocalPort(gateway.sessions), api)
+    app = SessionRun(gateway).app()
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off")
     )

@@ -296,7 +296,7 @@ def error(refusal: Refused) -> dict[str, Any]:
     if refusal.code is RefusalCode.NOT_AVAILABLE:
         kind_of_error = "overloaded_error"
     if refusal.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
-        # Clients know it by these words alone.
+        # Clients recognise it by these words alone.
         message = f"prompt is too long: {message}"
     return {
         "type": "error",

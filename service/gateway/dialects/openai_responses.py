@@ -298,7 +298,7 @@ def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
             "input_tokens": reply.num_prompt_tokens,
             "output_tokens": reply.num_sampled_tokens,
             "total_tokens": reply.num_prompt_tokens + reply.num_sampled_tokens,
-            # Demanded by the SDK; neither is known.
+            # The SDK requires these fields; the numbers are not known.
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": 0},
         },
