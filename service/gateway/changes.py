@@ -65,7 +65,8 @@ class SessionChanges:
 
     def add_intent(self, session: Session, intent: SessionIntent) -> None:
         """The engine is about to be asked."""
-        self._commits.add([IntentAdded(session_id=session.stored.id, intent=intent)])
+        change = IntentAdded(session_id=session.stored.id, intent=intent)
+        self._commits.add([change], can_linger=True)
 
     def drop_intent(self, session: Session, request_id: str) -> None:
         """Nothing was sampled for the request."""

@@ -7,7 +7,8 @@ One for a gateway; belongs to one event loop.
 
 A transaction begins at once where the last one ended 5 ms ago or longer: a lone turn waits for the
 disk alone. Else it begins 5 ms after the last one's end: what comes meanwhile shares its sync, and
-the supervisor, whose lease and steps go through the same lock, gets its turn in between.
+the supervisor, whose lease and steps go through the same lock, gets its turn in between. What can
+wait, such as intents, begins no transaction for 100 ms: mostly it goes along with a turn.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.deadline import within
+from actors.deadline import is_set_within, within
 from service.gateway.turns import Change, TurnAdded, TurnUnseen
 from service.store.run_store import LeaseLost, StoreError
 from service.store.sessions import SessionStore
 from service.store.thread import StoreThread
 
 PAUSE_S = 0.005
+LINGER_S = 0.1
 # Of one transaction. A statement has room for 32,766 values in SQLite.
 MAX_CHANGES = 2048
 
@@ -52,6 +54,7 @@ class _Entry:
     changes: tuple[Change, ...]
     done: asyncio.Future[None] | None
     """None: nobody waits."""
+    can_linger: bool = False
 
 
 class GroupCommit:
@@ -72,6 +75,8 @@ class GroupCommit:
         # Of its own: a session is loaded meanwhile, also while a write waits for the database.
         self._thread = StoreThread()
         self._entries: deque[_Entry] = deque()
+        self._hurries = asyncio.Event()
+        """Among the entries is one that cannot linger, or it is closed."""
         self._writing: asyncio.Task[None] | None = None
         self._ended_at = -PAUSE_S
         self._is_closed = False
@@ -87,12 +92,13 @@ class GroupCommit:
         """Why it is over: LeaseLost, StoreError, or a defect; None: it is not."""
         return self._failure
 
-    def add(self, changes: Sequence[Change]) -> None:
+    def add(self, changes: Sequence[Change], *, can_linger: bool = False) -> None:
         """Store them soon, behind all that came before; one that comes too late is left out.
 
+        can_linger: for want of others to go along with, they may take `LINGER_S`.
         Raises: LeaseLost, StoreError where it is over; RuntimeError after `close`.
         """
-        self._queue(changes, done=None)
+        self._queue(changes, done=None, can_linger=can_linger)
 
     async def commit(self, changes: Sequence[Change]) -> None:
         """Store them, behind all that came before; they are durable when this returns.
@@ -120,6 +126,7 @@ class GroupCommit:
     async def close(self) -> None:
         """Take nothing more, and store what is left; `failure` says whether that went well."""
         self._is_closed = True
+        self._hurries.set()
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
@@ -134,15 +141,23 @@ class GroupCommit:
         if hidden and not is_over:
             self._enter(_Entry(changes=tuple(hidden), done=None))
 
-    def _queue(self, changes: Sequence[Change], *, done: asyncio.Future[None] | None) -> None:
+    def _queue(
+        self,
+        changes: Sequence[Change],
+        *,
+        done: asyncio.Future[None] | None,
+        can_linger: bool = False,
+    ) -> None:
         if self._failure is not None:
             raise self._failure
         if self._is_closed:
             raise RuntimeError("the gateway's store is closed; expected no change after its end")
-        self._enter(_Entry(changes=tuple(changes), done=done))
+        self._enter(_Entry(changes=tuple(changes), done=done, can_linger=can_linger))
 
     def _enter(self, entry: _Entry) -> None:
         self._entries.append(entry)
+        if not entry.can_linger:
+            self._hurries.set()
         if self._writing is None:
             self._writing = asyncio.create_task(self._write())
 
@@ -151,9 +166,12 @@ class GroupCommit:
         batch: list[_Entry] = []
         try:
             while self._entries:
+                await is_set_within(LINGER_S, self._hurries)
                 # Also of no time at all: what is to be stored in this turn of the loop comes along.
                 await asyncio.sleep(self._ended_at + PAUSE_S - time.monotonic())
                 batch = self._next_batch()
+                if not self._is_closed and all(each.can_linger for each in self._entries):
+                    self._hurries.clear()
                 await self._store_batch(batch)
         except BaseException as error:
             self._fail(error, batch)

@@ -362,9 +362,9 @@ async def test_a_kill_before_the_commit_has_the_request_sampled_once_more(tmp_pa
     gate = asyncio.Event()
     gateway = await Gateway(tmp_path, policy=Policy(before=gate.wait)).opened()
     lost = asyncio.create_task(gateway.ask(HI, request_id="one"))
-    while not gateway.policy.requests:
+    while (found := gateway.sessions_store.load(NAME)) is None or not found[2]:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
+    assert len(gateway.policy.requests) == 1
     after = await gateway.restart(NAME)
     await asyncio.gather(lost, return_exceptions=True)
     found = after.sessions_store.load(NAME)
