@@ -196,19 +196,21 @@ def _check(environment: str, requests: Sequence[RolloutRequest], settings: HttpS
             "batch, or raise service.max_tasks_per_request",
         )
     for item in requests:
-        check_samples(item, settings)
+        check_samples(item.id, item.num_samples, item.min_usable_samples, settings)
 
 
-def check_samples(item: RolloutRequest, settings: HttpSettings) -> None:
+def check_samples(
+    task_id: str, num_samples: int, min_usable_samples: int | None, settings: HttpSettings
+) -> None:
     """Raises: Problem for a group that could never be trained, or is too large."""
     lowest, most = settings.algorithm.min_group_size, settings.service.max_samples_per_task
-    least = item.min_usable_samples or item.num_samples
-    if not lowest <= least <= item.num_samples <= most:
+    least = min_usable_samples or num_samples
+    if not lowest <= least <= num_samples <= most:
         raise Problem(
             422,
             "num-samples",
-            f"task {item.id!r} asks for {item.num_samples} rollouts, "
-            f"min_usable_samples {item.min_usable_samples}; expected {lowest} "
+            f"task {task_id!r} asks for {shown(str(num_samples))} rollouts, "
+            f"min_usable_samples {shown(str(min_usable_samples))}; expected {lowest} "
             f"(algorithm.min_group_size) <= min_usable_samples <= num_samples <= "
             f"{most} (service.max_samples_per_task)",
         )

@@ -133,16 +133,18 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         """Accept a task for agents outside: durable when answered. The same body again is answered
         with the same keys, with status 200."""
         caller = caller_of(request)
+        group_size = settings.algorithm.group_size
+        # First: keys are made for as many as are asked for.
+        check_samples(body.id, body.num_sessions or group_size, body.min_usable_sessions, settings)
         try:
             wanted = body.request(
                 caller=caller,
-                group_size=settings.algorithm.group_size,
+                group_size=group_size,
                 rollouts=settings.rollouts,
                 sessions=settings.sessions,
             )
         except ValueError as error:
             raise Problem(422, "invalid-request", str(error)) from error
-        check_samples(wanted, settings)
         reply = await run.submit(
             [wanted],
             key=key_digest(idempotency_key, tenant=caller.tenant),

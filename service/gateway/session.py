@@ -13,6 +13,7 @@ import numpy as np
 
 from actors.policy import UnusableReply
 from actors.types import original_numbers
+from service.api.problems import shown
 from service.gateway.calls import ChatCall, Finish
 from service.gateway.chat import ChatReply, RefusalCode, Refused, unavailable
 from service.gateway.replies import stop_reason
@@ -163,6 +164,8 @@ def ended_otherwise(session: Session) -> Refused:
     """Another end, or another reward, is stored or on its way."""
     end = session.stored.end
     how = f"is {end.status} already, with another content" if end else "is being ended by another"
+    if end is not None and end.detail:
+        how += f" ({shown(end.detail)})"
     return Refused(
         RefusalCode.CONFLICT,
         f"session {session.stored.id} {how}; a session ends once, and gets one reward",

@@ -300,8 +300,7 @@ class Sessions:
             group = await self._members(submission_id, sees)
             free = [each for each in group if each.is_open and not each.stored.is_taken]
             for session in free:
-                end = self._broken_off(SessionStatus.DISCARDED, "its group was closed")
-                await self._end(session, end)
+                await self._discard(session, "its group was closed")
             return len(free) if group else None
 
     async def _members(self, submission_id: str, sees: str | None) -> list[Session]:
@@ -363,8 +362,11 @@ class Sessions:
                 "reward_pending",
             )
         if end.reward_until is None:
-            is_same = (end.reward, dict(end.components)) == (given.reward, dict(given.components))
-            if is_same:
+            rewards = end.reward, dict(end.components)
+            if (
+                rewards == (given.reward, dict(given.components))
+                and given.turn_rewards.items() <= end.turn_rewards.items()
+            ):
                 return await self._view(session)
             raise ended_otherwise(session)
         check_turns(session, given)
@@ -384,9 +386,22 @@ class Sessions:
         session = await self._find(session_id)
         if session is None or not may_see(sees, session.stored.tenant):
             return None
-        if session.stored.end is None:
-            await self._end(session, self._broken_off(SessionStatus.DISCARDED, "it was discarded"))
+        await self._discard(session, "it was discarded")
         return await self._view(session)
+
+    async def _discard(self, session: Session, why: str) -> None:
+        """End a session unless it has ended, or ends meanwhile. Raises: Refused."""
+        while session.stored.end is None:
+            if (ending := session.ending) is not None:
+                await asyncio.wait({ending.task})
+                # Of a task that is done already nothing was awaited.
+                await asyncio.sleep(0)
+                continue
+            try:
+                await self._end(session, self._broken_off(SessionStatus.DISCARDED, why))
+            except Refused:
+                if session.stored.end is None:
+                    raise
 
     async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
         """None: there is no such session, or it is not shown. sees: as `close_group`."""
@@ -432,7 +447,8 @@ class Sessions:
         return [session for task in done if (session := task.result()) is not None]
 
     async def look_forever(self) -> None:
-        """End the sessions whose time is up, and learn of keys that were revoked; never returns.
+        """End the sessions whose time is up, and learn of groups that are over and of keys that
+        were revoked; never returns.
 
         Raises: StoreError, LeaseLost when nothing can be stored any more.
         """
@@ -442,9 +458,20 @@ class Sessions:
                 raise self._commits.failure
             with suppress(StoreError):
                 self._keys.update(await asyncio.to_thread(self._read_keys))
+                await self._learn_of_ends()
             for session in self._loaded():
                 if session.ending is None and (end := self._overdue(session)) is not None:
                     self._keep_going(self._end_overdue(session, end))
+
+    async def _learn_of_ends(self) -> None:
+        """Close what has ended in the store, as a cancelled group has. Raises: StoreError."""
+        open_now = {each.stored.id: each for each in self._loaded() if each.is_open}
+        ends = await asyncio.to_thread(self._store.ends, list(open_now))
+        for name, end in ends.items():
+            session = open_now[name]
+            if session.is_open:
+                self._close(session, end)
+                _give_up(session)
 
     def close(self) -> None:
         """Take nothing more: what is asked from here on is for the next gateway."""
@@ -642,9 +669,7 @@ class Sessions:
         """End a session; the same end again waits for the first. Raises: Refused."""
 
         async def give_up_and_keep() -> None:
-            for sampling in list(session.sampling.values()):
-                if not sampling.is_committing:
-                    sampling.task.cancel()
+            _give_up(session)
             tasks = [sampling.task for sampling in session.sampling.values()]
             await asyncio.gather(*tasks, return_exceptions=True)
             seen = end
@@ -681,8 +706,13 @@ class Sessions:
                 raise unavailable(str(error)) from error
             except TooLate as error:
                 self._drop(session, str(error))
-                raise closed(session) from error
+                raise ended_otherwise(session) from error
+        self._close(session, end)
+
+    def _close(self, session: Session, end: SessionEnd) -> None:
         session.stored = replace(session.stored, end=end)
+        # Requests that wait for its admission are refused now.
+        session.admitted.set()
         if end.reward_until is None:
             session.over.set()
 
@@ -706,9 +736,7 @@ class Sessions:
     def _drop(self, session: Session, why: str) -> None:
         """End a session that the store knows to be over."""
         if session.stored.end is None:
-            end = self._broken_off(SessionStatus.DISCARDED, why)
-            session.stored = replace(session.stored, end=end)
-            session.over.set()
+            self._close(session, self._broken_off(SessionStatus.DISCARDED, why))
 
     def _overdue(self, session: Session) -> SessionEnd | None:
         """The end of a session whose time is up; None: it has some left."""
@@ -935,3 +963,10 @@ class Sessions:
         if not task.cancelled() and (error := task.exception()) is not None:
             level = logging.DEBUG if isinstance(error, Refused) else logging.ERROR
             log.log(level, "%s: %s", type(error).__name__, error)
+
+
+def _give_up(session: Session) -> None:
+    """Sample nothing more; what has been sampled is stored."""
+    for sampling in session.sampling.values():
+        if not sampling.is_committing:
+            sampling.task.cancel()
