@@ -196,20 +196,21 @@ def _check(environment: str, requests: Sequence[RolloutRequest], settings: HttpS
             "batch, or raise service.max_tasks_per_request",
         )
     for item in requests:
-        check_samples(item.id, item.num_samples, item.min_usable_samples, settings=settings)
+        check_samples(item.id, item.num_samples, item.min_usable_samples, settings)
 
 
 def check_samples(
-    task_id: str, num_samples: int, min_usable: int | None, *, settings: HttpSettings
+    task_id: str, num_samples: int, min_usable_samples: int | None, settings: HttpSettings
 ) -> None:
     """Raises: Problem for a group that could never be trained, or is too large."""
     lowest, most = settings.algorithm.min_group_size, settings.service.max_samples_per_task
-    if not lowest <= (min_usable or num_samples) <= num_samples <= most:
+    least = min_usable_samples or num_samples
+    if not lowest <= least <= num_samples <= most:
         raise Problem(
             422,
             "num-samples",
-            f"task {task_id!r} asks for {num_samples} rollouts, "
-            f"min_usable_samples {min_usable}; expected {lowest} "
+            f"task {task_id!r} asks for {shown(str(num_samples))} rollouts, "
+            f"min_usable_samples {shown(str(min_usable_samples))}; expected {lowest} "
             f"(algorithm.min_group_size) <= min_usable_samples <= num_samples <= "
             f"{most} (service.max_samples_per_task)",
         )

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_va
 
 from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import derived_seed
+from actors.limits import MAX_REWARD
 from actors.types import SESSION, Outcome, Task
 from service.access.keys import Caller
 from service.api.schemas import NumSamples, RolloutId, StrictBody, TaskData
@@ -47,16 +48,19 @@ StatedOutcome = Annotated[
     WithJsonSchema({"type": "string", "enum": sorted(STATED_OUTCOMES)}),
 ]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, strict=True, allow_inf_nan=False)]
 MAX_COMPONENTS = 64
 Components = Annotated[
-    dict[Annotated[str, Field(min_length=1, max_length=128)], Number],
+    dict[Annotated[str, Field(min_length=1, max_length=128)], Reward],
     Field(max_length=MAX_COMPONENTS),
 ]
 TurnRewards = Annotated[
-    dict[Annotated[int, Field(ge=0, lt=10**9)], Number],
+    dict[Annotated[int, Field(ge=0, lt=10**9)], Reward],
     Field(json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
 ]
-WholeNumber = Annotated[int, Field(ge=1, strict=True)]
+# Beyond any limit of a run. A number that no float can hold could not even be shown.
+MAX_WHOLE = 2**31 - 1
+WholeNumber = Annotated[int, Field(ge=1, le=MAX_WHOLE, strict=True)]
 Seconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
 
@@ -86,7 +90,9 @@ class SamplingBody(StrictBody):
 
     temperature: Number | None = Field(None, description="rollouts.temperature")
     top_p: Number | None = Field(None, description="1")
-    top_k: Annotated[int, Field(strict=True)] | None = Field(None, description="-1 or 0: off")
+    top_k: Annotated[int, Field(ge=-1, le=MAX_WHOLE, strict=True)] | None = Field(
+        None, description="-1 or 0: off"
+    )
 
 
 class SessionsBody(StrictBody):
@@ -228,7 +234,7 @@ class FinishBody(StrictBody):
         }
     )
 
-    reward: Number | None = Field(None, description="of the whole session")
+    reward: Reward | None = Field(None, description="of the whole session")
     reward_pending: Flag = Field(
         False, description="it is given later, with PUT …/reward; then reward is null"
     )
@@ -261,7 +267,7 @@ class FinishBody(StrictBody):
 class RewardBody(StrictBody):
     """The reward that a finished session waits for."""
 
-    reward: Number | None = Field(description="null: it could not be had, a reward_error")
+    reward: Reward | None = Field(description="null: it could not be had, a reward_error")
     components: Components = Field(default_factory=dict)
     turn_rewards: TurnRewards = Field(default_factory=dict)
 

@@ -15,7 +15,7 @@ from actors.metrics import GatewayMetrics
 from actors.types import Outcome
 from service.gateway.chat import RefusalCode, Refused, unavailable
 from service.gateway.commits import GroupCommit, StoreAway, TooLate
-from service.gateway.session import Session, broken_off, closed, totals_of
+from service.gateway.session import Session, broken_off, closed, ended_otherwise, totals_of
 from service.gateway.turns import (
     Change,
     IntentAdded,
@@ -116,17 +116,21 @@ class SessionChanges:
                 raise unavailable(str(error)) from error
             except TooLate as error:
                 self._drop(session, str(error))
-                raise closed(session) from error
+                raise ended_otherwise(session) from error
+        self.close(session, end)
+
+    def close(self, session: Session, end: SessionEnd) -> None:
+        """In memory alone: the end is stored."""
         session.stored = replace(session.stored, end=end)
+        # Requests that wait for its admission are refused now.
+        session.admitted.set()
         if end.reward_until is None:
             session.over.set()
 
     def _drop(self, session: Session, why: str) -> None:
         """End a session that the store knows to be over."""
         if session.stored.end is None:
-            end = broken_off(SessionStatus.DISCARDED, why, at=self._now())
-            session.stored = replace(session.stored, end=end)
-            session.over.set()
+            self.close(session, broken_off(SessionStatus.DISCARDED, why, at=self._now()))
 
     async def _commit(self, change: Change) -> None:
         """Raises: Refused."""

@@ -12,9 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from ray.exceptions import RayError
-
-from actors.deadline import ActorLost
+from actors.deadline import ActorLost, retry
 from actors.policy import GenerateReply, GenerateRequest
 from service.access.keys import Caller
 from service.api.problems import RunUnavailable
@@ -34,6 +32,8 @@ from service.store.errors import LeaseLost, StoreError
 # The gateway ends a request itself when its time is up; only one that does not is given up.
 ANSWER_MARGIN_S = 2.0
 AGAIN_S = 0.5
+# How long a gateway is looked for that is to be told of a client that has gone.
+ABANDON_S = 300.0
 Answer = TypeVar("Answer")
 
 
@@ -52,19 +52,28 @@ class GatewayClient:
     def __init__(self, run: FindsGateway) -> None:
         self._run = run
         self._actor: Any = None
+        self._abandoning: set[asyncio.Task[None]] = set()
 
     async def chat(self, call: ChatCall) -> ChatReply:
         """Raises: Refused."""
 
-        async def ask(actor: Any, left_s: float) -> ChatReply:
-            reply = actor.chat.remote(replace(call, deadline_s=left_s))
-            try:
-                return _raised(await self._reply(reply, left_s + ANSWER_MARGIN_S))
-            except asyncio.CancelledError:
-                actor.abandon.remote(call.session_id, call.request_id)
-                raise
+        was_asked = False
 
-        return await self._until_answered(ask, deadline_s=call.deadline_s)
+        async def ask(actor: Any, left_s: float) -> ChatReply:
+            nonlocal was_asked
+            was_asked = True
+            reply = actor.chat.remote(replace(call, deadline_s=left_s))
+            return _raised(await self._reply(reply, left_s + ANSWER_MARGIN_S))
+
+        is_answered = False
+        try:
+            answer = await self._until_answered(ask, deadline_s=call.deadline_s)
+            is_answered = True
+            return answer
+        finally:
+            # Also between two gateways: the one that died may have stored the turn as seen.
+            if was_asked and not is_answered:
+                self.abandon(call.session_id, call.request_id)
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Raises: Refused."""
@@ -91,10 +100,22 @@ class GatewayClient:
                 await asyncio.sleep(AGAIN_S)
 
     def abandon(self, session_id: str, request_id: str) -> None:
-        """The client has gone, and may not have got its answer."""
-        if self._actor is not None:
-            with suppress(RayError):
-                self._actor.abandon.remote(session_id, request_id)
+        """The client has gone, or was told nothing: it may not have got its answer.
+
+        The gateway that there is, or the next one, is told.
+        """
+        task = asyncio.create_task(self._abandon(session_id, request_id))
+        self._abandoning.add(task)
+        task.add_done_callback(self._abandoning.discard)
+
+    async def _abandon(self, session_id: str, request_id: str) -> None:
+        # Where no gateway comes for so long, the turn stays as it is stored.
+        with suppress(RunUnavailable):
+            await retry(
+                lambda: self._ask("abandon", session_id, request_id),
+                on=RunUnavailable,
+                limit_s=ABANDON_S,
+            )
 
     async def finish(
         self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None

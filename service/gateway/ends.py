@@ -15,7 +15,7 @@ from service.gateway.background import Background
 from service.gateway.calls import Finish
 from service.gateway.changes import SessionChanges
 from service.gateway.chat import RefusalCode, Refused
-from service.gateway.session import Ending, Session, broken_off
+from service.gateway.session import Ending, Session, broken_off, ended_otherwise
 from service.intake.session import SessionEnd, SessionStatus
 
 
@@ -36,7 +36,7 @@ class Ends:
         if end is not None:
             if end.digest == finish.digest:
                 return
-            raise _ended_otherwise(session)
+            raise ended_otherwise(session)
         _check_turns(session, finish)
         until = self._now() + session.stored.spec.reward_deadline_s
         await self._end(
@@ -65,9 +65,13 @@ class Ends:
                 "reward_pending",
             )
         if end.reward_until is None:
-            if (end.reward, dict(end.components)) == (given.reward, dict(given.components)):
+            rewards = end.reward, dict(end.components)
+            if (
+                rewards == (given.reward, dict(given.components))
+                and given.turn_rewards.items() <= end.turn_rewards.items()
+            ):
                 return
-            raise _ended_otherwise(session)
+            raise ended_otherwise(session)
         _check_turns(session, given)
         rewarded = replace(
             end,
@@ -79,9 +83,27 @@ class Ends:
         await self._once(session, given.digest, self._changes.end(session, rewarded))
 
     async def discard(self, session: Session, why: str) -> None:
-        """End a session that is not to be trained; nothing where it has ended. Raises: Refused."""
-        if session.stored.end is None:
-            await self._end(session, broken_off(SessionStatus.DISCARDED, why, at=self._now()))
+        """End a session that is not to be trained; nothing where it has ended, or ends meanwhile.
+
+        Raises: Refused.
+        """
+        while session.stored.end is None:
+            if (ending := session.ending) is not None:
+                await asyncio.wait({ending.task})
+                # Of a task that is done already nothing was awaited.
+                await asyncio.sleep(0)
+                continue
+            try:
+                await self._end(session, broken_off(SessionStatus.DISCARDED, why, at=self._now()))
+            except Refused:
+                if session.stored.end is None:
+                    raise
+
+    def learn(self, session: Session, end: SessionEnd) -> None:
+        """Of an end that another has stored, as of a group that was cancelled."""
+        if session.is_open:
+            self._changes.close(session, end)
+            _give_up(session)
 
     def end_overdue(self, sessions: Iterable[Session]) -> None:
         """Begin to end those whose time is up."""
@@ -98,13 +120,13 @@ class Ends:
 
     async def _end(self, session: Session, end: SessionEnd, *, is_stated: bool = False) -> None:
         """is_stated: whether the client says how it ended. Raises: Refused."""
-        await self._once(session, end.digest, self._give_up(session, end, is_stated=is_stated))
+        await self._once(
+            session, end.digest, self._give_up_and_end(session, end, is_stated=is_stated)
+        )
 
-    async def _give_up(self, session: Session, end: SessionEnd, *, is_stated: bool) -> None:
+    async def _give_up_and_end(self, session: Session, end: SessionEnd, *, is_stated: bool) -> None:
         """End it when its turns are stored; those not yet sampled are given up. Raises: Refused."""
-        for sampling in list(session.sampling.values()):
-            if not sampling.is_committing:
-                sampling.task.cancel()
+        _give_up(session)
         tasks = [sampling.task for sampling in session.sampling.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
         if not is_stated and end.status is SessionStatus.FINISHED:
@@ -117,7 +139,7 @@ class Ends:
         if ending is not None:
             work.close()
             if ending.digest != digest:
-                raise _ended_otherwise(session)
+                raise ended_otherwise(session)
         else:
             ending = session.ending = Ending(digest=digest, task=self._background.begin(work))
             ending.task.add_done_callback(lambda _: setattr(session, "ending", None))
@@ -174,11 +196,8 @@ def _check_turns(session: Session, finish: Finish) -> None:
         )
 
 
-def _ended_otherwise(session: Session) -> Refused:
-    """Another end, or another reward, is stored or on its way."""
-    end = session.stored.end
-    how = f"is {end.status} already, with another content" if end else "is being ended by another"
-    return Refused(
-        RefusalCode.CONFLICT,
-        f"session {session.stored.id} {how}; a session ends once, and gets one reward",
-    )
+def _give_up(session: Session) -> None:
+    """Sample nothing more; what has been sampled is stored."""
+    for sampling in session.sampling.values():
+        if not sampling.is_committing:
+            sampling.task.cancel()

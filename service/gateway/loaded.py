@@ -14,6 +14,7 @@ from service.gateway.background import Background
 from service.gateway.chat import RefusalCode, Refused, unavailable
 from service.gateway.session import Session, closed, stopping
 from service.gateway.tree import SessionTree
+from service.intake.session import SessionEnd
 from service.store.errors import StoreError
 from service.store.sessions import SessionStore
 
@@ -142,6 +143,12 @@ class LoadedSessions:
                 f"this needs the {wanted}'s key of session {name}, got the session's other one",
             )
         return session
+
+    async def ended_in_store(self) -> list[tuple[Session, SessionEnd]]:
+        """Those that are open here, and have ended there. Raises: StoreError."""
+        open_here = {each.stored.id: each for each in self.all() if each.is_open}
+        ends = await asyncio.to_thread(self._store.ends, list(open_here))
+        return [(open_here[name], end) for name, end in ends.items()]
 
     async def _load(self, name: str) -> Session | None:
         found = await asyncio.to_thread(self._store.load, name)

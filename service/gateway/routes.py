@@ -132,10 +132,10 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
     ) -> SessionsAnswer:
         """Accept a task for agents outside: durable when answered. The same body again is answered
         with the same keys, with status 200."""
-        caller, group_size = caller_of(request), settings.algorithm.group_size
-        # First: keys are made for as many.
-        num_sessions = body.num_sessions or group_size
-        check_samples(body.id, num_sessions, body.min_usable_sessions, settings=settings)
+        caller = caller_of(request)
+        group_size = settings.algorithm.group_size
+        # First: keys are made for as many as are asked for.
+        check_samples(body.id, body.num_sessions or group_size, body.min_usable_sessions, settings)
         try:
             wanted = body.request(
                 caller=caller,

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from actors.types import Outcome
+from service.api.problems import shown
 from service.gateway.calls import SessionView
 from service.gateway.chat import RefusalCode, Refused, unavailable
 from service.gateway.tree import SessionTree
@@ -120,6 +121,18 @@ def closed(session: Session) -> Refused:
     return Refused(
         RefusalCode.SESSION_CLOSED,
         f"session {session.stored.id} {how} and takes no more requests; create another",
+    )
+
+
+def ended_otherwise(session: Session) -> Refused:
+    """Another end, or another reward, is stored or on its way."""
+    end = session.stored.end
+    how = f"is {end.status} already, with another content" if end else "is being ended by another"
+    if end is not None and end.detail:
+        how += f" ({shown(end.detail)})"
+    return Refused(
+        RefusalCode.CONFLICT,
+        f"session {session.stored.id} {how}; a session ends once, and gets one reward",
     )
 
 

@@ -238,7 +238,8 @@ class Sessions:
         return sum(each.admitted.is_set() and each.is_open for each in self._loaded.all())
 
     async def look_forever(self) -> None:
-        """End the sessions whose time is up, and learn of keys that were revoked; never returns.
+        """End the sessions whose time is up, and learn of groups that are over and of keys that
+        were revoked; never returns.
 
         Raises: StoreError, LeaseLost when nothing can be stored any more.
         """
@@ -248,6 +249,8 @@ class Sessions:
                 raise self._commits.failure
             with suppress(StoreError):
                 self._keys.update(await asyncio.to_thread(self._read_keys))
+                for session, end in await self._loaded.ended_in_store():
+                    self._ends.learn(session, end)
             self._ends.end_overdue(self._loaded.all())
 
     def close(self) -> None:

@@ -340,15 +340,7 @@ def _group_policies(body: UploadBody, settings: HttpSettings) -> list[GroupPolic
     ]
     for policy in policies:
         if policy.num_members is not None:
-            # What it will be submitted as.
-            whole = UploadGroup(
-                id=policy.id,
-                num_uploaded=policy.num_members,
-                num_members=policy.num_members,
-                is_closed=True,
-            )
-            group = whole.request()
-            check_samples(group.id, group.num_samples, group.min_usable_samples, settings=settings)
+            check_samples(policy.id, policy.num_members, None, settings)
     return policies
 
 

@@ -39,6 +39,8 @@ from service.store.feed import add_entries
 from service.store.lineage import first_versions
 from service.store.run_store import RunStore
 
+# Of one statement, of which a database takes so many values and no more.
+MAX_IDS = 10_000
 _TURN_FIELDS = tuple(field.name for field in fields(SessionTurn))
 _INTENT_FIELDS = tuple(field.name for field in fields(SessionIntent))
 
@@ -89,6 +91,21 @@ class SessionStore:
         found = self._store.read(lambda connection: _sessions(connection, query))
         return {session.id: session for session in found}
 
+    def ends(self, session_ids: Sequence[str]) -> dict[str, SessionEnd]:
+        """Of those of them that have ended. Raises: StoreError."""
+        sessions = tables.sessions.c
+        query = select(sessions.id, sessions.end).where(sessions.end.is_not(None))
+
+        def read(connection: Connection) -> dict[str, SessionEnd]:
+            found: dict[str, SessionEnd] = {}
+            for first in range(0, len(session_ids), MAX_IDS):
+                some = session_ids[first : first + MAX_IDS]
+                rows = connection.execute(query.where(sessions.id.in_(some)))
+                found.update({row.id: row.end for row in rows})
+            return found
+
+        return self._store.read(read)
+
     def of_submission(self, submission_id: str) -> tuple[StoredSession, ...]:
         """By member; empty for a submission without sessions. Raises: StoreError."""
         sessions = tables.sessions.c
@@ -138,6 +155,44 @@ class SessionStore:
         Raises: LeaseLost; StoreError.
         """
         return self._store.write(term, lambda connection: _apply(connection, changes, term))
+
+
+def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, why: str) -> None:
+    """Discard what has not ended of submissions that are played no more."""
+    sessions, now = tables.sessions.c, time.time()
+    found = connection.execute(
+        select(sessions.id, sessions.submission_id, sessions.member)
+        .where(sessions.submission_id.in_(submission_ids), sessions.end.is_(None))
+        .order_by(sessions.submission_id, sessions.member)
+    ).all()
+    end = SessionEnd(
+        status=SessionStatus.DISCARDED,
+        outcome=Outcome.CANCELLED,
+        reward=None,
+        detail=why,
+        ended_at=now,
+    )
+    _execute(
+        connection,
+        update(tables.sessions)
+        .where(sessions.id == bindparam("of_session"))
+        .values(end=bindparam("ended", type_=sessions.end.type)),
+        ({"of_session": row.id, "ended": end} for row in found),
+    )
+    add_entries(
+        connection,
+        [
+            FeedEntry(
+                at=now,
+                kind=FeedKind.SESSION_ENDED,
+                task=row.submission_id,
+                member=row.member,
+                outcome=end.outcome,
+                session_status=end.status,
+            )
+            for row in found
+        ],
+    )
 
 
 @dataclass(slots=True, kw_only=True)

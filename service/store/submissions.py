@@ -27,6 +27,7 @@ from service.store import tables
 from service.store.feed import add_entries, prune_feed
 from service.store.lineage import events_of, surviving_spans
 from service.store.run_store import Lease, RunStore
+from service.store.sessions import end_sessions_of
 from service.store.uploads import forget_contents, forget_groups
 
 
@@ -142,6 +143,7 @@ class SubmissionStore:
             connection.execute(statement)
             _forget_turns(connection, [submission_id])
             add_entries(connection, [told])
+            end_sessions_of(connection, [submission_id], why="its group was cancelled")
 
         self._store.write(term, cancel)
 
@@ -179,6 +181,7 @@ class SubmissionStore:
                     [{"rollout": rollout_id} for rollout_id in rollout_ids],
                 )
             _forget_turns(connection, [view.id for view in views])
+            end_sessions_of(connection, [view.id for view in views], why="its group is over")
             over = select(table.c.position).where(table.c.ended.is_not(None))
             first_left_out = connection.scalar(
                 over.order_by(table.c.position.desc()).offset(keep).limit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -79,6 +80,32 @@ async def test_an_environment_is_a_registered_name_and_nothing_to_import(run: Te
             body = {"environment": name, "tasks": [{"id": "a"}]}
             answer = await client.post("/api/v1/rollouts", json=body)
             assert answer.status_code == 422 and answer.json()["code"] == "unknown-environment"
+
+
+async def test_a_number_of_any_size_costs_nothing(run: TenantRun) -> None:
+    """Of so many sessions no keys are made, and so large a reward would not be trained."""
+    vast = int("9" * 400)
+    bodies: list[dict[str, Any]] = [
+        {"num_sessions": 10**30},
+        {"num_sessions": 4, "min_usable_sessions": vast},
+        {"limits": {"max_turns": vast}},
+        {"limits": {"ttl_seconds": vast}},
+        {"sampling": {"top_k": vast}},
+        {"sampling": {"temperature": vast}},
+    ]
+    async with client_of(run.app(), FIRST_KEY) as client:
+        for body in bodies:
+            async with asyncio.timeout(5):
+                answer = await client.post(SESSIONS, json={"id": "vast", **body})
+            assert answer.status_code == 422 and len(answer.content) < 2000, (body, answer.text)
+        for given in (
+            {"reward": 1e10},
+            {"turn_rewards": {"0": -1e10}},
+            {"components": {"a": 1e10}},
+        ):
+            for send, path in ((client.post, "finish"), (client.put, "reward")):
+                answer = await send(f"{SESSIONS}/a-0/{path}", json={"reward": 1.0, **given})
+                assert answer.status_code == 422, (path, given)
 
 
 async def test_ids_are_plain(run: TenantRun) -> None:

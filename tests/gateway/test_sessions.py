@@ -20,6 +20,7 @@ from service.gateway.keys import AGENT, REWARD
 from service.gateway.loaded import NO_KEY
 from service.gateway.settings import SessionSettings
 from service.intake.session import SessionStatus
+from service.store.submissions import SubmissionStore
 
 HI, MORE = user("hi"), user("lower")
 
@@ -131,8 +132,9 @@ async def test_a_reward_may_come_later_and_its_absence_is_no_zero(tmp_path: Path
     assert (after.reward, after.is_reward_pending) == (0.5, False)
     again = await gateway.sessions.give_reward(NAME, gateway.key(REWARD), given)
     assert again == after
-    other = gateway.sessions.give_reward(NAME, gateway.key(REWARD), Finish(reward=1.0))
-    assert (await refusal(other)).code is RefusalCode.CONFLICT
+    for other in (Finish(reward=1.0), replace(given, turn_rewards={0: 2.0})):
+        refused = await refusal(gateway.sessions.give_reward(NAME, gateway.key(REWARD), other))
+        assert refused.code is RefusalCode.CONFLICT
     assert (await gateway.trajectory()).episode_return == 0.5
     # The other one's never comes.
     await gateway.sessions.finish(
@@ -143,6 +145,8 @@ async def test_a_reward_may_come_later_and_its_absence_is_no_zero(tmp_path: Path
     missing = await gateway.trajectory("task-1")
     looking.cancel()
     assert (missing.outcome, missing.detail) == (Outcome.REWARD_ERROR, "no reward came in time")
+    late = gateway.sessions.give_reward("task-1", gateway.key(REWARD, "task-1"), given)
+    assert "no reward came in time" in (await refusal(late)).message
 
 
 async def test_a_session_that_nobody_ends_expires(tmp_path: Path) -> None:
@@ -177,6 +181,44 @@ async def test_a_discarded_session_is_not_trained(tmp_path: Path) -> None:
     assert await gateway.sessions.discard(NAME) == view
     assert await gateway.sessions.discard("gone-0") is None
     assert (await gateway.trajectory()).outcome is Outcome.CANCELLED
+
+
+@pytest.mark.parametrize("is_admitted", [True, False])
+async def test_a_cancelled_group_ends_its_sessions_whether_anybody_looks_or_not(
+    tmp_path: Path, is_admitted: bool
+) -> None:
+    sampling = asyncio.Event()
+    gateway = Gateway(tmp_path, policy=Policy(before=sampling.wait))
+    gateway.create()
+    if is_admitted:
+        gateway.admit()
+    held = asyncio.create_task(gateway.ask(HI))
+    await asyncio.sleep(0.05)
+    SubmissionStore(gateway.store).cancel("task", term=gateway.term)
+    # The gateway does not know yet, and says so of no discard.
+    view = await gateway.sessions.discard("task-1")
+    assert view is not None and view.status is SessionStatus.DISCARDED
+    stored = gateway.sessions_store.of_submission("task")
+    assert [each.end.detail for each in stored if each.end] == ["its group was cancelled"] * 2
+    looking = asyncio.create_task(gateway.sessions.look_forever())
+    assert (await refusal(held)).code is RefusalCode.SESSION_CLOSED
+    looking.cancel()
+    for name in (NAME, "task-1"):
+        view = await gateway.sessions.view(name)
+        assert view is not None and view.status is SessionStatus.DISCARDED, name
+    refused = await refusal(gateway.finish())
+    assert refused.code is RefusalCode.CONFLICT and "its group was cancelled" in refused.message
+    if is_admitted:
+        assert (await gateway.trajectory()).outcome is Outcome.CANCELLED
+
+
+async def test_a_held_request_learns_that_its_session_is_discarded(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path)
+    gateway.create()
+    held = asyncio.create_task(gateway.ask(HI))
+    await asyncio.sleep(0.05)
+    await gateway.sessions.discard(NAME)
+    assert (await refusal(held)).code is RefusalCode.SESSION_CLOSED
 
 
 async def test_agents_join_a_group_as_they_come(tmp_path: Path) -> None:

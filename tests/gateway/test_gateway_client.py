@@ -1,0 +1,80 @@
+"""The gateway as a replica of the API calls it: what is told of a client that has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+from worlds.gateway_world import NAME, user
+
+from actors.deadline import within
+from service.api.problems import RunUnavailable
+from service.gateway.calls import ChatCall
+from service.gateway.chat import ChatRequest, RefusalCode, Refused
+from service.gateway.client import GatewayClient
+
+
+@dataclass
+class Method:
+    call: Callable[..., Awaitable[Any]]
+
+    def remote(self, *arguments: Any) -> Awaitable[Any]:
+        return self.call(*arguments)
+
+
+@dataclass
+class Run:
+    """A run whose gateway dies of a request, and is replaced when it is told to."""
+
+    is_replaced: asyncio.Event = field(default_factory=asyncio.Event)
+    has_died: asyncio.Event = field(default_factory=asyncio.Event)
+    told: asyncio.Queue[tuple[str, str]] = field(default_factory=asyncio.Queue)
+
+    async def gateway(self) -> Any:
+        if self.has_died.is_set() and not self.is_replaced.is_set():
+            raise RunUnavailable("the run has no gateway")
+        return self
+
+    @property
+    def chat(self) -> Method:
+        return Method(self._chat)
+
+    @property
+    def abandon(self) -> Method:
+        return Method(self._abandon)
+
+    async def _chat(self, call: ChatCall) -> Any:
+        self.has_died.set()
+        raise ActorDiedError
+
+    async def _abandon(self, session_id: str, request_id: str) -> None:
+        self.told.put_nowait((session_id, request_id))
+
+
+def call(deadline_s: float) -> ChatCall:
+    request = ChatRequest(messages=(user("hi"),))
+    return ChatCall(
+        session_id=NAME, key_digest="", request_id="first", request=request, deadline_s=deadline_s
+    )
+
+
+@pytest.mark.parametrize("goes", [True, False])
+async def test_who_is_not_answered_is_gone_for_the_next_gateway_too(goes: bool) -> None:
+    """Case 19: the gateway that died may have stored the turn as one that was shown."""
+    run = Run()
+    client = GatewayClient(run)
+    asking = asyncio.create_task(client.chat(call(60.0 if goes else 0.6)))
+    await within(5.0, run.has_died.wait())
+    if goes:
+        asking.cancel()
+    with pytest.raises(asyncio.CancelledError if goes else Refused) as ended:
+        await within(5.0, asking)
+    if isinstance(ended.value, Refused):
+        assert ended.value.code is RefusalCode.NOT_AVAILABLE
+    assert run.told.empty()
+    run.is_replaced.set()
+    assert await within(5.0, run.told.get()) == (NAME, "first")
