@@ -16,6 +16,7 @@ from enum import StrEnum
 from hashlib import sha256
 
 from actors.limits import STRICT, Positive, Rate
+from service.access.names import MARK, own_id, tenant_of, whole_id
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 KEY_MARK = "rk_"
@@ -104,6 +105,19 @@ class Caller:
     def sees(self) -> str | None:
         """The tenant whose tasks and sessions it is shown; None: every tenant's."""
         return None if self.is_admin else self.tenant
+
+    def whole(self, name: str) -> str:
+        """What the run calls what it names. An admin may name any tenant's: TENANT~ID, or ~ID for
+        the run's own; of a client's key another tenant's is a name that nothing has."""
+        tenant = tenant_of(name)
+        if MARK in name and (self.is_admin or tenant == self.tenant):
+            return whole_id(tenant, own_id(name))
+        return whole_id(self.tenant, name)
+
+    def shown(self, whole: str) -> str:
+        """What it calls what the run calls so; `whole` of it is the same again."""
+        tenant = tenant_of(whole)
+        return own_id(whole) if tenant == self.tenant else f"{tenant}{MARK}{own_id(whole)}"
 
 
 def may_see(sees: str | None, tenant: str) -> bool:

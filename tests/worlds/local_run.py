@@ -64,8 +64,8 @@ class LocalRun:
     ) -> SessionPage:
         return await self.service.submissions.sessions(wanted, after=after, limit=limit)
 
-    async def feed(self, *, after: int, limit: int) -> FeedPage:
-        return await self.service.submissions.feed(after=after, limit=limit)
+    async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
+        return await self.service.submissions.feed(after=after, limit=limit, sees=sees)
 
     async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
         if await self.submission(submission_id, sees=sees) is None:

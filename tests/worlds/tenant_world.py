@@ -119,8 +119,8 @@ class TenantRun:
     ) -> SessionPage:
         return await self.service.submissions.sessions(wanted, after=after, limit=limit)
 
-    async def feed(self, *, after: int, limit: int) -> FeedPage:
-        return await self.service.submissions.feed(after=after, limit=limit)
+    async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
+        return await self.service.submissions.feed(after=after, limit=limit, sees=sees)
 
     async def control(self, call: str, *arguments: Any) -> Any:
         """Nothing is done; what is to be written down is kept."""
