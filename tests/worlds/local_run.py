@@ -108,16 +108,18 @@ class LocalSessions:
 
     def __post_init__(self) -> None:
         store = SessionStore(self.service.store)
-        term, policy = self.service.recorder.term, Policy()
+        term = self.service.recorder.term
+        self.policy = Policy()
+        self.gateway_settings = GatewaySettings(
+            sessions=self.settings,
+            rollouts=RolloutSettings(max_turns=8, max_tokens_per_turn=16),
+            algorithm=AlgorithmSettings(group_size=2, groups_per_step=2),
+            max_context_tokens=400,
+        )
         self.sessions = Sessions(
-            GatewaySettings(
-                sessions=self.settings,
-                rollouts=RolloutSettings(max_turns=8, max_tokens_per_turn=16),
-                algorithm=AlgorithmSettings(group_size=2, groups_per_step=2),
-                max_context_tokens=400,
-            ),
+            self.gateway_settings,
             renderer=renderer(),
-            make_policy=lambda: policy,
+            make_policy=lambda: self.policy,
             store=store,
             commits=GroupCommit(store, term=term, hold_s=self.settings.hold_s),
         )

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
+from actors.expert_records import ModelShape
 from actors.types import SESSION
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey, digest_of
 from service.api.app import create_app
@@ -26,7 +27,7 @@ from service.gateway.commits import GroupCommit
 from service.gateway.routes import add_sessions
 from service.gateway.sessions import GatewaySettings, Sessions
 from service.gateway.settings import SessionSettings
-from service.gateway.upload_routes import UploadPort, add_uploads
+from service.gateway.upload_routes import add_uploads
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
@@ -36,6 +37,7 @@ from service.store.keys import add_key, read_keys, revoke_key
 from service.store.sessions import SessionStore
 from worlds.episode_builders import renderer
 from worlds.gateway_world import Policy
+from worlds.local_uploads import LocalUploads
 from worlds.queue_builders import take_all
 from worlds.submission_service import Service
 
@@ -63,6 +65,7 @@ class TenantRun:
 
     service: Service
     port: Port
+    uploads: LocalUploads
     stops: list[float | None] = field(default_factory=list)
     noted: list[AdminCall] = field(default_factory=list)
     num_key_reads: int = 0
@@ -75,20 +78,22 @@ class TenantRun:
     async def begin(cls, directory: Path) -> TenantRun:
         service = await Service(directory, settings=SETTINGS.service).begin()
         store = SessionStore(service.store)
+        settings = GatewaySettings(
+            sessions=SETTINGS.sessions,
+            rollouts=SETTINGS.rollouts,
+            algorithm=SETTINGS.algorithm,
+            max_context_tokens=400,
+            shape=ModelShape(vocab_size=516, mixture=None),
+        )
         port = Port(
-            GatewaySettings(
-                sessions=SETTINGS.sessions,
-                rollouts=SETTINGS.rollouts,
-                algorithm=SETTINGS.algorithm,
-                max_context_tokens=400,
-            ),
+            settings,
             renderer=renderer(),
             make_policy=Policy,
             store=store,
             commits=GroupCommit(store, term=service.recorder.term, hold_s=2.0),
             read_keys=lambda: read_keys(service.store),
         )
-        return cls(service, port)
+        return cls(service, port, LocalUploads(service, settings, make_policy=Policy))
 
     async def open_sessions(self) -> None:
         """Admit what waits, and hand its sessions out."""
@@ -158,11 +163,11 @@ class TenantRun:
     def app(self, *, first_digest: str | None = SETTINGS.key_digest) -> FastAPI:
         """One replica of the API. first_digest: as `HttpSettings.key_digest`."""
         settings = replace(SETTINGS, key_digest=first_digest)
-        app = create_app(self, settings)
+        app = create_app(self, settings, stream_s=0.2)
         add_control(app, self)
         add_sessions(app, self, self.port, settings)
-        # For admins alone: no test here comes so far as to call them.
-        add_uploads(app, self, cast(UploadPort, None), settings)
+        add_uploads(app, self, self.uploads, settings)
+        # For admins alone: no test here comes so far as to call it.
         add_page(app, cast(PagePort, None))
         return app
 
