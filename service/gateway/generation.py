@@ -85,12 +85,20 @@ def generate_answer(reply: GenerateReply, *, packed: bool) -> GenerateAnswer:
 class Generation:
     """The gateway's part; belongs to one event loop."""
 
-    def __init__(self, make_policy: Callable[[], PolicyClient]) -> None:
+    def __init__(
+        self, make_policy: Callable[[], PolicyClient], *, take_turn: Callable[[str], None]
+    ) -> None:
+        """take_turn: `Sessions.take_turn`, or as it."""
         self._make_policy = make_policy
+        self._take_turn = take_turn
         self._policy: PolicyClient | None = None
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Sample; while no engine is there, wait until the request's deadline. Raises: Refused."""
+    async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
+        """Sample; while no engine is there, wait until the request's deadline. Raises: Refused.
+
+        key_name: of the client's key; empty: the first admin key, or none.
+        """
+        self._take_turn(key_name)
         # Made within the event loop that uses it.
         self._policy = self._policy or self._make_policy()
         try:

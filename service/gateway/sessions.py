@@ -460,7 +460,7 @@ class Sessions:
     ) -> Sampling:
         if not session.is_open:
             raise closed(session)
-        self._check_rate(session)
+        self.take_turn(session.stored.key_name)
         spec, num_begun = session.stored.spec, len(session.sampling)
         # Calls that are no part of the task are not counted, but cost as much.
         is_over = session.tree.num_turns + num_begun >= MOST_TURNS_FACTOR * spec.max_turns
@@ -613,18 +613,18 @@ class Sessions:
             raise closed(session) from error
         self._metrics.commit_seconds.observe(time.monotonic() - began)
 
-    def _check_rate(self, session: Session) -> None:
-        """Raises: Refused for a key whose sessions begin turns too often."""
-        name = session.stored.key_name
-        per_minute = self._keys.limits_of(name).over(self._settings.default_limits).turns_per_minute
-        if not name or per_minute is None:
+    def take_turn(self, key_name: str) -> None:
+        """Count a turn that begins under a client's key. Raises: Refused for one too many."""
+        per_minute = (
+            self._keys.limits_of(key_name).over(self._settings.default_limits).turns_per_minute
+        )
+        if not key_name or per_minute is None:
             return
-        if wait_s := self._turn_rates.take(name, per_s=per_minute / 60, burst=per_minute):
+        if wait_s := self._turn_rates.take(key_name, per_s=per_minute / 60, burst=per_minute):
             raise Refused(
                 RefusalCode.TOO_MANY_REQUESTS,
-                f"the sessions of the key that created {session.stored.id} have begun more than "
-                f"{per_minute:g} turns a minute (turns_per_minute of the key); send the request "
-                f"again in {wait_s} s",
+                f"more than {per_minute:g} turns have begun in a minute under the client's key "
+                f"(turns_per_minute of the key); send the request again in {wait_s} s",
                 retry_after_s=wait_s,
             )
 

@@ -71,7 +71,9 @@ class UploadPort(Protocol):
 
     async def drop_group(self, group: str) -> UploadGroup | None: ...
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply: ...
+    async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
+        """key_name: of the caller's key; empty: it has none."""
+        ...
 
 
 class PolicyAnswer(StrictBody):
@@ -290,7 +292,8 @@ def _add_generate(app: FastAPI, port: UploadPort, settings: HttpSettings) -> Non
             wanted = await _off_loop(raw, read)
         except Violation as violation:
             raise _problem([(violation, ())]) from violation
-        answer = generate_answer(await native(port.generate(wanted)), packed=packed)
+        reply = await native(port.generate(wanted, caller_of(request).name))
+        answer = generate_answer(reply, packed=packed)
         encode = msgspec.msgpack.encode if packed else msgspec.json.encode
         media_type = MSGPACK if packed else "application/json"
         return Response(encode(answer), media_type=media_type)

@@ -30,11 +30,12 @@ class LocalUploads:
         settings: GatewaySettings,
         *,
         make_policy: Callable[[], PolicyClient],
+        take_turn: Callable[[str], None] = lambda key_name: None,
     ) -> None:
         self.facts = policy_facts(settings, renderer())
         store = service.store
         self.uploads = Uploads(settings, store=UploadStore(store), term=store.newest_term())
-        self.generation = Generation(make_policy)
+        self.generation = Generation(make_policy, take_turn=take_turn)
 
     async def policy_facts(self) -> PolicyFacts:
         return self.facts
@@ -50,5 +51,5 @@ class LocalUploads:
     async def drop_group(self, group: str) -> UploadGroup | None:
         return await self.uploads.drop(group)
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
-        return await self.generation.generate(request)
+    async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
+        return await self.generation.generate(request, key_name)

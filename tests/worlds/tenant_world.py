@@ -93,7 +93,8 @@ class TenantRun:
             commits=GroupCommit(store, term=service.recorder.term, hold_s=2.0),
             read_keys=lambda: read_keys(service.store),
         )
-        return cls(service, port, LocalUploads(service, settings, make_policy=Policy))
+        uploads = LocalUploads(service, settings, make_policy=Policy, take_turn=port.take_turn)
+        return cls(service, port, uploads)
 
     async def open_sessions(self) -> None:
         """Admit what waits, and hand its sessions out."""
