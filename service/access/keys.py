@@ -32,7 +32,7 @@ class Scope(StrEnum):
     """What a key is for. A session's own keys are `service.gateway.keys`."""
 
     CLIENT = "client"
-    """Submit, look at what is its tenant's, create sessions and reward them."""
+    """Submit, look at what is its tenant's, create sessions and reward them, sample and upload."""
     ADMIN = "admin"
     """Everything, of every tenant; stop and control the run; create and revoke keys."""
 
@@ -50,8 +50,8 @@ class KeyLimits:
     max_open_sessions: Positive | None = None
     """Its sessions that wait or are open. Null: any number."""
     turns_per_minute: Rate | None = None
-    """Turns that its sessions begin in a minute, all together; a minute's worth at once. Null: any
-    number."""
+    """Turns that its sessions begin, and requests to sample behind ids, in a minute, all together;
+    a minute's worth at once. Null: any number."""
 
     def over(self, defaults: KeyLimits) -> KeyLimits:
         """These, with the defaults where one is None."""

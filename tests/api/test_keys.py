@@ -599,6 +599,9 @@ async def test_a_key_has_its_own_limits(run: TenantRun) -> None:
         late = await client.post(chat, json=HELLO, headers=bearer(agent))
         assert late.status_code == 429 and 1 <= int(late.headers["retry-after"]) <= 60
         assert "turns_per_minute" in late.json()["error"]["message"]
+        # What is sampled without a session counts too.
+        late = await client.post("/api/v1/generate", json={"token_ids": [1]})
+        assert late.status_code == 429 and "turns_per_minute" in late.json()["detail"]
 
 
 async def test_guesses_cost_the_supervisor_no_more_than_a_few_readings(run: TenantRun) -> None:
