@@ -153,7 +153,7 @@ class CheckpointsAnswer(StrictBody):
 class EvaluationBody(StrictBody):
     """Held-out tasks to be played now, beside training."""
 
-    temperature: float = Field(0.0, ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)
+    temperature: float = Field(0.0, ge=0, le=MAX_TEMPERATURE, strict=True, allow_inf_nan=False)
     num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES, strict=True)] = Field(
         1, description="of each task: n of pass@k and avg@n"
     )
@@ -165,6 +165,7 @@ class EvaluationBody(StrictBody):
     )
     pass_reward: float = Field(
         1.0,
+        strict=True,
         allow_inf_nan=False,
         description="a sample passes with a return of so much or more, in parts of the best "
         "possible one where the environment knows that",
