@@ -16,6 +16,7 @@ from enum import StrEnum
 from hashlib import sha256
 
 from actors.limits import STRICT, Positive, Rate
+from service.access.names import MARK, own_id, tenant_of, whole_id
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 KEY_MARK = "rk_"
@@ -31,7 +32,7 @@ class Scope(StrEnum):
     """What a key is for. A session's own keys are `service.gateway.keys`."""
 
     CLIENT = "client"
-    """Submit, look at what is its tenant's, create sessions and reward them."""
+    """Submit, look at what is its tenant's, create sessions and reward them, sample and upload."""
     ADMIN = "admin"
     """Everything, of every tenant; stop and control the run; create and revoke keys."""
 
@@ -49,8 +50,8 @@ class KeyLimits:
     max_open_sessions: Positive | None = None
     """Its sessions that wait or are open. Null: any number."""
     turns_per_minute: Rate | None = None
-    """Turns that its sessions begin in a minute, all together; a minute's worth at once. Null: any
-    number."""
+    """Turns that its sessions begin, and requests to sample behind ids, in a minute, all together;
+    a minute's worth at once. Null: any number."""
 
     def over(self, defaults: KeyLimits) -> KeyLimits:
         """These, with the defaults where one is None."""
@@ -104,6 +105,19 @@ class Caller:
     def sees(self) -> str | None:
         """The tenant whose tasks and sessions it is shown; None: every tenant's."""
         return None if self.is_admin else self.tenant
+
+    def whole(self, name: str) -> str:
+        """What the run calls what it names. An admin may name any tenant's: TENANT~ID, or ~ID for
+        the run's own; of a client's key another tenant's is a name that nothing has."""
+        tenant = tenant_of(name)
+        if MARK in name and (self.is_admin or tenant == self.tenant):
+            return whole_id(tenant, own_id(name))
+        return whole_id(self.tenant, name)
+
+    def shown(self, whole: str) -> str:
+        """What it calls what the run calls so; `whole` of it is the same again."""
+        tenant = tenant_of(whole)
+        return own_id(whole) if tenant == self.tenant else f"{tenant}{MARK}{own_id(whole)}"
 
 
 def may_see(sees: str | None, tenant: str) -> bool:

@@ -171,6 +171,8 @@ def check_scope(caller: Caller, *, path: str) -> None:
 _CLIENT_PATHS = re.compile(
     r"/api/v1/rollouts(/[^/]+(/cancel)?)?"
     r"|/api/v1/sessions(/[^/]+(/close)?)?"
+    r"|/api/v1/trajectories(/[^/]+|/groups/[^/]+)?"
+    r"|/api/v1/(feed|events|policy|generate)"
     r"|/api/v1/environments(/[^/]+)?"
     r"|/docs(/oauth2-redirect)?|/openapi\.json"
 )

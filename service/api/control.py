@@ -43,6 +43,11 @@ STATUSES = {
     RefusalCode.CONFLICT: 409,
     RefusalCode.INVALID: 422,
 }
+_NOT_NOW: dict[int | str, dict[str, Any]] = {
+    409: {"description": "not now: the run is in another state"}
+}
+_UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "the run does not know it"}}
+_GONE: dict[int | str, dict[str, Any]] = {410: {"description": "its files are gone"}}
 MAX_TEMPERATURE, MAX_SAMPLES, MAX_TASK_IDS = 5.0, 1024, 1000
 # Of a body, and of an answer, so much is written down.
 MAX_NOTED_CHARACTERS = 1000
@@ -148,7 +153,7 @@ class CheckpointsAnswer(StrictBody):
 class EvaluationBody(StrictBody):
     """Held-out tasks to be played now, beside training."""
 
-    temperature: float = Field(0.0, ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)
+    temperature: float = Field(0.0, ge=0, le=MAX_TEMPERATURE, strict=True, allow_inf_nan=False)
     num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES, strict=True)] = Field(
         1, description="of each task: n of pass@k and avg@n"
     )
@@ -160,6 +165,7 @@ class EvaluationBody(StrictBody):
     )
     pass_reward: float = Field(
         1.0,
+        strict=True,
         allow_inf_nan=False,
         description="a sample passes with a return of so much or more, in parts of the best "
         "possible one where the environment knows that",
@@ -339,14 +345,14 @@ def _add_pauses(app: FastAPI, run: ControlPort) -> None:
         """What is paused, and what goes on."""
         return ControlAnswer.of(await _asked(run.control("view")))
 
-    @app.post(f"{PREFIX}/control/{{part}}/pause")
+    @app.post(f"{PREFIX}/control/{{part}}/pause", responses=_NOT_NOW)
     async def pause(part: Pausable, request: Request, body: PauseBody) -> ControlAnswer:
         """Pause a part of the run, in every later term too, until it is resumed; may be repeated.
         What is in flight goes on as docs/control.md says."""
         work = _asked(run.control("pause", part, body.reason))
         return await _noted(run, request, _as(ControlAnswer.of, work))
 
-    @app.post(f"{PREFIX}/control/{{part}}/resume")
+    @app.post(f"{PREFIX}/control/{{part}}/resume", responses=_NOT_NOW)
     async def resume(part: Pausable, request: Request) -> ControlAnswer:
         """Let a part go on; may be repeated."""
         work = _asked(run.control("resume", part))
@@ -360,13 +366,17 @@ def _add_checkpoints(app: FastAPI, run: ControlPort) -> None:
         found = await _asked(run.control("checkpoints"))
         return CheckpointsAnswer(checkpoints=[CheckpointAnswer.of(each) for each in found])
 
-    @app.post(f"{PREFIX}/checkpoints", status_code=202)
+    @app.post(f"{PREFIX}/checkpoints", status_code=202, responses=_NOT_NOW)
     async def save(request: Request, response: Response) -> OperationAnswer:
         """Commit a checkpoint after the step in hand."""
         work = _asked(run.control("checkpoint"))
         return await _begun(run, request, response, work)
 
-    @app.post(f"{PREFIX}/checkpoints/{{checkpoint}}/return", status_code=202)
+    @app.post(
+        f"{PREFIX}/checkpoints/{{checkpoint}}/return",
+        status_code=202,
+        responses={**_UNKNOWN, **_NOT_NOW, **_GONE},
+    )
     async def go_back(
         request: Request, response: Response, checkpoint: str = Path(pattern=ID_PATTERN)
     ) -> OperationAnswer:
@@ -377,7 +387,7 @@ def _add_checkpoints(app: FastAPI, run: ControlPort) -> None:
 
 
 def _add_evaluations(app: FastAPI, run: ControlPort) -> None:
-    @app.post(f"{PREFIX}/evaluations", status_code=202)
+    @app.post(f"{PREFIX}/evaluations", status_code=202, responses=_NOT_NOW)
     async def evaluate(
         body: EvaluationBody, request: Request, response: Response
     ) -> OperationAnswer:
@@ -385,7 +395,7 @@ def _add_evaluations(app: FastAPI, run: ControlPort) -> None:
         work = _asked(run.control("evaluate", body.request()))
         return await _begun(run, request, response, work)
 
-    @app.get(f"{PREFIX}/operations/{{operation}}")
+    @app.get(f"{PREFIX}/operations/{{operation}}", responses=_UNKNOWN)
     async def operation(operation: str = Path(pattern=ID_PATTERN)) -> OperationAnswer:
         """How something stands that was begun with a 202."""
         return OperationAnswer.of(await _asked(run.control("operation", operation)))

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from actors.environment.task_data import ANY_DATA, DataCheck
 from actors.types import SESSION
+from service.access.names import own_id
 from service.api.ports import PREFIX
 from service.api.problems import MAX_ERRORS, Problem, shown
 from service.api.schemas import StrictBody
@@ -91,7 +92,7 @@ class TaskChecks:
             raise Problem(
                 422,
                 "task-data",
-                f"task {requests[index].id!r}: {shown(first)}; GET "
+                f"task {own_id(requests[index].id)!r}: {shown(first)}; GET "
                 f"{PREFIX}/environments/{environment} has the schema; nothing of this request was "
                 "accepted",
                 errors=[

@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Header, Query, Response
+from fastapi import FastAPI, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from service.access.keys import Caller
+from service.api.callers import caller_of
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem, RunUnavailable
 from service.api.rollouts import MAX_NUMBER, Limit
@@ -37,18 +39,23 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
 
     @app.get(f"{PREFIX}/feed", tags=["feed"], responses=GONE)
     async def feed(
-        response: Response, after: After = None, limit: Limit = 100, prefer: Prefer = None
+        request: Request,
+        response: Response,
+        after: After = None,
+        limit: Limit = 100,
+        prefer: Prefer = None,
     ) -> FeedAnswer:
         """What became of tasks, rollouts and sessions, in the order in which it was stored; with
-        `Prefer: wait=N` once there is something."""
-        start = after or 0
+        `Prefer: wait=N` once there is something. A client's key is told of its tenant's, in numbers
+        of the tenant's own."""
+        start, caller = after or 0, caller_of(request)
         page = await patiently(
-            lambda: _page(run, start, limit),
+            lambda: _page(run, start, limit, caller.sees),
             lambda found: bool(found.entries),
             prefer=prefer,
             response=response,
         )
-        return FeedAnswer.of(page, after=start)
+        return FeedAnswer.of(page, after=start, caller=caller)
 
     @app.get(
         f"{PREFIX}/events",
@@ -64,6 +71,7 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
         },
     )
     async def events(
+        request: Request,
         after: After = None,
         last_event_id: Annotated[
             int | None,
@@ -73,17 +81,18 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
         """The feed as server-sent events. A stream ends after some minutes; clients come again with
         the last event's id, as browsers do by themselves."""
         start = last_event_id if last_event_id is not None else after or 0
-        first = await _page(run, start, EVENTS_PER_READ)
+        caller = caller_of(request)
+        first = await _page(run, start, EVENTS_PER_READ, caller.sees)
         return StreamingResponse(
-            _events(run, first, start, stream_s),
+            _events(run, first, start, stream_s, caller),
             media_type="text/event-stream",
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
         )
 
 
-async def _page(run: RunPort, after: int, limit: int) -> FeedPage:
+async def _page(run: RunPort, after: int, limit: int, sees: str | None) -> FeedPage:
     """Raises: Problem where entries that the client has not seen are gone."""
-    page = await run.feed(after=after, limit=limit)
+    page = await run.feed(after=after, limit=limit, sees=sees)
     # From the start is from what there is.
     if 0 < after < page.oldest - 1:
         raise Problem(
@@ -97,7 +106,7 @@ async def _page(run: RunPort, after: int, limit: int) -> FeedPage:
 
 
 async def _events(
-    run: RunPort, page: FeedPage, after: int, stream_s: float
+    run: RunPort, page: FeedPage, after: int, stream_s: float, caller: Caller
 ) -> AsyncIterator[bytes]:
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + stream_s
@@ -105,7 +114,7 @@ async def _events(
     while True:
         for entry in page.entries:
             after = entry.number
-            data = EntryAnswer.of(entry).model_dump_json(exclude_none=True)
+            data = EntryAnswer.of(entry, caller).model_dump_json(exclude_none=True)
             yield f"id: {entry.number}\nevent: {entry.kind}\ndata: {data}\n\n".encode()
         left_s = ends_at - loop.time()
         if left_s <= 0:
@@ -114,7 +123,9 @@ async def _events(
             yield HEARTBEAT
         try:
             page = await look_until(
-                lambda start=after: _page(run, start, EVENTS_PER_READ),  # type: ignore[misc]
+                lambda start=after: _page(  # type: ignore[misc]
+                    run, start, EVENTS_PER_READ, caller.sees
+                ),
                 lambda found: bool(found.entries),
                 wait_s=min(left_s, HEARTBEAT_EVERY_S),
             )

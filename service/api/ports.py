@@ -42,8 +42,8 @@ class RunPort(Protocol):
         self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
     ) -> SessionPage: ...
 
-    async def feed(self, *, after: int, limit: int) -> FeedPage:
-        """What was told behind a number."""
+    async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
+        """What was told behind a number. sees: as `Caller.sees`; the numbers are its own."""
         ...
 
     async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:

@@ -9,13 +9,13 @@ from fastapi import FastAPI, Header, Path, Query, Request, Response
 
 from actors.types import SESSION
 from service.access.keys import digest_of
+from service.access.names import WHOLE_PATTERN, own_id
 from service.api import problems
 from service.api.callers import caller_of
 from service.api.environments import TaskChecks
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem, shown
 from service.api.schemas import (
-    ID_PATTERN,
     RolloutAnswer,
     RolloutId,
     RolloutsAnswer,
@@ -48,7 +48,10 @@ IdempotencyKey = Annotated[
     ),
 ]
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="entries of the answer at most")]
-RolloutPath = Annotated[str, Path(pattern=ID_PATTERN, description="the task's id")]
+RolloutPath = Annotated[
+    str,
+    Path(pattern=WHOLE_PATTERN, description="the task's id; an admin may name any TENANT~ID"),
+]
 NumberCursor = Annotated[
     int | None, Query(ge=0, le=MAX_NUMBER, description="`next` of the page before")
 ]
@@ -65,7 +68,7 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         tags=["rollouts"],
         status_code=202,
         responses={
-            409: {"description": "an id is taken, with another content or by another"},
+            409: {"description": "an id is taken, with another content or by another key"},
             429: {"description": FULL},
         },
     )
@@ -87,8 +90,8 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         )
         refuse_if_needed(reply)
         if len(requests) == 1:
-            response.headers["Location"] = f"{PREFIX}/rollouts/{requests[0].id}"
-        return SubmitAnswer.of(reply)
+            response.headers["Location"] = f"{PREFIX}/rollouts/{body.tasks[0].id}"
+        return SubmitAnswer.of(reply, caller)
 
     @app.get(f"{PREFIX}/rollouts", tags=["rollouts"])
     async def rollouts(
@@ -100,13 +103,10 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         limit: Limit = 100,
     ) -> RolloutsAnswer:
         """Tasks in the order of acceptance. A page may be short, or empty, and have a `next`."""
-        wanted = TaskFilter(
-            status=status,
-            environment=environment,
-            batch=batch,
-            tenant=caller_of(request).sees,
-        )
-        return RolloutsAnswer.of(await run.tasks(wanted, after=cursor or 0, limit=limit))
+        caller = caller_of(request)
+        wanted = TaskFilter(status=status, environment=environment, batch=batch, tenant=caller.sees)
+        page = await run.tasks(wanted, after=cursor or 0, limit=limit)
+        return RolloutsAnswer.of(page, caller)
 
     @app.get(
         f"{PREFIX}/rollouts/{{rollout_id}}",
@@ -117,14 +117,15 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         request: Request, response: Response, rollout_id: RolloutPath, prefer: Prefer = None
     ) -> RolloutAnswer:
         """How a task stands, and each rollout of it; with `Prefer: wait=N` once it is over."""
-        sees = caller_of(request).sees
+        caller = caller_of(request)
+        name = caller.whole(rollout_id)
         view = await patiently(
-            lambda: run.submission(rollout_id, sees=sees),
+            lambda: run.submission(name, sees=caller.sees),
             lambda found: found is None or found.status in OVER,
             prefer=prefer,
             response=response,
         )
-        return RolloutAnswer.of(_found(rollout_id, view))
+        return RolloutAnswer.of(_found(rollout_id, view), caller)
 
     @app.post(
         f"{PREFIX}/rollouts/{{rollout_id}}/cancel",
@@ -136,10 +137,12 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
     )
     async def cancel(request: Request, rollout_id: RolloutPath) -> RolloutAnswer:
         """Take a task back, as long as no training step has taken it; may be repeated."""
-        view = _found(rollout_id, await run.cancel(rollout_id, sees=caller_of(request).sees))
+        caller = caller_of(request)
+        found = await run.cancel(caller.whole(rollout_id), sees=caller.sees)
+        view = _found(rollout_id, found)
         if view.status is not Status.CANCELLED:
-            raise Problem(409, "already-over", _why_not_cancelled(view))
-        return RolloutAnswer.of(view)
+            raise Problem(409, "already-over", _why_not_cancelled(rollout_id, view))
+        return RolloutAnswer.of(view, caller)
 
 
 def key_digest(idempotency_key: str | None, *, tenant: str) -> str:
@@ -161,11 +164,11 @@ def _found(rollout_id: str, view: SubmissionView | None) -> SubmissionView:
     return view
 
 
-def _why_not_cancelled(view: SubmissionView) -> str:
+def _why_not_cancelled(rollout_id: str, view: SubmissionView) -> str:
     if view.status in (Status.TRAINED, Status.EVICTED):
-        return f"{view.id} is {view.status.value} already and cannot be taken back"
+        return f"{rollout_id} is {view.status.value} already and cannot be taken back"
     return (
-        f"{view.id} has left the queue: a training step has it, or it was evicted just now; it "
+        f"{rollout_id} has left the queue: a training step has it, or it was evicted just now; it "
         "cannot be taken back; GET it later to see what became of it"
     )
 
@@ -209,7 +212,7 @@ def check_samples(
         raise Problem(
             422,
             "num-samples",
-            f"task {task_id!r} asks for {shown(str(num_samples))} rollouts, "
+            f"task {own_id(task_id)!r} asks for {shown(str(num_samples))} rollouts, "
             f"min_usable_samples {shown(str(min_usable_samples))}; expected {lowest} "
             f"(algorithm.min_group_size) <= min_usable_samples <= num_samples <= "
             f"{most} (service.max_samples_per_task)",
@@ -226,13 +229,14 @@ def refuse_if_needed(reply: SubmitReply) -> None:
             errors=[{"loc": ["header", "Idempotency-Key"]}],
         )
     if reply.conflicts:
+        taken = [own_id(each) for each in reply.conflicts]
         raise Problem(
             409,
             "id-conflict",
-            f"{len(reply.conflicts)} ids are taken, with another content or by another: "
-            f"{', '.join(reply.conflicts[:8])}; nothing of this request was accepted; give changed "
-            "tasks ids of their own",
-            errors=[{"loc": ["body", "tasks", each]} for each in reply.conflicts],
+            f"{len(taken)} ids are taken, with another content or by another key: "
+            f"{', '.join(taken[:8])}; nothing of this request was accepted; give changed tasks ids "
+            "of their own",
+            errors=[{"loc": ["body", "tasks", each]} for each in taken],
             headers={"x-should-retry": "false"},
         )
     if reply.is_quota and reply.is_too_large:

@@ -13,10 +13,11 @@ from fastapi.responses import HTMLResponse
 from pydantic import Field
 
 from actors.types import Outcome
+from service.access.names import WHOLE_PATTERN
 from service.api.ports import PREFIX
 from service.api.problems import Problem
 from service.api.rollouts import MAX_NUMBER, Limit
-from service.api.schemas import ID_PATTERN, StrictBody
+from service.api.schemas import StrictBody
 from service.inspect.listing import Filters
 from service.inspect.lookup import JournalPage, Place
 from service.page.packed import empty_page
@@ -112,7 +113,7 @@ def add_page(app: FastAPI, run: PagePort) -> None:
     @app.get(f"{PREFIX}/journal", tags=["run"])
     async def journal(
         step: Annotated[int | None, Query(ge=0, le=MAX_NUMBER)] = None,
-        task: Annotated[str | None, Query(pattern=ID_PATTERN)] = None,
+        task: Annotated[str | None, Query(pattern=WHOLE_PATTERN)] = None,
         outcome: Outcome | None = None,
         cursor: Annotated[
             str | None,
@@ -136,7 +137,7 @@ def add_page(app: FastAPI, run: PagePort) -> None:
         name: Annotated[
             str,
             Path(
-                pattern=ID_PATTERN,
+                pattern=WHOLE_PATTERN,
                 description="a trajectory's id, a rollout's, a session's, or TASK-MEMBER",
             ),
         ],

@@ -13,6 +13,7 @@ from actors.limits import MAX_TASK_SEED
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Task
 from service.access.keys import Caller
+from service.access.names import WHOLE_PATTERN
 from service.intake.feed import FeedEntry, FeedKind, FeedPage
 from service.intake.listing import TaskPage
 from service.intake.session import SessionStatus
@@ -30,6 +31,10 @@ ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
 MAX_DEPTH = 64
 
 RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
+KnownId = Annotated[
+    str,
+    Field(pattern=WHOLE_PATTERN, description="yours; for an admin's key also TENANT~ID"),
+]
 NumSamples = Annotated[int, Field(ge=1, strict=True)]
 
 
@@ -56,7 +61,7 @@ class StrictBody(BaseModel):
 class TaskBody(StrictBody):
     """One task. The same id with the same content is the same task, however often it is sent."""
 
-    id: RolloutId = Field(description="yours; unique in the run")
+    id: RolloutId = Field(description="yours; unique among your tenant's")
     seed: Annotated[int, Field(ge=0, le=MAX_TASK_SEED, strict=True)] | None = Field(
         None, description="of every random choice of the environment; null: derived from the id"
     )
@@ -93,7 +98,7 @@ class SubmitBody(StrictBody):
         return [
             RolloutRequest.of(
                 Task(
-                    task_id=task.id,
+                    task_id=caller.whole(task.id),
                     environment=self.environment,
                     seed=derived_seed("submitted", task.id) if task.seed is None else task.seed,
                     data=task.data,
@@ -101,7 +106,6 @@ class SubmitBody(StrictBody):
                 asked_samples=task.num_samples or self.num_samples,
                 default_samples=num_samples,
                 min_usable_samples=task.min_usable_samples,
-                tenant=caller.tenant,
                 key_name=caller.name,
                 batch=self.batch or "",
             )
@@ -191,8 +195,8 @@ class RolloutLine(_Positioned):
     policy_versions: tuple[int, int] | None
 
     @classmethod
-    def of(cls, view: SubmissionView) -> Self:
-        return cls(**cls._fields_of(view))
+    def of(cls, view: SubmissionView, caller: Caller) -> Self:
+        return cls(id=caller.shown(view.id), **cls._fields_of(view))
 
     @classmethod
     def _fields_of(cls, view: SubmissionView) -> dict[str, Any]:
@@ -200,7 +204,6 @@ class RolloutLine(_Positioned):
         rewards = [sample.reward for sample in samples if sample.reward is not None]
         versions = [each for sample in samples for each in sample.policy_versions or ()]
         return dict(
-            id=view.id,
             place=view.position,
             ahead=view.num_ahead,
             status=view.status,
@@ -232,8 +235,8 @@ class RolloutsAnswer(StrictBody):
     next: int | None = Field(description="the `cursor` of the next page; null: this is the last")
 
     @classmethod
-    def of(cls, page: TaskPage) -> RolloutsAnswer:
-        return cls(rollouts=[RolloutLine.of(view) for view in page.tasks], next=page.next)
+    def of(cls, page: TaskPage, caller: Caller) -> RolloutsAnswer:
+        return cls(rollouts=[RolloutLine.of(view, caller) for view in page.tasks], next=page.next)
 
 
 class EntryAnswer(StrictBody):
@@ -258,8 +261,9 @@ class EntryAnswer(StrictBody):
     )
 
     @classmethod
-    def of(cls, entry: FeedEntry) -> EntryAnswer:
-        return cls(**{name: getattr(entry, name) for name in cls.model_fields})
+    def of(cls, entry: FeedEntry, caller: Caller) -> EntryAnswer:
+        known = {name: getattr(entry, name) for name in cls.model_fields}
+        return cls(**known | {"task": entry.task and caller.shown(entry.task)})
 
 
 class FeedAnswer(StrictBody):
@@ -269,8 +273,8 @@ class FeedAnswer(StrictBody):
     next: int = Field(description="`after` of the next page")
 
     @classmethod
-    def of(cls, page: FeedPage, *, after: int) -> FeedAnswer:
-        entries = [EntryAnswer.of(entry) for entry in page.entries]
+    def of(cls, page: FeedPage, *, after: int, caller: Caller) -> FeedAnswer:
+        entries = [EntryAnswer.of(entry, caller) for entry in page.entries]
         return cls(entries=entries, next=entries[-1].number if entries else after)
 
 
@@ -282,12 +286,12 @@ class SubmitAnswer(StrictBody):
     queue: Backlog
 
     @classmethod
-    def of(cls, reply: SubmitReply) -> SubmitAnswer:
+    def of(cls, reply: SubmitReply, caller: Caller) -> SubmitAnswer:
         return cls(
             accepted=len(reply.new_ids),
             rollouts=[
                 PlaceAnswer(
-                    id=view.id,
+                    id=caller.shown(view.id),
                     place=view.position,
                     ahead=view.num_ahead,
                     status=view.status,

@@ -76,7 +76,6 @@ class Gateway:
         )
         self._facts = policy_facts(settings, renderer)
         self._uploads = Uploads(settings, store=UploadStore(store), term=term)
-        self._generation = Generation(make_policy)
         self._sessions = Sessions(
             settings,
             renderer=renderer,
@@ -86,6 +85,7 @@ class Gateway:
             metrics=self._metrics,
             read_keys=lambda: read_keys(store),
         )
+        self._generation = Generation(make_policy, take_turn=self._sessions.take_turn)
         self._exchange = RolloutExchange(
             self._play,
             actor_id=actor_id,
@@ -185,8 +185,8 @@ class Gateway:
     async def drop_group(self, group: str) -> UploadGroup | Refused | None:
         return await _answer(self._uploads.drop(group))
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply | Refused:
-        return await _answer(self._generation.generate(request))
+    async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply | Refused:
+        return await _answer(self._generation.generate(request, key_name))
 
 
 async def _answer(work: Any) -> Any:

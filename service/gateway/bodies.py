@@ -11,6 +11,7 @@ from actors.environment.tasks import derived_seed
 from actors.limits import MAX_REWARD
 from actors.types import SESSION, Outcome, Task
 from service.access.keys import Caller
+from service.access.names import own_id
 from service.api.schemas import NumSamples, RolloutId, StrictBody, TaskData
 from service.gateway.calls import Finish, SessionView
 from service.gateway.keys import AGENT, REWARD, key_digests, session_key
@@ -98,7 +99,7 @@ class SamplingBody(StrictBody):
 class SessionsBody(StrictBody):
     """A task that agents outside play, in several sessions that share a baseline."""
 
-    id: str = Field(pattern=SESSIONS_ID_PATTERN, description="yours; unique in the run")
+    id: str = Field(pattern=SESSIONS_ID_PATTERN, description="yours; unique among your tenant's")
     task: TaskData = Field(
         default_factory=dict, description="what is played; kept beside the sessions, for people"
     )
@@ -147,7 +148,7 @@ class SessionsBody(StrictBody):
                 "at once; leave it out"
             )
         task = Task(
-            task_id=self.id,
+            task_id=caller.whole(self.id),
             environment=SESSION,
             seed=derived_seed("submitted", self.id),
             data=self.task,
@@ -168,12 +169,11 @@ class SessionsBody(StrictBody):
             default_samples=group_size,
             min_usable_samples=self.min_usable_sessions,
             batch=self.batch or "",
-            tenant=caller.tenant,
             key_name=caller.name,
             sessions=SessionRequest(
                 spec=self._spec(rollouts, sessions),
                 keys=tuple(
-                    key_digests(caller.secret, session_id(self.id, member))
+                    key_digests(caller.secret, session_id(task.task_id, member))
                     for member in range(num_sessions)
                 ),
                 asked=asked,
@@ -288,11 +288,11 @@ class NewSession(StrictBody):
 
     @classmethod
     def of(cls, name: str, *, client_key: str, address: str) -> NewSession:
-        """address: of the API, without a slash at its end."""
+        """name: as the run calls it. address: of the API, without a slash at its end."""
         root = f"{address}/sessions/{name}"
         agent_key = session_key(client_key, name, AGENT)
         return cls(
-            id=name,
+            id=own_id(name),
             base_url=f"{root}/v1",
             agent_key=agent_key,
             reward_key=session_key(client_key, name, REWARD),
@@ -334,10 +334,10 @@ class SessionLineAnswer(StrictBody):
     outcome: Outcome | None
 
     @classmethod
-    def of_line(cls, line: SessionLine) -> SessionLineAnswer:
+    def of_line(cls, line: SessionLine, caller: Caller) -> SessionLineAnswer:
         return cls(
-            id=line.id,
-            group=line.submission_id,
+            id=caller.shown(line.id),
+            group=caller.shown(line.submission_id),
             member=line.member,
             status=line.status,
             created_at=line.created_at,
@@ -356,9 +356,9 @@ class SessionListAnswer(StrictBody):
     next: str | None = Field(description="the `cursor` of the next page; null: this is the last")
 
     @classmethod
-    def of(cls, page: SessionPage) -> SessionListAnswer:
+    def of(cls, page: SessionPage, caller: Caller) -> SessionListAnswer:
         return cls(
-            sessions=[SessionLineAnswer.of_line(line) for line in page.sessions],
+            sessions=[SessionLineAnswer.of_line(line, caller) for line in page.sessions],
             next=None if page.next is None else "{}.{}".format(*page.next),
         )
 
@@ -377,10 +377,10 @@ class SessionAnswer(SessionLineAnswer):
     detail: str
 
     @classmethod
-    def of(cls, view: SessionView) -> SessionAnswer:
+    def of(cls, view: SessionView, caller: Caller) -> SessionAnswer:
         return cls(
-            id=view.id,
-            group=view.submission_id,
+            id=caller.shown(view.id),
+            group=caller.shown(view.submission_id),
             member=view.member,
             status=view.status,
             created_at=view.created_at,

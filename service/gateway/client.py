@@ -75,11 +75,12 @@ class GatewayClient:
             if was_asked and not is_answered:
                 self.abandon(call.session_id, call.request_id)
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
+    async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
         """Raises: Refused."""
 
         async def ask(actor: Any, left_s: float) -> GenerateReply:
-            reply = actor.generate.remote(replace(request, deadline_s=max(left_s, 0.001)))
+            wanted = replace(request, deadline_s=max(left_s, 0.001))
+            reply = actor.generate.remote(wanted, key_name)
             return _raised(await self._reply(reply, left_s + ANSWER_MARGIN_S))
 
         return await self._until_answered(ask, deadline_s=request.deadline_s)

@@ -76,11 +76,19 @@ def generate_answer(reply: GenerateReply, *, packed: bool) -> GenerateAnswer:
 class Generation:
     """The gateway's part; belongs to one event loop."""
 
-    def __init__(self, make_policy: Callable[[], PolicyClient]) -> None:
+    def __init__(
+        self, make_policy: Callable[[], PolicyClient], *, take_turn: Callable[[str], None]
+    ) -> None:
+        """take_turn: `Sessions.take_turn`, or as it."""
         self._engine = Engine(make_policy)
+        self._take_turn = take_turn
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """As `Engine.sample`. Raises: Refused."""
+    async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
+        """As `Engine.sample`. Raises: Refused.
+
+        key_name: of the client's key; empty: the first admin key, or none.
+        """
+        self._take_turn(key_name)
         _, reply = await self._engine.sample(request, param="token_ids")
         return reply
 

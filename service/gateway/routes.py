@@ -18,6 +18,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.access.keys import Caller, digest_of
+from service.access.keys import Scope as AccessScope
+from service.access.names import WHOLE_PATTERN, tenant_of
 from service.api.callers import Callers, caller_of
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem
@@ -29,7 +31,7 @@ from service.api.rollouts import (
     key_digest,
     refuse_if_needed,
 )
-from service.api.schemas import ID_PATTERN, RolloutId
+from service.api.schemas import KnownId
 from service.api.settings import HttpSettings, bearer_of
 from service.api.waiting import Prefer, patiently
 from service.gateway.bodies import (
@@ -64,7 +66,10 @@ ENDING: dict[int | str, dict[str, Any]] = {
     403: {"description": "the key is the agent's, which gives no reward"},
     409: {"description": "it has ended, or been rewarded, otherwise"},
 }
-SessionName = Annotated[str, Path(pattern=ID_PATTERN, description="the session's id")]
+SessionName = Annotated[
+    str,
+    Path(pattern=WHOLE_PATTERN, description="the session's id; an admin may name any TENANT~ID"),
+]
 # Parsing a large body would hold up every other request.
 THREAD_BYTES = 1 << 18
 Answer = TypeVar("Answer")
@@ -120,7 +125,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         status_code=201,
         responses={
             200: {"model": SessionsAnswer, "description": "these very sessions exist already"},
-            409: {"description": "the id is taken, with another content or by another"},
+            409: {"description": "the id is taken, with another content or by another key"},
             429: {"description": FULL},
         },
     )
@@ -154,7 +159,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         is_new = wanted.id in reply.new_ids
         if not is_new:
             response.status_code = 200
-        response.headers["Location"] = f"{PREFIX}/rollouts/{wanted.id}"
+        response.headers["Location"] = f"{PREFIX}/rollouts/{body.id}"
         response.headers["Cache-Control"] = "no-store"
         members: Iterable[int] = range(wanted.num_samples)
         if body.session is not None:
@@ -162,7 +167,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
             members = [] if claimed is None else [claimed]
         address = (settings.service.public_url or str(request.base_url)).rstrip("/")
         return SessionsAnswer(
-            id=wanted.id,
+            id=body.id,
             is_new=is_new,
             sessions=[
                 NewSession.of(
@@ -177,9 +182,10 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         tags=["sessions"],
         responses={404: {"description": "there is no such group"}},
     )
-    async def close(request: Request, group: RolloutId) -> CloseAnswer:
+    async def close(request: Request, group: KnownId) -> CloseAnswer:
         """Let nobody join a group any more; its sessions that nobody has claimed are given up."""
-        given_up = await native(port.close_group(group, caller_of(request).sees))
+        caller = caller_of(request)
+        given_up = await native(port.close_group(caller.whole(group), caller.sees))
         if given_up is None:
             raise Problem(404, "unknown-group", f"this run knows no group {group!r} of sessions")
         return CloseAnswer(given_up=given_up)
@@ -189,7 +195,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Calle
     @app.get(f"{PREFIX}/sessions", tags=["sessions"])
     async def sessions(
         request: Request,
-        group: RolloutId | None = None,
+        group: KnownId | None = None,
         status: SessionStatus | None = None,
         cursor: Annotated[
             str | None,
@@ -199,10 +205,12 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Calle
     ) -> SessionListAnswer:
         """Sessions in the order of acceptance, without what their turns tell. A page may be short,
         or empty, and have a `next`."""
-        wanted = SessionFilter(group=group, status=status, tenant=caller_of(request).sees)
+        caller = caller_of(request)
+        whole = None if group is None else caller.whole(group)
+        wanted = SessionFilter(group=whole, status=status, tenant=caller.sees)
         position, _, member = (cursor or "").partition(".")
         after = (int(position), int(member)) if cursor else None
-        return SessionListAnswer.of(await run.sessions(wanted, after=after, limit=limit))
+        return SessionListAnswer.of(await run.sessions(wanted, after=after, limit=limit), caller)
 
     @app.get(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=UNKNOWN)
     async def show(
@@ -210,36 +218,43 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Calle
     ) -> SessionAnswer:
         """Where a session stands; with `Prefer: wait=N` once a queued one is open or has ended, or
         an open one has ended."""
-        sees = caller_of(request).sees
-        before = await native(port.view(name, sees))
+        caller = caller_of(request)
+        whole = caller.whole(name)
+        before = await native(port.view(whole, caller.sees))
         if before is not None and before.ended_at is None:
             before = await patiently(
-                lambda: native(port.view(name, sees)),
+                lambda: native(port.view(whole, caller.sees)),
                 lambda found: found is None or found.status is not before.status,
                 prefer=prefer,
                 response=response,
             )
-        return _shown(name, before)
+        return _shown(name, before, caller)
 
     @app.delete(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=UNKNOWN)
     async def discard(request: Request, name: SessionName) -> SessionAnswer:
         """End a session that is not to be trained; one that has ended stays as it is."""
-        return _shown(name, await native(port.discard(name, caller_of(request).sees)))
+        caller = caller_of(request)
+        ended = await native(port.discard(caller.whole(name), caller.sees))
+        return _shown(name, ended, caller)
 
     @app.post(f"{PREFIX}/sessions/{{name}}/finish", tags=["sessions"], responses=ENDING)
     async def finish(body: FinishBody, request: Request, name: SessionName) -> SessionAnswer:
         """End a session, by the reward's key or its client's."""
         key = _sent_key(request.headers)
-        work = port.finish(name, digest_of(key), body.finish(), await _client(key))
-        return SessionAnswer.of(await native(work))
+        client = await _client(key)
+        caller = client or _holder_of(key)
+        work = port.finish(caller.whole(name), digest_of(key), body.finish(), client)
+        return SessionAnswer.of(await native(work), caller)
 
     @app.put(f"{PREFIX}/sessions/{{name}}/reward", tags=["sessions"], responses=ENDING)
     async def reward(body: RewardBody, request: Request, name: SessionName) -> SessionAnswer:
         """Give a finished session the reward that it waits for, by the reward's key or its
         client's."""
         key = _sent_key(request.headers)
-        work = port.give_reward(name, digest_of(key), body.finish(), await _client(key))
-        return SessionAnswer.of(await native(work))
+        client = await _client(key)
+        caller = client or _holder_of(key)
+        work = port.give_reward(caller.whole(name), digest_of(key), body.finish(), client)
+        return SessionAnswer.of(await native(work), caller)
 
     async def _client(key: str) -> Caller | None:
         """Who sends a key that is no session's; None: nobody who is known by one."""
@@ -264,7 +279,7 @@ async def native(work: Awaitable[Answer]) -> Answer:
         ) from refused
 
 
-def _shown(name: str, view: SessionView | None) -> SessionAnswer:
+def _shown(name: str, view: SessionView | None, caller: Caller) -> SessionAnswer:
     if view is None:
         raise Problem(
             404,
@@ -272,7 +287,7 @@ def _shown(name: str, view: SessionView | None) -> SessionAnswer:
             f"this run knows no session {name!r}: it was never created, or its group is over and "
             "no longer among the newest service.keep_ended_tasks",
         )
-    return SessionAnswer.of(view)
+    return SessionAnswer.of(view, caller)
 
 
 def _add_dialect(app: FastAPI, dialect: Dialect, port: SessionPort, settings: HttpSettings) -> None:
@@ -319,7 +334,7 @@ async def _chat(
     except Refused as refused:
         return _error(dialect, refused)
     call = ChatCall(
-        session_id=name,
+        session_id=_holder_of(key).whole(name),
         key_digest=digest_of(key),
         request_id=uuid.uuid4().hex,
         request=wanted,
@@ -426,6 +441,11 @@ def _key_of(headers: Mapping[str, str]) -> str:
             "no key was sent, expected one of the session's; send it as Authorization: Bearer KEY",
         )
     return key
+
+
+def _holder_of(key: str) -> Caller:
+    """Who sends a session's key: somebody of its tenant."""
+    return Caller(scope=AccessScope.CLIENT, tenant=tenant_of(session_of_key(key)))
 
 
 def _sent_key(headers: Mapping[str, str]) -> str:

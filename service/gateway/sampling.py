@@ -37,7 +37,7 @@ class _Wanted:
 
 
 class TurnRates:
-    """How often the sessions of a named key may begin turns."""
+    """How often turns may begin under a named key."""
 
     def __init__(
         self, keys: KeyBook, *, default_limits: KeyLimits, now: Callable[[], float]
@@ -47,18 +47,19 @@ class TurnRates:
         self._default_limits = default_limits
         self._rates = Rates(now=now)
 
-    def take(self, session: Session) -> None:
-        """Raises: Refused for a key whose sessions begin turns too often."""
-        name = session.stored.key_name
-        per_minute = self._keys.limits_of(name).over(self._default_limits).turns_per_minute
-        if not name or per_minute is None:
+    def take(self, key_name: str) -> None:
+        """Count a turn that begins under a client's key; empty: a key without a name.
+
+        Raises: Refused for one too many.
+        """
+        per_minute = self._keys.limits_of(key_name).over(self._default_limits).turns_per_minute
+        if not key_name or per_minute is None:
             return
-        if wait_s := self._rates.take(name, per_s=per_minute / 60, burst=per_minute):
+        if wait_s := self._rates.take(key_name, per_s=per_minute / 60, burst=per_minute):
             raise Refused(
                 RefusalCode.TOO_MANY_REQUESTS,
-                f"the sessions of the key that created {session.stored.id} have begun more than "
-                f"{per_minute:g} turns a minute (turns_per_minute of the key); send the request "
-                f"again in {wait_s} s",
+                f"more than {per_minute:g} turns have begun in a minute under the client's key "
+                f"(turns_per_minute of the key); send the request again in {wait_s} s",
                 retry_after_s=wait_s,
             )
 
@@ -97,7 +98,7 @@ class Sampler:
         """
         if not session.is_open:
             raise closed(session)
-        self._rates.take(session)
+        self._rates.take(session.stored.key_name)
         self._check_turns(session)
         session.tree.note_request(place.request_digest)
         sampling = Sampling(

@@ -97,12 +97,13 @@ class Sessions:
             single_roots_are_auxiliary=not settings.sessions.trains_single_turns,
             now=now,
         )
+        self._rates = TurnRates(self._keys, default_limits=settings.default_limits, now=now)
         sampler = Sampler(
             renderer=renderer,
             engine=Engine(make_policy),
             changes=self._changes,
             background=self._background,
-            rates=TurnRates(self._keys, default_limits=settings.default_limits, now=now),
+            rates=self._rates,
             max_context_tokens=settings.max_context_tokens,
             temperature=settings.rollouts.temperature,
             now=now,
@@ -142,6 +143,10 @@ class Sessions:
         session = await self._loaded.find(session_id)
         if session is not None:
             self._answers.abandon(session, request_id)
+
+    def take_turn(self, key_name: str) -> None:
+        """Of what is sampled without a session. As `TurnRates.take`. Raises: Refused."""
+        self._rates.take(key_name)
 
     # -- what clients ask ---------------------------------------------------------------------
 

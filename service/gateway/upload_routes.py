@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -19,10 +21,12 @@ from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
 from actors.policy import GenerateReply, GenerateRequest
+from service.access.keys import Caller
+from service.api.callers import caller_of
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import MAX_ERRORS, Problem
 from service.api.rollouts import check_samples, refuse_if_needed
-from service.api.schemas import RolloutId, StrictBody
+from service.api.schemas import KnownId, StrictBody
 from service.api.settings import HttpSettings
 from service.gateway.generation import checked_request, generate_answer
 from service.gateway.routes import THREAD_BYTES, native
@@ -67,7 +71,9 @@ class UploadPort(Protocol):
 
     async def drop_group(self, group: str) -> UploadGroup | None: ...
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply: ...
+    async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
+        """key_name: of the caller's key; empty: it has none."""
+        ...
 
 
 class PolicyAnswer(StrictBody):
@@ -100,9 +106,9 @@ class GroupAnswer(StrictBody):
     is_submitted: bool = Field(description="GET /api/v1/rollouts/ID tells the rest")
 
     @classmethod
-    def of(cls, group: UploadGroup) -> GroupAnswer:
+    def of(cls, group: UploadGroup, caller: Caller) -> GroupAnswer:
         return cls(
-            id=group.id,
+            id=caller.shown(group.id),
             uploaded=group.num_uploaded,
             members=group.num_members,
             is_submitted=group.is_closed,
@@ -118,15 +124,15 @@ class UploadAnswer(StrictBody):
     groups: list[GroupAnswer]
 
     @classmethod
-    def of(cls, reply: UploadReply) -> UploadAnswer:
+    def of(cls, reply: UploadReply, caller: Caller) -> UploadAnswer:
         return cls(
-            accepted=list(reply.accepted),
-            duplicates=list(reply.duplicates),
+            accepted=[caller.shown(each) for each in reply.accepted],
+            duplicates=[caller.shown(each) for each in reply.duplicates],
             rejected=[
-                RejectedTrajectory(id=each.id, code=each.code, detail=each.detail)
+                RejectedTrajectory(id=caller.shown(each.id), code=each.code, detail=each.detail)
                 for each in reply.rejected
             ],
-            groups=[GroupAnswer.of(group) for group in reply.groups],
+            groups=[GroupAnswer.of(group, caller) for group in reply.groups],
         )
 
 
@@ -183,9 +189,10 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
     async def upload(request: Request) -> UploadAnswer:
         """Take in trajectories that were sampled elsewhere, JSON or MessagePack: all of them are
         checked before any is stored. docs/service.md has the fields."""
-        raw, packed = await request.body(), is_packed(request.headers)
+        raw, packed, caller = await request.body(), is_packed(request.headers), caller_of(request)
         facts, readiness = await native(port.policy_facts()), await run.readiness()
-        uploads, policies = await _off_loop(raw, _read_upload, raw, packed, facts, settings)
+        read = partial(_read_upload, raw, packed, facts, settings, caller)
+        uploads, policies = await _off_loop(raw, read)
         reply = await native(
             port.upload(
                 uploads,
@@ -195,14 +202,15 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
                 max_waiting_mib=service.max_waiting_mib,
             )
         )
-        if closed := [group.request() for group in reply.groups if group.is_closed]:
-            refuse_if_needed(await run.submit(closed))
-        return UploadAnswer.of(reply)
+        if closed := [group.request(caller.name) for group in reply.groups if group.is_closed]:
+            refuse_if_needed(await run.submit(closed, limits=caller.limits))
+        return UploadAnswer.of(reply, caller)
 
     @app.get(f"{UPLOADS}/{{name}}", tags=_TAGS, responses=_UNKNOWN)
-    async def show(name: RolloutId) -> TrajectoryAnswer:
+    async def show(request: Request, name: KnownId) -> TrajectoryAnswer:
         """An accepted trajectory, without its tokens."""
-        found = await native(port.uploaded(name))
+        caller = caller_of(request)
+        found = await native(port.uploaded(caller.whole(name)))
         if found is None:
             raise Problem(
                 404,
@@ -211,8 +219,8 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
                 "group is over and no longer among the newest service.keep_ended_tasks",
             )
         return TrajectoryAnswer(
-            id=found.id,
-            group=found.group,
+            id=caller.shown(found.id),
+            group=caller.shown(found.group),
             member=found.member,
             bytes=found.num_bytes,
             created_at=found.created_at,
@@ -225,9 +233,10 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
         tags=_TAGS,
         responses={**_UNKNOWN, 409: {"description": "it is complete, and submitted"}},
     )
-    async def drop(group: RolloutId) -> GroupAnswer:
+    async def drop(request: Request, group: KnownId) -> GroupAnswer:
         """Forget the trajectories of a group that is not complete; their ids are free again."""
-        found = await native(port.drop_group(group))
+        caller = caller_of(request)
+        found = await native(port.drop_group(caller.whole(group)))
         if found is None:
             raise Problem(
                 404, "unknown-group", f"this run knows no group {group!r} of trajectories"
@@ -239,7 +248,7 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
                 f"group {group} is submitted; take it back with POST "
                 f"{PREFIX}/rollouts/{group}/cancel",
             )
-        return GroupAnswer.of(found)
+        return GroupAnswer.of(found, caller)
 
 
 def _add_lookups(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSettings) -> None:
@@ -283,14 +292,15 @@ def _add_generate(app: FastAPI, port: UploadPort, settings: HttpSettings) -> Non
             wanted = await _off_loop(raw, read)
         except Violation as violation:
             raise _problem([(violation, ())]) from violation
-        answer = generate_answer(await native(port.generate(wanted)), packed=packed)
+        reply = await native(port.generate(wanted, caller_of(request).name))
+        answer = generate_answer(reply, packed=packed)
         encode = msgspec.msgpack.encode if packed else msgspec.json.encode
         media_type = MSGPACK if packed else "application/json"
         return Response(encode(answer), media_type=media_type)
 
 
 def _read_upload(
-    raw: bytes, packed: bool, facts: PolicyFacts, settings: HttpSettings
+    raw: bytes, packed: bool, facts: PolicyFacts, settings: HttpSettings, caller: Caller
 ) -> tuple[list[Upload], list[GroupPolicy]]:
     """Raises: Problem, which names all that is wrong, up to a number."""
     body = decode_body(raw, UploadBody, packed=packed)
@@ -310,12 +320,14 @@ def _read_upload(
             f"got {len(body.trajectories)} trajectories and {len(body.groups)} groups, expected at "
             f"most {most} of each; split them, or raise service.max_tasks_per_request",
         )
-    policies = _group_policies(body, settings)
+    policies = _group_policies(body, settings, caller)
     uploads: list[Upload] = []
     violations: list[tuple[Violation, tuple[int | str, ...]]] = []
     for number, item in enumerate(body.trajectories):
         try:
-            uploads.append(checked_upload(item, facts))
+            upload = checked_upload(item, facts)
+            group = caller.whole(upload.group)
+            uploads.append(replace(upload, id=caller.whole(upload.id), group=group))
         except Violation as violation:
             violations.append((violation, ("trajectories", number)))
             if len(violations) == MAX_ERRORS:
@@ -325,7 +337,7 @@ def _read_upload(
     return uploads, policies
 
 
-def _group_policies(body: UploadBody, settings: HttpSettings) -> list[GroupPolicy]:
+def _group_policies(body: UploadBody, settings: HttpSettings, caller: Caller) -> list[GroupPolicy]:
     """Raises: Problem."""
     twice = [name for name, count in Counter(each.id for each in body.groups).items() if count > 1]
     if twice:
@@ -336,7 +348,8 @@ def _group_policies(body: UploadBody, settings: HttpSettings) -> list[GroupPolic
             errors=[{"loc": ["body", "groups"], "code": "invalid-request"}],
         )
     policies = [
-        GroupPolicy(id=each.id, num_members=each.members, closes=each.close) for each in body.groups
+        GroupPolicy(id=caller.whole(each.id), num_members=each.members, closes=each.close)
+        for each in body.groups
     ]
     for policy in policies:
         if policy.num_members is not None:

@@ -21,6 +21,7 @@ from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import OpenSlot
 from actors.types import TrajectorySummary
 from service.access.keys import NO_LIMITS, KeyLimits, may_see
+from service.access.names import tenant_of
 from service.config.tree import ServiceSettings
 from service.intake.feed import FeedEntry, FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
@@ -249,11 +250,12 @@ class SubmissionQueue:
 
         sees: the tenant whose tasks are shown; None: every tenant's. Raises: StoreError.
         """
+        if not may_see(sees, tenant_of(submission_id)):
+            return None
         if submission_id in self._table:
-            is_shown = may_see(sees, self._table.tenant_of(submission_id))
-            return self._table.view(submission_id) if is_shown else None
+            return self._table.view(submission_id)
         known = (await self._known_as_over([submission_id])).get(submission_id)
-        return known.view if known and may_see(sees, known.tenant) else None
+        return known.view if known else None
 
     async def page(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
         """Those behind a position, in the order of acceptance. Raises: StoreError."""
@@ -297,9 +299,11 @@ class SubmissionQueue:
         """Those behind a place, in its order. Raises: StoreError."""
         return await self._thread.call(self._sessions.page, wanted, after=after, limit=limit)
 
-    async def feed(self, *, after: int, limit: int) -> FeedPage:
-        """What was told behind a number. Raises: StoreError."""
-        return await self._thread.call(read_feed, self._run_store, after=after, limit=limit)
+    async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
+        """What was told behind a number, as `read_feed`. Raises: StoreError."""
+        return await self._thread.call(
+            read_feed, self._run_store, after=after, limit=limit, sees=sees
+        )
 
     async def cancel(
         self,

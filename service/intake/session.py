@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from actors.types import Outcome
+from service.access.names import tenant_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +109,6 @@ class StoredSession:
     member: int
     spec: SessionSpec
     keys: SessionKeys
-    tenant: str = ""
-    """Whose it is; empty: the run's own."""
     key_name: str = ""
     """Of the client's key that its own are derived from; empty: the first admin key, or none."""
     created_at: float
@@ -123,6 +122,11 @@ class StoredSession:
     """What its agent was told to end by: a limit, or a context that is full."""
     end: SessionEnd | None = None
     """None: it is not over."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is; empty: the run's own."""
+        return tenant_of(self.id)
 
     @property
     def is_taken(self) -> bool:

@@ -15,6 +15,7 @@ from hashlib import sha256
 
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.types import Outcome, Task, TrajectorySummary
+from service.access.names import tenant_of
 from service.intake.session import SessionRequest
 
 
@@ -47,8 +48,6 @@ class RolloutRequest:
     """Equal for a repeated request, different for a changed one."""
     num_bytes: int
     """About as many are stored of it."""
-    tenant: str = ""
-    """Whose it is, and who sees it; empty: the run's own."""
     key_name: str = ""
     """Of the key that it came with; empty: of the first admin key, or of none."""
     batch: str = ""
@@ -64,7 +63,6 @@ class RolloutRequest:
         asked_samples: int | None,
         default_samples: int,
         min_usable_samples: int | None = None,
-        tenant: str = "",
         key_name: str = "",
         batch: str = "",
         sessions: SessionRequest | None = None,
@@ -72,8 +70,7 @@ class RolloutRequest:
         """asked_samples: what the client named; None: nothing, so that it gets the run's default.
 
         The digest is of what the client sent: a run that is resumed may have other defaults. Of the
-        keys the first is in it, since one key of the client's gives them all; and the tenant, so
-        that another tenant's equal request is another one.
+        keys the first is in it, since one key of the client's gives them all.
         Raises: ValueError for sessions of more or fewer members than samples.
         """
         num_samples = asked_samples or default_samples
@@ -85,8 +82,6 @@ class RolloutRequest:
                     f"expected {num_samples}, one for each sample"
                 )
             sent += (dict(sessions.asked), asdict(sessions.keys[0]))
-        if tenant:
-            sent += ({"tenant": tenant},)
         if batch:
             sent += ({"batch": batch},)
         content = json.dumps(sent, sort_keys=True, ensure_ascii=False).encode()
@@ -96,7 +91,6 @@ class RolloutRequest:
             min_usable_samples=min_usable_samples,
             digest=sha256(content).hexdigest(),
             num_bytes=len(content),
-            tenant=tenant,
             key_name=key_name,
             batch=batch,
             sessions=sessions,
@@ -105,6 +99,11 @@ class RolloutRequest:
     @property
     def id(self) -> str:
         return self.task.task_id
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is, and who sees it; empty: the run's own."""
+        return tenant_of(self.id)
 
 
 def digest_of_requests(requests: Sequence[RolloutRequest]) -> str:
@@ -125,9 +124,8 @@ class Submission:
     accepted_at: float
     """Seconds since 1970."""
     environment: str
-    tenant: str = ""
     key_name: str = ""
-    """Both as the request's."""
+    """As the request's."""
     batch: str = ""
     is_cancelled: bool = False
 
@@ -209,7 +207,6 @@ class KnownSubmission:
 
     digest: str
     view: SubmissionView
-    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,9 +64,6 @@ class SubmissionTable:
     def digest_of(self, submission_id: str) -> str:
         return self._entries[submission_id].submission.digest
 
-    def tenant_of(self, submission_id: str) -> str:
-        return self._entries[submission_id].submission.tenant
-
     def num_waiting_of(self, key_name: str) -> int:
         """Of the backlog, those that came with this key."""
         return sum(submission.key_name == key_name for submission in self._backlog)

@@ -38,7 +38,7 @@ class Upload:
     """A trajectory that has been checked."""
 
     id: str
-    """The client's; unique in the run."""
+    """Unique in the run."""
     group: str
     digest: str
     """Equal for an equal trajectory of an equal group, in whatever format it came."""
@@ -106,12 +106,15 @@ class UploadGroup:
     is_closed: bool
     """It is complete: it can be submitted, and takes no more."""
 
-    def request(self) -> RolloutRequest:
-        """The submission that it becomes; the same one every time."""
+    def request(self, key_name: str = "") -> RolloutRequest:
+        """The submission that it becomes; the same one every time. key_name: of who closes it."""
         assert self.is_closed and self.num_members is not None, self
         task = Task(task_id=self.id, environment=UPLOADED, seed=derived_seed("submitted", self.id))
         return RolloutRequest.of(
-            task, asked_samples=self.num_members, default_samples=self.num_members
+            task,
+            asked_samples=self.num_members,
+            default_samples=self.num_members,
+            key_name=key_name,
         )
 
 

@@ -129,8 +129,8 @@ class SupervisorClient:
     ) -> SessionPage:
         return await self._ask("sessions", wanted, after, limit)
 
-    async def feed(self, *, after: int, limit: int) -> FeedPage:
-        return await self._ask("feed", after, limit)
+    async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
+        return await self._ask("feed", after, limit, sees)
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
         return await self._ask("picture", term, after)

@@ -367,9 +367,9 @@ class Supervisor:
         """Raises: LeaseLost, StoreError."""
         return await self._own_submissions.sessions(wanted, after=after, limit=limit)
 
-    async def feed(self, after: int, limit: int) -> FeedPage:
+    async def feed(self, after: int, limit: int, sees: str | None) -> FeedPage:
         """Raises: LeaseLost, StoreError."""
-        return await self._own_submissions.feed(after=after, limit=limit)
+        return await self._own_submissions.feed(after=after, limit=limit, sees=sees)
 
     async def picture(self, term: int, after: int) -> RunPicture:
         """What the page at `/` shows: with the steps behind `after`, or with all of them where the

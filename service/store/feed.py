@@ -2,29 +2,69 @@
 
 A writer puts its entries into the transaction of what they tell. All writers of a run exclude each
 other, so that numbers grow in the order of the commits and a reader who has seen one number will
-see no smaller one later.
+see no smaller one later. So it is with each tenant's own numbers, which say nothing of others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import Connection, delete, func, insert, or_, select, update
 
+from service.access.names import tenant_of
 from service.intake.feed import FeedEntry, FeedPage
 from service.store import tables
 from service.store.lineage import Readable
 
 _FIELDS = tuple(field.name for field in fields(FeedEntry))
+_STORED = tuple(name for name in _FIELDS if name != "number")
 
 
 def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
-    """Append them, in order, to the feed; each gets the next number."""
-    names = [name for name in _FIELDS if name != "number"]
-    rows = [{name: getattr(entry, name) for name in names} for entry in entries]
+    """Append what was told of tasks, in order, to the feed; each gets the next number."""
+    _add(connection, [(tenant_of(entry.task or ""), entry) for entry in entries])
+
+
+def tell_all(connection: Connection, entry: FeedEntry) -> None:
+    """Append an entry of the run's; a tenant's `void_after` is in its own numbers."""
+    columns, after = tables.feed.c, entry.void_after
+    known = select(tables.feed_numbers.c.tenant, tables.feed_numbers.c.newest)
+    told = [("", entry)]
+    for tenant, newest in connection.execute(known).all():
+        first_void = connection.scalar(
+            select(func.min(columns.own_number)).where(
+                columns.tenant == tenant, columns.number > (after or 0)
+            )
+        )
+        own = None if after is None else newest if first_void is None else first_void - 1
+        told.append((tenant, replace(entry, void_after=own)))
+    _add(connection, told)
+
+
+def _add(connection: Connection, told: list[tuple[str, FeedEntry]]) -> None:
+    """told: each with the tenant who is shown it."""
+    numbers = tables.feed_numbers
+    named = {tenant for tenant, _ in told if tenant}
+    before: dict[str, int] = {}
+    if named:
+        query = select(numbers.c.tenant, numbers.c.newest).where(numbers.c.tenant.in_(named))
+        before = {tenant: newest for tenant, newest in connection.execute(query)}
+    newest, rows = dict(before), []
+    for tenant, entry in told:
+        if tenant:
+            newest[tenant] = newest.get(tenant, 0) + 1
+        values = {name: getattr(entry, name) for name in _STORED}
+        rows.append({**values, "tenant": tenant, "own_number": newest.get(tenant)})
     if rows:
         connection.execute(insert(tables.feed), rows)
+    for tenant in named:
+        values = {"newest": newest[tenant]}
+        connection.execute(
+            update(numbers).where(numbers.c.tenant == tenant).values(values)
+            if tenant in before
+            else insert(numbers).values(tenant=tenant, **values)
+        )
 
 
 def newest_number(connection: Connection) -> int:
@@ -40,20 +80,31 @@ def prune_feed(connection: Connection, *, keep: int) -> None:
         connection.execute(delete(tables.feed).where(number <= last_left_out))
 
 
-def read_feed(store: Readable, *, after: int, limit: int) -> FeedPage:
-    """The first `limit` entries behind a number. Raises: StoreError."""
+def read_feed(store: Readable, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
+    """The first `limit` entries behind a number.
+
+    sees: the tenant whose entries they are, by its own numbers; None: everybody's, where what was
+    told to all stands once. Raises: StoreError.
+    """
     columns = tables.feed.c
+    number, is_shown = columns.own_number, columns.tenant == sees
+    if sees is None:
+        # What tells of no task was told to each tenant too.
+        number, is_shown = columns.number, or_(columns.task.is_not(None), columns.tenant == "")
     query = (
-        select(*(columns[name] for name in _FIELDS))
-        .where(columns.number > after)
-        .order_by(columns.number)
+        select(number.label("number"), *(columns[name] for name in _STORED))
+        .where(is_shown, number > after)
+        .order_by(number)
         .limit(limit)
     )
+    newest = select(tables.feed_numbers.c.newest).where(tables.feed_numbers.c.tenant == sees)
 
     def read(connection: Connection) -> FeedPage:
-        return FeedPage(
-            entries=tuple(FeedEntry(**row) for row in connection.execute(query).mappings()),
-            oldest=int(connection.scalar(select(func.min(columns.number))) or 0),
-        )
+        oldest = connection.scalar(select(func.min(number)).where(is_shown))
+        if oldest is None and sees is not None and (last := connection.scalar(newest)):
+            # All that was told it is gone.
+            oldest = last + 1
+        entries = connection.execute(query).mappings()
+        return FeedPage(entries=tuple(FeedEntry(**row) for row in entries), oldest=oldest or 0)
 
     return store.read(read)

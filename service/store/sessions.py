@@ -487,7 +487,6 @@ def _sessions(connection: Connection, query: Select[Any]) -> list[StoredSession]
             member=row.member,
             spec=row.spec,
             keys=SessionKeys(agent=row.agent_key, reward=row.reward_key),
-            tenant=row.tenant,
             key_name=row.key_name,
             created_at=row.created_at,
             opened_at=row.opened_at,

@@ -24,7 +24,7 @@ from service.intake.submission import (
     SubmissionView,
 )
 from service.store import tables
-from service.store.feed import add_entries, prune_feed
+from service.store.feed import add_entries, prune_feed, tell_all
 from service.store.lineage import events_of, surviving_spans
 from service.store.run_store import Lease, RunStore
 from service.store.sessions import end_sessions_of
@@ -106,7 +106,6 @@ class SubmissionStore:
                 num_bytes=request.num_bytes,
                 accepted_at=accepted_at,
                 environment=request.task.environment,
-                tenant=request.tenant,
                 key_name=request.key_name,
                 batch=request.batch,
             )
@@ -200,13 +199,13 @@ class SubmissionStore:
     def find(self, submission_ids: Sequence[str]) -> dict[str, KnownSubmission]:
         """Those of them that are over and still known."""
         accepted = tables.submissions.c
-        query = select(accepted.id, accepted.digest, accepted.tenant, accepted.ended).where(
+        query = select(accepted.id, accepted.digest, accepted.ended).where(
             accepted.id.in_(submission_ids), accepted.ended.is_not(None)
         )
         rows = self._store.read(lambda connection: connection.execute(query).all())
         return {
-            submission_id: KnownSubmission(digest=digest, view=view, tenant=tenant)
-            for submission_id, digest, tenant, view in rows
+            submission_id: KnownSubmission(digest=digest, view=view)
+            for submission_id, digest, view in rows
         }
 
     def page(
@@ -259,7 +258,7 @@ class SubmissionStore:
             entry = FeedEntry(
                 at=time.time(), kind=FeedKind.WENT_BACK, step=parent.step, void_after=void_after
             )
-            add_entries(connection, [entry])
+            tell_all(connection, entry)
 
         self._store.write(lease.term, tell)
 
@@ -278,7 +277,6 @@ class SubmissionStore:
             accepted.num_bytes,
             accepted.accepted_at,
             accepted.environment,
-            accepted.tenant,
             accepted.key_name,
             accepted.batch,
             accepted.is_cancelled,

@@ -24,6 +24,7 @@ from sqlalchemy import (
     Dialect,
     Float,
     ForeignKey,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -57,7 +58,7 @@ class RunKind(StrEnum):
 
 
 # Raise it with every change of a table or of a stored record that an older Rayloom cannot read.
-FORMAT = 7
+FORMAT = 8
 
 metadata = MetaData()
 
@@ -330,7 +331,7 @@ results = Table(
     Column("result", AsJson(RolloutResult), nullable=False),
 )
 
-# The columns are the fields of `FeedEntry`.
+# The columns are the fields of `FeedEntry`, and whose it is.
 feed = Table(
     "feed",
     metadata,
@@ -345,7 +346,20 @@ feed = Table(
     Column("reason", AsWord(EvictionReason), nullable=True),
     Column("session_status", AsWord(SessionStatus), nullable=True),
     Column("void_after", Integer, nullable=True),
+    # Who is shown it; empty: admins alone.
+    Column("tenant", String, nullable=False, default=""),
+    # 1, 2, 3, … in the tenant's own feed; null where it is empty.
+    Column("own_number", Integer, nullable=True),
+    Index("feed_of_tenant", "tenant", "own_number"),
     sqlite_autoincrement=True,
+)
+
+# The newest own number of each tenant; stays when entries go, so that none is given twice.
+feed_numbers = Table(
+    "feed_numbers",
+    metadata,
+    Column("tenant", String, primary_key=True),
+    Column("newest", Integer, nullable=False),
 )
 
 # One for each member of a submission whose task agents outside play; gone with the submission's

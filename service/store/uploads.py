@@ -15,6 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, Select, bindparam, delete, exists, func, insert, select, update
 
 from actors.policy_age import undone_after
+from service.access.names import own_id
 from service.intake.uploads import (
     GroupPolicy,
     RefusedUpload,
@@ -259,8 +260,8 @@ class _Intake:
         if group.num_members is not None or group.num_uploaded > wanted:
             had = group.num_members or group.num_uploaded
             raise GroupDiffers(
-                f"group {policy.id} has {had} members, got {wanted}; leave the number out, or "
-                "upload to a group of another id"
+                f"group {own_id(policy.id)} has {had} members, got {wanted}; leave the number out, "
+                "or upload to a group of another id"
             )
         self.groups[policy.id] = replace(
             group, num_members=wanted, is_closed=group.num_uploaded == wanted
@@ -277,7 +278,7 @@ class _Intake:
             )
         if upload.group in self.taken_ids:
             return UploadRefusal.GROUP_CONFLICT, (
-                f"{upload.group} is the id of a submitted task; give the group another id"
+                f"{own_id(upload.group)} is the id of a submitted task; give the group another id"
             )
         if upload.newest_version > limits.newest_version:
             return UploadRefusal.UNKNOWN_VERSION, (
@@ -292,12 +293,12 @@ class _Intake:
         group = self.groups.get(upload.group)
         if group is not None and group.is_closed:
             return UploadRefusal.GROUP_CLOSED, (
-                f"group {upload.group} is complete with {group.num_members} members; upload to "
-                "another"
+                f"group {own_id(upload.group)} is complete with {group.num_members} members; "
+                "upload to another"
             )
         if group is not None and group.num_uploaded >= limits.max_members:
             return UploadRefusal.GROUP_FULL, (
-                f"group {upload.group} has {group.num_uploaded} members, expected at most "
+                f"group {own_id(upload.group)} has {group.num_uploaded} members, expected at most "
                 f"{limits.max_members} (service.max_samples_per_task); close it"
             )
         return None

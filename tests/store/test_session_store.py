@@ -327,8 +327,10 @@ def test_what_was_played_goes_with_the_submission_and_how_it_ended_stays_as_long
     assert num_rows(store) == (8, 3, 3)
     # The gateway may hear of it later than its client.
     late = [turn_added("a-0", 1), intent_added("a-0", 1), SessionEnded(session_id="a-0", end=end)]
-    assert sessions.apply(late, term=term) == {0, 1}
-    assert (loaded(sessions, "a-0").end, turns_of(sessions, "a-0")) == (end, [])
+    assert sessions.apply(late, term=term) == {0, 1, 2}
+    seen = loaded(sessions, "a-0").end
+    assert seen is not None and seen.status is SessionStatus.DISCARDED
+    assert seen.outcome is Outcome.CANCELLED and turns_of(sessions, "a-0") == []
     submissions.archive([ended("b")], [], term=term, keep=9, keep_entries=99)
     assert sessions.apply([turn_added("b-0", 1)], term=term) == {0}
     assert num_rows(store) == (8, 2, 2) and turns_of(sessions, "c-0") == [0]

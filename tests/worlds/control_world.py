@@ -158,6 +158,14 @@ class World:
         return directory
 
 
+async def asked(control: Control, call: str, *arguments: Any) -> Any:
+    """As the supervisor's client asks it."""
+    try:
+        return await getattr(control, call)(*arguments)
+    except (LeaseLost, StoreError) as error:
+        raise RunUnavailable(str(error)) from error
+
+
 @dataclass
 class LocalControl:
     """The routes' port, in this process."""
@@ -170,10 +178,7 @@ class LocalControl:
     async def control(self, call: str, *arguments: Any) -> Any:
         if self.is_gone:
             raise RunUnavailable("the run does not answer")
-        try:
-            return await getattr(self.world.control, call)(*arguments)
-        except (LeaseLost, StoreError) as error:
-            raise RunUnavailable(str(error)) from error
+        return await asked(self.world.control, call, *arguments)
 
     async def keys(self) -> Sequence[NamedKey]:
         return self.named_keys

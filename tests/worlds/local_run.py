@@ -10,6 +10,7 @@ from typing import Any
 from actors.algorithm import AlgorithmSettings
 from actors.deadline import within
 from actors.environment.settings import RolloutSettings
+from actors.expert_records import ModelShape
 from actors.types import SESSION, Trajectory
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.api.problems import RunUnavailable
@@ -63,8 +64,8 @@ class LocalRun:
     ) -> SessionPage:
         return await self.service.submissions.sessions(wanted, after=after, limit=limit)
 
-    async def feed(self, *, after: int, limit: int) -> FeedPage:
-        return await self.service.submissions.feed(after=after, limit=limit)
+    async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
+        return await self.service.submissions.feed(after=after, limit=limit, sees=sees)
 
     async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
         if await self.submission(submission_id, sees=sees) is None:
@@ -104,17 +105,19 @@ class LocalSessions(LocalPort):
         self._store = SessionStore(service.store)
         self._service = service
         self.playing: list[asyncio.Task[Trajectory]] = []
-        policy = Policy()
+        self.policy = Policy()
+        self.gateway_settings = GatewaySettings(
+            sessions=settings,
+            rollouts=RolloutSettings(max_turns=8, max_tokens_per_turn=16),
+            algorithm=AlgorithmSettings(group_size=2, groups_per_step=2),
+            max_context_tokens=400,
+            shape=ModelShape(vocab_size=516, mixture=None),
+        )
         super().__init__(
             Sessions(
-                GatewaySettings(
-                    sessions=settings,
-                    rollouts=RolloutSettings(max_turns=8, max_tokens_per_turn=16),
-                    algorithm=AlgorithmSettings(group_size=2, groups_per_step=2),
-                    max_context_tokens=400,
-                ),
+                self.gateway_settings,
                 renderer=renderer(),
-                make_policy=lambda: policy,
+                make_policy=lambda: self.policy,
                 store=self._store,
                 commits=GroupCommit(
                     self._store, term=service.recorder.term, hold_s=settings.hold_s

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -22,8 +23,15 @@ from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 from service.gateway.routes import add_sessions
 from service.gateway.settings import SessionSettings
+from service.gateway.upload_routes import add_uploads
+from service.launch.run_dir import RunDir
+from service.run.control import Control
+from service.run.loop import Commit
+from service.store.thread import StoreThread
+from worlds.control_world import ScriptedEngines, ScriptedTerm, asked
 from worlds.local_page import LocalPage
 from worlds.local_run import LocalRun, LocalSessions
+from worlds.local_uploads import LocalUploads
 from worlds.submission_service import Service
 
 START_LIMIT_S = 30.0
@@ -42,10 +50,33 @@ class ServedRun:
 
 class _Counting(LocalRun):
     world: ServedRun
+    controlled: Control
 
     async def submit(self, *arguments, **named):  # type: ignore[no-untyped-def]
         self.world.num_requests += 1
         return await super().submit(*arguments, **named)
+
+    async def control(self, call, *arguments):  # type: ignore[no-untyped-def]
+        return await asked(self.controlled, call, *arguments)
+
+
+async def begin_control(service: Service) -> Control:
+    """Over a term that trains and evaluates whatever it is asked for."""
+    term = ScriptedTerm()
+    term.go_on.set()
+    term.commit.set_result(Commit(step=service.step, version=service.step, directory="step-0"))
+    control = Control(
+        service.store,
+        thread=StoreThread(),
+        recorder=service.recorder,
+        engines=cast(Any, ScriptedEngines(term)),
+        checkpoints=RunDir(path=service.directory).checkpoints,
+        read_queue=lambda: service.queue.stats(now=0.0),
+    )
+    term.control = control
+    control.term = cast(Any, term)
+    service.recorder.training("")
+    return control
 
 
 @contextmanager
@@ -86,6 +117,11 @@ def served(
         await service.begin()
         sessions = LocalSessions(service, settings=held)
         add_sessions(app, run, sessions, settings)
+        uploads = LocalUploads(
+            service, sessions.gateway_settings, make_policy=lambda: sessions.policy
+        )
+        add_uploads(app, run, uploads, settings)
+        run.controlled = await begin_control(service)
         add_control(app, run)
         add_page(app, LocalPage(service))
         playing = asyncio.create_task(play(sessions))

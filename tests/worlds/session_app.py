@@ -89,7 +89,7 @@ class SessionRun:
     ) -> SessionPage:
         return self.gateway.sessions_store.page(wanted, after=after, limit=limit)
 
-    async def feed(self, *, after: int, limit: int) -> FeedPage:
+    async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
         raise NotImplementedError
 
     async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:

@@ -24,9 +24,10 @@ from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 from service.gateway.routes import add_sessions
 from service.gateway.settings import SessionSettings
-from service.gateway.upload_routes import UploadPort, add_uploads
+from service.gateway.upload_routes import add_uploads
 from service.store.controls import AdminCall
 from worlds.local_run import LocalRun, LocalSessions
+from worlds.local_uploads import LocalUploads
 from worlds.submission_service import Service
 
 FIRST_KEY = "0123456789abcdef"
@@ -51,6 +52,12 @@ class TenantRun(LocalRun):
 
     def __post_init__(self) -> None:
         self.port = LocalSessions(self.service, SETTINGS.sessions)
+        self.uploads = LocalUploads(
+            self.service,
+            self.port.gateway_settings,
+            make_policy=lambda: self.port.policy,
+            take_turn=self.port.sessions.take_turn,
+        )
 
     @classmethod
     async def begin(cls, directory: Path) -> TenantRun:
@@ -71,11 +78,11 @@ class TenantRun(LocalRun):
     def app(self, *, first_digest: str | None = SETTINGS.key_digest) -> FastAPI:
         """One replica of the API. first_digest: as `HttpSettings.key_digest`."""
         settings = replace(SETTINGS, key_digest=first_digest)
-        app = create_app(self, settings)
+        app = create_app(self, settings, stream_s=0.2)
         add_control(app, self)
         add_sessions(app, self, self.port, settings)
-        # For admins alone: no test here comes so far as to call them.
-        add_uploads(app, self, cast(UploadPort, None), settings)
+        add_uploads(app, self, self.uploads, settings)
+        # For admins alone: no test here comes so far as to call it.
         add_page(app, cast(PagePort, None))
         return app
 

@@ -15,30 +15,20 @@ import numpy as np
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
 from actors.expert_records import MixtureShape, ModelShape
-from actors.policy import GenerateReply, GenerateRequest
 from actors.trajectory_queue.groups import BlockRow
 from actors.types import NO_VERSION, UPLOADED, RolloutAssignment, Sample, Trajectory, summarize
 from service.api.app import create_app
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
-from service.gateway.generation import Generation
 from service.gateway.sessions import GatewaySettings
 from service.gateway.settings import SessionSettings
 from service.gateway.upload_routes import add_uploads
-from service.gateway.uploads import Uploads, policy_facts
-from service.intake.uploads import (
-    GroupPolicy,
-    PolicyFacts,
-    Upload,
-    UploadGroup,
-    UploadReply,
-    UploadView,
-)
+from service.gateway.uploads import policy_facts
 from service.run.health import Readiness
-from service.store.uploads import UploadStore
 from worlds.episode_builders import renderer
 from worlds.gateway_world import Policy
 from worlds.local_run import LocalRun
+from worlds.local_uploads import LocalUploads
 from worlds.queue_builders import take_all
 from worlds.submission_service import Service
 from worlds.trajectory_builders import linear_turns, make_trajectory
@@ -83,13 +73,11 @@ class UploadWorld:
 
     async def begin(self) -> UploadWorld:
         self.service = await Service(self.directory, settings=self.http.service).begin()
-        self.uploads = Uploads(
-            SETTINGS, store=UploadStore(self.service.store), term=self.service.store.newest_term()
-        )
-        self.generation = Generation(lambda: self.policy)
+        port = LocalUploads(self.service, SETTINGS, make_policy=lambda: self.policy)
+        self.uploads = port.uploads
         run = _Run(self.service)
         app = create_app(run, self.http)
-        add_uploads(app, run, self, self.http)
+        add_uploads(app, run, port, self.http)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app), base_url="http://localhost"
         )
@@ -98,27 +86,6 @@ class UploadWorld:
     async def restart(self) -> UploadWorld:
         self.service.store.close()
         return await UploadWorld(self.directory, self.policy, self.http).begin()
-
-    # -- the gateway's ------------------------------------------------------------------------
-
-    async def policy_facts(self) -> PolicyFacts:
-        return FACTS
-
-    async def upload(
-        self, uploads: Sequence[Upload], policies: Sequence[GroupPolicy], **limits: int
-    ) -> UploadReply:
-        return await self.uploads.add(uploads, policies, **limits)
-
-    async def uploaded(self, name: str) -> UploadView | None:
-        return await self.uploads.view(name)
-
-    async def drop_group(self, group: str) -> UploadGroup | None:
-        return await self.uploads.drop(group)
-
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
-        return await self.generation.generate(request)
-
-    # -- what tests do ------------------------------------------------------------------------
 
     async def send(
         self, *items: dict[str, Any], packed: bool = False, url: str = URL, **fields: Any
