@@ -33,6 +33,7 @@ from actors.trajectory_queue.messages import (
 )
 from actors.trajectory_queue.settings import QueueStateSettings
 from actors.types import Task
+from service.run.cuts import CutsInOrder
 from service.run.health import FaultCount
 from service.run.remote_handles import RPC_DEADLINE_S, await_reply
 from service.telemetry.recorder import RunRecorder
@@ -68,11 +69,7 @@ class RestartableQueue:
         self._tasks: dict[int, Task] = {group.number: group.task for group in groups}
         """Of the snapshot's groups, by group number."""
         self._is_held = False
-        self._opening = 0
-        self._num_taken_in = 0
-        self._arrived: dict[int, tuple[QueueCut, Sequence[GroupRequest]]] = {}
-        """By number, cuts that wait for one before them, with what was admitted in the call."""
-        self._news = asyncio.Condition()
+        self._cuts = CutsInOrder(self._keep)
         self._reopening = asyncio.Lock()
         self._changing: set[asyncio.Task[Any]] = set()
         """Kept, as asyncio keeps no task."""
@@ -80,7 +77,7 @@ class RestartableQueue:
 
     async def open(self) -> None:
         """Open the first queue of the term."""
-        await self._remote("open", self._opening, self._whole_snapshot())
+        await self._remote("open", self._cuts.opening, self._whole_snapshot())
 
     async def admissible(self, timeout_s: float) -> list[OpenSlot]:
         """As the actor's, like all that follow; their cuts are taken in here."""
@@ -165,13 +162,13 @@ class RestartableQueue:
         while True:
             reply = await self._ask(method, *arguments)
             value, cut = (None, reply) if isinstance(reply, QueueCut) else reply
-            if await self._take_in(cut, admitted):
+            if await self._cuts.take_in(cut, admitted):
                 return value
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         """Make a call, again for every queue that dies under it."""
         while True:
-            opening = self._opening
+            opening = self._cuts.opening
             try:
                 return await self._remote(method, *arguments)
             except ActorLost as loss:
@@ -181,34 +178,15 @@ class RestartableQueue:
         call = getattr(self.actor, method).remote(*arguments, **named)
         return await await_reply(call, name=NAME, deadline_s=RPC_DEADLINE_S)
 
-    async def _take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:
-        """Wait until the cut and all before it are taken in.
-
-        Returns: False for a cut of a queue that has died, and with it the call's effect.
-        """
-        async with self._news:
-            if cut.opening == self._opening:
-                self._arrived[cut.number] = cut, admitted
-            while (following := self._arrived.pop(self._num_taken_in, None)) is not None:
-                drained = following[0].drained
-                self._keep(*following)
-                self.failed_groups = drained.failed_groups
-                self._recorder.events(drained.events)
-                self._recorder.rollouts(drained.summaries)
-                self._num_taken_in += 1
-            self._news.notify_all()
-            await self._news.wait_for(
-                lambda: cut.opening != self._opening or cut.number < self._num_taken_in
-            )
-            return cut.opening == self._opening
-
     def _keep(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> None:
-        """Keep the newest snapshot, and the tasks of its groups."""
-        if cut.snapshot is None:
-            return
-        tasks = self._tasks | {request.group_number: request.task for request in admitted}
-        self._tasks = {group.number: tasks[group.number] for group in cut.snapshot.groups}
-        self._snapshot = cut.snapshot
+        """Keep the newest snapshot and the tasks of its groups, and record what has happened."""
+        if cut.snapshot is not None:
+            tasks = self._tasks | {request.group_number: request.task for request in admitted}
+            self._tasks = {group.number: tasks[group.number] for group in cut.snapshot.groups}
+            self._snapshot = cut.snapshot
+        self.failed_groups = cut.drained.failed_groups
+        self._recorder.events(cut.drained.events)
+        self._recorder.rollouts(cut.drained.summaries)
 
     async def _reopen(self, loss: ActorLost, opening: int) -> None:
         """Open the queue that Ray starts in place of a dead one, unless another call has.
@@ -216,17 +194,13 @@ class RestartableQueue:
         Raises: ActorLost when queues die again and again, or Ray starts no other.
         """
         async with self._reopening:
-            if opening != self._opening:
+            if opening != self._cuts.opening:
                 return
             if self._deaths.is_one_too_many() or isinstance(loss.__cause__, ActorDiedError):
                 raise loss
             if isinstance(loss.__cause__, TimeoutError):
                 ray.kill(self.actor, no_restart=False)
-            async with self._news:
-                self._opening += 1
-                self._num_taken_in = 0
-                self._arrived.clear()
-                self._news.notify_all()
+            await self._cuts.begin_next()
             await retry(self._open_next, on=ActorLost, limit_s=REOPEN_LIMIT_S)
             self._recorder.replaced(
                 Part.QUEUE, f"{loss}; its successor goes on, and what was in flight is played again"
@@ -234,7 +208,7 @@ class RestartableQueue:
 
     async def _open_next(self) -> None:
         is_open = await self._remote(
-            "open", self._opening, self._whole_snapshot(), keeps_taken=True
+            "open", self._cuts.opening, self._whole_snapshot(), keeps_taken=True
         )
         if not is_open:
             # It was only out of reach, and has gone on alone.

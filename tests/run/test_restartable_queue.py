@@ -147,7 +147,7 @@ def test_a_call_that_is_given_up_holds_up_none_of_those_that_follow() -> None:
         queue, _ = await started(Notebook())
         while await fill(queue):
             pass
-        num_taken_in = queue._num_taken_in
+        num_kept = queue._cuts.num_kept
         waiting = asyncio.create_task(queue.admissible(0.5))
         await asyncio.sleep(0.2)
         waiting.cancel()
@@ -156,7 +156,7 @@ def test_a_call_that_is_given_up_holds_up_none_of_those_that_follow() -> None:
         async with asyncio.timeout(LIMIT_S):
             await queue.cut()
         # The call that was given up had made one too.
-        assert queue._num_taken_in == num_taken_in + 2
+        assert queue._cuts.num_kept == num_kept + 2
         queue.kill()
 
     asyncio.run(story())
