@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
 from worlds.guessing_agent import SessionClient
+from worlds.prometheus_server import free_port
 from worlds.run_checks import check_lineage
 from worlds.run_driver import START_S, STEP_S, Run, running, small_config
 
@@ -21,11 +24,25 @@ SPOKEN = (["chat"], ["messages"], ["responses"], ["chat", "messages", "responses
 OVER = {"trained", "evicted", "cancelled"}
 
 
-def client_of(run: Run) -> httpx.Client:
+@contextmanager
+def client_of(run: Run) -> Iterator[httpx.Client]:
     run.wait_for_output("the API listens on ", limit_s=START_S)
     address = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
     headers = {"authorization": f"Bearer {KEY}"}
-    return httpx.Client(base_url=address, headers=headers, timeout=START_S)
+    with httpx.Client(base_url=address, headers=headers, timeout=START_S) as client:
+        deadline = time.monotonic() + START_S
+        while not is_alive(client):
+            assert time.monotonic() < deadline, f"nothing answers at {address}"
+            time.sleep(0.2)
+        yield client
+
+
+def is_alive(client: httpx.Client) -> bool:
+    """HAProxy opens its port a moment after Serve has said so."""
+    try:
+        return client.get("/healthz").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def wait_until_over(client: httpx.Client, name: str, *, limit_s: float) -> dict[str, object]:
@@ -42,7 +59,11 @@ def wait_until_over(client: httpx.Client, name: str, *, limit_s: float) -> dict[
 def test_an_agent_that_knows_a_url_is_trained_and_a_dead_gateway_costs_it_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_model: str
 ) -> None:
+    """Through HAProxy; the other scenarios go through Serve's own proxy."""
     monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    for name in ("METRICS", "STATS"):
+        monkeypatch.setenv(f"RAY_SERVE_HAPROXY_{name}_PORT", str(free_port()))
     config = small_config(
         tmp_path,
         small_model,
