@@ -19,6 +19,8 @@ from service.access.keys import digest_of
 from service.config.file import ConfigError
 from service.config.tree import Config, ServiceSettings
 from service.gateway.settings import SessionSettings
+from service.launch.haproxy import VARIABLE as HAPROXY_VARIABLE
+from service.launch.haproxy import uses_haproxy
 
 KEY_VARIABLE = "RAYLOOM_API_KEY"
 MIN_KEY_CHARACTERS = 16
@@ -113,6 +115,12 @@ def http_settings(config: Config) -> HttpSettings:
         raise ConfigError(
             f"service.host is {service.host} and no key is set: whoever reaches this address could "
             f"use the API; set {KEY_VARIABLE} to a long random key, or listen on 127.0.0.1"
+        )
+    if key is None and uses_haproxy():
+        raise ConfigError(
+            f"{HAPROXY_VARIABLE} is 1 and no key is set: behind HAProxy the API's replicas listen "
+            f"on every interface, also where service.host is {service.host}; set {KEY_VARIABLE} to "
+            f"a long random key, or leave {HAPROXY_VARIABLE} out"
         )
     # An environment is the user's own code: imported once nothing else can be refused, and once the
     # key is out of its reach.

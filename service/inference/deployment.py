@@ -68,6 +68,7 @@ from service.inference.client import (
 from service.inference.settings import EngineSettings
 from service.inference.vllm_metrics import engine_metrics
 from service.launch.cluster import NAMESPACE
+from service.launch.haproxy import uses_haproxy
 from service.telemetry.endpoint import Reading, push_forever
 
 if TYPE_CHECKING:
@@ -539,7 +540,7 @@ def deploy_inference(
     # Without a version of its own Serve takes each deployment for new code and replaces replicas.
     deployment = deployment.options(version=_digest(settings), _internal=True)
     bound = deployment.bind(settings, board, run_id, orphan_timeout_s)
-    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+    if uses_haproxy():
         bound = serve.deployment(
             name="ingress",
             ray_actor_options={"num_cpus": 0},
@@ -550,10 +551,9 @@ def deploy_inference(
 
 
 class HaproxyIngress:
-    """Stands before the engines where Serve uses HAProxy, and is asked for nothing.
+    """Stands before the engines, which have a router of their own, and is asked for nothing.
 
-    Serve refuses a router of one's own for the ingress of an application then, also for one that
-    no HTTP request can reach.
+    Serve wants it with HAProxy, also for an application that no HTTP request can reach.
     """
 
     def __init__(self, engines: DeploymentHandle[InferenceReplica]) -> None:

@@ -52,6 +52,15 @@ def test_beyond_loopback_a_key_is_needed(host: str, monkeypatch: pytest.MonkeyPa
     assert http_settings(config(host=host)).key_digest == digest_of(KEY)
 
 
+def test_behind_haproxy_a_key_is_needed_on_loopback_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replicas listen on every interface."""
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    with pytest.raises(ConfigError, match=r"listen on every interface.* 127\.0\.0\.1; set RAYLOOM"):
+        http_settings(config())
+    monkeypatch.setenv("RAYLOOM_API_KEY", KEY)
+    assert http_settings(config()).key_digest == digest_of(KEY)
+
+
 @pytest.mark.parametrize("key", ["", "short"])
 def test_a_key_that_can_be_guessed_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLOOM_API_KEY", key)
