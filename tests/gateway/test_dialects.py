@@ -83,6 +83,7 @@ BODIES = [(OPENAI_CHAT, CHAT), (ANTHROPIC_MESSAGES, MESSAGES), (OPENAI_RESPONSES
 
 
 def test_the_same_conversation_is_the_same_request_in_every_dialect() -> None:
+    """Case 39; a session that speaks all of them is in tests/scenarios."""
     requests = [dialect.read(body, {})[0] for dialect, body in BODIES]
     assert requests[0] == requests[1] == requests[2]
     assert [message.role for message in requests[0].messages] == [
@@ -102,7 +103,7 @@ def test_every_dialect_shows_the_same_calls_and_ids_of_a_reply() -> None:
 
 
 def test_no_piece_of_a_stream_splits_a_character_or_a_line() -> None:
-    """Some clients end a line at U+0085 and U+2028 too, and decode each event by itself."""
+    """Case 28. Some clients end a line at U+0085 and U+2028 too, and decode each event by itself."""
     style, content = AnswerStyle(model="m", streams=True), REPLIES["characters"].message.content
     for dialect in DIALECTS:
         sent = list(dialect.events(REPLIES["characters"], style))

@@ -234,6 +234,7 @@ def told(completion: ChatCompletion) -> Any:
 def test_the_sdk_makes_of_a_stream_what_the_whole_answer_is(
     name: str, client: openai.OpenAI, dialect_server: DialectServer
 ) -> None:
+    """Case 27."""
     reply = REPLIES[name]
     dialect_server.begin(reply)
     asked: dict[str, Any] = {"model": "gpt", "messages": [USER]}
@@ -294,6 +295,7 @@ def test_what_the_sdk_was_answered_it_can_send_back(
 def test_usage_ends_a_stream_only_where_it_is_asked_for(
     client: openai.OpenAI, dialect_server: DialectServer
 ) -> None:
+    """Case 37; the heartbeats are in the test below."""
     dialect_server.begin(chat_reply("Good"))
     plain = client.chat.completions.create(model="m", messages=[USER], stream=True)
     assert [chunk.usage for chunk in plain] == [None] * 6
@@ -335,6 +337,7 @@ def test_the_sdk_waits_as_it_is_told_and_marks_its_retry(
 def test_an_error_behind_the_heartbeats_reaches_the_sdk(
     client: openai.OpenAI, dialect_server: DialectServer
 ) -> None:
+    """Case 37."""
     dialect_server.begin(Late(refused=refusal(RefusalCode.CONTEXT_LENGTH_EXCEEDED)))
     stream = client.chat.completions.create(model="m", messages=[USER], stream=True)
     with pytest.raises(openai.APIError) as caught:

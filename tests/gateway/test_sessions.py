@@ -12,7 +12,7 @@ from worlds.episode_builders import renderer, reply
 from worlds.gateway_world import NAME, SPEC, Gateway, Policy, said, user
 
 from actors.environment.protocol import ToolSchema
-from actors.policy import PolicyUnavailable
+from actors.policy import GenerateReply, PolicyUnavailable
 from actors.types import NO_VERSION, UNDONE, FinishReason, Outcome
 from service.gateway.calls import Finish
 from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
@@ -58,6 +58,36 @@ async def test_a_conversation_is_one_sample_with_the_ids_that_were_sampled(tmp_p
     trained = [text_of(sample.token_ids[turn.tokens]) for turn in sample.turns]
     assert trained == ["0<|im_end|>", "1<|im_end|>"]
     assert sample.num_trained == 4
+
+
+async def test_recorded_experts_stand_at_the_tokens_that_they_were_chosen_for(
+    tmp_path: Path,
+) -> None:
+    """Case 33: in each chain, also where it shares turns, and after another gateway loaded them."""
+
+    def answer(number: int) -> GenerateReply:
+        experts = np.full((2, 1, 2), number, dtype=np.uint8)
+        return reply(f"{number}<|im_end|>", expert_indices=experts)
+
+    gateway = await Gateway(tmp_path, policy=Policy(answers=answer)).opened()
+    await gateway.ask(HI)
+    await gateway.ask(HI, said("0"), MORE)
+    after = await gateway.restart(NAME)
+    await after.ask(HI, said("0"), user("higher"))
+    await after.finish(1.0)
+    samples = (await after.trajectory()).samples
+    assert len(samples) == 2
+    found = []
+    for sample in samples:
+        assert sample.experts is not None
+        at = sample.token_ids[sample.experts.positions]
+        chosen = sample.experts.indices[:, 0, 0].tolist()
+        found.append([(text_of(at[i : i + 1]), chosen[i]) for i in range(len(at))])
+    # The turn that both chains share is trained in the first one, and recorded there alone.
+    assert found == [
+        [("0", 0), ("<|im_end|>", 0), ("1", 1), ("<|im_end|>", 1)],
+        [("2", 2), ("<|im_end|>", 2)],
+    ]
 
 
 async def test_a_request_is_held_until_the_group_is_admitted(tmp_path: Path) -> None:
