@@ -1,4 +1,4 @@
-"""Latency of /healthz while 512 sessions with histories of 60,000 tokens are played.
+"""Latency of /healthz while 512 sessions with histories of 60,000 tokens are played: case 35.
 
     $ python -m benchmarks.session_load
 
