@@ -103,7 +103,7 @@ def test_every_dialect_shows_the_same_calls_and_ids_of_a_reply() -> None:
 
 
 def test_no_piece_of_a_stream_splits_a_character_or_a_line() -> None:
-    """Case 28. Some clients end a line at U+0085 and U+2028 too, and decode each event by itself."""
+    """Case 28. Some clients end a line at U+0085 and U+2028 too, and decode each event alone."""
     style, content = AnswerStyle(model="m", streams=True), REPLIES["characters"].message.content
     for dialect in DIALECTS:
         sent = list(dialect.events(REPLIES["characters"], style))
