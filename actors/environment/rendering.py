@@ -287,6 +287,11 @@ class ChatRenderer:
         """As `tokenizer_fingerprint`."""
         return tokenizer_fingerprint(self._tokenizer)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """No token of the vocabulary stands for more characters."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TokenIds:
         """Render a chat's beginning with the generation prompt.
 

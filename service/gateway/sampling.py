@@ -21,6 +21,8 @@ from service.gateway.session import Sampling, Session, closed
 from service.gateway.tree import Place, Prompt, next_prompt
 from service.gateway.turns import SessionIntent, SessionTurn
 
+# Of a text before it is normalised, over those after it.
+MOST_CHARACTERS_FACTOR = 4
 # A session's turns, auxiliary ones too, over those of its limit.
 MOST_TURNS_FACTOR = 8
 
@@ -129,6 +131,7 @@ class Sampler:
     async def _sample(self, wanted: _Wanted, sampling: Sampling) -> SessionTurn:
         """Raises: Refused."""
         session = wanted.session
+        self._check_text(wanted)
         try:
             prompt = await self._background.in_thread(next_prompt, wanted.place, self._renderer)
         except RenderError as error:
@@ -148,18 +151,30 @@ class Sampler:
             self._changes.hide(session, stored.number)
         return stored
 
+    def _check_text(self, wanted: _Wanted) -> None:
+        """Raises: Refused for new messages that cannot fit: to make millions of tokens would hold
+        all other sessions up."""
+        messages = wanted.place.new_messages
+        num_characters = sum(len(each.content) + len(each.reasoning or "") for each in messages)
+        longest = self._renderer.longest_token * MOST_CHARACTERS_FACTOR
+        if num_characters > self._max_context_tokens * longest:
+            raise self._too_long(wanted.session, f"{num_characters} characters")
+
+    def _too_long(self, session: Session, told: str) -> Refused:
+        self._changes.cut(session, Outcome.TRUNCATED_CONTEXT)
+        return Refused(
+            RefusalCode.CONTEXT_LENGTH_EXCEEDED,
+            f"the messages have {told}, which leaves no room for a reply; expected less than "
+            f"{self._max_context_tokens} tokens; shorten them",
+            param="messages",
+        )
+
     def _request(self, wanted: _Wanted, prompt: Prompt) -> GenerateRequest:
         """Raises: Refused for a prompt that leaves no room."""
         session, place = wanted.session, wanted.place
         room = self._max_context_tokens - prompt.token_ids.shape[0]
         if room < 1:
-            self._changes.cut(session, Outcome.TRUNCATED_CONTEXT)
-            raise Refused(
-                RefusalCode.CONTEXT_LENGTH_EXCEEDED,
-                f"the messages have {prompt.token_ids.shape[0]} tokens, which leaves no room for a "
-                f"reply; expected less than {self._max_context_tokens}; shorten them",
-                param="messages",
-            )
+            raise self._too_long(session, f"{prompt.token_ids.shape[0]} tokens")
         most = min(room, session.stored.spec.max_tokens_per_turn)
         parent = None if place.parent is None else session.tree.turn(place.parent)
         left_s = wanted.deadline_at - asyncio.get_running_loop().time()

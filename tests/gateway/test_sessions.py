@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from worlds.episode_builders import renderer, reply
 from worlds.gateway_world import NAME, SPEC, Gateway, Policy, said, user
 
-from actors.environment.protocol import ToolSchema
+from actors.environment.protocol import Message, ToolSchema
+from actors.environment.rendering import ChatRenderer, TokenIds
 from actors.policy import GenerateReply, PolicyUnavailable
 from actors.types import NO_VERSION, UNDONE, FinishReason, Outcome
 from service.gateway.calls import Finish
@@ -277,6 +279,29 @@ async def test_agents_join_a_group_as_they_come(tmp_path: Path) -> None:
     assert await sessions.claim("other", "a") == 0
     assert [await sessions.close_group(name) for name in ("other", "other", "gone")] == [1, 0, None]
     assert (await refusal(sessions.claim("other", "b"))).code is RefusalCode.CONFLICT
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(tmp_path: Path) -> None:
+    """Its tokens would take seconds of the one thread that makes them for all sessions."""
+    seen: list[int] = []
+
+    class Counted(ChatRenderer):
+        def first_prompt(
+            self, messages: Sequence[Message], tools: Sequence[ToolSchema]
+        ) -> TokenIds:
+            seen.append(len(messages[-1].content))
+            return super().first_prompt(messages, tools)
+
+    gateway = await Gateway(
+        tmp_path, max_context_tokens=10, chat_renderer=Counted(renderer()._tokenizer)
+    ).opened()
+    longest = gateway.chat_renderer.longest_token
+    assert longest == max(len(text) for text in renderer()._tokenizer.get_vocab())
+    fits, too_long = "a" * (40 * longest), "a" * (40 * longest + 1)
+    for text, tokenised in ((fits, [len(fits)]), (too_long, [len(fits)])):
+        refused = await refusal(gateway.ask(user(text)))
+        assert refused.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED, refused
+        assert seen == tokenised
 
 
 async def test_outcomes_are_what_was_seen_unless_they_are_stated(tmp_path: Path) -> None:
