@@ -10,7 +10,7 @@ LOCK := cpu
 LOCKED := $(PIP) install --quiet --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo test chaos proof stack image mutants bench-merge bench-train bench-recovery lint lock page clean
+.PHONY: help setup deps demo test chaos proof stack image mutants bench-merge bench-gateway bench-train bench-recovery lint lock page clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,6 +61,9 @@ mutants: setup ## plant the sixty faults of tests/mutants.toml one by one: each 
 
 bench-merge: setup build/peers/skyrl/.installed ## merging turns beside SkyRL 0.3.0, in an environment of its own
 	$(BIN)/python -m benchmarks.merge --peer-python build/peers/skyrl/bin/python
+
+bench-gateway: setup build/peers/agentcore/.installed ## sessions beside the gateway of agentcore-rl-toolkit 0.2.0
+	$(BIN)/python -m benchmarks.peer_gateway --peer-python build/peers/agentcore/bin/python
 
 bench-train: setup build/peers/trl/.installed ## training steps beside padded rows, merged rows and TRL 1.16.0; the loss's memory
 	@status=0; \

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.environment import describe_environment
 from benchmarks.pairs import rounds
-from benchmarks.session_world import World, history, post, world
+from benchmarks.session_world import World, history, post, scripted_world
 
 LENGTHS = (1_000, 8_000, 32_000, 60_000)
 NUM_TOKENS = 128
@@ -80,7 +80,7 @@ def main() -> None:
     asked = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as directory,
-        world(Path(directory), num_sessions=8, num_tokens=NUM_TOKENS, delay_s=0.0) as here,
+        scripted_world(Path(directory), num_sessions=8, num_tokens=NUM_TOKENS, delay_s=0.0) as here,
     ):
         found: dict[str, Any] = asyncio.run(measure(here, num_turns=asked.turns))
     first, last = (sum(found[str(n)][k] for k in ("api_ms", "gateway_ms")) for n in (1_000, 60_000))

@@ -29,7 +29,7 @@ from benchmarks.environment import describe_environment
 from benchmarks.http_connection import HttpConnection
 from benchmarks.line_process import LineProcess
 from benchmarks.serve_router import free_port
-from benchmarks.session_world import NAME, history, world
+from benchmarks.session_world import NAME, history, scripted_world
 from service.gateway.keys import AGENT, session_key
 from service.intake.session import session_id
 
@@ -106,7 +106,7 @@ def serve_side(port: int, num_sessions: int, answer_s: float) -> None:
     with (
         closing(answers),
         tempfile.TemporaryDirectory() as directory,
-        world(
+        scripted_world(
             Path(directory), num_sessions=num_sessions, num_tokens=NUM_TOKENS, delay_s=answer_s
         ) as here,
     ):

@@ -7,7 +7,7 @@ and Ray's calls are the real ones. Nothing is trained.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
-from actors.policy import GenerateReply, GenerateRequest, ParsedReply
+from actors.policy import GenerateReply, GenerateRequest, ParsedReply, PolicyClient
 from actors.trainer.tiny.model import build_tiny_model
 from actors.types import SESSION, FinishReason, RolloutAssignment, Task, VersionSpan
 from service.api.app import create_app
@@ -51,7 +51,8 @@ SETTINGS = SessionSettings(max_open=4096)
 class ScriptedPolicy:
     """Answers at once, or after as long as an engine may take: so many tokens of plain text."""
 
-    def __init__(self, token_id: int, num_tokens: int, delay_s: float) -> None:
+    def __init__(self, model: Path, num_tokens: int, delay_s: float) -> None:
+        (token_id,) = AutoTokenizer.from_pretrained(model).encode(WORD)
         self._ids = np.full(num_tokens, token_id, dtype=np.int32)
         self._parsed = ParsedReply(content=WORD * num_tokens)
         self._delay_s = delay_s
@@ -107,13 +108,22 @@ class Found:
 
 
 @contextmanager
-def world(
+def scripted_world(
     directory: Path, *, num_sessions: int, num_tokens: int, delay_s: float
 ) -> Iterator[World]:
     """num_tokens: of each answer. delay_s: of each answer."""
+    make_policy = partial(ScriptedPolicy, directory / "model", num_tokens, delay_s)
+    with world(directory, num_sessions=num_sessions, make_policy=make_policy) as here:
+        yield here
+
+
+@contextmanager
+def world(
+    directory: Path, *, num_sessions: int, make_policy: Callable[[], PolicyClient]
+) -> Iterator[World]:
+    """The model is in `directory / "model"` before make_policy is called, in the gateway."""
     model = directory / "model"
     build_tiny_model(model, seed=0, warmup_steps=0)
-    (token_id,) = AutoTokenizer.from_pretrained(model).encode(WORD)
     store = RunStore(f"sqlite:///{directory / 'run.db'}")
     term = store.acquire_lease(owner="benchmark").term
     SubmissionStore(store).add([_request(num_sessions)], term=term)
@@ -132,9 +142,10 @@ def world(
                 ),
                 actor_id="gateway-1-0",
                 tokenizer_path=str(model),
-                make_policy=partial(ScriptedPolicy, token_id, num_tokens, delay_s),
+                make_policy=make_policy,
                 queue=queue,
                 database_url=f"sqlite:///{directory / 'run.db'}",
+                run_id="benchmark",
                 term=term,
             )
         )
