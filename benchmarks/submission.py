@@ -171,7 +171,7 @@ def ray_address(run: Run) -> str:
     for process in run.alive():
         for argument in process.cmdline():
             if argument.startswith(given):
-                return argument.removeprefix(given)
+                return str(argument.removeprefix(given))
     raise SystemExit(f"benchmark: none of the run's processes has {given}")
 
 

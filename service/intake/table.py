@@ -49,6 +49,7 @@ class SubmissionTable:
         self._by_group: dict[str, _Entry] = {}
         # Ascending by position.
         self._backlog: list[Submission] = []
+        self._waiting_bytes = 0
 
     def __contains__(self, submission_id: str) -> bool:
         return submission_id in self._entries
@@ -59,7 +60,7 @@ class SubmissionTable:
 
     @property
     def waiting_bytes(self) -> int:
-        return sum(submission.num_bytes for submission in self._backlog)
+        return self._waiting_bytes
 
     def digest_of(self, submission_id: str) -> str:
         return self._entries[submission_id].submission.digest
@@ -90,6 +91,7 @@ class SubmissionTable:
         self._entries[submission.id] = entry
         if not submission.is_cancelled:
             insort(self._backlog, submission, key=_position)
+            self._waiting_bytes += submission.num_bytes
 
     def next_waiting(self, count: int) -> list[Submission]:
         """The first `count` of the backlog; they stay in it until they are bound."""
@@ -225,6 +227,7 @@ class SubmissionTable:
         index = self._num_ahead(entry.submission)
         if self._backlog[index : index + 1] == [entry.submission]:
             del self._backlog[index]
+            self._waiting_bytes -= entry.submission.num_bytes
 
 
 def _is_over(entry: _Entry, last_event_seq: int) -> bool:
