@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from actors.deadline import is_set_within
 from actors.limits import MIB
@@ -49,6 +50,19 @@ MAX_RETRY_AFTER_S = 60
 # Of the tasks that a list may have to look at for a page: in a store's read, and reads in all.
 ROWS_PER_READ = 500
 READS_PER_PAGE = 4
+# A larger request has a transaction of its own.
+MAX_TASKS_PER_COMMIT = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offer:
+    """A request that waits to be answered."""
+
+    tasks: Sequence[RolloutRequest]
+    key: str
+    digest: str
+    limits: KeyLimits
+    reply: asyncio.Future[SubmitReply]
 
 
 class SubmissionQueue:
@@ -80,6 +94,8 @@ class SubmissionQueue:
         self._changing = asyncio.Lock()
         self._step_s = 5.0
         self._closed_because = "the run has not begun; wait until /readyz says 200"
+        # Those that wait to be answered, in order.
+        self._offers: deque[_Offer] = deque()
         # Noted of the ledger and in no checkpoint yet, so that the feed does not tell of it.
         self._untold: list[LedgerEvent] = []
 
@@ -128,58 +144,125 @@ class SubmissionQueue:
         requests come with.
         Raises: LeaseLost, StoreError.
         """
-        return await self._thread.finish(self._submit(requests, key, limits))
+        offer = _Offer(
+            tasks=requests,
+            key=key,
+            digest=digest_of_requests(requests),
+            limits=limits,
+            reply=asyncio.get_running_loop().create_future(),
+        )
+        self._offers.append(offer)
+        return await self._thread.finish(self._answer(offer))
 
-    async def _submit(
-        self, requests: Sequence[RolloutRequest], key: str, limits: KeyLimits
-    ) -> SubmitReply:
+    async def _answer(self, offer: _Offer) -> SubmitReply:
+        """Whoever gets the lock answers for all that wait, with one transaction."""
         async with self._changing:
-            digest = digest_of_requests(requests)
-            if key:
-                stored = await self._thread.call(self._store.digest_of_request, key)
-                if stored not in (None, digest):
-                    return SubmitReply(is_key_taken=True, backlog=self.backlog)
-            over = await self._known_as_over(
-                [item.id for item in requests if item.id not in self._table]
+            if not offer.reply.done():
+                batch = self._next_batch()
+                try:
+                    await self._decide(batch)
+                except BaseException as error:
+                    # The first is this caller's own.
+                    for each in batch[1:]:
+                        if not each.reply.done():
+                            each.reply.set_exception(error)
+                    raise
+        return offer.reply.result()
+
+    def _next_batch(self) -> list[_Offer]:
+        """The first of what is offered, up to one that depends on what becomes of another.
+
+        The lock is given in the order of the offers: the first is the one whose caller has it.
+        """
+        batch: list[_Offer] = []
+        names: set[str] = set()
+        while self._offers:
+            offer = self._offers[0]
+            own = {item.id for item in offer.tasks}
+            if offer.key:
+                # No id has a blank.
+                own.add(f"key {offer.key}")
+            if batch and (names & own or len(names) + len(own) > MAX_TASKS_PER_COMMIT):
+                break
+            names |= own
+            batch.append(self._offers.popleft())
+        return batch
+
+    async def _decide(self, batch: Sequence[_Offer]) -> None:
+        """Answer each as if they came one after the other; store what is new of all at once."""
+        over = await self._known_as_over(
+            [item.id for offer in batch for item in offer.tasks if item.id not in self._table]
+        )
+        new_of: list[tuple[_Offer, list[RolloutRequest]]] = []
+        ahead: list[RolloutRequest] = []
+        for offer in batch:
+            new = await self._new_of(offer, over, ahead)
+            if isinstance(new, SubmitReply):
+                offer.reply.set_result(new)
+                continue
+            new_of.append((offer, new))
+            ahead += new
+        if ahead:
+            accepted = await self._thread.call(
+                self._store.add,
+                ahead,
+                term=self._term,
+                request_keys={
+                    item.id: (offer.key, offer.digest)
+                    for offer, new in new_of
+                    if offer.key
+                    for item in new
+                },
             )
-            digests = {
-                item.id: over[item.id].digest if item.id in over else self._table.digest_of(item.id)
-                for item in requests
-                if item.id in over or item.id in self._table
-            }
-            conflicts = tuple(
-                item.id for item in requests if digests.get(item.id, item.digest) != item.digest
-            )
-            if conflicts:
-                return SubmitReply(conflicts=conflicts, backlog=self.backlog)
-            new = [item for item in requests if item.id not in digests]
-            if new and (refusal := self._refusal(new) or self._beyond_quota(new, limits)):
-                return refusal
-            if new:
-                accepted = await self._thread.call(
-                    self._store.add,
-                    new,
-                    term=self._term,
-                    request_key=key or None,
-                    request_digest=digest if key else None,
+            for submission in accepted:
+                self._table.accept(submission)
+            self._has_news.set()
+        for offer, new in new_of:
+            offer.reply.set_result(
+                SubmitReply(
+                    views=tuple(
+                        over[item.id].view if item.id in over else self._table.view(item.id)
+                        for item in offer.tasks
+                    ),
+                    new_ids=frozenset(item.id for item in new),
+                    backlog=self.backlog,
                 )
-                for submission in accepted:
-                    self._table.accept(submission)
-                self._has_news.set()
-            return SubmitReply(
-                views=tuple(
-                    over[item.id].view if item.id in over else self._table.view(item.id)
-                    for item in requests
-                ),
-                new_ids=frozenset(item.id for item in new),
-                backlog=self.backlog,
             )
+
+    async def _new_of(
+        self,
+        offer: _Offer,
+        over: Mapping[str, KnownSubmission],
+        ahead: Sequence[RolloutRequest],
+    ) -> list[RolloutRequest] | SubmitReply:
+        """What of it is to be stored, or why nothing is. ahead: what is to be stored before it."""
+        if offer.key:
+            stored = await self._thread.call(self._store.digest_of_request, offer.key)
+            if stored not in (None, offer.digest):
+                return SubmitReply(is_key_taken=True, backlog=self.backlog)
+        digests = {
+            item.id: over[item.id].digest if item.id in over else self._table.digest_of(item.id)
+            for item in offer.tasks
+            if item.id in over or item.id in self._table
+        }
+        conflicts = tuple(
+            item.id for item in offer.tasks if digests.get(item.id, item.digest) != item.digest
+        )
+        if conflicts:
+            return SubmitReply(conflicts=conflicts, backlog=self.backlog)
+        new = [item for item in offer.tasks if item.id not in digests]
+        refusal = None
+        if new:
+            refusal = self._refusal(new, ahead) or self._beyond_quota(new, ahead, offer.limits)
+        return refusal or new
 
     async def _known_as_over(self, submission_ids: Sequence[str]) -> dict[str, KnownSubmission]:
         return await self._thread.call(self._store.find, submission_ids) if submission_ids else {}
 
-    def _refusal(self, new: Sequence[RolloutRequest]) -> SubmitReply | None:
-        """Why these cannot be accepted now; None: they can."""
+    def _refusal(
+        self, new: Sequence[RolloutRequest], ahead: Sequence[RolloutRequest]
+    ) -> SubmitReply | None:
+        """Why these cannot be accepted now; None: they can. ahead: accepted, not stored yet."""
         num_new, capacity = len(new), self._settings.max_waiting_tasks
         if self._closed_because:
             return SubmitReply(refusal=self._closed_because, backlog=self.backlog)
@@ -192,7 +275,7 @@ class SubmissionQueue:
                 is_too_large=True,
                 backlog=self.backlog,
             )
-        num_waiting = self._table.num_waiting
+        num_waiting = self._table.num_waiting + len(ahead)
         # Of a backlog that is too large in bytes, how many steps make room is not known.
         excess = num_waiting + num_new - capacity
         if excess > 0:
@@ -201,7 +284,7 @@ class SubmissionQueue:
                 f"expected at most {capacity} together (service.max_waiting_tasks)",
                 excess=excess,
             )
-        num_bytes = self._table.waiting_bytes + sum(item.num_bytes for item in new)
+        num_bytes = self._table.waiting_bytes + sum(item.num_bytes for item in (*ahead, *new))
         most = self._settings.max_waiting_mib * MIB
         # What is taken when nothing waits is bounded by the size of a body.
         if num_bytes > most and num_waiting:
@@ -212,21 +295,28 @@ class SubmissionQueue:
             )
         return None
 
-    def _beyond_quota(self, new: Sequence[RolloutRequest], limits: KeyLimits) -> SubmitReply | None:
-        """Why their key may not add these now; None: it may."""
+    def _beyond_quota(
+        self,
+        new: Sequence[RolloutRequest],
+        ahead: Sequence[RolloutRequest],
+        limits: KeyLimits,
+    ) -> SubmitReply | None:
+        """Why their key may not add these now; None: it may. ahead: as `_refusal`."""
         name = new[0].key_name
+        own = [item for item in ahead if item.key_name == name]
         asked = {
-            "max_waiting_tasks": (len(new), self._table.num_waiting_of),
+            "max_waiting_tasks": (len(new), len(own), self._table.num_waiting_of),
             "max_open_sessions": (
-                sum(item.num_samples for item in new if item.sessions is not None),
+                _num_sessions(new),
+                _num_sessions(own),
                 self._table.num_open_sessions_of,
             ),
         }
-        for limit, (num_new, count) in asked.items():
+        for limit, (num_new, num_ahead, count) in asked.items():
             most = getattr(limits, limit)
             if most is None or not num_new:
                 continue
-            num_before = count(name)
+            num_before = count(name) + num_ahead
             if num_before + num_new > most:
                 refused = self._full(
                     f"{num_new} more than {num_before} are offered under this key, expected at "
@@ -446,3 +536,7 @@ class SubmissionQueue:
     def note_step_seconds(self, seconds: float) -> None:
         """How long a step takes now; estimates when a refused request may be sent again."""
         self._step_s = seconds
+
+
+def _num_sessions(requests: Sequence[RolloutRequest]) -> int:
+    return sum(item.num_samples for item in requests if item.sessions is not None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
@@ -49,6 +50,7 @@ class SubmissionTable:
         self._by_group: dict[str, _Entry] = {}
         # Ascending by position.
         self._backlog: list[Submission] = []
+        self._waiting_bytes = 0
 
     def __contains__(self, submission_id: str) -> bool:
         return submission_id in self._entries
@@ -59,7 +61,7 @@ class SubmissionTable:
 
     @property
     def waiting_bytes(self) -> int:
-        return sum(submission.num_bytes for submission in self._backlog)
+        return self._waiting_bytes
 
     def digest_of(self, submission_id: str) -> str:
         return self._entries[submission_id].submission.digest
@@ -77,11 +79,7 @@ class SubmissionTable:
             and entry.submission.environment == SESSION
             and not entry.is_cancelled
         ]
-        rollouts = (
-            self._rollout_view(entry, index)
-            for entry in own
-            for index in range(entry.submission.num_samples)
-        )
+        rollouts = (each for entry in own for each in self._rollout_views(entry))
         return sum(each.status in (Status.QUEUED, Status.RUNNING) for each in rollouts)
 
     def accept(self, submission: Submission) -> None:
@@ -90,6 +88,7 @@ class SubmissionTable:
         self._entries[submission.id] = entry
         if not submission.is_cancelled:
             insort(self._backlog, submission, key=_position)
+            self._waiting_bytes += submission.num_bytes
 
     def next_waiting(self, count: int) -> list[Submission]:
         """The first `count` of the backlog; they stay in it until they are bound."""
@@ -178,8 +177,7 @@ class SubmissionTable:
     def view(self, submission_id: str) -> SubmissionView:
         entry = self._entries[submission_id]
         submission = entry.submission
-        num_samples = submission.num_samples
-        rollouts = tuple(self._rollout_view(entry, index) for index in range(num_samples))
+        rollouts = self._rollout_views(entry)
         status = _overall(rollouts, is_cancelled=entry.is_cancelled)
         return SubmissionView(
             id=submission_id,
@@ -192,6 +190,12 @@ class SubmissionTable:
             accepted_at=submission.accepted_at,
         )
 
+    def _rollout_views(self, entry: _Entry) -> tuple[RolloutView, ...]:
+        num_samples = entry.submission.num_samples
+        if entry.group_id is None:
+            return _unbound(num_samples, is_cancelled=entry.is_cancelled)
+        return tuple(self._rollout_view(entry, index) for index in range(num_samples))
+
     def _rollout_view(self, entry: _Entry, index: int) -> RolloutView:
         event, result = entry.exits.get(index), entry.results.get(index)
         if event is not None:
@@ -203,9 +207,6 @@ class SubmissionTable:
                 step=event.step,
                 reason=event.reason,
             )
-        if entry.group_id is None:
-            status = Status.CANCELLED if entry.is_cancelled else Status.QUEUED
-            return RolloutView(index=index, status=status)
         if result is None or not self._counts(result):
             return RolloutView(index=index, status=Status.RUNNING)
         return RolloutView(index=index, status=Status.FINISHED, result=result)
@@ -225,6 +226,14 @@ class SubmissionTable:
         index = self._num_ahead(entry.submission)
         if self._backlog[index : index + 1] == [entry.submission]:
             del self._backlog[index]
+            self._waiting_bytes -= entry.submission.num_bytes
+
+
+@lru_cache(maxsize=256)
+def _unbound(num_samples: int, *, is_cancelled: bool) -> tuple[RolloutView, ...]:
+    """Of a submission without a group: the same for all, so that an answer has them once."""
+    status = Status.CANCELLED if is_cancelled else Status.QUEUED
+    return tuple(RolloutView(index=index, status=status) for index in range(num_samples))
 
 
 def _is_over(entry: _Entry, last_event_seq: int) -> bool:

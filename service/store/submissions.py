@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
@@ -30,6 +31,8 @@ from service.store.run_store import Lease, RunStore
 from service.store.sessions import end_sessions_of
 from service.store.uploads import forget_contents, forget_groups
 
+NO_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType({})
+
 
 class SubmissionStore:
     """Tables `submissions`, `bindings` and `results` of a run's database; of `sessions`, the rows'
@@ -43,12 +46,12 @@ class SubmissionStore:
         requests: Sequence[RolloutRequest],
         *,
         term: int,
-        request_key: str | None = None,
-        request_digest: str | None = None,
+        request_keys: Mapping[str, tuple[str, str]] = NO_KEYS,
     ) -> list[Submission]:
         """Accept all in one transaction; they are durable when this returns.
 
-        request_key, request_digest: as the table's columns. Raises: LeaseLost.
+        request_keys: by the task's id, `request_key` and `request_digest` of the table, for those
+        that came in a request with a key. Raises: LeaseLost.
         """
         table, accepted_at = tables.submissions, time.time()
         statement = insert(table).returning(table.c.position, sort_by_parameter_order=True)
@@ -68,6 +71,7 @@ class SubmissionStore:
                 "request_digest": request_digest,
             }
             for item in requests
+            for request_key, request_digest in [request_keys.get(item.id, (None, None))]
         ]
         told = [
             FeedEntry(at=accepted_at, kind=FeedKind.ACCEPTED, task=item.id) for item in requests

@@ -13,8 +13,9 @@ from sqlalchemy import text
 from worlds.submission_service import GROUPS_PER_STEP, Service, request
 
 from actors.types import Outcome, Task
+from service.access.keys import KeyLimits
 from service.config.tree import ServiceSettings
-from service.intake.submission import RolloutRequest, Status
+from service.intake.submission import RolloutRequest, Status, SubmitReply
 from service.store.lineage import read_events
 from service.store.run_store import LeaseLost
 
@@ -435,3 +436,40 @@ async def check(service: Service, accepted: list[str]) -> None:
     await service.commit()
     events = [item for item in read_events(service.store) if item.kind == "trained"]
     assert len({item.rollout_id for item in events}) == len(events) == shown
+
+
+async def test_requests_that_come_together_are_answered_as_if_one_after_the_other(
+    tmp_path: Path,
+) -> None:
+    service = await Service(tmp_path, settings=ServiceSettings(max_waiting_tasks=4)).begin()
+    of_two = KeyLimits(max_waiting_tasks=2)
+
+    async def offer(*names: str, seed: int = 1, key: str = "") -> SubmitReply:
+        tasks = [request(name, seed=seed) for name in names]
+        return await service.submissions.submit(tasks, key=key, limits=of_two)
+
+    first, over_quota, again, changed, fits, reused, full = await asyncio.gather(
+        offer("a", key="k"),
+        offer("b", "c"),
+        offer("a"),
+        offer("a", seed=2),
+        offer("d"),
+        offer("e", key="k"),
+        service.submissions.submit([request(name) for name in "xyz"]),
+    )
+    assert (first.new_ids, again.new_ids, fits.new_ids) == ({"a"}, frozenset(), {"d"})
+    assert again.views == first.views and first.views[0].position == 1
+    assert over_quota.is_quota and changed.conflicts == ("a",) and reused.is_key_taken
+    assert full.refusal and full.retry_after_s
+    # Stored as answered: a new process knows these, and nothing else.
+    service = await service.restart()
+    assert [await service.submissions.view(name) is None for name in "abcdexyz"] == [
+        name not in "ad" for name in "abcdexyz"
+    ]
+
+
+async def test_a_commit_that_fails_is_told_to_all_who_share_it(service: Service) -> None:
+    await Service(service.directory).begin()
+    offers = [service.submissions.submit([request(name)]) for name in "abc"]
+    found = await asyncio.gather(*offers, return_exceptions=True)
+    assert [type(each) for each in found] == [LeaseLost] * 3
