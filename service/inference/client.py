@@ -58,7 +58,10 @@ def engines_handle(app_name: str) -> DeploymentHandle[Any]:
 
     Raises: RayServeException where there is none.
     """
-    return serve.get_deployment_handle(DEPLOYMENT_NAME, app_name)
+    try:
+        return serve.get_deployment_handle(DEPLOYMENT_NAME, app_name)
+    except KeyError as error:
+        raise RayServeException(f"the application {app_name!r} has no engines") from error
 
 
 def as_answer(error: Failure) -> Failure:
