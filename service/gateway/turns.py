@@ -69,7 +69,8 @@ class SessionTurn:
 class SessionIntent:
     """The engine is about to be asked; stored until there is the turn, or there will be none.
 
-    One that a crash left behind says that a turn may have been sampled which nobody has.
+    One that a crash left behind says that a turn may have been sampled which nobody has. It is
+    stored a moment later than the engine is asked: a crash in between leaves none.
     """
 
     request_id: str
