@@ -39,11 +39,18 @@ class GenerateRequest:
     """Seconds from now until the call must have ended."""
     cache_salt: str | None = None
     """What the trajectory's first reply carried; None on its first turn."""
+    tenant: str = ""
+    """Whose it is: no prefix is shared between tenants' caches; empty: the run's own."""
     replica: str = ""
     """Who gave the trajectory's last reply, and has its prefix cached; empty on its first turn."""
     tools: tuple[ToolSchema, ...] | None = None
     """Those that the prompt declares: the reply is parsed for calls of them, and for its thinking;
     empty: for its thinking alone. None: not parsed."""
+
+    def salted(self, salt: str) -> str:
+        """What an engine caches its prefix under: no other tenant's, whatever salt is given."""
+        # No tenant's name has a slash in it.
+        return f"{self.tenant}/{salt}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,17 @@ from service.intake.uploads import PolicyFacts
 
 
 def checked_request(
-    body: GenerateBody, facts: PolicyFacts, *, rollouts: RolloutSettings, deadline_s: float
+    body: GenerateBody,
+    facts: PolicyFacts,
+    *,
+    tenant: str,
+    rollouts: RolloutSettings,
+    deadline_s: float,
 ) -> GenerateRequest:
-    """Raises: Violation; Problem for more tokens than the run samples in a turn."""
+    """tenant: of the client.
+
+    Raises: Violation; Problem for more tokens than the run samples in a turn.
+    """
 
     def fail(fault: Fault, name: str, message: str) -> Violation:
         return Violation(fault, [name], message)
@@ -53,6 +61,7 @@ def checked_request(
         temperature=facts.temperature,
         deadline_s=deadline_s,
         cache_salt=body.cache_salt or None,
+        tenant=tenant,
         replica=body.replica,
     )
 

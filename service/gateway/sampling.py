@@ -10,6 +10,7 @@ from actors.environment.rendering import ChatRenderer, RenderError
 from actors.policy import GenerateReply, GenerateRequest
 from actors.types import Outcome, Turn
 from service.access.keys import KeyBook, KeyLimits
+from service.access.names import tenant_of
 from service.access.rates import Rates
 from service.gateway.background import Background
 from service.gateway.calls import ChatCall
@@ -184,6 +185,7 @@ class Sampler:
             temperature=self._temperature,
             deadline_s=max(0.001, left_s),
             cache_salt=parent.cache_salt or None if parent else None,
+            tenant=tenant_of(session.stored.id),
             replica=parent.replica if parent else "",
             tools=place.tools,
         )

@@ -277,6 +277,7 @@ def _add_generate(app: FastAPI, port: UploadPort, settings: HttpSettings) -> Non
     async def generate(request: Request) -> Response:
         """Sample behind a prompt of token ids, at the run's temperature; JSON or MessagePack, and
         the answer in the same. Held while no engine is there, for sessions.hold_s at most."""
+        caller = caller_of(request)
         raw, packed = await request.body(), is_packed(request.headers)
         facts = await native(port.policy_facts())
 
@@ -284,6 +285,7 @@ def _add_generate(app: FastAPI, port: UploadPort, settings: HttpSettings) -> Non
             return checked_request(
                 decode_body(raw, GenerateBody, packed=packed),
                 facts,
+                tenant=caller.tenant,
                 rollouts=settings.rollouts,
                 deadline_s=settings.sessions.hold_s,
             )
@@ -292,7 +294,7 @@ def _add_generate(app: FastAPI, port: UploadPort, settings: HttpSettings) -> Non
             wanted = await _off_loop(raw, read)
         except Violation as violation:
             raise _problem([(violation, ())]) from violation
-        reply = await native(port.generate(wanted, caller_of(request).name))
+        reply = await native(port.generate(wanted, caller.name))
         answer = generate_answer(reply, packed=packed)
         encode = msgspec.msgpack.encode if packed else msgspec.json.encode
         media_type = MSGPACK if packed else "application/json"

@@ -138,7 +138,7 @@ class PolicyEngine:
                 output = await self._sample(
                     request.prompt_token_ids.tolist(),
                     _sampling_params(self.settings, request),
-                    salt=salt,
+                    salt=request.salted(salt),
                 )
         except TimeoutError as error:
             raise PolicyDeadlineExceeded(

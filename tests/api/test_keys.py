@@ -276,6 +276,7 @@ async def test_a_client_uploads_what_its_tenant_alone_sees_and_drops(run: Tenant
         assert (await owner.get(f"{ROLLOUTS}/g")).json()["id"] == "g"
         assert (await other.get(f"{ROLLOUTS}/g")).status_code == 404
         assert [each["task"] for each in (await owner.get(FEED)).json()["entries"]] == ["g"]
+    assert [each.tenant for each in run.port.policy.requests] == ["owner", "other"]
     async with client_of(app, few) as client:
         assert (await client.post(UPLOADS, json=body("c", "d", group="h", close=True))).is_success
         held = await client.post(UPLOADS, json=body("e", "f", group="i", close=True))
@@ -532,6 +533,7 @@ async def test_a_clients_key_rewards_its_tenants_sessions(run: TenantRun) -> Non
         assert (
             await owner.post(f"{chat}/v1/chat/completions", json=HELLO, headers=agent)
         ).status_code == 200
+        assert [each.tenant for each in run.port.policy.requests] == ["owner"]
         body = {"reward": 0.5}
         for key, status in ((session["agent_key"], 403), (keys["other"], 404), ("x" * 600, 404)):
             answer = await owner.post(finish, json=body, headers=bearer(key))

@@ -12,7 +12,7 @@ import pytest
 from worlds.episode_builders import reply
 from worlds.upload_world import GENERATE, UploadWorld, in_json, pack, problem
 
-from actors.policy import PolicyUnavailable
+from actors.policy import GenerateRequest, PolicyUnavailable
 from actors.types import FinishReason
 
 
@@ -90,3 +90,12 @@ async def test_where_no_engine_answers_a_client_is_told_to_come_again(world: Upl
         world.policy.answers = lambda _, answer=unusable: answer
         problem(await world.post(body, url=GENERATE), 503, "not-available")
     assert [request.deadline_s for request in world.policy.requests] == [5, 5, 5]
+
+
+def test_a_tenants_prefixes_are_its_own_whatever_salt_a_client_gives() -> None:
+    plain = GenerateRequest(
+        prompt_token_ids=np.array([1], np.int32), max_tokens=1, temperature=1.0, deadline_s=1.0
+    )
+    tenants, salts = ["", "acme", "acme.b"], ["1:0", "acme/1:0", "/1:0", ""]
+    found = {replace(plain, tenant=each).salted(salt) for each in tenants for salt in salts}
+    assert len(found) == len(tenants) * len(salts)
