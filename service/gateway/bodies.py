@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
 from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import derived_seed
@@ -55,9 +63,19 @@ Components = Annotated[
     dict[Annotated[str, Field(min_length=1, max_length=128)], Reward],
     Field(max_length=MAX_COMPONENTS),
 ]
+TURN_PATTERN = "^(0|[1-9][0-9]{0,8})$"
+
+
+def _turn_number(name: object) -> object:
+    """So that no two names are one turn's."""
+    if isinstance(name, str) and not re.fullmatch(TURN_PATTERN, name):
+        raise ValueError("expected the number of a turn, in digits alone, as 0 or 12")
+    return name
+
+
 TurnRewards = Annotated[
-    dict[Annotated[int, Field(ge=0, lt=10**9)], Reward],
-    Field(json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
+    dict[Annotated[int, Field(ge=0, lt=10**9), BeforeValidator(_turn_number)], Reward],
+    Field(json_schema_extra={"propertyNames": {"pattern": TURN_PATTERN}}),
 ]
 # Beyond any limit of a run. A number that no float can hold could not even be shown.
 MAX_WHOLE = 2**31 - 1

@@ -101,6 +101,8 @@ async def test_a_number_of_any_size_costs_nothing(run: TenantRun) -> None:
         for given in (
             {"reward": 1e10},
             {"turn_rewards": {"0": -1e10}},
+            {"turn_rewards": {"0": 0.5, "+0": 0.25}},
+            {"turn_rewards": {"0": 0.5, " 0 ": 0.25}},
             {"components": {"a": 1e10}},
         ):
             for send, path in ((client.post, "finish"), (client.put, "reward")):
