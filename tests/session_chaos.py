@@ -1,6 +1,7 @@
 """kill -9 at so many seeded points of a service that 64 sessions are played with.
 
     $ PYTHONPATH=. python tests/session_chaos.py --seed 1 --points 200
+    $ PYTHONPATH=. python tests/session_chaos.py --seed 1 --points 0 --sessions 512 --seconds 300
 
 Gateway, engine, supervisor, API and agents are killed, the gateway is stopped for some seconds, the
 database locked for some; chance says what comes next, and how many answers the agents get between.
@@ -38,8 +39,7 @@ from actors.journal.record import TrajectoryEntry
 from service.inspect.reader import open_journal
 
 KEY = "a key of the chaos run, long enough"
-NUM_HOSTS, GROUPS_PER_HOST = 4, 4
-GROUPS_PER_STEP = 8
+NUM_HOSTS = 4
 # How often the next fault comes at once, before anybody was answered after the last one.
 COMPOUND = 0.25
 # Between two faults so many answers come at least; a wait's bound, not a measure.
@@ -62,6 +62,8 @@ class Host:
     name: str
     directory: Path
     url: str
+    num_groups: int
+    """Played at once."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -72,7 +74,7 @@ class Host:
         with (self.directory / f"{self.name}.out").open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "worlds.session_agents", self.url, str(self.file),
-                 self.name, str(GROUPS_PER_HOST)],
+                 self.name, str(self.num_groups)],
                 cwd=ROOT / "tests", stdout=output, stderr=output,
                 env={**os.environ, "RAYLOOM_API_KEY": KEY},
             )  # fmt: skip
@@ -98,12 +100,15 @@ class Proof:
     run: Run
     directory: Path
     plan: Plan
+    num_groups: int
+    """Played at once."""
     hosts: list[Host] = field(default_factory=list)
 
-    def play(self, num_points: int) -> None:
-        """So many faults, then an end in order."""
-        url = self._address()
-        self.hosts = [Host(f"host-{n}", self.directory, url) for n in range(NUM_HOSTS)]
+    def play(self, num_points: int, *, seconds: float) -> None:
+        """So many faults, then so long none, then an end in order."""
+        url = self.run.api_address(limit_s=START_S)
+        each = self.num_groups // NUM_HOSTS
+        self.hosts = [Host(f"host-{n}", self.directory, url, each) for n in range(NUM_HOSTS)]
         self.plan.faults += [Fault(name="kill the agents", inflict=self._kill_agents)]
         try:
             for host in self.hosts:
@@ -117,10 +122,18 @@ class Proof:
                 if self.plan.rng.random() >= COMPOUND:
                     self._wait_for_answers(self.plan.rng.randrange(*ANSWERS))
                 say(f"{number + 1}: {fault.name}, then {time.monotonic() - began:.1f} s")
+            self._play_on(seconds)
             self._finish(url)
         finally:
             for host in self.hosts:
                 host.kill()
+
+    def _play_on(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for host in self.hosts:
+                host.check()
+            time.sleep(1)
 
     def _finish(self, url: str) -> None:
         for host in self.hosts:
@@ -131,7 +144,7 @@ class Proof:
                 -3000:
             ]
         # A step takes whole groups: others fill the last one.
-        filler = Host("filler", self.directory, url)
+        filler = Host("filler", self.directory, url, self.num_groups // NUM_HOSTS)
         deadline = time.monotonic() + LIMIT_S
         groups = [group for host in self.hosts for group in Memory.read(host.file).groups]
         with httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}) as client:
@@ -184,10 +197,6 @@ class Proof:
         host.kill()
         time.sleep(self.plan.rng.random())
         host.start()
-
-    def _address(self) -> str:
-        self.run.wait_for_output("the API listens on ", limit_s=START_S)
-        return self.run.output.read_text().rpartition("the API listens on ")[2].split()[0]
 
 
 def session_faults() -> list[Fault]:
@@ -269,9 +278,21 @@ def key_of(ids: object, logprobs: object) -> Key:
     return tuple(np.asarray(ids).tolist()), np.asarray(logprobs, np.float32).tobytes()
 
 
-def prove(directory: Path, *, seed: int, num_points: int, model: str | None = None) -> None:
-    """Play and check, with KEY in the environment. model: a built one; None: the run builds one."""
-    rng = random.Random(seed)
+def prove(
+    directory: Path,
+    *,
+    seed: int,
+    num_points: int,
+    num_sessions: int = 64,
+    seconds: float = 0.0,
+    model: str | None = None,
+) -> None:
+    """Play and check, with KEY in the environment.
+
+    num_sessions: at once; all of them open. seconds: of play after the faults. model: a built one;
+    None: the run builds one.
+    """
+    rng, num_groups = random.Random(seed), num_sessions // GROUP_SIZE
     config = small_config(
         directory,
         model,
@@ -283,7 +304,7 @@ def prove(directory: Path, *, seed: int, num_points: int, model: str | None = No
         },
         tasks={"environment": "guessing", "evaluation_tasks": 0},
         rollouts={"num_actors": 1, "max_turns": 64, "episode_deadline_s": 3600},
-        algorithm={"max_lag": 1, "groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE},
+        algorithm={"max_lag": 1, "groups_per_step": num_groups // 2, "group_size": GROUP_SIZE},
         inference={"max_num_seqs": 64},
         trainer={"num_ranks": 1, "learning_rate": 1e-5},
         sessions={"trains_single_turns": True},
@@ -291,8 +312,8 @@ def prove(directory: Path, *, seed: int, num_points: int, model: str | None = No
     )
     plan = Plan(session_faults(), rng)
     with running(config, directory / "run", command="serve") as run:
-        proof = Proof(run, directory, plan)
-        proof.play(num_points)
+        proof = Proof(run, directory, plan, num_groups)
+        proof.play(num_points, seconds=seconds)
         check_stopped(run)
         found = check_turns(run, [Memory.read(host.file) for host in proof.hosts])
     say(f"seed {seed}: {found}")
@@ -309,10 +330,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, required=True, help="of the choice of the faults")
     parser.add_argument("--points", type=int, default=200, help="faults")
+    parser.add_argument("--sessions", type=int, default=64, help="at once; a multiple of 16")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of play after the faults")
     options = parser.parse_args()
     os.environ["RAYLOOM_API_KEY"] = KEY
     with tempfile.TemporaryDirectory(prefix="session-chaos-") as directory:
-        prove(Path(directory), seed=options.seed, num_points=options.points)
+        prove(
+            Path(directory),
+            seed=options.seed,
+            num_points=options.points,
+            num_sessions=options.sessions,
+            seconds=options.seconds,
+        )
 
 
 if __name__ == "__main__":

@@ -93,8 +93,7 @@ def test_alerts_reach_a_webhook_when_their_faults_begin_and_when_they_end(
         running(config, tmp_path / "run", command="serve") as run,
         alertmanager(tmp_path, told) as receiver,
     ):
-        run.wait_for_output("the API listens on ", limit_s=START_S)
-        url = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+        url = run.api_address(limit_s=START_S)
         target = Target(address=run.metrics_address(limit_s=START_S), labels={})
         client = SubmittingClient(
             base_url=url, key=KEY, environment="guessing", rng=random.Random(0)

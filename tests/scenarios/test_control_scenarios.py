@@ -30,8 +30,7 @@ def until(find: Callable[[], Any], *, limit_s: float = STEP_S) -> Any:
 
 @contextmanager
 def client_of(run: Run) -> Iterator[httpx.Client]:
-    run.wait_for_output("the API listens on ", limit_s=START_S)
-    address = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+    address = run.api_address(limit_s=START_S)
     with httpx.Client(base_url=f"{address}/api/v1", timeout=START_S) as client:
         until(lambda: client.get(f"{address}/readyz").status_code == 200, limit_s=START_S)
         yield client

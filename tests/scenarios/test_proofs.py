@@ -163,8 +163,7 @@ def test_a_service_driven_by_a_client_learns_to_win(tmp_path: Path) -> None:
     tree = yaml.safe_load(config.read_text())
     num_tasks = tree["run"]["steps"] * tree["algorithm"]["groups_per_step"]
     with running(config, tmp_path / "run", command="serve") as run:
-        run.wait_for_output("the API listens on ", limit_s=RUN_S)
-        address = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+        address = run.api_address(limit_s=RUN_S)
         client = subprocess.run(
             [sys.executable, str(CLIENT), "--url", address, "--tasks", str(num_tasks)],
             capture_output=True, text=True, timeout=RUN_S, check=False,

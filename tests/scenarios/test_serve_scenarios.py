@@ -69,8 +69,7 @@ class Api:
 
 @contextmanager
 def api_of(run: Run) -> Iterator[Api]:
-    run.wait_for_output("the API listens on ", limit_s=START_S)
-    address = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+    address = run.api_address(limit_s=START_S)
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=address, headers=headers, timeout=START_S) as client:
         yield Api(client)

@@ -26,8 +26,7 @@ OVER = {"trained", "evicted", "cancelled"}
 
 @contextmanager
 def client_of(run: Run) -> Iterator[httpx.Client]:
-    run.wait_for_output("the API listens on ", limit_s=START_S)
-    address = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+    address = run.api_address(limit_s=START_S)
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=address, headers=headers, timeout=START_S) as client:
         deadline = time.monotonic() + START_S

@@ -119,8 +119,7 @@ def train(kind: AgentKind, directory: Path, *, seed: int, learning_rate: float) 
 
 
 def client_of(run: Run) -> httpx.Client:
-    run.wait_for_output("the API listens on ", limit_s=START_S)
-    address = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+    address = run.api_address(limit_s=START_S)
     headers = {"authorization": f"Bearer {KEY}"}
     return httpx.Client(base_url=address, headers=headers, timeout=START_S)
 

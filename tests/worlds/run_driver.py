@@ -123,6 +123,12 @@ class Run:
         found = re.findall(r"metrics at http://(\S+)/metrics", self.place.log_file.read_text())
         return str(found[-1])
 
+    def api_address(self, *, limit_s: float) -> str:
+        """http://host:port/prefix, as the newest start has printed it."""
+        said = "the API listens on "
+        self.wait_for_output(said, limit_s=limit_s)
+        return self.output.read_text()[self.printed_before :].rpartition(said)[2].split()[0]
+
     def wait_for_output(self, words: str, *, limit_s: float) -> None:
         """Wait until the newest start of the run has printed `words`."""
         deadline = time.monotonic() + limit_s
