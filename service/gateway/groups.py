@@ -43,15 +43,21 @@ class Groups:
             for session in group:
                 if session.stored.claimed_by == name:
                     return session.stored.member
+            none_free = Refused(
+                RefusalCode.CONFLICT,
+                f"group {submission_id} has no free session of {len(group)}: all are claimed, or "
+                "it is closed or cancelled; begin another group",
+            )
             free = _free(group)
             if not free:
-                raise Refused(
-                    RefusalCode.CONFLICT,
-                    f"group {submission_id} has no free session of {len(group)}: all are claimed, "
-                    "or it is closed; begin another group",
-                )
+                raise none_free
             session, now = free[0], self._now()
-            await self._changes.claim(session, name, at=now)
+            try:
+                await self._changes.claim(session, name, at=now)
+            except Refused as refused:
+                # Its group is over, as the store alone knows so far.
+                is_over = refused.code is RefusalCode.SESSION_CLOSED
+                raise (none_free if is_over else refused) from refused.__cause__
             session.last_request_at = now
             return session.stored.member
 

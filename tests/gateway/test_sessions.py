@@ -281,6 +281,16 @@ async def test_agents_join_a_group_as_they_come(tmp_path: Path) -> None:
     assert (await refusal(sessions.claim("other", "b"))).code is RefusalCode.CONFLICT
 
 
+async def test_a_claim_that_meets_its_groups_end_finds_no_free_session(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path)
+    gateway.create(spec=replace(SPEC, join_s=30), members=2)
+    assert await gateway.sessions.claim("task", "a") == 0
+    # The gateway has not looked since.
+    SubmissionStore(gateway.store).cancel("task", term=gateway.term)
+    refused = await refusal(gateway.sessions.claim("task", "b"))
+    assert refused.code is RefusalCode.CONFLICT and "cancelled" in refused.message
+
+
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(tmp_path: Path) -> None:
     """Its tokens would take seconds of the one thread that makes them for all sessions."""
     seen: list[int] = []
@@ -568,8 +578,10 @@ async def test_a_late_word_of_a_broken_connection_hides_no_turn_that_a_retry_got
         gate.clear()
         gateway.policy.before = gate.wait
         message, first = user(abandons_at), f"{abandons_at} first"
+        num_asked = len(gateway.policy.requests)
         gone = asyncio.create_task(gateway.ask(message, request_id=first))
-        await asyncio.sleep(0.05)
+        while len(gateway.policy.requests) == num_asked:
+            await asyncio.sleep(0.01)
         if abandons_at == "before":
             await gateway.sessions.abandon(NAME, first)
         again = asyncio.create_task(gateway.ask(message, request_id="again", is_retry=True))
