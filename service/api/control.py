@@ -12,11 +12,12 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 
-from fastapi import FastAPI, Path, Query, Request, Response
+from fastapi import FastAPI, Path, Request, Response
 from pydantic import Field, model_validator
 
 from service.api.ports import PREFIX
 from service.api.problems import Problem, RunUnavailable
+from service.api.rollouts import Limit
 from service.api.schemas import ID_PATTERN, StopAnswer, StopBody, StrictBody
 from service.run.control_calls import (
     CheckpointView,
@@ -408,7 +409,7 @@ def _add_policies(app: FastAPI, run: ControlPort) -> None:
         return PoliciesAnswer.of(await _asked(run.control("policies")))
 
     @app.get(f"{PREFIX}/control/calls")
-    async def calls(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> CallsAnswer:
+    async def calls(limit: Limit = 100) -> CallsAnswer:
         """What operators asked of the run, and the answers."""
         found: Sequence[AdminCall] = await _asked(run.control("calls", limit))
         return CallsAnswer(

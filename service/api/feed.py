@@ -13,8 +13,8 @@ from service.access.keys import Caller
 from service.api.callers import caller_of
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem, RunUnavailable
-from service.api.rollouts import MAX_NUMBER, Limit
-from service.api.schemas import EntryAnswer, FeedAnswer
+from service.api.rollouts import Limit
+from service.api.schemas import EntryAnswer, FeedAnswer, Natural
 from service.api.waiting import Prefer, look_until, patiently
 from service.intake.feed import FeedPage
 
@@ -31,7 +31,7 @@ GONE: dict[int | str, dict[str, Any]] = {
     410: {"description": "entries behind the cursor are no longer kept"}
 }
 
-After = Annotated[int | None, Query(ge=0, le=MAX_NUMBER, description="`next` of the page before")]
+After = Annotated[Natural | None, Query(description="`next` of the page before")]
 
 
 def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
@@ -74,8 +74,8 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
         request: Request,
         after: After = None,
         last_event_id: Annotated[
-            int | None,
-            Header(alias="Last-Event-ID", ge=0, le=MAX_NUMBER, description="instead of `after`"),
+            Natural | None,
+            Header(alias="Last-Event-ID", description="instead of `after`"),
         ] = None,
     ) -> StreamingResponse:
         """The feed as server-sent events. A stream ends after some minutes; clients come again with

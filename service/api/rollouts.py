@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import FastAPI, Header, Path, Query, Request, Response
+from pydantic import Field
 
 from actors.types import SESSION
 from service.access.keys import digest_of
@@ -16,6 +17,8 @@ from service.api.environments import TaskChecks
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem, shown
 from service.api.schemas import (
+    Digits,
+    Natural,
     RolloutAnswer,
     RolloutId,
     RolloutsAnswer,
@@ -34,8 +37,6 @@ from service.intake.submission import (
 
 MAX_PAGE = 1000
 OVER = frozenset({Status.TRAINED, Status.EVICTED, Status.CANCELLED})
-# Far beyond any position, and within what every database counts to.
-MAX_NUMBER = 2**31 - 1
 
 IdempotencyKey = Annotated[
     str | None,
@@ -47,14 +48,17 @@ IdempotencyKey = Annotated[
         examples=["8e03978e-40d5-43dd-bc93-6894a57f9324"],
     ),
 ]
-Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="entries of the answer at most")]
+Limit = Annotated[
+    int,
+    Field(ge=1, le=MAX_PAGE),
+    Digits,
+    Query(description="entries of the answer at most"),
+]
 RolloutPath = Annotated[
     str,
     Path(pattern=WHOLE_PATTERN, description="the task's id; an admin may name any TENANT~ID"),
 ]
-NumberCursor = Annotated[
-    int | None, Query(ge=0, le=MAX_NUMBER, description="`next` of the page before")
-]
+NumberCursor = Annotated[Natural | None, Query(description="`next` of the page before")]
 FULL = "the backlog is full, or a limit of the key is reached; Retry-After says when to come again"
 KEY_TAKEN = "Idempotency-Key: another request was accepted under this key"
 

@@ -16,8 +16,8 @@ from actors.types import Outcome
 from service.access.names import WHOLE_PATTERN
 from service.api.ports import PREFIX
 from service.api.problems import Problem
-from service.api.rollouts import MAX_NUMBER, Limit
-from service.api.schemas import StrictBody
+from service.api.rollouts import Limit
+from service.api.schemas import Natural, StrictBody
 from service.inspect.listing import Filters
 from service.inspect.lookup import JournalPage, Place
 from service.page.packed import empty_page
@@ -92,13 +92,12 @@ def add_page(app: FastAPI, run: PagePort) -> None:
     @app.get(f"{PREFIX}/run", tags=["run"])
     async def picture(
         after: Annotated[
-            int, Query(ge=0, le=MAX_NUMBER, description="the asker has the steps up to this one")
+            Natural,
+            Query(description="the asker has the steps up to this one"),
         ] = 0,
         term: Annotated[
-            int,
+            Natural,
             Query(
-                ge=0,
-                le=MAX_NUMBER,
                 description="of the answer that `after` is from; with another "
                 "term all steps come again",
             ),
@@ -112,7 +111,7 @@ def add_page(app: FastAPI, run: PagePort) -> None:
 
     @app.get(f"{PREFIX}/journal", tags=["run"])
     async def journal(
-        step: Annotated[int | None, Query(ge=0, le=MAX_NUMBER)] = None,
+        step: Annotated[Natural | None, Query()] = None,
         task: Annotated[str | None, Query(pattern=WHOLE_PATTERN)] = None,
         outcome: Outcome | None = None,
         cursor: Annotated[

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from actors.environment.tasks import derived_seed
 from actors.limits import MAX_TASK_SEED
@@ -31,6 +31,21 @@ ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
 MAX_DEPTH = 64
 
 RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
+
+
+def _digits(text: object) -> object:
+    """pydantic would take +1, 1.0 and " 1 " out of an address or a header."""
+    if isinstance(text, str) and not (text.isascii() and text.isdigit()):
+        raise ValueError("expected a whole number in digits alone")
+    return text
+
+
+Digits = BeforeValidator(_digits)
+"""Of a number in an address or a header, behind its bounds."""
+# Far beyond any position, and within what every database counts to.
+MAX_NUMBER = 2**31 - 1
+Natural = Annotated[int, Field(ge=0, le=MAX_NUMBER), Digits]
+
 KnownId = Annotated[
     str,
     Field(pattern=WHOLE_PATTERN, description="yours; for an admin's key also TENANT~ID"),

@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from worlds.tenant_world import FIRST_KEY, SETTINGS, TenantRun, client_of, tenants
@@ -108,6 +109,19 @@ async def test_a_number_of_any_size_costs_nothing(run: TenantRun) -> None:
             for send, path in ((client.post, "finish"), (client.put, "reward")):
                 answer = await send(f"{SESSIONS}/a-0/{path}", json={"reward": 1.0, **given})
                 assert answer.status_code == 422, (path, given)
+
+
+async def test_numbers_of_addresses_and_headers_are_digits_alone(run: TenantRun) -> None:
+    """As the document has it; pydantic would take others for whole numbers too."""
+    async with client_of(run.app(), FIRST_KEY) as client:
+        for text in ("+1", "1.0", "+0.0", " 1", "1_0", "-1", "\u0661"):
+            for path in ("feed?after", "events?after", "rollouts?limit", "rollouts?cursor"):
+                answer = await client.get(f"/api/v1/{path}={quote(text)}")
+                assert answer.status_code == 422, (path, text)
+        for text in ("+1", "1.0", "-1"):
+            answer = await client.get("/api/v1/events", headers={"Last-Event-ID": text})
+            assert answer.status_code == 422, text
+        assert (await client.get("/api/v1/rollouts?limit=1&cursor=0")).status_code == 200
 
 
 async def test_ids_are_plain(run: TenantRun) -> None:
