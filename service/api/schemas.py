@@ -291,14 +291,14 @@ class SubmitAnswer(StrictBody):
             accepted=len(reply.new_ids),
             rollouts=[
                 PlaceAnswer(
-                    id=caller.shown(view.id),
-                    place=view.position,
-                    ahead=view.num_ahead,
-                    status=view.status,
-                    is_new=view.id in reply.new_ids,
-                    num_samples=len(view.rollouts),
+                    id=caller.shown(each.id),
+                    place=each.position,
+                    ahead=each.num_ahead,
+                    status=each.status,
+                    is_new=each.is_new,
+                    num_samples=each.num_samples,
                 )
-                for view in reply.views
+                for each in reply.places
             ],
             queue=reply.backlog,
         )

