@@ -14,6 +14,8 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from actors.deadline import is_set_within
 from actors.limits import MIB
 from actors.outcomes import OutcomePolicy
@@ -35,6 +37,7 @@ from service.intake.submission import (
     RolloutRequest,
     RolloutResult,
     Status,
+    Submission,
     SubmissionView,
     SubmitReply,
 )
@@ -54,6 +57,7 @@ ROWS_PER_READ = 500
 READS_PER_PAGE = 4
 # A larger request has a transaction of its own.
 MAX_TASKS_PER_COMMIT = 2048
+_OFFERS = msgspec.msgpack.Decoder(Offer)
 
 
 @dataclass(slots=True, eq=False)
@@ -161,13 +165,22 @@ class SubmissionQueue:
         requests come with.
         Raises: LeaseLost, StoreError.
         """
-        (answer,) = await self.submit_all([offer_of(requests, key=key, limits=limits)])
+        (answer,) = await self._submit([offer_of(requests, key=key, limits=limits)])
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    async def submit_all(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
-        """Submit each by itself, in order; what `submit` would raise is the answer of an offer."""
+    async def submit_packed(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
+        """Answer each `Offer` with its `SubmitReply`, both as MessagePack, or with its own error:
+        what `submit` raises."""
+        answers = await self._submit([_OFFERS.decode(each) for each in offers])
+        return [
+            each if isinstance(each, Exception) else msgspec.msgpack.encode(each)
+            for each in answers
+        ]
+
+    async def _submit(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
+        """Answer each by itself, in order."""
         waiting = [_Waiting(offer) for offer in offers]
         self._offers += waiting
         await self._thread.finish(self._answer(waiting))
@@ -219,35 +232,49 @@ class SubmissionQueue:
             new = self._new_of(offer, over, digests.get(offer.key), ahead)
             if isinstance(new, SubmitReply):
                 each.answer = new
-                continue
-            accepting.append(each)
-            ahead.add(new)
-            if offer.key:
-                request_keys |= dict.fromkeys((item.id for item in new), (offer.key, offer.digest))
-        places: dict[str, Place] = {}
-        if ahead.tasks:
-            accepted = await self._thread.call(
-                self._store.add, ahead.tasks, term=self._term, request_keys=request_keys
-            )
-            for number, submission in enumerate(accepted, start=self._table.num_waiting):
-                self._table.accept(submission)
-                places[submission.id] = Place(
-                    id=submission.id,
-                    position=submission.position,
-                    status=Status.QUEUED,
-                    num_ahead=number,
-                    num_samples=submission.num_samples,
-                    is_new=True,
-                )
-            self._has_news.set()
+            elif not new:
+                each.answer = self._reply(offer, {}, over)
+            else:
+                accepting.append(each)
+                ahead.add(new)
+                if offer.key:
+                    of_request = (offer.key, offer.digest)
+                    request_keys |= dict.fromkeys((item.id for item in new), of_request)
+        if not accepting:
+            return
+        accepted = await self._thread.call(
+            self._store.add, ahead.tasks, term=self._term, request_keys=request_keys
+        )
+        places = self._accept(accepted)
+        self._has_news.set()
         for each in accepting:
-            each.answer = SubmitReply(
-                places=tuple(
-                    places.get(item.id) or self._known_place(item.id, over)
-                    for item in each.offer.tasks
-                ),
-                backlog=self.backlog,
+            each.answer = self._reply(each.offer, places, over)
+
+    def _accept(self, accepted: Sequence[Submission]) -> dict[str, Place]:
+        """Put what is stored into the table. Returns: by their ids, where they stand."""
+        places: dict[str, Place] = {}
+        for num_ahead, submission in enumerate(accepted, start=self._table.num_waiting):
+            self._table.accept(submission)
+            places[submission.id] = Place(
+                id=submission.id,
+                position=submission.position,
+                status=Status.QUEUED,
+                num_ahead=num_ahead,
+                num_samples=submission.num_samples,
+                is_new=True,
             )
+        return places
+
+    def _reply(
+        self, offer: Offer, new: Mapping[str, Place], over: Mapping[str, KnownSubmission]
+    ) -> SubmitReply:
+        """Of an accepted offer. new: the places of those that were not known before."""
+        return SubmitReply(
+            places=tuple(
+                new.get(item.id) or self._known_place(item.id, over) for item in offer.tasks
+            ),
+            backlog=self.backlog,
+        )
 
     def _known_place(self, submission_id: str, over: Mapping[str, KnownSubmission]) -> Place:
         is_over = submission_id in over

