@@ -106,7 +106,7 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         refuse_if_needed(reply)
         is_one = len(requests) == 1
         return Response(
-            SubmitAnswer.of(reply, caller).model_dump_json(),
+            SubmitAnswer.json_of(reply, caller),
             status_code=202,
             headers={"Location": f"{PREFIX}/rollouts/{body.tasks[0].id}"} if is_one else None,
             media_type="application/json",

@@ -187,12 +187,11 @@ class SubmissionQueue:
         return [each.answer for each in waiting if each.answer is not None]
 
     async def _answer(self, waiting: Sequence[_Waiting]) -> None:
-        """Whoever gets the lock answers for all that wait, many with one transaction.
-
-        The lock is given in the order of the offers: none of these is answered before those ahead.
-        """
-        async with self._changing:
-            while waiting[-1].answer is None:
+        """Whoever gets the lock answers the first of all that wait, with one transaction."""
+        while waiting[-1].answer is None:
+            async with self._changing:
+                if waiting[-1].answer is not None:
+                    return
                 batch = self._next_batch()
                 try:
                     await self._decide(batch)

@@ -113,7 +113,7 @@ class RolloutRequest:
         return tenant_of(self.id)
 
 
-class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """A `RolloutRequest` on its way to the store, which alone looks at the task in it.
 
     Structs here, of which there are many, are made and sent several times faster than dataclasses.
@@ -146,7 +146,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return sha256("\n".join(item.digest for item in self.tasks).encode()).hexdigest()
 
 
-class Submission(msgspec.Struct, frozen=True, kw_only=True):
+class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An accepted request, without its task."""
 
     id: str
@@ -252,7 +252,7 @@ class Backlog:
     """Submissions that may wait at once."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Where an accepted task stands, as `SubmissionView`."""
 
     id: str

@@ -43,7 +43,7 @@ JOURNAL_DEADLINE_S = 60.0
 # Of the first call: a supervisor that is starting does not answer, but /readyz has to.
 CONTACT_DEADLINE_S = 5.0
 # Of the submissions in one call; a larger one has a call of its own.
-MAX_CALL_BYTES = 4 << 20
+MAX_CALL_BYTES = 1 << 20
 _REPLIES = msgspec.msgpack.Decoder(SubmitReply)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 Answer = TypeVar("Answer")

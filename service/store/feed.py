@@ -11,7 +11,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 
-from sqlalchemy import Connection, case, delete, func, insert, literal, or_, select, update
+from sqlalchemy import (
+    Connection,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    update,
+)
 
 from service.access.names import tenant_of
 from service.intake.feed import FeedEntry, FeedKind, FeedPage
@@ -20,6 +31,21 @@ from service.store.lineage import Readable
 
 _FIELDS = tuple(field.name for field in fields(FeedEntry))
 _STORED = tuple(name for name in _FIELDS if name != "number")
+_ACCEPTED, _NUMBERS = tables.submissions.c, tables.feed_numbers.c
+_IN_ORDER = func.row_number().over(partition_by=_ACCEPTED.tenant, order_by=_ACCEPTED.position)
+_TELL_ACCEPTED = insert(tables.feed).from_select(
+    ("at", "kind", "task", "tenant", "own_number"),
+    select(
+        _ACCEPTED.accepted_at,
+        literal(FeedKind.ACCEPTED, tables.feed.c.kind.type),
+        _ACCEPTED.id,
+        _ACCEPTED.tenant,
+        case((_ACCEPTED.tenant != "", func.coalesce(_NUMBERS.newest, 0) + _IN_ORDER)),
+    )
+    .outerjoin_from(tables.submissions, tables.feed_numbers, _NUMBERS.tenant == _ACCEPTED.tenant)
+    .where(_ACCEPTED.position > bindparam("behind"))
+    .order_by(_ACCEPTED.position),
+)
 
 
 def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
@@ -32,23 +58,7 @@ def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, i
 
     In the database alone: there may be thousands. num_of: how many of them each tenant has.
     """
-    accepted, numbers, kind = tables.submissions, tables.feed_numbers, tables.feed.c.kind.type
-    in_order = func.row_number().over(partition_by=accepted.c.tenant, order_by=accepted.c.position)
-    own = case((accepted.c.tenant != "", func.coalesce(numbers.c.newest, 0) + in_order))
-    told = (
-        select(
-            accepted.c.accepted_at,
-            literal(FeedKind.ACCEPTED, kind),
-            accepted.c.id,
-            accepted.c.tenant,
-            own,
-        )
-        .outerjoin_from(accepted, numbers, numbers.c.tenant == accepted.c.tenant)
-        .where(accepted.c.position > behind)
-        .order_by(accepted.c.position)
-    )
-    columns = ("at", "kind", "task", "tenant", "own_number")
-    connection.execute(insert(tables.feed).from_select(columns, told))
+    connection.execute(_TELL_ACCEPTED, {"behind": behind})
     _count_up(connection, {tenant: num for tenant, num in num_of.items() if tenant})
 
 

@@ -38,6 +38,11 @@ from service.store.uploads import forget_contents, forget_groups
 
 NO_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType({})
 _AS_STORED = tables.AsJson(RolloutRequest)
+_POSITION = tables.submissions.c.position
+# Made once: SQLAlchemy takes as long to make them as to store a few tasks.
+_NEWEST = select(func.max(_POSITION))
+_INSERT = insert(tables.submissions).values(request=bindparam("text", type_=Text))
+_BEHIND = select(_POSITION).where(_POSITION > bindparam("newest")).order_by(_POSITION)
 
 
 def packed(request: RolloutRequest) -> PackedRequest:
@@ -78,9 +83,7 @@ class SubmissionStore:
         request_keys: by the task's id, `request_key` and `request_digest` of the table, for those
         that came in a request with a key. Raises: LeaseLost.
         """
-        table, accepted_at = tables.submissions, time.time()
-        position = table.c.position
-        statement = insert(table).values(request=bindparam("text", type_=Text))
+        accepted_at = time.time()
         rows = [
             {
                 "id": item.id,
@@ -120,10 +123,9 @@ class SubmissionStore:
 
         def accept(connection: Connection) -> Sequence[int]:
             # Nobody else writes meanwhile, and positions only grow.
-            newest = connection.scalar(select(func.max(position))) or 0
-            connection.execute(statement, rows)
-            new = select(position).where(position > newest).order_by(position)
-            positions = connection.scalars(new).all()
+            newest = connection.scalar(_NEWEST) or 0
+            connection.execute(_INSERT, rows)
+            positions = connection.scalars(_BEHIND, {"newest": newest}).all()
             if session_rows:
                 connection.execute(insert(tables.sessions), session_rows)
             tell_accepted(connection, behind=newest, num_of=num_of)

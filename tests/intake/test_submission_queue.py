@@ -476,3 +476,35 @@ async def test_a_commit_that_fails_is_told_to_all_who_share_it(service: Service)
     offers = [service.submissions.submit([request(name)]) for name in "abc"]
     found = await asyncio.gather(*offers, return_exceptions=True)
     assert [type(each) for each in found] == [LeaseLost] * 3
+
+
+def test_the_digest_of_a_task_is_the_one_that_older_runs_have_stored() -> None:
+    """Of the JSON of what was sent, with sorted names."""
+    data = {"b": [1, 2.5], "a": {"ü": None}}
+    sent = RolloutRequest.of(
+        Task(task_id="acme~ä-1", environment="guessing", seed=7, data=data),
+        asked_samples=None,
+        default_samples=4,
+        min_usable_samples=3,
+        batch="night",
+    )
+    assert sent.digest == "37381d846e3244a0ab809be393a96e56b35606305ef496344b3e5d61128c7bfc"
+    assert sent.num_bytes == 137
+
+
+async def test_tenants_that_submit_together_are_told_in_order_by_their_own_numbers(
+    service: Service,
+) -> None:
+    rounds = (("a~1", "b~1", "3"), ("b~4", "a~5", "b~6"))
+    for names in rounds:
+        await asyncio.gather(*(service.submissions.submit([request(name)]) for name in names))
+    told = {}
+    for sees in (None, "a", "b", "c"):
+        page = await service.submissions.feed(after=0, limit=9, sees=sees)
+        told[sees] = [(entry.number, entry.task) for entry in page.entries]
+    assert told == {
+        None: list(enumerate(("a~1", "b~1", "3", "b~4", "a~5", "b~6"), start=1)),
+        "a": [(1, "a~1"), (2, "a~5")],
+        "b": [(1, "b~1"), (2, "b~4"), (3, "b~6")],
+        "c": [],
+    }

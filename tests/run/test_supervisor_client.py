@@ -13,15 +13,18 @@ from typing import Any
 import pytest
 import ray
 from sqlalchemy import select
+from worlds.session_builders import session_request
 from worlds.submission_actor import SubmissionActor
 from worlds.submission_service import Service, request
 
+from service.access.keys import KeyLimits
 from service.api.problems import RunUnavailable
 from service.intake.submission import SubmitReply
 from service.launch.cluster import NAMESPACE
 from service.run.remote_handles import SupervisorClient
 from service.store import tables
 from service.store.run_store import RunStore
+from service.store.sessions import SessionStore
 
 
 class StartingActor:
@@ -139,6 +142,21 @@ async def test_an_error_of_the_store_is_told_to_those_alone_who_had_something_to
     assert isinstance(new, RunUnavailable) and isinstance(other, RunUnavailable)
     assert isinstance(again, SubmitReply) and again.places[0].position == 1
     assert isinstance(changed, SubmitReply) and changed.conflicts == ("a",)
+
+
+async def test_a_submission_keeps_its_sessions_key_and_limits_on_the_way(calls: Calls) -> None:
+    client = SupervisorClient("rayloom-test")
+    calls.may_answer.set()
+    limits = KeyLimits(requests_per_s=2.5, max_open_sessions=3)
+    wanted = session_request("s", num_samples=2)
+    assert (await client.submit([wanted], key="k", limits=limits)).places[0].num_samples == 2
+    assert (await client.submit([request("b")], key="k")).is_key_taken
+    assert (await client.submit([session_request("t")], limits=limits)).is_quota
+    sessions = SessionStore(calls.service.store).find(["s-0", "s-1"])
+    assert wanted.sessions is not None
+    assert [each.spec for each in sessions.values()] == [wanted.sessions.spec] * 2
+    (task,) = await calls.service.submissions.fill(calls.service.queue.admissible()[:1])
+    assert task.task == wanted.task and task.num_samples == 2
 
 
 async def test_who_does_not_wait_any_more_is_not_sent(calls: Calls) -> None:
