@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -66,24 +66,6 @@ class _Waiting:
 
     offer: Offer
     answer: SubmitReply | Exception | None = None
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """What is to be stored of the offers before one."""
-
-    tasks: list[PackedRequest] = field(default_factory=list)
-    num_bytes: int = 0
-    tasks_of: Counter[str] = field(default_factory=Counter)
-    """How many, by the name of their key; so the next."""
-    sessions_of: Counter[str] = field(default_factory=Counter)
-
-    def add(self, new: Sequence[PackedRequest]) -> None:
-        self.tasks += new
-        self.num_bytes += _num_bytes(new)
-        if new:
-            self.tasks_of[new[0].key_name] += len(new)
-            self.sessions_of[new[0].key_name] += _num_sessions(new)
 
 
 class SubmissionQueue:
@@ -224,7 +206,7 @@ class SubmissionQueue:
         keys = [each.offer.key for each in batch if each.offer.key]
         over, digests = await self._thread.call(self._store.find, unknown, keys)
         accepting: list[_Waiting] = []
-        ahead = _Ahead()
+        ahead: list[PackedRequest] = []
         request_keys: dict[str, tuple[str, str]] = {}
         for each in batch:
             offer = each.offer
@@ -235,14 +217,14 @@ class SubmissionQueue:
                 each.answer = self._reply(offer, {}, over)
             else:
                 accepting.append(each)
-                ahead.add(new)
+                ahead += new
                 if offer.key:
                     of_request = (offer.key, offer.digest)
                     request_keys |= dict.fromkeys((item.id for item in new), of_request)
         if not accepting:
             return
         accepted = await self._thread.call(
-            self._store.add, ahead.tasks, term=self._term, request_keys=request_keys
+            self._store.add, ahead, term=self._term, request_keys=request_keys
         )
         places = self._accept(accepted)
         self._has_news.set()
@@ -288,7 +270,11 @@ class SubmissionQueue:
         )
 
     def _new_of(
-        self, offer: Offer, over: Mapping[str, KnownSubmission], stored: str | None, ahead: _Ahead
+        self,
+        offer: Offer,
+        over: Mapping[str, KnownSubmission],
+        stored: str | None,
+        ahead: Sequence[PackedRequest],
     ) -> list[PackedRequest] | SubmitReply:
         """What of it is to be stored, or why nothing is.
 
@@ -321,7 +307,9 @@ class SubmissionQueue:
             return {}
         return (await self._thread.call(self._store.find, submission_ids))[0]
 
-    def _refusal(self, new: Sequence[PackedRequest], ahead: _Ahead) -> SubmitReply | None:
+    def _refusal(
+        self, new: Sequence[PackedRequest], ahead: Sequence[PackedRequest]
+    ) -> SubmitReply | None:
         """Why these cannot be accepted now; None: they can."""
         num_new, capacity = len(new), self._settings.max_waiting_tasks
         if self._closed_because:
@@ -335,7 +323,7 @@ class SubmissionQueue:
                 is_too_large=True,
                 backlog=self.backlog,
             )
-        num_waiting = self._table.num_waiting + len(ahead.tasks)
+        num_waiting = self._table.num_waiting + len(ahead)
         # Of a backlog that is too large in bytes, how many steps make room is not known.
         excess = num_waiting + num_new - capacity
         if excess > 0:
@@ -344,7 +332,7 @@ class SubmissionQueue:
                 f"expected at most {capacity} together (service.max_waiting_tasks)",
                 excess=excess,
             )
-        num_bytes = self._table.waiting_bytes + ahead.num_bytes + _num_bytes(new)
+        num_bytes = self._table.waiting_bytes + sum(item.num_bytes for item in (*ahead, *new))
         most = self._settings.max_waiting_mib * MIB
         # What is taken when nothing waits is bounded by the size of a body.
         if num_bytes > most and num_waiting:
@@ -358,23 +346,19 @@ class SubmissionQueue:
     def _beyond_quota(
         self,
         new: Sequence[PackedRequest],
-        ahead: _Ahead,
+        ahead: Sequence[PackedRequest],
         limits: KeyLimits,
     ) -> SubmitReply | None:
         """Why their key may not add these now; None: it may."""
         name = new[0].key_name
-        asked = {
-            "max_waiting_tasks": (len(new), ahead.tasks_of[name], self._table.num_waiting_of),
-            "max_open_sessions": (
-                _num_sessions(new),
-                ahead.sessions_of[name],
-                self._table.num_open_sessions_of,
-            ),
-        }
-        for limit, (num_new, num_ahead, count) in asked.items():
-            most = getattr(limits, limit)
+        for limit, measure, count in (
+            ("max_waiting_tasks", len, self._table.num_waiting_of),
+            ("max_open_sessions", _num_sessions, self._table.num_open_sessions_of),
+        ):
+            most, num_new = getattr(limits, limit), measure(new)
             if most is None or not num_new:
                 continue
+            num_ahead = measure([item for item in ahead if item.key_name == name])
             num_before = count(name) + num_ahead
             if num_before + num_new > most:
                 refused = self._full(
@@ -595,10 +579,6 @@ class SubmissionQueue:
     def note_step_seconds(self, seconds: float) -> None:
         """How long a step takes now; estimates when a refused request may be sent again."""
         self._step_s = seconds
-
-
-def _num_bytes(requests: Sequence[PackedRequest]) -> int:
-    return sum(item.num_bytes for item in requests)
 
 
 def _num_sessions(requests: Sequence[PackedRequest]) -> int:

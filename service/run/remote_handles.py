@@ -11,7 +11,6 @@ import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -118,14 +117,6 @@ def _as_unavailable() -> Iterator[None]:
         raise RunUnavailable(f"the run does not answer: {error}") from error
 
 
-@dataclass(slots=True, eq=False)
-class _Submission:
-    """An offer that is to be sent, and where its answer is waited for."""
-
-    offer: bytes
-    reply: asyncio.Future[bytes]
-
-
 class SupervisorClient:
     """`service.api.ports.RunPort` in any process: the supervisor, found by the run's id.
 
@@ -137,7 +128,8 @@ class SupervisorClient:
         self._run_id = run_id
         self._host = host
         self._actor: Any = None
-        self._unsent: deque[_Submission] = deque()
+        # Offers, and where their replies are waited for.
+        self._unsent: deque[tuple[bytes, asyncio.Future[bytes]]] = deque()
         self._sending: asyncio.Task[None] | None = None
 
     async def submit(
@@ -148,13 +140,12 @@ class SupervisorClient:
         limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
         offer = msgspec.msgpack.encode(offer_of(requests, key=key, limits=limits))
-        submission = _Submission(offer, asyncio.get_running_loop().create_future())
-        self._unsent.append(submission)
+        reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._unsent.append((offer, reply))
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
         with _as_unavailable():
             # Given up, it is not sent any more.
-            reply = submission.reply
             answer = await await_reply(reply, name="supervisor", deadline_s=SUPERVISOR_DEADLINE_S)
         return _REPLIES.decode(answer)
 
@@ -164,28 +155,29 @@ class SupervisorClient:
             while batch := self._next_batch():
                 answers: Sequence[bytes | Exception]
                 try:
-                    answers = await self._ask("submit", [each.offer for each in batch])
+                    answers = await self._ask("submit", list(batch.values()))
                 except Exception as error:  # noqa: BLE001  # raised again where each waits
                     answers = [error] * len(batch)
-                for each, answer in zip(batch, answers, strict=True):
-                    if each.reply.done():
+                for reply, answer in zip(batch, answers, strict=True):
+                    if reply.done():
                         continue
                     if isinstance(answer, Exception):
-                        each.reply.set_exception(answer)
+                        reply.set_exception(answer)
                     else:
-                        each.reply.set_result(answer)
+                        reply.set_result(answer)
         finally:
             self._sending = None
 
-    def _next_batch(self) -> list[_Submission]:
-        batch: list[_Submission] = []
+    def _next_batch(self) -> dict[asyncio.Future[bytes], bytes]:
+        """By where its reply is waited for, each offer that goes with the next call."""
+        batch: dict[asyncio.Future[bytes], bytes] = {}
         num_bytes = 0
         while self._unsent and num_bytes < MAX_CALL_BYTES:
-            each = self._unsent.popleft()
+            offer, reply = self._unsent.popleft()
             # Nobody waits any more for the others.
-            if not each.reply.done():
-                batch.append(each)
-                num_bytes += len(each.offer)
+            if not reply.done():
+                batch[reply] = offer
+                num_bytes += len(offer)
         return batch
 
     async def submission(
