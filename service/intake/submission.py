@@ -107,11 +107,6 @@ class RolloutRequest:
     def id(self) -> str:
         return self.task.task_id
 
-    @property
-    def tenant(self) -> str:
-        """Whose it is, and who sees it; empty: the run's own."""
-        return tenant_of(self.id)
-
 
 class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """A `RolloutRequest` on its way to the store, which alone looks at the task in it.
@@ -129,6 +124,11 @@ class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     text: str
     """The whole request, as it is stored."""
     sessions: SessionRequest | None
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is, and who sees it; empty: the run's own."""
+        return tenant_of(self.id)
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from sqlalchemy import Connection, Text, bindparam, delete, func, insert, select, update
 
 from service.access.keys import KeyLimits
-from service.access.names import tenant_of
 from service.intake.feed import FeedEntry, FeedKind
 from service.intake.listing import TaskFilter
 from service.intake.session import session_id
@@ -93,7 +92,7 @@ class SubmissionStore:
                 "num_bytes": item.num_bytes,
                 "accepted_at": accepted_at,
                 "environment": item.environment,
-                "tenant": tenant_of(item.id),
+                "tenant": item.tenant,
                 "key_name": item.key_name,
                 "batch": item.batch,
                 "is_cancelled": False,
@@ -103,7 +102,7 @@ class SubmissionStore:
             for item in requests
             for request_key, request_digest in [request_keys.get(item.id, (None, None))]
         ]
-        num_of = Counter(tenant_of(item.id) for item in requests)
+        num_of = Counter(item.tenant for item in requests)
         session_rows = [
             {
                 "id": session_id(item.id, member),
@@ -112,7 +111,7 @@ class SubmissionStore:
                 "spec": item.sessions.spec,
                 "agent_key": keys.agent,
                 "reward_key": keys.reward,
-                "tenant": tenant_of(item.id),
+                "tenant": item.tenant,
                 "key_name": item.key_name,
                 "created_at": accepted_at,
             }
