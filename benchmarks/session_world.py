@@ -39,7 +39,7 @@ from service.intake.session import SessionRequest, SessionSpec, session_id
 from service.intake.submission import RolloutRequest
 from service.launch.cluster import start_ray
 from service.store.run_store import RunStore
-from service.store.submissions import SubmissionStore
+from service.store.submissions import SubmissionStore, packed
 
 NAME = "task"
 MAX_CONTEXT_TOKENS = 70_000
@@ -126,7 +126,7 @@ def world(
     build_tiny_model(model, seed=0, warmup_steps=0)
     store = RunStore(f"sqlite:///{directory / 'run.db'}")
     term = store.acquire_lease(owner="benchmark").term
-    SubmissionStore(store).add([_request(num_sessions)], term=term)
+    SubmissionStore(store).add([packed(_request(num_sessions))], term=term)
     start_ray(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         queue = ray.remote(ScriptedQueue).options(num_cpus=0).remote(_assignments(num_sessions))

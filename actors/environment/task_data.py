@@ -78,12 +78,17 @@ class DataCheck:
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._validator = Draft202012Validator(dict(schema), registry=Registry())
+        # Most tasks are a seed alone.
+        self._of_none = self._problem({})
 
     def problem(self, data: Mapping[str, Any]) -> str:
         """What is wrong with it and where, with the remedy; empty: nothing. No value is repeated.
 
         Example: {"family": 3} -> "data.family: got a number, expected string; correct it".
         """
+        return self._problem(data) if data else self._of_none
+
+    def _problem(self, data: Mapping[str, Any]) -> str:
         found = best_match(self._validator.iter_errors(dict(data)))
         if found is None:
             return ""

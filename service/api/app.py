@@ -50,9 +50,10 @@ def create_app(
     app.add_middleware(CountedRequests, metrics=metrics or ApiMetrics())
     problems.install(app)
     openapi.install(app)
+    # First, since routes are tried in order, and most requests are for these.
+    add_rollouts(app, run, settings)
     _add_health(app, run)
     add_environments(app, settings)
-    add_rollouts(app, run, settings)
     add_feed(app, run, stream_s=stream_s)
     add_keys(app, run)
     return app

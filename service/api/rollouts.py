@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Path, Query, Request, Response
-from pydantic import Field
+from fastapi.routing import APIRoute
+from pydantic import Field, ValidationError
 
 from actors.types import SESSION
 from service.access.keys import digest_of
@@ -38,11 +40,12 @@ from service.intake.submission import (
 MAX_PAGE = 1000
 OVER = frozenset({Status.TRAINED, Status.EVICTED, Status.CANCELLED})
 
+_KEY_PATTERN = r"^[!-~]([ -~]{0,253}[!-~])?$"
 IdempotencyKey = Annotated[
     str | None,
     Header(
         alias="Idempotency-Key",
-        pattern=r"^[!-~]([ -~]{0,253}[!-~])?$",
+        pattern=_KEY_PATTERN,
         description="names the request: while a task is known that was accepted with it, another "
         "request under it is refused. The tasks' ids already make a repeated request harmless",
         examples=["8e03978e-40d5-43dd-bc93-6894a57f9324"],
@@ -63,25 +66,36 @@ FULL = "the backlog is full, or a limit of the key is reached; Retry-After says 
 KEY_TAKEN = "Idempotency-Key: another request was accepted under this key"
 
 
+class _SubmitRoute(APIRoute):
+    """Calls the route `submit` with what pydantic reads by itself, in a fraction of the time.
+
+    What it does not take FastAPI reads once more, and says what is wrong.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        by_fastapi = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            key = request.headers.get("idempotency-key")
+            try:
+                body = SubmitBody.model_validate_json(await request.body())
+            except ValidationError:
+                return await by_fastapi(request)
+            if key is not None and re.fullmatch(_KEY_PATTERN, key) is None:
+                return await by_fastapi(request)
+            answer: Response = await self.endpoint(body, request, key)
+            return answer
+
+        return handle
+
+
 def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
     """Add the routes of tasks and their rollouts."""
     checks = TaskChecks(settings)
 
-    @app.post(
-        f"{PREFIX}/rollouts",
-        tags=["rollouts"],
-        status_code=202,
-        responses={
-            409: {"description": "an id is taken, with another content or by another key"},
-            429: {"description": FULL},
-        },
-    )
     async def submit(
-        body: SubmitBody,
-        request: Request,
-        response: Response,
-        idempotency_key: IdempotencyKey = None,
-    ) -> SubmitAnswer:
+        body: SubmitBody, request: Request, idempotency_key: IdempotencyKey = None
+    ) -> Response:
         """Accept a batch of tasks: durable when answered, all or none."""
         caller = caller_of(request)
         requests = body.requests(num_samples=settings.algorithm.group_size, caller=caller)
@@ -93,9 +107,27 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
             limits=caller.limits,
         )
         refuse_if_needed(reply)
-        if len(requests) == 1:
-            response.headers["Location"] = f"{PREFIX}/rollouts/{body.tasks[0].id}"
-        return SubmitAnswer.of(reply, caller)
+        is_one = len(requests) == 1
+        return Response(
+            SubmitAnswer.json_of(reply, caller),
+            status_code=202,
+            headers={"Location": f"{PREFIX}/rollouts/{body.tasks[0].id}"} if is_one else None,
+            media_type="application/json",
+        )
+
+    app.router.add_api_route(
+        f"{PREFIX}/rollouts",
+        submit,
+        methods=["POST"],
+        tags=["rollouts"],
+        status_code=202,
+        response_model=SubmitAnswer,
+        responses={
+            409: {"description": "an id is taken, with another content or by another key"},
+            429: {"description": FULL},
+        },
+        route_class_override=_SubmitRoute,
+    )
 
     @app.get(f"{PREFIX}/rollouts", tags=["rollouts"])
     async def rollouts(

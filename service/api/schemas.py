@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from typing import Annotated, Any, Self
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from actors.environment.tasks import derived_seed
@@ -300,22 +301,25 @@ class SubmitAnswer(StrictBody):
     rollouts: list[PlaceAnswer]
     queue: Backlog
 
-    @classmethod
-    def of(cls, reply: SubmitReply, caller: Caller) -> SubmitAnswer:
-        return cls(
-            accepted=len(reply.new_ids),
-            rollouts=[
-                PlaceAnswer(
-                    id=caller.shown(view.id),
-                    place=view.position,
-                    ahead=view.num_ahead,
-                    status=view.status,
-                    is_new=view.id in reply.new_ids,
-                    num_samples=len(view.rollouts),
-                )
-                for view in reply.views
-            ],
-            queue=reply.backlog,
+    @staticmethod
+    def json_of(reply: SubmitReply, caller: Caller) -> bytes:
+        """By msgspec, in a fraction of the time that it takes to make one of these."""
+        return msgspec.json.encode(
+            {
+                "accepted": sum(each.is_new for each in reply.places),
+                "rollouts": [
+                    {
+                        "id": caller.shown(each.id),
+                        "place": each.position,
+                        "ahead": each.num_ahead,
+                        "status": each.status,
+                        "is_new": each.is_new,
+                        "num_samples": each.num_samples,
+                    }
+                    for each in reply.places
+                ],
+                "queue": reply.backlog,
+            }
         )
 
 

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from actors.deadline import is_set_within
 from actors.limits import MIB
 from actors.outcomes import OutcomePolicy
@@ -29,18 +31,21 @@ from service.intake.listing import SessionFilter, SessionPage, SessionPlace, Tas
 from service.intake.submission import (
     Backlog,
     KnownSubmission,
+    Offer,
+    PackedRequest,
+    Place,
     RolloutRequest,
     RolloutResult,
     Status,
+    Submission,
     SubmissionView,
     SubmitReply,
-    digest_of_requests,
 )
 from service.intake.table import SubmissionTable, rebuild
 from service.store.feed import read_feed
 from service.store.run_store import Lease, RunStore
 from service.store.sessions import SessionStore
-from service.store.submissions import SubmissionStore
+from service.store.submissions import SubmissionStore, offer_of
 from service.store.thread import StoreThread
 
 WAIT_S = 1.0
@@ -52,17 +57,15 @@ ROWS_PER_READ = 500
 READS_PER_PAGE = 4
 # A larger request has a transaction of its own.
 MAX_TASKS_PER_COMMIT = 2048
+_OFFERS = msgspec.msgpack.Decoder(Offer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Offer:
-    """A request that waits to be answered."""
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """An offer that waits to be answered."""
 
-    tasks: Sequence[RolloutRequest]
-    key: str
-    digest: str
-    limits: KeyLimits
-    reply: asyncio.Future[SubmitReply]
+    offer: Offer
+    answer: SubmitReply | Exception | None = None
 
 
 class SubmissionQueue:
@@ -95,7 +98,7 @@ class SubmissionQueue:
         self._step_s = 5.0
         self._closed_because = "the run has not begun; wait until /readyz says 200"
         # Those that wait to be answered, in order.
-        self._offers: deque[_Offer] = deque()
+        self._offers: deque[_Waiting] = deque()
         # Noted of the ledger and in no checkpoint yet, so that the feed does not tell of it.
         self._untold: list[LedgerEvent] = []
 
@@ -144,125 +147,170 @@ class SubmissionQueue:
         requests come with.
         Raises: LeaseLost, StoreError.
         """
-        offer = _Offer(
-            tasks=requests,
-            key=key,
-            digest=digest_of_requests(requests),
-            limits=limits,
-            reply=asyncio.get_running_loop().create_future(),
-        )
-        self._offers.append(offer)
-        return await self._thread.finish(self._answer(offer))
+        (answer,) = await self._submit([offer_of(requests, key=key, limits=limits)])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    async def _answer(self, offer: _Offer) -> SubmitReply:
-        """Whoever gets the lock answers for all that wait, with one transaction."""
-        async with self._changing:
-            if not offer.reply.done():
+    async def submit_packed(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
+        """Answer each `Offer` with its `SubmitReply`, both as MessagePack, or with its own error:
+        what `submit` raises."""
+        answers = await self._submit([_OFFERS.decode(each) for each in offers])
+        return [
+            each if isinstance(each, Exception) else msgspec.msgpack.encode(each)
+            for each in answers
+        ]
+
+    async def _submit(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
+        """Answer each by itself, in order."""
+        waiting = [_Waiting(offer) for offer in offers]
+        self._offers += waiting
+        await self._thread.finish(self._answer(waiting))
+        return [each.answer for each in waiting if each.answer is not None]
+
+    async def _answer(self, waiting: Sequence[_Waiting]) -> None:
+        """Whoever gets the lock answers the first of all that wait, with one transaction."""
+        while waiting[-1].answer is None:
+            async with self._changing:
+                if waiting[-1].answer is not None:
+                    return
                 batch = self._next_batch()
                 try:
                     await self._decide(batch)
-                except BaseException as error:
-                    # The first is this caller's own.
-                    for each in batch[1:]:
-                        if not each.reply.done():
-                            each.reply.set_exception(error)
-                    raise
-        return offer.reply.result()
+                except Exception as error:  # noqa: BLE001  # raised again where each is answered
+                    for each in batch:
+                        each.answer = each.answer or error
 
-    def _next_batch(self) -> list[_Offer]:
-        """The first of what is offered, up to one that depends on what becomes of another.
-
-        The lock is given in the order of the offers: the first is the one whose caller has it.
-        """
-        batch: list[_Offer] = []
+    def _next_batch(self) -> list[_Waiting]:
+        """The first of what is offered, up to one that depends on what becomes of another."""
+        batch: list[_Waiting] = []
         names: set[str] = set()
         while self._offers:
-            offer = self._offers[0]
+            offer = self._offers[0].offer
             own = {item.id for item in offer.tasks}
             if offer.key:
                 # No id has a blank.
                 own.add(f"key {offer.key}")
-            if batch and (names & own or len(names) + len(own) > MAX_TASKS_PER_COMMIT):
+            is_apart = names.isdisjoint(own)
+            if batch and not (is_apart and len(names) + len(own) <= MAX_TASKS_PER_COMMIT):
                 break
             names |= own
             batch.append(self._offers.popleft())
         return batch
 
-    async def _decide(self, batch: Sequence[_Offer]) -> None:
+    async def _decide(self, batch: Sequence[_Waiting]) -> None:
         """Answer each as if they came one after the other; store what is new of all at once."""
-        over = await self._known_as_over(
-            [item.id for offer in batch for item in offer.tasks if item.id not in self._table]
-        )
-        new_of: list[tuple[_Offer, list[RolloutRequest]]] = []
-        ahead: list[RolloutRequest] = []
-        for offer in batch:
-            new = await self._new_of(offer, over, ahead)
+        unknown = [
+            item.id for each in batch for item in each.offer.tasks if item.id not in self._table
+        ]
+        keys = [each.offer.key for each in batch if each.offer.key]
+        over, digests = await self._thread.call(self._store.find, unknown, keys)
+        accepting: list[_Waiting] = []
+        ahead: list[PackedRequest] = []
+        request_keys: dict[str, tuple[str, str]] = {}
+        for each in batch:
+            offer = each.offer
+            new = self._new_of(offer, over, digests.get(offer.key), ahead)
             if isinstance(new, SubmitReply):
-                offer.reply.set_result(new)
-                continue
-            new_of.append((offer, new))
-            ahead += new
-        if ahead:
-            accepted = await self._thread.call(
-                self._store.add,
-                ahead,
-                term=self._term,
-                request_keys={
-                    item.id: (offer.key, offer.digest)
-                    for offer, new in new_of
-                    if offer.key
-                    for item in new
-                },
-            )
-            for submission in accepted:
-                self._table.accept(submission)
-            self._has_news.set()
-        for offer, new in new_of:
-            offer.reply.set_result(
-                SubmitReply(
-                    views=tuple(
-                        over[item.id].view if item.id in over else self._table.view(item.id)
-                        for item in offer.tasks
-                    ),
-                    new_ids=frozenset(item.id for item in new),
-                    backlog=self.backlog,
-                )
-            )
-
-    async def _new_of(
-        self,
-        offer: _Offer,
-        over: Mapping[str, KnownSubmission],
-        ahead: Sequence[RolloutRequest],
-    ) -> list[RolloutRequest] | SubmitReply:
-        """What of it is to be stored, or why nothing is. ahead: what is to be stored before it."""
-        if offer.key:
-            stored = await self._thread.call(self._store.digest_of_request, offer.key)
-            if stored not in (None, offer.digest):
-                return SubmitReply(is_key_taken=True, backlog=self.backlog)
-        digests = {
-            item.id: over[item.id].digest if item.id in over else self._table.digest_of(item.id)
-            for item in offer.tasks
-            if item.id in over or item.id in self._table
-        }
-        conflicts = tuple(
-            item.id for item in offer.tasks if digests.get(item.id, item.digest) != item.digest
+                each.answer = new
+            elif not new:
+                each.answer = self._reply(offer, {}, over)
+            else:
+                accepting.append(each)
+                ahead += new
+                if offer.key:
+                    of_request = (offer.key, offer.digest)
+                    request_keys |= dict.fromkeys((item.id for item in new), of_request)
+        if not accepting:
+            return
+        accepted = await self._thread.call(
+            self._store.add, ahead, term=self._term, request_keys=request_keys
         )
+        places = self._accept(accepted)
+        self._has_news.set()
+        for each in accepting:
+            each.answer = self._reply(each.offer, places, over)
+
+    def _accept(self, accepted: Sequence[Submission]) -> dict[str, Place]:
+        """Put what is stored into the table. Returns: by their ids, where they stand."""
+        places: dict[str, Place] = {}
+        for num_ahead, submission in enumerate(accepted, start=self._table.num_waiting):
+            self._table.accept(submission)
+            places[submission.id] = Place(
+                id=submission.id,
+                position=submission.position,
+                status=Status.QUEUED,
+                num_ahead=num_ahead,
+                num_samples=submission.num_samples,
+                is_new=True,
+            )
+        return places
+
+    def _reply(
+        self, offer: Offer, new: Mapping[str, Place], over: Mapping[str, KnownSubmission]
+    ) -> SubmitReply:
+        """Of an accepted offer. new: the places of those that were not known before."""
+        return SubmitReply(
+            places=tuple(
+                new.get(item.id) or self._known_place(item.id, over) for item in offer.tasks
+            ),
+            backlog=self.backlog,
+        )
+
+    def _known_place(self, submission_id: str, over: Mapping[str, KnownSubmission]) -> Place:
+        is_over = submission_id in over
+        view = over[submission_id].view if is_over else self._table.view(submission_id)
+        return Place(
+            id=submission_id,
+            position=view.position,
+            status=view.status,
+            num_ahead=view.num_ahead,
+            num_samples=len(view.rollouts),
+            is_new=False,
+        )
+
+    def _new_of(
+        self,
+        offer: Offer,
+        over: Mapping[str, KnownSubmission],
+        stored: str | None,
+        ahead: Sequence[PackedRequest],
+    ) -> list[PackedRequest] | SubmitReply:
+        """What of it is to be stored, or why nothing is.
+
+        over: those of its tasks that are known and over. stored: the digest of what was accepted
+        under its key; None: nothing was. ahead: what is to be stored before it.
+        """
+        if stored not in (None, offer.digest):
+            return SubmitReply(is_key_taken=True, backlog=self.backlog)
+        new: list[PackedRequest] = []
+        conflicts: list[str] = []
+        for item in offer.tasks:
+            if item.id in self._table:
+                known = self._table.digest_of(item.id)
+            elif item.id in over:
+                known = over[item.id].digest
+            else:
+                new.append(item)
+                continue
+            if known != item.digest:
+                conflicts.append(item.id)
         if conflicts:
-            return SubmitReply(conflicts=conflicts, backlog=self.backlog)
-        new = [item for item in offer.tasks if item.id not in digests]
+            return SubmitReply(conflicts=tuple(conflicts), backlog=self.backlog)
         refusal = None
         if new:
             refusal = self._refusal(new, ahead) or self._beyond_quota(new, ahead, offer.limits)
         return refusal or new
 
     async def _known_as_over(self, submission_ids: Sequence[str]) -> dict[str, KnownSubmission]:
-        return await self._thread.call(self._store.find, submission_ids) if submission_ids else {}
+        if not submission_ids:
+            return {}
+        return (await self._thread.call(self._store.find, submission_ids))[0]
 
     def _refusal(
-        self, new: Sequence[RolloutRequest], ahead: Sequence[RolloutRequest]
+        self, new: Sequence[PackedRequest], ahead: Sequence[PackedRequest]
     ) -> SubmitReply | None:
-        """Why these cannot be accepted now; None: they can. ahead: accepted, not stored yet."""
+        """Why these cannot be accepted now; None: they can."""
         num_new, capacity = len(new), self._settings.max_waiting_tasks
         if self._closed_because:
             return SubmitReply(refusal=self._closed_because, backlog=self.backlog)
@@ -297,25 +345,20 @@ class SubmissionQueue:
 
     def _beyond_quota(
         self,
-        new: Sequence[RolloutRequest],
-        ahead: Sequence[RolloutRequest],
+        new: Sequence[PackedRequest],
+        ahead: Sequence[PackedRequest],
         limits: KeyLimits,
     ) -> SubmitReply | None:
-        """Why their key may not add these now; None: it may. ahead: as `_refusal`."""
+        """Why their key may not add these now; None: it may."""
         name = new[0].key_name
-        own = [item for item in ahead if item.key_name == name]
-        asked = {
-            "max_waiting_tasks": (len(new), len(own), self._table.num_waiting_of),
-            "max_open_sessions": (
-                _num_sessions(new),
-                _num_sessions(own),
-                self._table.num_open_sessions_of,
-            ),
-        }
-        for limit, (num_new, num_ahead, count) in asked.items():
-            most = getattr(limits, limit)
+        for limit, measure, count in (
+            ("max_waiting_tasks", len, self._table.num_waiting_of),
+            ("max_open_sessions", _num_sessions, self._table.num_open_sessions_of),
+        ):
+            most, num_new = getattr(limits, limit), measure(new)
             if most is None or not num_new:
                 continue
+            num_ahead = measure([item for item in ahead if item.key_name == name])
             num_before = count(name) + num_ahead
             if num_before + num_new > most:
                 refused = self._full(
@@ -538,5 +581,5 @@ class SubmissionQueue:
         self._step_s = seconds
 
 
-def _num_sessions(requests: Sequence[RolloutRequest]) -> int:
+def _num_sessions(requests: Sequence[PackedRequest]) -> int:
     return sum(item.num_samples for item in requests if item.sessions is not None)

@@ -8,15 +8,21 @@ task itself lies in the store alone, until nothing can play it again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from hashlib import sha256
 
+import msgspec
+
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.types import Outcome, Task, TrajectorySummary
+from service.access.keys import NO_LIMITS, KeyLimits
 from service.access.names import tenant_of
 from service.intake.session import SessionRequest
+
+_TASK_FIELDS = tuple(each.name for each in fields(Task))
+_ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
 
 class Status(StrEnum):
@@ -74,7 +80,8 @@ class RolloutRequest:
         Raises: ValueError for sessions of more or fewer members than samples.
         """
         num_samples = asked_samples or default_samples
-        sent: tuple[object, ...] = (asdict(task), asked_samples, min_usable_samples)
+        sent_task = {name: getattr(task, name) for name in _TASK_FIELDS}
+        sent: tuple[object, ...] = (sent_task, asked_samples, min_usable_samples)
         if sessions is not None:
             if len(sessions.keys) != num_samples:
                 raise ValueError(
@@ -84,7 +91,7 @@ class RolloutRequest:
             sent += (dict(sessions.asked), asdict(sessions.keys[0]))
         if batch:
             sent += ({"batch": batch},)
-        content = json.dumps(sent, sort_keys=True, ensure_ascii=False).encode()
+        content = _ENCODER.encode(sent).encode()
         return cls(
             task=task,
             num_samples=num_samples,
@@ -100,19 +107,46 @@ class RolloutRequest:
     def id(self) -> str:
         return self.task.task_id
 
+
+class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """A `RolloutRequest` on its way to the store, which alone looks at the task in it.
+
+    Structs here, of which there are many, are made and sent several times faster than dataclasses.
+    """
+
+    id: str
+    environment: str
+    digest: str
+    num_samples: int
+    num_bytes: int
+    key_name: str
+    batch: str
+    text: str
+    """The whole request, as it is stored."""
+    sessions: SessionRequest | None
+
     @property
     def tenant(self) -> str:
         """Whose it is, and who sees it; empty: the run's own."""
         return tenant_of(self.id)
 
 
-def digest_of_requests(requests: Sequence[RolloutRequest]) -> str:
-    """Of what one HTTP request asks for, in its order."""
-    return sha256("\n".join(item.digest for item in requests).encode()).hexdigest()
+class Offer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one HTTP request submits: accepted whole, or not at all."""
+
+    tasks: tuple[PackedRequest, ...]
+    key: str = ""
+    """The digest of its Idempotency-Key and its tenant; empty: it has none."""
+    limits: KeyLimits = NO_LIMITS
+    """Of the key of the API that it comes with."""
+
+    @property
+    def digest(self) -> str:
+        """Of what is asked for, in its order."""
+        return sha256("\n".join(item.digest for item in self.tasks).encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
+class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An accepted request, without its task."""
 
     id: str
@@ -218,15 +252,25 @@ class Backlog:
     """Submissions that may wait at once."""
 
 
+class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """Where an accepted task stands, as `SubmissionView`."""
+
+    id: str
+    position: int
+    status: Status
+    num_ahead: int
+    num_samples: int
+    is_new: bool
+    """It was not known before."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitReply:
     """What became of a request: it is accepted whole, or nothing of it is."""
 
     backlog: Backlog
-    views: tuple[SubmissionView, ...] = ()
+    places: tuple[Place, ...] = ()
     """One for each task, in order."""
-    new_ids: frozenset[str] = frozenset()
-    """Ids that were not known before."""
     conflicts: tuple[str, ...] = ()
     """Ids that are known with another content."""
     is_key_taken: bool = False
@@ -239,3 +283,8 @@ class SubmitReply:
     """When to send a refused request again; None: waiting does not help."""
     is_too_large: bool = False
     """Only a smaller request can be accepted."""
+
+    @property
+    def new_ids(self) -> frozenset[str]:
+        """Of the tasks that were not known before."""
+        return frozenset(place.id for place in self.places if place.is_new)

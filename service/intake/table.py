@@ -8,7 +8,7 @@ updated with what the queue reports. What is over leaves it (`over`, `forget`).
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -83,11 +83,12 @@ class SubmissionTable:
         return sum(each.status in (Status.QUEUED, Status.RUNNING) for each in rollouts)
 
     def accept(self, submission: Submission) -> None:
-        """Put a stored submission into the backlog; a cancelled one is only remembered."""
+        """Put a stored submission, which is behind all others, at the end of the backlog; a
+        cancelled one is only remembered."""
         entry = _Entry(submission, is_cancelled=submission.is_cancelled)
         self._entries[submission.id] = entry
         if not submission.is_cancelled:
-            insort(self._backlog, submission, key=_position)
+            self._backlog.append(submission)
             self._waiting_bytes += submission.num_bytes
 
     def next_waiting(self, count: int) -> list[Submission]:

@@ -6,11 +6,15 @@ call may raise `ActorLost`; the supervisor then starts a new term from the newes
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import msgspec
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -27,6 +31,7 @@ from service.launch.cluster import NAMESPACE, on_this_node
 from service.report.document import RunPicture
 from service.run.health import Readiness
 from service.store.run_store import LeaseLost, StoreError
+from service.store.submissions import offer_of
 
 RPC_DEADLINE_S = 60.0
 MERGE_DEADLINE_S = 300.0
@@ -36,6 +41,9 @@ SUPERVISOR_DEADLINE_S = 20.0
 JOURNAL_DEADLINE_S = 60.0
 # Of the first call: a supervisor that is starting does not answer, but /readyz has to.
 CONTACT_DEADLINE_S = 5.0
+# Of the submissions in one call; a larger one has a call of its own.
+MAX_CALL_BYTES = 1 << 20
+_REPLIES = msgspec.msgpack.Decoder(SubmitReply)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 Answer = TypeVar("Answer")
 Actor = TypeVar("Actor")
@@ -98,14 +106,31 @@ class _RemoteHandle:
         return await await_reply(call, name=self._name, deadline_s=self._deadline_s)
 
 
+@contextmanager
+def _as_unavailable() -> Iterator[None]:
+    """Raises: RunUnavailable for a supervisor that is gone, or can write nothing."""
+    try:
+        yield
+    except (LeaseLost, StoreError) as error:
+        raise RunUnavailable(str(error)) from error
+    except ActorLost as error:
+        raise RunUnavailable(f"the run does not answer: {error}") from error
+
+
 class SupervisorClient:
-    """`service.api.ports.RunPort` in any process: the supervisor, found by the run's id."""
+    """`service.api.ports.RunPort` in any process: the supervisor, found by the run's id.
+
+    What is submitted while a call with submissions is under way goes with the next one, in order.
+    """
 
     def __init__(self, run_id: str, *, host: Any = None) -> None:
         """host: a handle of `service.launch.serve_host.RunHost`, where there is one."""
         self._run_id = run_id
         self._host = host
         self._actor: Any = None
+        # Offers, and where their replies are waited for.
+        self._unsent: deque[tuple[bytes, asyncio.Future[bytes]]] = deque()
+        self._sending: asyncio.Task[None] | None = None
 
     async def submit(
         self,
@@ -114,7 +139,46 @@ class SupervisorClient:
         key: str = "",
         limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
-        return await self._ask("submit", requests, key, limits)
+        offer = msgspec.msgpack.encode(offer_of(requests, key=key, limits=limits))
+        reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._unsent.append((offer, reply))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
+        with _as_unavailable():
+            # Given up, it is not sent any more.
+            answer = await await_reply(reply, name="supervisor", deadline_s=SUPERVISOR_DEADLINE_S)
+        return _REPLIES.decode(answer)
+
+    async def _send(self) -> None:
+        """Send what waits, in one call after the other."""
+        try:
+            while batch := self._next_batch():
+                answers: Sequence[bytes | Exception]
+                try:
+                    answers = await self._ask("submit", list(batch.values()))
+                except Exception as error:  # noqa: BLE001  # raised again where each waits
+                    answers = [error] * len(batch)
+                for reply, answer in zip(batch, answers, strict=True):
+                    if reply.done():
+                        continue
+                    if isinstance(answer, Exception):
+                        reply.set_exception(answer)
+                    else:
+                        reply.set_result(answer)
+        finally:
+            self._sending = None
+
+    def _next_batch(self) -> dict[asyncio.Future[bytes], bytes]:
+        """By where its reply is waited for, each offer that goes with the next call."""
+        batch: dict[asyncio.Future[bytes], bytes] = {}
+        num_bytes = 0
+        while self._unsent and num_bytes < MAX_CALL_BYTES:
+            offer, reply = self._unsent.popleft()
+            # Nobody waits any more for the others.
+            if not reply.done():
+                batch[reply] = offer
+                num_bytes += len(offer)
+        return batch
 
     async def submission(
         self, submission_id: str, *, sees: str | None = None
@@ -173,15 +237,14 @@ class SupervisorClient:
     async def _ask(
         self, method: str, *arguments: Any, deadline_s: float = SUPERVISOR_DEADLINE_S
     ) -> Any:
-        try:
-            call = getattr(await self._find(), method).remote(*arguments)
-            return await await_reply(call, name="supervisor", deadline_s=deadline_s)
-        except (LeaseLost, StoreError) as error:
-            raise RunUnavailable(str(error)) from error
-        except ActorLost as error:
-            # Looked up anew at the next call: it may have been replaced.
-            self._actor = None
-            raise RunUnavailable(f"the run does not answer: {error}") from error
+        with _as_unavailable():
+            try:
+                call = getattr(await self._find(), method).remote(*arguments)
+                return await await_reply(call, name="supervisor", deadline_s=deadline_s)
+            except ActorLost:
+                # Looked up anew at the next call: it may have been replaced.
+                self._actor = None
+                raise
 
     async def _find(self) -> Any:
         """The supervisor, once it has answered. Raises: RunUnavailable for one that starts."""

@@ -24,7 +24,7 @@ from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.group import TrainerStartFailed
 from actors.trajectory_queue.ledger import Ledger, LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
-from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
+from service.access.keys import NamedKey
 from service.config.file import ConfigError
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
@@ -33,7 +33,7 @@ from service.inspect.lookup import JournalPage, Place, journal_page, trajectory_
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.queue import SubmissionQueue
-from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
+from service.intake.submission import SubmissionView
 from service.launch.placement import Role
 from service.launch.resume import fallback_notice, find_faults
 from service.launch.run_dir import RunDir, write_config
@@ -342,14 +342,9 @@ class Supervisor:
             exit_reason=self._exit_reason,
         )
 
-    async def submit(
-        self,
-        requests: Sequence[RolloutRequest],
-        key: str = "",
-        limits: KeyLimits = NO_LIMITS,
-    ) -> SubmitReply:
-        """Accept tasks, all or none. Raises: LeaseLost, StoreError."""
-        return await self._own_submissions.submit(requests, key=key, limits=limits)
+    async def submit(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
+        """As `SubmissionQueue.submit_packed`. Raises: LeaseLost."""
+        return await self._own_submissions.submit_packed(offers)
 
     async def submission(
         self, submission_id: str, sees: str | None = None

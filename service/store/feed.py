@@ -7,23 +7,59 @@ see no smaller one later. So it is with each tenant's own numbers, which say not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 
-from sqlalchemy import Connection, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    Connection,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    update,
+)
 
 from service.access.names import tenant_of
-from service.intake.feed import FeedEntry, FeedPage
+from service.intake.feed import FeedEntry, FeedKind, FeedPage
 from service.store import tables
 from service.store.lineage import Readable
 
 _FIELDS = tuple(field.name for field in fields(FeedEntry))
 _STORED = tuple(name for name in _FIELDS if name != "number")
+_ACCEPTED, _NUMBERS = tables.submissions.c, tables.feed_numbers.c
+_IN_ORDER = func.row_number().over(partition_by=_ACCEPTED.tenant, order_by=_ACCEPTED.position)
+_TELL_ACCEPTED = insert(tables.feed).from_select(
+    ("at", "kind", "task", "tenant", "own_number"),
+    select(
+        _ACCEPTED.accepted_at,
+        literal(FeedKind.ACCEPTED, tables.feed.c.kind.type),
+        _ACCEPTED.id,
+        _ACCEPTED.tenant,
+        case((_ACCEPTED.tenant != "", func.coalesce(_NUMBERS.newest, 0) + _IN_ORDER)),
+    )
+    .outerjoin_from(tables.submissions, tables.feed_numbers, _NUMBERS.tenant == _ACCEPTED.tenant)
+    .where(_ACCEPTED.position > bindparam("behind"))
+    .order_by(_ACCEPTED.position),
+)
 
 
 def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
     """Append what was told of tasks, in order, to the feed; each gets the next number."""
     _add(connection, [(tenant_of(entry.task or ""), entry) for entry in entries])
+
+
+def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, int]) -> None:
+    """Append that each submission behind this position was accepted, in order.
+
+    In the database alone: there may be thousands. num_of: how many of them each tenant has.
+    """
+    connection.execute(_TELL_ACCEPTED, {"behind": behind})
+    _count_up(connection, {tenant: num for tenant, num in num_of.items() if tenant})
 
 
 def tell_all(connection: Connection, entry: FeedEntry) -> None:
@@ -44,13 +80,8 @@ def tell_all(connection: Connection, entry: FeedEntry) -> None:
 
 def _add(connection: Connection, told: list[tuple[str, FeedEntry]]) -> None:
     """told: each with the tenant who is shown it."""
-    numbers = tables.feed_numbers
-    named = {tenant for tenant, _ in told if tenant}
-    before: dict[str, int] = {}
-    if named:
-        query = select(numbers.c.tenant, numbers.c.newest).where(numbers.c.tenant.in_(named))
-        before = {tenant: newest for tenant, newest in connection.execute(query)}
-    newest, rows = dict(before), []
+    num_of = Counter(tenant for tenant, _ in told if tenant)
+    newest, rows = _count_up(connection, num_of), []
     for tenant, entry in told:
         if tenant:
             newest[tenant] = newest.get(tenant, 0) + 1
@@ -58,13 +89,23 @@ def _add(connection: Connection, told: list[tuple[str, FeedEntry]]) -> None:
         rows.append({**values, "tenant": tenant, "own_number": newest.get(tenant)})
     if rows:
         connection.execute(insert(tables.feed), rows)
-    for tenant in named:
-        values = {"newest": newest[tenant]}
+
+
+def _count_up(connection: Connection, num_of: Mapping[str, int]) -> dict[str, int]:
+    """Give tenants their next numbers, so many each. Returns: their newest before."""
+    if not num_of:
+        return {}
+    numbers = tables.feed_numbers
+    query = select(numbers.c.tenant, numbers.c.newest).where(numbers.c.tenant.in_(num_of))
+    before = {tenant: newest for tenant, newest in connection.execute(query)}
+    for tenant, num in num_of.items():
+        values = {"newest": before.get(tenant, 0) + num}
         connection.execute(
             update(numbers).where(numbers.c.tenant == tenant).values(values)
             if tenant in before
             else insert(numbers).values(tenant=tenant, **values)
         )
+    return before
 
 
 def newest_number(connection: Connection) -> int:

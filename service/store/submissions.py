@@ -8,16 +8,20 @@ newest ones, and so do its sessions; its task, its bindings, its results and its
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, Text, bindparam, delete, func, insert, select, update
 
+from service.access.keys import KeyLimits
 from service.intake.feed import FeedEntry, FeedKind
 from service.intake.listing import TaskFilter
 from service.intake.session import session_id
 from service.intake.submission import (
     KnownSubmission,
+    Offer,
+    PackedRequest,
     RolloutRequest,
     Status,
     StoredSubmissions,
@@ -25,13 +29,38 @@ from service.intake.submission import (
     SubmissionView,
 )
 from service.store import tables
-from service.store.feed import add_entries, prune_feed, tell_all
+from service.store.feed import add_entries, prune_feed, tell_accepted, tell_all
 from service.store.lineage import events_of, surviving_spans
 from service.store.run_store import Lease, RunStore
 from service.store.sessions import end_sessions_of
 from service.store.uploads import forget_contents, forget_groups
 
 NO_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType({})
+_AS_STORED = tables.AsJson(RolloutRequest)
+_POSITION = tables.submissions.c.position
+# Made once: SQLAlchemy takes as long to make them as to store a few tasks.
+_NEWEST = select(func.max(_POSITION))
+_INSERT = insert(tables.submissions).values(request=bindparam("text", type_=Text))
+_BEHIND = select(_POSITION).where(_POSITION > bindparam("newest")).order_by(_POSITION)
+
+
+def packed(request: RolloutRequest) -> PackedRequest:
+    return PackedRequest(
+        id=request.id,
+        environment=request.task.environment,
+        digest=request.digest,
+        num_samples=request.num_samples,
+        num_bytes=request.num_bytes,
+        key_name=request.key_name,
+        batch=request.batch,
+        text=_AS_STORED.text_of(request),
+        sessions=request.sessions,
+    )
+
+
+def offer_of(requests: Sequence[RolloutRequest], *, key: str, limits: KeyLimits) -> Offer:
+    """Args: as `SubmissionQueue.submit`."""
+    return Offer(tasks=tuple(map(packed, requests)), key=key, limits=limits)
 
 
 class SubmissionStore:
@@ -43,7 +72,7 @@ class SubmissionStore:
 
     def add(
         self,
-        requests: Sequence[RolloutRequest],
+        requests: Sequence[PackedRequest],
         *,
         term: int,
         request_keys: Mapping[str, tuple[str, str]] = NO_KEYS,
@@ -53,29 +82,27 @@ class SubmissionStore:
         request_keys: by the task's id, `request_key` and `request_digest` of the table, for those
         that came in a request with a key. Raises: LeaseLost.
         """
-        table, accepted_at = tables.submissions, time.time()
-        statement = insert(table).returning(table.c.position, sort_by_parameter_order=True)
+        accepted_at = time.time()
         rows = [
             {
                 "id": item.id,
-                "request": item,
+                "text": item.text,
                 "digest": item.digest,
                 "num_samples": item.num_samples,
                 "num_bytes": item.num_bytes,
                 "accepted_at": accepted_at,
-                "environment": item.task.environment,
+                "environment": item.environment,
                 "tenant": item.tenant,
                 "key_name": item.key_name,
                 "batch": item.batch,
+                "is_cancelled": False,
                 "request_key": request_key,
                 "request_digest": request_digest,
             }
             for item in requests
             for request_key, request_digest in [request_keys.get(item.id, (None, None))]
         ]
-        told = [
-            FeedEntry(at=accepted_at, kind=FeedKind.ACCEPTED, task=item.id) for item in requests
-        ]
+        num_of = Counter(item.tenant for item in requests)
         session_rows = [
             {
                 "id": session_id(item.id, member),
@@ -94,26 +121,28 @@ class SubmissionStore:
         ]
 
         def accept(connection: Connection) -> Sequence[int]:
-            positions = connection.scalars(statement, rows).all()
+            # Nobody else writes meanwhile, and positions only grow.
+            newest = connection.scalar(_NEWEST) or 0
+            connection.execute(_INSERT, rows)
+            positions = connection.scalars(_BEHIND, {"newest": newest}).all()
             if session_rows:
                 connection.execute(insert(tables.sessions), session_rows)
-            add_entries(connection, told)
+            tell_accepted(connection, behind=newest, num_of=num_of)
             return positions
 
-        positions = self._store.write(term, accept)
         return [
             Submission(
                 id=request.id,
-                position=position,
+                position=number,
                 digest=request.digest,
                 num_samples=request.num_samples,
                 num_bytes=request.num_bytes,
                 accepted_at=accepted_at,
-                environment=request.task.environment,
+                environment=request.environment,
                 key_name=request.key_name,
                 batch=request.batch,
             )
-            for request, position in zip(requests, positions, strict=True)
+            for request, number in zip(requests, self._store.write(term, accept), strict=True)
         ]
 
     def bind(self, groups: Mapping[str, str], *, term: int) -> list[RolloutRequest]:
@@ -200,17 +229,26 @@ class SubmissionStore:
 
         self._store.write(term, let_go)
 
-    def find(self, submission_ids: Sequence[str]) -> dict[str, KnownSubmission]:
-        """Those of them that are over and still known."""
+    def find(
+        self, submission_ids: Sequence[str], request_keys: Sequence[str] = ()
+    ) -> tuple[dict[str, KnownSubmission], dict[str, str]]:
+        """Returns: those of them that are over and still known; by its key, of those that are still
+        known, the digest of the request that was accepted under it. Raises: StoreError.
+        """
         accepted = tables.submissions.c
-        query = select(accepted.id, accepted.digest, accepted.ended).where(
+        over = select(accepted.id, accepted.digest, accepted.ended).where(
             accepted.id.in_(submission_ids), accepted.ended.is_not(None)
         )
-        rows = self._store.read(lambda connection: connection.execute(query).all())
-        return {
-            submission_id: KnownSubmission(digest=digest, view=view)
-            for submission_id, digest, view in rows
-        }
+        keyed = select(accepted.request_key, accepted.request_digest).where(
+            accepted.request_key.in_(request_keys)
+        )
+
+        def read(connection: Connection) -> tuple[dict[str, KnownSubmission], dict[str, str]]:
+            rows = connection.execute(over) if submission_ids else ()
+            known = {name: KnownSubmission(digest=digest, view=view) for name, digest, view in rows}
+            return known, dict(connection.execute(keyed).all()) if request_keys else {}
+
+        return self._store.read(read)
 
     def page(
         self, wanted: TaskFilter, *, after: int, limit: int
@@ -234,15 +272,6 @@ class SubmissionStore:
         query = query.order_by(accepted.position).limit(limit)
         rows = self._store.read(lambda connection: connection.execute(query).all())
         return [(position, name, ended) for position, name, ended in rows]
-
-    def digest_of_request(self, request_key: str) -> str | None:
-        """Of a request that was accepted under this key and is still known.
-
-        Raises: StoreError.
-        """
-        accepted = tables.submissions.c
-        query = select(accepted.request_digest).where(accepted.request_key == request_key).limit(1)
-        return self._store.read(lambda connection: connection.scalar(query))
 
     def begin_term(self, lease: Lease) -> None:
         """Tell in the feed where the term goes back to a checkpoint that was not the newest.

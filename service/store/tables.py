@@ -81,12 +81,12 @@ class AsJson(TypeDecorator[Any]):
         self._adapter: TypeAdapter[Any] = TypeAdapter(kind)
         self._left_out = left_out
 
+    def text_of(self, value: Any) -> str:
+        """As it is stored."""
+        return self._adapter.dump_json(value, exclude=self._left_out).decode()
+
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
-        return (
-            None
-            if value is None
-            else self._adapter.dump_json(value, exclude=self._left_out).decode()
-        )
+        return None if value is None else self.text_of(value)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         try:

@@ -20,6 +20,7 @@ from service.access.keys import digest_of
 from service.api.app import create_app
 from service.api.callers import Callers
 from service.api.guards import Guards
+from service.api.schemas import SubmitAnswer
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 from service.intake.submission import SubmissionView
@@ -71,6 +72,8 @@ async def test_a_batch_gets_places_and_is_followed_to_its_training_step(
     answer = await client.post(URL, json=batch("a", "b"))
     assert answer.status_code == 202
     body = answer.json()
+    # Written without the model that describes it.
+    assert json.loads(SubmitAnswer.model_validate(body).model_dump_json()) == body
     assert body["accepted"] == 2 and body["queue"] == {"waiting": 2, "capacity": 4}
     assert [(item["id"], item["place"], item["ahead"]) for item in body["rollouts"]] == [
         ("a", 1, 0),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from sqlalchemy import text
 from worlds.submission_service import GROUPS_PER_STEP, Service, request
 
@@ -56,9 +57,9 @@ async def test_the_same_content_is_accepted_once_and_another_is_refused_whole(
 ) -> None:
     await submit(service, "a")
     again = await service.submissions.submit([request("a"), request("b")])
-    assert again.new_ids == {"b"} and [view.position for view in again.views] == [1, 2]
+    assert again.new_ids == {"b"} and [each.position for each in again.places] == [1, 2]
     refused = await service.submissions.submit([request("a", seed=2), request("new")])
-    assert refused.conflicts == ("a",) and refused.views == ()
+    assert refused.conflicts == ("a",) and refused.places == ()
     assert await service.submissions.view("new") is None
     assert (
         await (await service.restart()).submissions.submit([request("a", seed=2)])
@@ -232,7 +233,8 @@ async def test_what_is_over_leaves_memory_and_can_be_asked_for(service: Service)
         service = await service.restart() if restarts else service
         assert await service.submissions.view("a") == before
         again = await service.submissions.submit([request("a"), request("d")])
-        assert again.new_ids <= {"d"} and again.views[0] == before
+        assert again.new_ids <= {"d"} and before is not None
+        assert (again.places[0].position, again.places[0].status) == (1, before.status)
         assert (await service.submissions.submit([request("a", seed=2)])).conflicts == ("a",)
         assert await service.cancel("a") == "trained"
 
@@ -281,7 +283,7 @@ async def test_two_who_submit_the_same_at_once_are_answered_alike(service: Servi
         *(service.submissions.submit([request("a")]) for _ in range(2))
     )
     assert {first.new_ids, second.new_ids} == {frozenset({"a"}), frozenset()}
-    assert first.views == second.views
+    assert first.places[0].position == second.places[0].position == 1
 
 
 async def test_what_was_cancelled_after_the_checkpoint_stays_cancelled(service: Service) -> None:
@@ -458,7 +460,8 @@ async def test_requests_that_come_together_are_answered_as_if_one_after_the_othe
         service.submissions.submit([request(name) for name in "xyz"]),
     )
     assert (first.new_ids, again.new_ids, fits.new_ids) == ({"a"}, frozenset(), {"d"})
-    assert again.views == first.views and first.views[0].position == 1
+    assert again.places == (structs.replace(first.places[0], is_new=False),)
+    assert (first.places[0].position, fits.places[0].num_ahead) == (1, 1)
     assert over_quota.is_quota and changed.conflicts == ("a",) and reused.is_key_taken
     assert full.refusal and full.retry_after_s
     # Stored as answered: a new process knows these, and nothing else.
@@ -473,3 +476,35 @@ async def test_a_commit_that_fails_is_told_to_all_who_share_it(service: Service)
     offers = [service.submissions.submit([request(name)]) for name in "abc"]
     found = await asyncio.gather(*offers, return_exceptions=True)
     assert [type(each) for each in found] == [LeaseLost] * 3
+
+
+def test_the_digest_of_a_task_is_the_one_that_older_runs_have_stored() -> None:
+    """Of the JSON of what was sent, with sorted names."""
+    data = {"b": [1, 2.5], "a": {"ü": None}}
+    sent = RolloutRequest.of(
+        Task(task_id="acme~ä-1", environment="guessing", seed=7, data=data),
+        asked_samples=None,
+        default_samples=4,
+        min_usable_samples=3,
+        batch="night",
+    )
+    assert sent.digest == "37381d846e3244a0ab809be393a96e56b35606305ef496344b3e5d61128c7bfc"
+    assert sent.num_bytes == 137
+
+
+async def test_tenants_that_submit_together_are_told_in_order_by_their_own_numbers(
+    service: Service,
+) -> None:
+    rounds = (("a~1", "b~1", "3"), ("b~4", "a~5", "b~6"))
+    for names in rounds:
+        await asyncio.gather(*(service.submissions.submit([request(name)]) for name in names))
+    told = {}
+    for sees in (None, "a", "b", "c"):
+        page = await service.submissions.feed(after=0, limit=9, sees=sees)
+        told[sees] = [(entry.number, entry.task) for entry in page.entries]
+    assert told == {
+        None: list(enumerate(("a~1", "b~1", "3", "b~4", "a~5", "b~6"), start=1)),
+        "a": [(1, "a~1"), (2, "a~5")],
+        "b": [(1, "b~1"), (2, "b~4"), (3, "b~6")],
+        "c": [],
+    }

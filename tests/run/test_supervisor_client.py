@@ -1,15 +1,30 @@
-"""The API's side of a run: what it says while nobody answers."""
+"""The API's side of a run: what it says while nobody answers, and how it submits."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from sqlalchemy import select
+from worlds.session_builders import session_request
+from worlds.submission_actor import SubmissionActor
+from worlds.submission_service import Service, request
 
+from service.access.keys import KeyLimits
 from service.api.problems import RunUnavailable
+from service.intake.submission import SubmitReply
+from service.launch.cluster import NAMESPACE
 from service.run.remote_handles import SupervisorClient
+from service.store import tables
+from service.store.run_store import RunStore
+from service.store.sessions import SessionStore
 
 
 class StartingActor:
@@ -47,3 +62,184 @@ async def test_a_supervisor_that_is_not_there_is_said_to_be_missing(
     monkeypatch.setattr("ray.get_actor", nobody)
     with pytest.raises(RunUnavailable, match="the run rayloom-test is not there"):
         await SupervisorClient("rayloom-test").readiness()
+
+
+class Calls:
+    """As Ray gives a handle of a supervisor, whose calls are answered by a real queue."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.sizes: list[int] = []
+        """Of each call."""
+        self.may_answer = asyncio.Event()
+
+    @property
+    def readiness(self) -> Any:
+        return SimpleNamespace(remote=lambda: asyncio.sleep(0))
+
+    @property
+    def submit(self) -> Any:
+        return SimpleNamespace(remote=self._submit)
+
+    async def _submit(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
+        self.sizes.append(len(offers))
+        await self.may_answer.wait()
+        return await self.service.submissions.submit_packed(offers)
+
+
+@pytest.fixture
+async def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    calls = Calls(await Service(tmp_path).begin())
+    monkeypatch.setattr("ray.get_actor", lambda name, namespace: calls)
+    return calls
+
+
+async def test_what_is_submitted_during_a_call_shares_the_next_one_and_is_answered_alone(
+    calls: Calls,
+) -> None:
+    client = SupervisorClient("rayloom-test")
+    first = asyncio.create_task(client.submit([request("a")]))
+    while not calls.sizes:
+        await asyncio.sleep(0)
+    offered = [
+        [request("b")],
+        [request("a", seed=2), request("never")],
+        [request("c"), request("a")],
+        [request(f"many-{number}") for number in range(9)],
+        [request("d")],
+    ]
+    later = asyncio.gather(*map(client.submit, offered))
+    await asyncio.sleep(0)
+    calls.may_answer.set()
+    b, changed, c, many, d = await later
+    assert (await first).new_ids == {"a"} and calls.sizes == [1, 5]
+    assert [reply.new_ids for reply in (b, changed, c, many, d)] == [
+        {"b"},
+        set(),
+        {"c"},
+        set(),
+        {"d"},
+    ]
+    assert changed.conflicts == ("a",) and many.is_too_large
+    assert [[each.position for each in reply.places] for reply in (b, c, d)] == [[2], [3, 1], [4]]
+    assert calls.service.submissions.backlog.waiting == 4
+
+
+async def test_an_error_of_the_store_is_told_to_those_alone_who_had_something_to_store(
+    calls: Calls, tmp_path: Path
+) -> None:
+    client = SupervisorClient("rayloom-test")
+    calls.may_answer.set()
+    await client.submit([request("a")])
+    await Service(tmp_path).begin()
+    new, again, changed, other = await asyncio.gather(
+        *(
+            client.submit([task])
+            for task in (request("b"), request("a"), request("a", seed=2), request("c"))
+        ),
+        return_exceptions=True,
+    )
+    assert isinstance(new, RunUnavailable) and isinstance(other, RunUnavailable)
+    assert isinstance(again, SubmitReply) and again.places[0].position == 1
+    assert isinstance(changed, SubmitReply) and changed.conflicts == ("a",)
+
+
+async def test_a_submission_keeps_its_sessions_key_and_limits_on_the_way(calls: Calls) -> None:
+    client = SupervisorClient("rayloom-test")
+    calls.may_answer.set()
+    limits = KeyLimits(requests_per_s=2.5, max_open_sessions=3)
+    wanted = session_request("s", num_samples=2)
+    assert (await client.submit([wanted], key="k", limits=limits)).places[0].num_samples == 2
+    assert (await client.submit([request("b")], key="k")).is_key_taken
+    assert (await client.submit([session_request("t")], limits=limits)).is_quota
+    sessions = SessionStore(calls.service.store).find(["s-0", "s-1"])
+    assert wanted.sessions is not None
+    assert [each.spec for each in sessions.values()] == [wanted.sessions.spec] * 2
+    (task,) = await calls.service.submissions.fill(calls.service.queue.admissible()[:1])
+    assert task.task == wanted.task and task.num_samples == 2
+
+
+async def test_who_does_not_wait_any_more_is_not_sent(calls: Calls) -> None:
+    client = SupervisorClient("rayloom-test")
+    first = asyncio.create_task(client.submit([request("a")]))
+    while not calls.sizes:
+        await asyncio.sleep(0)
+    gone, waits = (asyncio.create_task(client.submit([request(name)])) for name in "bc")
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.sleep(0)
+    calls.may_answer.set()
+    assert (await first).new_ids == {"a"} and (await waits).new_ids == {"c"}
+    assert calls.sizes == [1, 1] and await calls.service.submissions.view("b") is None
+
+
+async def test_a_call_has_a_bound_in_bytes(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.run.remote_handles.MAX_CALL_BYTES", 1)
+    client = SupervisorClient("rayloom-test")
+    calls.may_answer.set()
+    replies = await asyncio.gather(*(client.submit([request(name)]) for name in "abc"))
+    assert calls.sizes == [1, 1, 1] and [each.places[0].position for each in replies] == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_a_supervisor_that_is_killed_under_load_accepts_nothing_twice(tmp_path: Path) -> None:
+    """Each asks again until it is answered, as clients do."""
+
+    def start() -> Any:
+        options = SubmissionActor.options(name="rayloom-killed", namespace=NAMESPACE)
+        return options.remote(str(tmp_path))
+
+    client, accepted, num_refused = SupervisorClient("rayloom-killed"), [0] * 16, 0
+    is_over = asyncio.Event()
+
+    async def submit_until_answered(names: list[str]) -> None:
+        nonlocal num_refused
+        while True:
+            try:
+                await client.submit([request(name) for name in names])
+                return
+            except RunUnavailable:
+                num_refused += 1
+                await asyncio.sleep(0.05)
+
+    async def submit_forever(who: int) -> None:
+        while not is_over.is_set():
+            await submit_until_answered([f"task-{who}-{accepted[who]}-{each}" for each in range(4)])
+            accepted[who] += 1
+
+    async def wait_for(more: int) -> None:
+        wanted = sum(accepted) + more
+        async with asyncio.timeout(60):
+            while sum(accepted) < wanted:
+                await asyncio.sleep(0.01)
+
+    async def kill(actor: Any) -> None:
+        ray.kill(actor)
+        async with asyncio.timeout(60):
+            with suppress(ValueError):
+                while ray.get_actor("rayloom-killed", namespace=NAMESPACE):
+                    await asyncio.sleep(0.05)
+
+    actor = start()
+    clients = [asyncio.create_task(submit_forever(who)) for who in range(16)]
+    for _ in range(2):
+        await wait_for(200)
+        await kill(actor)
+        actor = start()
+    await wait_for(200)
+    is_over.set()
+    await asyncio.gather(*clients)
+    await kill(actor)
+    assert num_refused
+    promised = {
+        f"task-{who}-{number}-{each}"
+        for who, most in enumerate(accepted)
+        for number in range(most)
+        for each in range(4)
+    }
+    ids = select(tables.submissions.c.id)
+    store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
+    found = store.read(lambda connection: connection.scalars(ids).all())
+    store.close()
+    # Whatever was stored unanswered was asked for again: nothing else is there, and nothing twice.
+    assert len(found) == len(set(found)) and set(found) == promised

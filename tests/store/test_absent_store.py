@@ -24,7 +24,7 @@ from service.store.database import PATIENCE_S
 from service.store.lineage import read_history
 from service.store.place import schema_name
 from service.store.run_store import ReadOnlyStore, RunStore, StoreError, has_run
-from service.store.submissions import SubmissionStore
+from service.store.submissions import SubmissionStore, packed
 
 
 @pytest.mark.chaos
@@ -80,7 +80,7 @@ def test_a_commit_whose_connection_breaks_is_done_once(
         submissions = SubmissionStore(store)
         for name in ("a", "b", "c"):
             proxy.arm(when=when)
-            [accepted] = submissions.add([request(name)], term=term)
+            [accepted] = submissions.add([packed(request(name))], term=term)
             proxy.arm(when=when)
             submissions.bind({f"group-{name}": name}, term=term)
             assert accepted.id == name

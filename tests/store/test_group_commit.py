@@ -34,7 +34,7 @@ from service.gateway.turns import SessionEnded, TurnSeen
 from service.store.place import schema_name
 from service.store.run_store import LeaseLost, RunStore, StoreError
 from service.store.sessions import SessionStore
-from service.store.submissions import SubmissionStore
+from service.store.submissions import SubmissionStore, packed
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ def begun(
 ) -> tuple[GroupCommit, SessionStore]:
     """With the sessions a-0, a-1, …"""
     term = store.acquire_lease(owner="elsewhere:1").term
-    SubmissionStore(store).add([session_request("a", num_samples=num)], term=term)
+    SubmissionStore(store).add([packed(session_request("a", num_samples=num))], term=term)
     sessions = SessionStore(store)
     return GroupCommit(sessions, term=term, hold_s=hold_s), sessions
 

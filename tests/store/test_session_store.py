@@ -48,7 +48,7 @@ from service.store import tables
 from service.store.place import schema_name
 from service.store.run_store import LeaseLost, RunStore, StoreError
 from service.store.sessions import SessionStore
-from service.store.submissions import SubmissionStore
+from service.store.submissions import SubmissionStore, packed
 
 # PostgreSQL has no NUL in its texts, and no header can bring one.
 _WORDS = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
@@ -121,7 +121,7 @@ _TURNS = st.builds(
 def begun(store: RunStore, *names: str) -> tuple[SessionStore, int]:
     """With submissions of two sessions each, and the term that may write."""
     term = store.acquire_lease(owner="elsewhere:1").term
-    SubmissionStore(store).add([session_request(name) for name in names], term=term)
+    SubmissionStore(store).add([packed(session_request(name)) for name in names], term=term)
     return SessionStore(store), term
 
 
@@ -178,7 +178,7 @@ def test_turns_come_back_as_they_were_and_read_only(
     store = opened(tmp_path)
     term = store.acquire_lease(owner="elsewhere:1").term
     name = f"prompt-{term}"
-    SubmissionStore(store).add([session_request(name)], term=term)
+    SubmissionStore(store).add([packed(session_request(name))], term=term)
     sessions = SessionStore(store)
     turns = [replace(turn, number=number) for number, turn in enumerate(drawn)]
     sessions.apply([TurnAdded(session_id=f"{name}-1", turn=turn) for turn in turns], term=term)
@@ -198,7 +198,7 @@ def test_sessions_are_made_with_their_submission_and_found_by_either_id(
 ) -> None:
     store = opened(tmp_path)
     sessions, term = begun(store, "a", "b")
-    SubmissionStore(store).add([request("plain")], term=term)
+    SubmissionStore(store).add([packed(request("plain"))], term=term)
     first, second = sessions.of_submission("b")
     assert (first.id, first.submission_id, first.member) == ("b-0", "b", 0)
     assert first.spec == SPEC

@@ -27,7 +27,7 @@ from service.intake.session import SessionRequest, SessionSpec, session_id
 from service.intake.submission import RolloutRequest
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
-from service.store.submissions import SubmissionStore
+from service.store.submissions import SubmissionStore, packed
 from worlds.episode_builders import parsed_reply, renderer, reply
 
 SPEC = SessionSpec(max_turns=8, max_tokens_per_turn=16, ttl_s=100, idle_s=50, reward_deadline_s=20)
@@ -106,7 +106,7 @@ class Gateway:
             default_samples=members,
             sessions=SessionRequest(spec=spec, keys=keys),
         )
-        SubmissionStore(self.store).add([wanted], term=self.term)
+        SubmissionStore(self.store).add([packed(wanted)], term=self.term)
 
     def admit(self, name: str = NAME, *, group_number: int = 0, attempt: int = 0) -> None:
         """Hand the session's rollout to the gateway."""

@@ -21,9 +21,16 @@ from service.gateway.routes import add_sessions
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.session import session_id
-from service.intake.submission import Backlog, RolloutRequest, SubmissionView, SubmitReply
+from service.intake.submission import (
+    Backlog,
+    Place,
+    RolloutRequest,
+    Status,
+    SubmissionView,
+    SubmitReply,
+)
 from service.run.health import Readiness
-from service.store.submissions import SubmissionStore
+from service.store.submissions import SubmissionStore, packed
 from worlds.gateway_world import Gateway
 from worlds.local_port import LocalPort
 
@@ -71,10 +78,21 @@ class SessionRun:
                 is_same = known.digest == wanted.digest
                 return SubmitReply(backlog=backlog, conflicts=() if is_same else (wanted.id,))
             self.submitted[wanted.id] = wanted
-            SubmissionStore(self.gateway.store).add([wanted], term=self.gateway.term)
+            SubmissionStore(self.gateway.store).add([packed(wanted)], term=self.gateway.term)
             for member in range(wanted.num_samples):
                 self.gateway.admit(session_id(wanted.id, member))
-        return SubmitReply(backlog=backlog, new_ids=frozenset(each.id for each in requests))
+        places = [
+            Place(
+                id=each.id,
+                position=len(self.submitted),
+                status=Status.QUEUED,
+                num_ahead=0,
+                num_samples=each.num_samples,
+                is_new=True,
+            )
+            for each in requests
+        ]
+        return SubmitReply(backlog=backlog, places=tuple(places))
 
     async def submission(
         self, submission_id: str, *, sees: str | None = None
