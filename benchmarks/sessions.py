@@ -20,18 +20,18 @@ import tempfile
 import time
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 from worlds.run_driver import ENGINE, START_S, Run, running, small_config
 
 from actors.trainer.tiny.model import build_tiny_model
 from benchmarks.environment import describe_environment
 from benchmarks.http_connection import HttpConnection
 from benchmarks.pairs import Spread, rounds
+from benchmarks.raw_engine import ENGINE_CORE, OTHER_CORE, Asked, RawEngine, cpu_s, pin
 from service.config.file import load_config
 from service.gateway.tree import SessionTree
 from service.run.start import engine_settings
@@ -39,15 +39,6 @@ from service.store.sessions import SessionStore
 
 NUM_CLIENTS, GROUP_SIZE, NUM_TURNS, NUM_TOKENS = 64, 4, 8, 128
 KEY = "a key of the benchmark, long enough"
-ENGINE_CORE, OTHER_CORE = {0}, {1}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A turn, as vLLM is asked for it."""
-
-    prompt: list[int]
-    num_tokens: int
 
 
 class Client:
@@ -81,8 +72,7 @@ class Sessions:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        run.wait_for_output("the API listens on ", limit_s=START_S)
-        address = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+        address = run.api_address(limit_s=START_S)
         self._port = int(address.rstrip("/").rpartition(":")[2])
         headers = {"authorization": f"Bearer {KEY}"}
         with httpx.Client(base_url=address, headers=headers, timeout=START_S) as client:
@@ -139,89 +129,12 @@ def _create(client: httpx.Client, name: str) -> list[dict[str, Any]]:
         time.sleep(0.5)
 
 
-class Raw:
-    """vLLM alone, with the service's own settings of engine and sampling."""
-
-    def __init__(self, config: Path, model: Path) -> None:
-        settings = engine_settings(load_config(config), model=str(model))
-        os.environ.update(settings.environment)
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from service.inference.engine import _engine_args
-
-        self._loop = asyncio.new_event_loop()
-        arguments = _engine_args(settings, records_experts=False)
-        arguments.weight_transfer_config = None
-
-        async def start() -> Any:
-            return AsyncLLM.from_engine_args(arguments)
-
-        self._llm = self._loop.run_until_complete(start())
-        (self._engine,) = (
-            child
-            for child in psutil.Process().children()
-            if "EngineCore" in " ".join(child.cmdline())
-        )
-        self._number = 0
-
-    def pin(self) -> None:
-        pin(self._engine.pid, ENGINE_CORE)
-        pin(os.getpid(), OTHER_CORE)
-
-    def cpu_s(self) -> float:
-        """Of the engine's process."""
-        times = self._engine.cpu_times()
-        return float(times.user + times.system)
-
-    def play(self, conversations: list[list[Asked]]) -> float:
-        """Returns: seconds."""
-
-        async def play() -> None:
-            await asyncio.gather(*(self._converse(turns) for turns in conversations))
-
-        started = time.perf_counter()
-        self._loop.run_until_complete(play())
-        return time.perf_counter() - started
-
-    async def _converse(self, turns: list[Asked]) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        for turn in turns:
-            self._number += 1
-            parameters = SamplingParams(
-                temperature=1.0,
-                max_tokens=turn.num_tokens,
-                ignore_eos=True,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            prompt = {"prompt_token_ids": turn.prompt}
-            async for output in self._llm.generate(prompt, parameters, str(self._number)):
-                assert not output.finished or len(output.outputs[0].token_ids) == turn.num_tokens
-
-    def close(self) -> None:
-        self._llm.shutdown()
-
-
-def pin(pid: int, cores: set[int]) -> None:
-    """All threads of a process, at one priority; those that it starts later inherit both."""
-    for thread in Path(f"/proc/{pid}/task").glob("*"):
-        os.sched_setaffinity(int(thread.name), cores)
-        # Ray lowers that of its workers: beside other work on the machine they would fall behind.
-        with suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
-
-
 def cpu_by_part(run: Run) -> dict[str, float]:
     """Seconds of processor time so far, by the title of the process."""
     found: defaultdict[str, float] = defaultdict(float)
     for process in run.alive():
-        times = process.cpu_times()
         title = " ".join(process.cmdline())[:60].split(" -")[0]
-        found[title] += times.user + times.system
+        found[title] += cpu_s(process)
     return found
 
 
@@ -250,8 +163,9 @@ def main() -> None:
             trainer={"num_ranks": 1},
             service={"port": 0},
         )
+        settings = engine_settings(load_config(config), model=str(model))
         with running(config, directory / "run", command="serve") as run:
-            sessions, raw = Sessions(run), Raw(config, model)
+            sessions, raw = Sessions(run), RawEngine(settings)
             sessions.play(0, num_turns=1)
             sessions.pin()
             raw.pin()

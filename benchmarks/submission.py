@@ -200,8 +200,7 @@ def main() -> None:
             service={"port": 0, "max_waiting_tasks": 10_000_000, "max_waiting_mib": 8192},
         )
         with running(config, directory / "run", command="serve") as run:
-            run.wait_for_output("the API listens on ", limit_s=START_S)
-            address = run.output.read_text().rpartition("the API listens on ")[2].split()[0]
+            address = run.api_address(limit_s=START_S)
             port, each = int(address.rstrip("/").rpartition(":")[2]), bodies()
             headers = {**HEADERS, "Content-Type": "application/json"}
             with httpx.Client(base_url=address, headers=headers, timeout=START_S) as client:

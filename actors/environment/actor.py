@@ -8,6 +8,7 @@ Started by the supervisor: `ray.remote(EnvironmentActor).options(...).remote(...
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -69,6 +70,9 @@ class EnvironmentActor:
         )
         self._evaluations: set[asyncio.Task[Trajectory]] = set()
         self._num_evaluated = 0
+        # What was imported never dies; collections, which stop all episodes, need not visit it.
+        gc.collect()
+        gc.freeze()
 
     async def run(self) -> None:
         """Take, play and hand over until `stop`.

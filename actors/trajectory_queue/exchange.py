@@ -211,7 +211,9 @@ class RolloutExchange:
             if not self._finished:
                 await self._wait_for(self._has_finished)
                 continue
-            if len(self._finished) < self._settings.max_block:
+            # What has just finished is still among the plays.
+            await asyncio.sleep(0)
+            if self._plays and len(self._finished) < self._settings.max_block:
                 await asyncio.sleep(self._settings.tick_s)
             block = self._finished[: self._settings.max_block]
             del self._finished[: len(block)]

@@ -6,8 +6,8 @@
     await client.generate(replace(later, cache_salt=first.cache_salt, replica=first.replica))
 
 A Serve call costs about a millisecond on either side, more than a turn of a small model. So the
-requests of about one millisecond that go to the same replica travel together, and the replica
-streams the answers back as they come. First turns have no replica yet, and those of a replica that
+requests of a few milliseconds that go to the same replica travel together, and the replica streams
+the answers back as they come. First turns have no replica yet, and those of a replica that
 is gone need another: they are split into small calls, which Serve spreads by load.
 One client serves one event loop; it is picklable, by application name.
 """
@@ -38,9 +38,11 @@ DEADLINE_MARGIN_S = 1.0
 MAX_REQUESTS_PER_CALL = 256
 MAX_FIRST_TURNS_PER_CALL = 16
 MAX_LOST = 64
-# Turns that one engine step ended come back to the environments together, but need not reach the
-# next generate in the same tick; a tenth of a step's time gathers them.
-LINGER_S = 0.001
+# Turns that one engine step ended come back in several answers, and need not reach the next
+# generate in the same tick. They are gathered for this share of what a turn takes, within bounds:
+# where turns are short and many, fewer calls are worth more.
+LINGER_SHARE = 0.02
+SHORTEST_LINGER_S, LONGEST_LINGER_S = 0.001, 0.005
 
 DEPLOYMENT_NAME = "InferenceReplica"
 TRANSPORT_ERRORS = (RayError, RayServeException, grpc.RpcError)
@@ -113,6 +115,8 @@ class ServePolicyClient:
         self._connecting: asyncio.Lock | None = None
         self._waiting: dict[str, list[_Call]] = {}
         self._lost = LostReplicas()
+        self._turn_s = 0.0
+        """What a turn takes, from its request to its answer: of the newest ones."""
         self._batches: set[asyncio.Task[None]] = set()
 
     def __reduce__(self) -> tuple[type[ServePolicyClient], tuple[str]]:
@@ -133,6 +137,7 @@ class ServePolicyClient:
 
     async def _ask(self, request: GenerateRequest, deadline_at: float) -> GenerateReply:
         loop = asyncio.get_running_loop()
+        asked_at = loop.time()
         call = _Call(request=request, answer=loop.create_future(), deadline_at=deadline_at)
         try:
             if self._handle is None:
@@ -144,6 +149,7 @@ class ServePolicyClient:
         self._lost.learn(request.replica, answer)
         if isinstance(answer, Exception):
             raise answer
+        self._turn_s += 0.1 * (loop.time() - asked_at - self._turn_s)
         return answer
 
     async def _connect(self) -> None:
@@ -157,14 +163,22 @@ class ServePolicyClient:
                 raise PolicyUnavailable(
                     f"inference: no deployment {self.app_name!r}; deploy it first"
                 ) from error
+            # In this event loop, which each chunk of an answer would else be handed to; Serve keeps
+            # the handle that it gives for the process's other loops.
+            handle = DeploymentHandle(handle.deployment_name, handle.app_name)
+            handle._init(_run_router_in_separate_loop=False)
             # gRPC by value: three times the calls a second of Serve's default by reference.
             self._handle = handle.options(
-                method_name="generate_batch", stream=True, _by_reference=False
+                method_name="generate_batch",
+                stream=True,
+                _by_reference=False,
+                request_serialization="pickle",
+                response_serialization="pickle",
             )
 
     def _enqueue(self, call: _Call, loop: asyncio.AbstractEventLoop) -> None:
         if not self._waiting:
-            loop.call_later(LINGER_S, self._flush)
+            loop.call_later(linger_s(self._turn_s), self._flush)
         self._waiting.setdefault(self._lost.address(call.request.replica), []).append(call)
 
     def _flush(self) -> None:
@@ -199,6 +213,14 @@ class ServePolicyClient:
             problem = "the replica ended a batch without an answer"
         for call in batch:
             _resolve(call, PolicyUnavailable(f"inference: {problem}"))
+
+
+def linger_s(turn_s: float) -> float:
+    """How long requests are gathered, where a turn takes turn_s seconds.
+
+    Example: linger_s(0.2) -> 0.004
+    """
+    return min(max(LINGER_SHARE * turn_s, SHORTEST_LINGER_S), LONGEST_LINGER_S)
 
 
 def _resolve(call: _Call, answer: Answer) -> None:

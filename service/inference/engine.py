@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
+from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -181,9 +182,9 @@ class PolicyEngine:
     ) -> RequestOutput:
         output: RequestOutput | None = None
         request_id = str(next(self._request_ids))
-        stream = self._engine.generate(
-            {"prompt_token_ids": prompt, "cache_salt": salt}, params, request_id
-        )
+        # As vLLM's renderer gives it: a plain prompt would go to a thread, to be made into this.
+        asked = tokens_input(prompt, cache_salt=salt)
+        stream = self._engine.generate(asked, params, request_id)
         try:
             async for part in stream:
                 output = part
@@ -393,6 +394,8 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
         routed_experts_prompt_start=int(request.prompt_token_ids.shape[0]),
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        # Made for this request alone: vLLM need not copy it deeply.
+        skip_clone=True,
     )
 
 

@@ -10,7 +10,15 @@ import pytest
 
 from actors.policy import GenerateReply, PolicyDeadlineExceeded, PolicyUnavailable
 from actors.types import FinishReason
-from service.inference.client import MAX_LOST, LostReplicas, as_answer, until_available
+from service.inference.client import (
+    LONGEST_LINGER_S,
+    MAX_LOST,
+    SHORTEST_LINGER_S,
+    LostReplicas,
+    as_answer,
+    linger_s,
+    until_available,
+)
 
 
 class Refused(ValueError):
@@ -139,3 +147,9 @@ def test_only_the_newest_lost_replicas_are_remembered() -> None:
     for number in range(MAX_LOST + 1):
         lost.learn(f"r{number}", PolicyUnavailable("gone"))
     assert (lost.address("r0"), lost.address("r1")) == ("r0", "")
+
+
+def test_requests_are_gathered_for_a_share_of_a_turn_within_bounds() -> None:
+    assert linger_s(0.2) == pytest.approx(0.004)
+    assert (linger_s(0.0), linger_s(0.01)) == (SHORTEST_LINGER_S, SHORTEST_LINGER_S)
+    assert linger_s(60.0) == LONGEST_LINGER_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,7 +74,12 @@ def ended(assignment: RolloutAssignment) -> Trajectory:
 
 
 def exchange_with(
-    queue: object, play: Play, *, num_slots: int = 4, is_durable: bool = False
+    queue: object,
+    play: Play,
+    *,
+    num_slots: int = 4,
+    is_durable: bool = False,
+    settings: ExchangeSettings = SETTINGS,
 ) -> RolloutExchange:
     return RolloutExchange(
         play,
@@ -81,7 +87,7 @@ def exchange_with(
         queue=Handle(queue),
         environments=(SESSION,),
         num_slots=num_slots,
-        settings=SETTINGS,
+        settings=settings,
         is_durable=is_durable,
     )
 
@@ -179,3 +185,17 @@ async def test_a_queue_that_does_not_answer_ends_the_run_with_an_error() -> None
 
     with pytest.raises(QueueUnreachable, match="take_rollouts: TimeoutError: no answer"):
         await exchange_with(Silent([]), play).run()
+
+
+async def test_the_last_trajectory_does_not_wait_for_others_to_travel_with() -> None:
+    queue = FakeQueue(assignments(1))
+
+    async def play(assignment: RolloutAssignment) -> Trajectory:
+        await asyncio.sleep(0.01)
+        return ended(assignment)
+
+    exchange = exchange_with(queue, play, settings=replace(SETTINGS, tick_s=60.0))
+    running = asyncio.create_task(exchange.run())
+    await until(lambda: len(queue.ended) == 1, running)
+    await exchange.stop()
+    await running

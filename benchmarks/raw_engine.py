@@ -1,0 +1,135 @@
+"""vLLM alone, in the process of a benchmark: `AsyncLLM.generate` with the service's own settings.
+
+The other side of benchmarks of the whole road to an engine. It is asked for prompts that were
+played before, turn by turn, and samples as many tokens as each turn had. `pin` gives the engine's
+process one core and all else the other, on both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from service.inference.settings import EngineSettings
+
+ENGINE_CORE, OTHER_CORE = {0}, {1}
+
+_Job = TypeVar("_Job")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A turn, as vLLM is asked for it."""
+
+    prompt: list[int]
+    num_tokens: int
+
+
+class RawEngine:
+    """Not started in a process that another vLLM engine runs in."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        os.environ.update(settings.environment)
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from service.inference.engine import _engine_args
+
+        self._loop = asyncio.new_event_loop()
+        arguments = _engine_args(settings, records_experts=False)
+        arguments.weight_transfer_config = None
+
+        async def start() -> Any:
+            return AsyncLLM.from_engine_args(arguments)
+
+        self._llm = self._loop.run_until_complete(start())
+        (self._engine,) = (
+            child
+            for child in psutil.Process().children()
+            if "EngineCore" in " ".join(child.cmdline())
+        )
+        self._number = 0
+
+    def pin(self) -> None:
+        pin(self._engine.pid, ENGINE_CORE)
+        pin(os.getpid(), OTHER_CORE)
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        return int(self._engine.pid)
+
+    def cpu_s(self) -> float:
+        """Of the engine's process."""
+        return cpu_s(self._engine)
+
+    def play(self, conversations: list[list[Asked]], *, at_once: int | None = None) -> float:
+        """Play conversations, `at_once` (None: all) at a time. Returns: seconds."""
+        started = time.perf_counter()
+        self._loop.run_until_complete(
+            some_at_once(conversations, self._converse, limit=at_once or len(conversations))
+        )
+        return time.perf_counter() - started
+
+    async def _converse(self, turns: list[Asked]) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        for turn in turns:
+            self._number += 1
+            parameters = SamplingParams(
+                temperature=1.0,
+                max_tokens=turn.num_tokens,
+                ignore_eos=True,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,
+            )
+            prompt = tokens_input(turn.prompt)
+            async for output in self._llm.generate(prompt, parameters, str(self._number)):
+                assert not output.finished or len(output.outputs[0].token_ids) == turn.num_tokens
+
+    def close(self) -> None:
+        self._llm.shutdown()
+
+
+async def some_at_once(
+    jobs: Iterable[_Job], work: Callable[[_Job], Awaitable[None]], *, limit: int
+) -> None:
+    """Do jobs in their order, the next as soon as fewer than `limit` are under way."""
+    left = iter(jobs)
+
+    async def go_on() -> None:
+        for job in left:
+            await work(job)
+
+    await asyncio.gather(*(go_on() for _ in range(limit)))
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Seconds of processor time so far; 0 of one that has ended."""
+    with suppress(psutil.Error):
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    return 0.0
+
+
+def pin(pid: int, cores: set[int]) -> None:
+    """All threads of a process, at one priority; those that it starts later inherit both."""
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        # A thread may have ended since.
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), cores)
+            # Ray lowers that of its workers: beside other work they would fall behind.
+            with suppress(PermissionError):
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)

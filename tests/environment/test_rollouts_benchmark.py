@@ -1,0 +1,47 @@
+"""The benchmark of an environment actor asks vLLM for what was played, with as many at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+from worlds.trajectory_builders import make_trajectory, make_turn
+
+from benchmarks.raw_engine import Asked, some_at_once
+from benchmarks.rollouts import REST, Cost, conversation, cpu_ms_a_turn
+
+
+def test_each_turn_is_asked_by_its_own_prompt_also_where_the_history_was_rewritten() -> None:
+    turns = [
+        make_turn([1, 2], [3, 4]),
+        make_turn([1, 9], [7]),
+        make_turn([1, 2, 3, 4, 5], [6, 6, 6]),
+    ]
+    assert conversation(make_trajectory(turns)) == [
+        Asked(prompt=[1, 2], num_tokens=2),
+        Asked(prompt=[1, 9], num_tokens=1),
+        Asked(prompt=[1, 2, 3, 4, 5], num_tokens=3),
+    ]
+
+
+async def test_conversations_go_on_as_soon_as_one_has_ended_and_never_more_at_once() -> None:
+    under_way: set[int] = set()
+    most, ended = 0, []
+
+    async def work(number: int) -> None:
+        nonlocal most
+        under_way.add(number)
+        most = max(most, len(under_way))
+        # The first takes as long as all others together: nobody waits for it.
+        for _ in range(20 if number == 0 else 2):
+            await asyncio.sleep(0)
+        under_way.remove(number)
+        ended.append(number)
+
+    await some_at_once(range(8), work, limit=2)
+    assert (most, ended) == (2, [1, 2, 3, 4, 5, 6, 7, 0])
+
+
+def test_processor_time_is_told_by_part_and_what_is_of_no_part_beside_it() -> None:
+    costs = [Cost(wall_s=1.0, cpu_s={1: 2.0, 2: 1.0}), Cost(wall_s=1.0, cpu_s={1: 2.0, 3: 0.5})]
+    parts = {"engine": {1}, "queue": {9}}
+    assert cpu_ms_a_turn(costs, parts, num_turns=1000) == {"engine": 4.0, "queue": 0.0, REST: 1.5}
