@@ -1,207 +1,156 @@
 """Task sets that were made for something else: rows with columns of their own, mapped by name.
 
-A data set is a JSONL or Parquet file, or a directory: what `datasets.save_to_disk` writes (Arrow
-files beside `state.json`, one such directory a split), or a snapshot of a Hugging Face data set
-(JSONL and Parquet files whose names tell the split). All of it is read with pyarrow; the `datasets`
-library is not needed. A mapped column becomes an entry of the task's data, and the names `task_id`
-and `seed` make the task's own; a row without an id gets one by its content, so that the same rows
-in any order are the same tasks. Called by the configuration.
+A data set is a JSONL, JSON, CSV or Parquet file, a directory (what `datasets.save_to_disk` writes,
+or a data set's own files), or a name on the Hugging Face hub; the `datasets` library reads them
+all. A column becomes an entry of the task's data, and the names `task_id` and `seed` make the
+task's own; a row without an id gets one by its content, so that the same rows in any order are the
+same tasks. Called by the configuration.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from actors.environment.task_data import DataCheck
-from actors.environment.tasks import BadTaskFile, derived_seed, json_rows
+from actors.environment.tasks import BadTaskFile, derived_seed
 from actors.types import Task
 
-SUFFIXES = (".jsonl", ".parquet")
-# As Hugging Face's own names of a split: what a file is called by means that split.
-_ALIASES: Mapping[str, tuple[str, ...]] = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-_SAVED = "state.json"
-_SAVED_SPLITS = "dataset_dict.json"
+if TYPE_CHECKING:
+    # Seconds of import, for those runs alone that have a data set.
+    from datasets import Dataset
+
+_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+# What datasets.save_to_disk writes: of one split, and of several.
+_SAVED = ("state.json", "dataset_dict.json")
 _OWN = ("task_id", "seed")
+# The library itself does not expect a file without rows, and stops there.
+_UNREADABLE = (OSError, ValueError, KeyError, ImportError, StopIteration, pa.ArrowException)
 
 
 def read_data_set(
-    path: str | Path,
+    source: str,
     *,
     environment: str,
-    columns: Mapping[str, str],
+    columns: Mapping[str, str | None],
     split: str,
+    subset: str | None = None,
     check: DataCheck | None = None,
 ) -> list[Task]:
     """Make tasks of a data set's rows.
 
-    Args: columns: the column of each entry of a task's data, by the entry's name; `task_id` and
-    `seed` beside them are the task's own. split: of a directory; a file is taken whole.
-    check: what every task's data have to satisfy.
+    Args: source: a file, a directory or a hub's name. columns: the column of each entry of a task's
+    data, by the entry's name; None: that column is left out. Every other column keeps its name,
+    where the environment takes it; `task_id` and `seed` are the task's own. split: of a directory
+    or a hub's data set; a file is taken whole. subset: which of several configurations of a data
+    set. check: what every task's data have to satisfy.
     Raises: BadTaskFile, with the columns that there are where one is missing.
-    Example: columns={"question": "query", "files": "gold"} makes of the row {"query": "Where?",
-    "gold": ["a.py"], "score": 3} a task with the data {"question": "Where?", "files": ["a.py"]}.
+    Example: columns={"question": "query"} makes of the row {"query": "Where?", "score": 3} a task
+    with the data {"question": "Where?", "score": 3}.
     """
-    path = Path(path)
-    if not columns:
-        raise BadTaskFile(f"data set {path}: got no columns, expected one or more, by their names")
-    try:
-        files = _files(path, split)
-        rows = [row for file in files for row in _rows(file, columns)]
-    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
-        raise BadTaskFile(f"data set {path}: cannot be read: {error}") from error
-    if not rows:
-        raise BadTaskFile(f"data set {path}: got no rows, expected one or more")
+    what = f"data set {source}"
+    found = _open(source, split=split, subset=subset)
+    entries = _entries(columns, found.column_names, check, what)
     tasks: dict[str, Task] = {}
     num_same: dict[str, int] = {}
-    for where, data in rows:
+    for number, row in enumerate(_rows(found, what), start=1):
+        where = f"{what}, row {number}"
+        data = {name: row[column] for name, column in entries.items()}
         task = _task(data, environment=environment, where=where)
         if check is not None and (problem := check.problem(task.data)):
-            raise BadTaskFile(f"{where}: {problem}")
+            raise BadTaskFile(
+                f"{where}: {problem}; got the columns {', '.join(found.column_names)}; map them by "
+                "tasks.columns"
+            )
         if task.task_id in tasks:
-            if "task_id" in columns:
+            if "task_id" in entries:
                 raise BadTaskFile(
                     f"{where}: task_id {task.task_id!r} stands there a second time; expected "
                     "unique ids; leave task_id out of the columns, and rows get ids by content"
                 )
-            num_same[task.task_id] = number = num_same.get(task.task_id, 1) + 1
-            task = _named(task, f"{task.task_id}-{number}")
+            num_same[task.task_id] = again = num_same.get(task.task_id, 1) + 1
+            task = _named(task, f"{task.task_id}-{again}")
         tasks[task.task_id] = task
+    if not tasks:
+        raise BadTaskFile(f"{what}: got no rows, expected one or more")
     return list(tasks.values())
 
 
-def _files(path: Path, split: str) -> list[Path]:
-    if path.is_file():
-        if path.suffix not in SUFFIXES:
+def _open(source: str, *, split: str, subset: str | None) -> Dataset:
+    """Raises: BadTaskFile."""
+    from datasets import DatasetDict, disable_progress_bars, load_dataset, load_from_disk
+    from datasets.exceptions import DatasetsError
+
+    disable_progress_bars()
+    path = Path(source).expanduser()
+    what = f"data set {source}"
+    try:
+        if path.is_file():
+            if (reader := _READERS.get(path.suffix)) is None:
+                raise BadTaskFile(
+                    f"{what}: got suffix {path.suffix!r}, expected one of {', '.join(_READERS)}, "
+                    "or a directory"
+                )
+            return load_dataset(reader, data_files=str(path), split="train")
+        if path.is_dir() and any((path / name).is_file() for name in _SAVED):
+            saved = load_from_disk(str(path))
+            return saved if not isinstance(saved, DatasetDict) else _split_of(saved, split, what)
+        looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
+        if not path.is_dir() and looks_local:
             raise BadTaskFile(
-                f"data set {path}: got suffix {path.suffix!r}, expected .jsonl or .parquet, or a "
-                "directory"
+                f"{what}: not there; expected a file, a directory, or a hub's name such as "
+                "openai/gsm8k"
             )
-        return [path]
-    if not path.is_dir():
-        raise BadTaskFile(f"data set {path}: not there; expected a file or a directory")
-    if (path / _SAVED_SPLITS).is_file():
-        splits = _strings(path / _SAVED_SPLITS, "splits")
-        if split not in splits:
-            raise _no_split(path, split, splits)
-        return _saved(path / split)
-    return _saved(path) if (path / _SAVED).is_file() else _of_snapshot(path, split)
+        return load_dataset(str(path) if path.is_dir() else source, subset, split=split)
+    except (*_UNREADABLE, DatasetsError) as error:
+        if isinstance(error, BadTaskFile):
+            raise
+        told = " ".join(str(error.__cause__ or error).split()) or "it has no rows"
+        raise BadTaskFile(f"{what}: cannot be read: {told:.300}") from error
 
 
-def _saved(directory: Path) -> list[Path]:
-    """The Arrow files of a data set that was saved to disk."""
-    try:
-        listed = json.loads((directory / _SAVED).read_text(encoding="utf-8"))["_data_files"]
-        names = [Path(each["filename"]).name for each in listed]
-    except (ValueError, KeyError, TypeError) as error:
+def _split_of(found: Mapping[str, Dataset], split: str, what: str) -> Dataset:
+    if split not in found:
         raise BadTaskFile(
-            f"data set {directory / _SAVED}: expected what datasets.save_to_disk writes"
-        ) from error
-    return [directory / name for name in names]
-
-
-def _of_snapshot(path: Path, split: str) -> list[Path]:
-    """The files of a split, by their names; where no name tells one, all are train."""
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.suffix in SUFFIXES
-        and file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
-    if not files:
-        raise BadTaskFile(
-            f"data set {path}: got a directory without .jsonl and .parquet files, expected a "
-            "Hugging Face data set's, or one that datasets.save_to_disk wrote"
+            f"{what}: got no split {split!r}, expected one of {', '.join(found)}; set tasks.split"
         )
-    by_split: dict[str, list[Path]] = {}
-    for file in files:
-        by_split.setdefault(_split_of(file.relative_to(path)), []).append(file)
-    if set(by_split) == {""}:
-        by_split = {"train": by_split[""]}
-    found = by_split.get(split, [])
-    if not found:
-        raise _no_split(path, split, sorted(name for name in by_split if name))
-    places = sorted({str(file.parent.relative_to(path)) for file in found})
-    if len(places) > 1:
-        raise BadTaskFile(
-            f"data set {path}: got split {split!r} in several directories ({', '.join(places)}), "
-            "expected one; give the directory of the configuration that is meant"
-        )
-    return found
+    return found[split]
 
 
-def _split_of(file: Path) -> str:
-    """The split that a file's name tells, or else its directories' names; "": none."""
-    for name in (file.name.partition(".")[0], *reversed(file.parts[:-1])):
-        words = re.split(r"[^a-z]+", name.lower())
-        for split, aliases in _ALIASES.items():
-            if set(words) & set(aliases):
-                return split
-        # As Hugging Face writes any split: NAME-00000-of-00001.
-        if match := re.fullmatch(r"(\w+(?:\.\w+)*)-\d+-of-\d+", name):
-            return match[1]
-    return ""
-
-
-def _no_split(path: Path, split: str, found: list[str]) -> BadTaskFile:
-    return BadTaskFile(
-        f"data set {path}: got no split {split!r}, expected one of {', '.join(found) or 'none'}; "
-        "set tasks.split"
-    )
-
-
-def _strings(file: Path, key: str) -> list[str]:
+def _rows(found: Dataset, what: str) -> Iterable[Mapping[str, Any]]:
+    """Raises: BadTaskFile."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))[key]
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadTaskFile(f"data set {file}: expected an object with {key}") from error
-    return [str(each) for each in found]
+        yield from found
+    except _UNREADABLE as error:
+        raise BadTaskFile(f"{what}: cannot be read: {error}") from error
 
 
-def _rows(file: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The mapped entries of each row."""
-    if file.suffix == ".jsonl":
-        for where, row in json_rows(file):
-            if not isinstance(row, dict):
-                raise BadTaskFile(f"{where}: got a {type(row).__name__}, expected an object")
-            _check_columns(columns, list(row), where)
-            yield where, {name: row[column] for name, column in columns.items()}
-        return
-    schema = pq.read_schema(file) if file.suffix == ".parquet" else _arrow(file).schema
-    _check_columns(columns, schema.names, str(file))
-    wanted = sorted(set(columns.values()))
-    table = (
-        pq.read_table(file, columns=wanted)
-        if file.suffix == ".parquet"
-        else _arrow(file).read_all().select(wanted)
-    )
-    for number, row in enumerate(table.to_pylist(), start=1):
-        yield f"{file}, row {number}", {name: row[column] for name, column in columns.items()}
-
-
-def _arrow(file: Path) -> Any:
-    return pa.ipc.open_stream(pa.memory_map(str(file)))
-
-
-def _check_columns(columns: Mapping[str, str], found: list[str], where: str) -> None:
-    missing = sorted(set(columns.values()) - set(found))
-    if missing:
+def _entries(
+    columns: Mapping[str, str | None],
+    names: Sequence[str],
+    check: DataCheck | None,
+    what: str,
+) -> dict[str, str]:
+    """The column of each entry. Raises: BadTaskFile."""
+    asked = {entry: column for entry, column in columns.items() if column is not None}
+    if missing := sorted(set(asked.values()) - set(names)):
         raise BadTaskFile(
-            f"{where}: column {', '.join(missing)} is missing, got {', '.join(sorted(found))}; "
+            f"{what}: column {', '.join(missing)} is missing, got {', '.join(sorted(names))}; "
             "correct tasks.columns"
         )
+    taken = None if check is None else check.names
+    used = columns.keys() | set(asked.values())
+    own = {
+        name: name
+        for name in names
+        if name not in used and (taken is None or name in taken or name in _OWN)
+    }
+    return {**own, **asked}
 
 
 def _task(row: dict[str, Any], *, environment: str, where: str) -> Task:
@@ -212,7 +161,7 @@ def _task(row: dict[str, Any], *, environment: str, where: str) -> Task:
     except (TypeError, ValueError, RecursionError) as error:
         raise BadTaskFile(
             f"{where}: got a value that is no JSON ({error}), expected texts, finite numbers, "
-            "true, false, null, lists and objects; leave its column out"
+            "true, false, null, lists and objects; leave its column out, by null in tasks.columns"
         ) from None
     task_id = row.get("task_id", f"row-{_digest(content)}")
     if isinstance(task_id, bool) or not isinstance(task_id, str | int) or task_id == "":

@@ -17,6 +17,7 @@ from actors.environment.builtin.calculator import CalculatorEnvironment
 from actors.environment.builtin.code_search.environment import CodeSearchEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
 from actors.environment.builtin.reasoning_gym_env import ReasoningGymEnvironment
+from actors.environment.builtin.single_turn import SINGLE_TURN, SingleTurnEnvironment
 from actors.environment.protocol import Environment
 from actors.environment.task_data import BadDataSchema, data_schema_of
 
@@ -30,6 +31,7 @@ _factories: dict[str, EnvironmentFactory] = {
     "calculator": CalculatorEnvironment,
     "code_search": CodeSearchEnvironment,
     "reasoning_gym": ReasoningGymEnvironment,
+    SINGLE_TURN: SingleTurnEnvironment,
 }
 
 

@@ -78,6 +78,9 @@ class DataCheck:
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._validator = Draft202012Validator(dict(schema), registry=Registry())
+        is_closed = schema.get("additionalProperties") is False
+        self.names = frozenset(schema.get("properties", ())) if is_closed else None
+        """Of the entries that the data may have; None: any."""
         # Most tasks are a seed alone.
         self._of_none = self._problem({})
 

@@ -92,15 +92,32 @@ class FileTasks:
     every run seed, and for the same tasks in any order.
     """
 
-    def __init__(self, tasks: Sequence[Task], *, run_seed: int, num_held_out: int = 0) -> None:
-        if not 0 <= num_held_out < len(tasks):
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        run_seed: int,
+        num_held_out: int = 0,
+        held_out: Sequence[Task] | None = None,
+    ) -> None:
+        """held_out: whose first are kept, by the same hash; None: of the tasks themselves.
+
+        Raises: ValueError where there are too few.
+        """
+        if held_out is None and not 0 <= num_held_out < len(tasks):
             raise ValueError(
                 f"task file: got {num_held_out} held-out tasks of {len(tasks)} tasks; expected "
                 "at least one task left for training; hold out fewer, or write more tasks"
             )
-        by_hash = sorted(tasks, key=lambda task: (derived_seed(task.task_id), task.task_id))
-        self._held_out = by_hash[:num_held_out]
-        self._train = by_hash[num_held_out:]
+        if held_out is not None and num_held_out > len(held_out):
+            raise ValueError(
+                f"got {num_held_out} held-out tasks of a split of {len(held_out)}; expected at "
+                "most as many as it has; evaluate on fewer"
+            )
+        by_hash = _by_hash(tasks)
+        kept = by_hash if held_out is None else _by_hash(held_out)
+        self._held_out = kept[:num_held_out]
+        self._train = by_hash[num_held_out if held_out is None else 0 :]
         self._run_seed = run_seed
         # First choices and each of their replacements run through epochs of their own.
         self._order = lru_cache(maxsize=_KEPT_EPOCHS)(self._shuffled)
@@ -122,6 +139,10 @@ class FileTasks:
                 f"{len(self._held_out)}; hold out more of the file, or evaluate on fewer"
             )
         return self._held_out[:count]
+
+
+def _by_hash(tasks: Sequence[Task]) -> list[Task]:
+    return sorted(tasks, key=lambda task: (derived_seed(task.task_id), task.task_id))
 
 
 def _check_index(index: int) -> None:

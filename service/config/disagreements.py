@@ -69,11 +69,23 @@ def _of_model(config: Config) -> Iterator[str]:
 
 
 def _of_tasks(config: Config) -> Iterator[str]:
-    if config.tasks.columns is not None and config.tasks.file is None:
+    tasks = config.tasks
+    if tasks.file is not None and tasks.dataset is not None:
         yield (
-            "tasks.columns is set without tasks.file, whose columns they are; expected both; set "
-            "tasks.file to a data set"
+            "tasks.file and tasks.dataset are both set; expected one of them: a file has tasks as "
+            "they are, a data set columns of its own; remove one"
         )
+    if tasks.dataset is None:
+        for key, is_set in (
+            ("columns", bool(tasks.columns)),
+            ("subset", tasks.subset is not None),
+            ("evaluation_split", tasks.evaluation_split is not None),
+        ):
+            if is_set:
+                yield (
+                    f"tasks.{key} is set without tasks.dataset, whose it is; expected both; set "
+                    "tasks.dataset"
+                )
 
 
 def _of_sessions(config: Config) -> Iterator[str]:
@@ -85,8 +97,9 @@ def _of_sessions(config: Config) -> Iterator[str]:
             f"tasks.evaluation_tasks is {tasks.evaluation_tasks} with tasks.environment session: "
             "nothing here can play them; expected 0; set it"
         )
-    if tasks.file is not None or tasks.options:
-        given = "file" if tasks.file is not None else "options"
+    for given in ("file", "dataset", "options"):
+        if not getattr(tasks, given):
+            continue
         yield (
             f"tasks.{given} is set with tasks.environment session, whose tasks come with the "
             "sessions; leave it out"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from actors.deadline import within
@@ -33,41 +34,107 @@ from actors.environment.tasks import (
 from actors.environment.user_code import describe, location, root_cause
 from actors.types import Task
 from service.config.file import ConfigError
-from service.config.tree import Config
+from service.config.tree import Config, TasksSettings
 
 RESET_LIMIT_S = 60.0
 
 
-def open_tasks(config: Config) -> TaskSource:
-    """Open the task set. Raises: ConfigError when a file cannot be used."""
+def open_tasks(
+    config: Config,
+    *,
+    model_path: str | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> TaskSource:
+    """Open the task set.
+
+    Args: model_path: of the tokenizer by which prompts that are too long are left out, where the
+    environment tells a prompt by its data; None: none is left out. tell: is told how many were.
+    Raises: ConfigError when a file cannot be used, or has no prompt that fits.
+    """
     settings = config.tasks
-    if settings.file is None:
+    if settings.file is None and settings.dataset is None:
         return GeneratedTasks(settings.environment, run_seed=config.run.seed)
+    checks = {name: DataCheck(schema) for name, schema in data_schemas(config).items()}
+    key = "file" if settings.dataset is None else "dataset"
     try:
-        checks = {name: DataCheck(schema) for name, schema in data_schemas(config).items()}
-        tasks = (
-            read_tasks(settings.file, checks=checks)
-            if settings.columns is None
-            else read_data_set(
-                settings.file,
-                environment=settings.environment,
-                columns=settings.columns,
-                split=settings.split,
-                check=checks.get(settings.environment),
-            )
-        )
-        source = FileTasks(tasks, run_seed=config.run.seed, num_held_out=settings.evaluation_tasks)
+        tasks, held_out = _read(settings, checks)
     except BadTaskFile as error:
-        raise ConfigError(f"tasks.file: {error}") from error
-    except ValueError as error:
-        raise ConfigError(f"tasks.evaluation_tasks: {error}") from error
+        raise ConfigError(f"tasks.{key}: {error}") from error
     foreign = {task.environment for task in tasks} - {settings.environment}
     if foreign:
         raise ConfigError(
             f"tasks.file: {settings.file} holds tasks of {sorted(foreign)}, expected only "
             f"{settings.environment!r} (tasks.environment); split the file or change the setting"
         )
-    return source
+    if model_path is not None:
+        tasks = _fitting(config, tasks, model_path, tell)
+        held_out = held_out and _fitting(config, held_out, model_path, tell)
+    try:
+        return FileTasks(
+            tasks,
+            run_seed=config.run.seed,
+            num_held_out=settings.evaluation_tasks,
+            held_out=held_out,
+        )
+    except ValueError as error:
+        raise ConfigError(f"tasks.evaluation_tasks: {error}") from error
+
+
+def _read(
+    settings: TasksSettings, checks: Mapping[str, DataCheck]
+) -> tuple[list[Task], list[Task] | None]:
+    """The tasks, and those of a split for evaluations, if there is one. Raises: BadTaskFile."""
+    if settings.dataset is None:
+        assert settings.file is not None
+        return read_tasks(settings.file, checks=checks), None
+    read = partial(
+        read_data_set,
+        settings.dataset,
+        environment=settings.environment,
+        columns=settings.columns,
+        subset=settings.subset,
+        check=checks.get(settings.environment),
+    )
+    split = settings.evaluation_split
+    return read(split=settings.split), None if split is None else read(split=split)
+
+
+def _fitting(
+    config: Config, tasks: list[Task], model_path: str, tell: Callable[[str], None]
+) -> list[Task]:
+    """Those whose prompt leaves room for an answer. Raises: ConfigError."""
+    if (first_messages := _first_messages(config)) is None:
+        return tasks
+    renderer = _renderer(config, model_path)
+    room = config.model.max_context_tokens - config.rollouts.max_tokens_per_turn
+    fitting = []
+    for task in tasks:
+        try:
+            prompt = renderer.first_prompt(first_messages(task.data), ())
+        except RenderError as error:
+            raise ConfigError(
+                f"model: its chat template cannot render the prompt of {task.task_id}: {error}"
+            ) from error
+        if prompt.shape[0] <= room:
+            fitting.append(task)
+    told = (
+        f"{len(tasks) - len(fitting)} of {len(tasks)} prompts have more than {room} tokens "
+        "(model.max_context_tokens less rollouts.max_tokens_per_turn)"
+    )
+    if not fitting:
+        raise ConfigError(f"tasks.dataset: {told}; expected shorter ones, or a longer context")
+    if len(fitting) < len(tasks):
+        tell(f"{told} and are left out")
+    return fitting
+
+
+def _first_messages(
+    config: Config,
+) -> Callable[[Mapping[str, Any]], Sequence[Message]] | None:
+    """Tells a task's prompt by its data; None: the environment has to begin it."""
+    if not config.has_environment:
+        return None
+    return getattr(_maker(config)(), "first_messages", None)
 
 
 def data_schemas(config: Config) -> dict[str, dict[str, Any]]:
@@ -86,7 +153,13 @@ class _Exited(Exception):
 
 
 def check_prompt(config: Config, model_path: str, observation: Observation) -> None:
-    """The first prompt can be rendered, and leaves room for an answer. Raises: ConfigError."""
+    """The first prompt can be rendered, and leaves room for an answer. Raises: ConfigError.
+
+    Where prompts are known beforehand, one of them does: the others are left out.
+    """
+    if _first_messages(config) is not None:
+        open_tasks(config, model_path=model_path)
+        return
     num_prompt = _num_prompt_tokens(config, model_path, observation)
     room = config.model.max_context_tokens - num_prompt
     if room < config.rollouts.max_tokens_per_turn:
@@ -165,12 +238,20 @@ async def _begin(make_environment: Callable[[], Environment], task: Task) -> obj
 
 
 def _num_prompt_tokens(config: Config, model_path: str, observation: Observation) -> int:
+    try:
+        renderer = _renderer(config, model_path)
+        return int(renderer.first_prompt(observation.messages, observation.tools).shape[0])
+    except RenderError as error:
+        raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error
+
+
+def _renderer(config: Config, model_path: str) -> ChatRenderer:
+    """Raises: ConfigError."""
     options = config.rollouts.template_options
     try:
         tokenizer = load_tokenizer(model_path)
         _check_template_options(tokenizer, options)
-        renderer = ChatRenderer(tokenizer, template_options=options)
-        return int(renderer.first_prompt(observation.messages, observation.tools).shape[0])
+        return ChatRenderer(tokenizer, template_options=options)
     except (RenderError, OSError, ValueError, TypeError) as error:
         raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error
 

@@ -21,6 +21,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.deadline import poll
+from actors.environment.builtin.single_turn import SINGLE_TURN
+from actors.environment.reward_functions import module_of, names_of
 from service.config.file import ConfigError
 from service.config.tree import Config
 from service.launch.placement import Node, misfit
@@ -308,33 +310,35 @@ def check_places(config: Config, *, limit_s: float = 0.0) -> None:
 def shipped_files(config: Config, *, cwd: Path) -> dict[str, Any]:
     """What the processes of a run get on other nodes, as Ray's runtime environment.
 
-    The working directory goes along where the environment's module or the task file lies in it, and
-    a module that lies in another place of the import path by itself. What is installed is expected
+    The working directory goes along where a module of the user's or the tasks lie in it, and a
+    module that lies in another place of the import path by itself. What is installed is expected
     to be so on every node.
     """
-    module = _user_module(config.tasks.environment)
-    file = config.tasks.file
-    is_in_cwd = [path.resolve().is_relative_to(cwd) for path in (module, file) if path is not None]
-    if any(is_in_cwd):
+    modules = _user_modules(config)
+    place = config.tasks.place
+    paths = modules if place is None else [*modules, place]
+    if any(path.resolve().is_relative_to(cwd) for path in paths):
         # Ray leaves out what .gitignore names, too.
         return {"working_dir": str(cwd), "excludes": [".git", ".venv", "/runs", "/*/checkpoints"]}
-    return {"py_modules": [str(module)]} if module is not None else {}
+    return {"py_modules": [str(module) for module in modules]} if modules else {}
 
 
 def seen_from_afar(config: Config, *, cwd: Path) -> Config:
     """The configuration with paths that hold on other nodes, where the working directory differs.
 
-    A task file that travels with the working directory is named relative to it.
+    Tasks that travel with the working directory are named relative to it.
     """
-    file = config.tasks.file
-    if file is not None:
-        file = (cwd / file).resolve()
-        file = file.relative_to(cwd) if file.is_relative_to(cwd) else file
+    tasks = config.tasks
+    if (place := tasks.place) is not None:
+        place = (cwd / place).resolve()
+        place = place.relative_to(cwd) if place.is_relative_to(cwd) else place
+        is_file = tasks.dataset is None
+        tasks = replace(tasks, file=place) if is_file else replace(tasks, dataset=str(place))
     algorithm = config.algorithm
     critic = replace(algorithm.critic, model=_absolute(algorithm.critic.model, cwd))
     return replace(
         config,
-        tasks=replace(config.tasks, file=file),
+        tasks=tasks,
         algorithm=replace(algorithm, critic=critic, reference=_absolute(algorithm.reference, cwd)),
     )
 
@@ -346,10 +350,19 @@ def _absolute(model: str | None, cwd: Path) -> str | None:
     return str(directory)
 
 
-def _user_module(environment: str) -> Path | None:
-    """The package or file of "module:Class"; None where it is a name, or installed."""
-    name, colon, _ = environment.partition(":")
-    spec = find_spec(name.partition(".")[0]) if colon else None
+def _user_modules(config: Config) -> list[Path]:
+    """Of the environment and of reward functions."""
+    tasks = config.tasks
+    module, colon, _ = tasks.environment.partition(":")
+    names = [module] if colon else []
+    if tasks.environment == SINGLE_TURN:
+        names += [module_of(each) for each in names_of(tasks.options["reward"])]
+    return [path for name in names if (path := _user_module(name)) is not None]
+
+
+def _user_module(name: str) -> Path | None:
+    """The package or file of a module; None where it is installed."""
+    spec = find_spec(name.partition(".")[0])
     if spec is None:
         return None
     # A package's directory, or a module's file.

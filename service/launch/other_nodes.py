@@ -148,12 +148,15 @@ def _shared_paths(
                 digest=digest_of(witness),
                 roles=roles,
             )
-    if (file := config.tasks.file) is not None:
+    if (place := config.tasks.place) is not None:
+        files = [place] if place.is_file() else filter(Path.is_file, sorted(place.rglob("*")))
+        # One without a file in it was refused before.
+        witness = next(iter(files))
         yield SharedPath(
-            key="tasks.file",
-            path=file,
-            witness=file,
-            digest=digest_of(file),
+            key="tasks.file" if config.tasks.dataset is None else "tasks.dataset",
+            path=place,
+            witness=witness,
+            digest=digest_of(witness),
             roles=frozenset({Role.CONTROL}),
         )
 

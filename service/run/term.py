@@ -220,7 +220,12 @@ class Term:
             return
         self._recorder.training(str(self._pauses))
         assert self._pool is not None
-        tasks = await asyncio.to_thread(open_tasks, self._config)
+        notices: list[str] = []
+        tasks = await asyncio.to_thread(
+            open_tasks, self._config, model_path=self._model, tell=notices.append
+        )
+        for notice in notices:
+            self._recorder.notice(notice)
         if self._stop_asked.is_set():
             return
         self.evaluation_tasks = tasks.held_out(self._config.tasks.evaluation_tasks)

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from actors.environment.data_sets import read_data_set
+from actors.environment.task_data import DataCheck
 from actors.environment.tasks import BadTaskFile
 from actors.types import Task
 from service.config.file import ConfigError, parse_config
@@ -22,14 +24,25 @@ ROWS = [
     {"query": "Who?", "gold": [], "repo": "r.zip", "n": 2, "meta": {"k": []}},
 ]
 COLUMNS = {"question": "query", "files": "gold", "repository": "repo", "more": "meta"}
+ONLY = {**COLUMNS, "n": None}
 DATA = [
     {"question": "Where?", "files": ["a.py", "b.py"], "repository": "r.zip", "more": {"k": [1.5]}},
     {"question": "Who?", "files": [], "repository": "r.zip", "more": {"k": []}},
 ]
 
 
-def read(path: Path, *, columns: Mapping[str, str] = COLUMNS, split: str = "train") -> list[Task]:
-    return read_data_set(path, environment="code_search", columns=columns, split=split)
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the library keeps what it has read."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def read(
+    path: Path, *, columns: Mapping[str, str | None] = ONLY, split: str = "train", **options: Any
+) -> list[Task]:
+    return read_data_set(
+        str(path), environment="code_search", columns=columns, split=split, **options
+    )
 
 
 def jsonl(file: Path, rows: Sequence[Mapping[str, Any]] = ROWS) -> Path:
@@ -44,40 +57,32 @@ def parquet(file: Path, rows: Sequence[Mapping[str, Any]] = ROWS) -> Path:
     return file
 
 
-def saved(directory: Path, *shards: Sequence[Mapping[str, Any]]) -> Path:
-    """What datasets.save_to_disk writes, as its documented layout has it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    names = [f"data-{index:05}-of-{len(shards):05}.arrow" for index in range(len(shards))]
-    for name, rows in zip(names, shards, strict=True):
-        table = pa.Table.from_pylist(list(rows))
-        with pa.ipc.new_stream(str(directory / name), table.schema) as stream:
-            stream.write_table(table)
-    (directory / "dataset_info.json").write_text("{}")
-    state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
-    (directory / "state.json").write_text(json.dumps(state))
+def saved(directory: Path, **splits: Sequence[Mapping[str, Any]]) -> Path:
+    """As the library saves one data set, or several splits of one."""
+    made = {name: datasets.Dataset.from_list(list(rows)) for name, rows in splits.items()}
+    if len(made) == 1:
+        made.popitem()[1].save_to_disk(str(directory))
+    else:
+        datasets.DatasetDict(made).save_to_disk(str(directory))
     return directory
 
 
 def test_every_form_of_the_same_rows_gives_the_same_tasks(tmp_path: Path) -> None:
-    splits = tmp_path / "splits"
-    saved(splits / "train", ROWS[:1], ROWS[1:])
-    saved(splits / "test", ROWS[:1])
-    (splits / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    splits = saved(tmp_path / "splits", train=ROWS, test=ROWS[:1])
     hub = tmp_path / "hub"
     parquet(hub / "data" / "train-00000-of-00002.parquet", ROWS[:1])
     parquet(hub / "data" / "train-00001-of-00002.parquet", ROWS[1:])
     parquet(hub / "data" / "test-00000-of-00001.parquet", ROWS[:1])
-    parquet(hub / "data" / "hard_ones-00000-of-00001.parquet", ROWS[1:])
-    jsonl(hub / ".cache" / "train.jsonl", [{"other": 1}])
     (hub / "README.md").write_text("A data set.")
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     forms = [
         jsonl(tmp_path / "rows.jsonl"),
+        tmp_path / "rows.json",
         parquet(tmp_path / "rows.parquet"),
-        saved(tmp_path / "saved", ROWS),
+        saved(tmp_path / "saved", train=ROWS),
         splits,
         hub,
-        jsonl(tmp_path / "plain" / "rows.jsonl").parent,
-        jsonl(tmp_path / "folders" / "train" / "a.jsonl").parents[1],
+        jsonl(tmp_path / "plain" / "train.jsonl").parent,
     ]
     expected = read(forms[0])
     assert [task.data for task in expected] == DATA
@@ -85,7 +90,6 @@ def test_every_form_of_the_same_rows_gives_the_same_tasks(tmp_path: Path) -> Non
     for form in forms[1:]:
         assert read(form) == expected, form
     assert [task.data for task in read(hub, split="test")] == DATA[:1]
-    assert [task.data for task in read(hub, split="hard_ones")] == DATA[1:]
     assert [task.data for task in read(splits, split="test")] == DATA[:1]
     # The same rows in another order are the same tasks; the same row twice is two.
     turned = read(jsonl(tmp_path / "turned.jsonl", ROWS[::-1]))
@@ -94,9 +98,28 @@ def test_every_form_of_the_same_rows_gives_the_same_tasks(tmp_path: Path) -> Non
     assert ids == [expected[0].task_id, f"{ids[0]}-2", f"{ids[0]}-3"]
 
 
+def test_columns_that_are_not_mapped_keep_their_names_where_they_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("query,answer,seed\nWhat?,4,7\nWho?,5,8\n")
+    asked = {"columns": {"prompt": "query"}}
+    tasks = read(tmp_path / "rows.csv", **asked)
+    assert [(task.seed, task.data) for task in tasks] == [
+        (7, {"prompt": "What?", "answer": 4}),
+        (8, {"prompt": "Who?", "answer": 5}),
+    ]
+    properties = {"prompt": {"type": "string"}, "level": {}}
+    closed = DataCheck({"properties": properties, "additionalProperties": False})
+    tasks = read(tmp_path / "rows.csv", **asked, check=closed)
+    assert [task.data for task in tasks] == [{"prompt": "What?"}, {"prompt": "Who?"}]
+    needs = DataCheck({"properties": properties, "required": ["prompt"]})
+    with pytest.raises(BadTaskFile, match=r"prompt missing.*got the columns query, answer, seed"):
+        read(tmp_path / "rows.csv", columns={}, check=needs)
+
+
 def test_ids_and_seeds_come_from_columns_where_they_are_mapped(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "rows.jsonl")
-    tasks = read(file, columns={"task_id": "query", "seed": "n", "question": "query"})
+    others = dict.fromkeys(("gold", "repo", "meta"))
+    asked = {"task_id": "query", "seed": "n", "question": "query", **others}
+    tasks = read(file, columns=asked)
     assert [(task.task_id, task.seed) for task in tasks] == [("Where?", 1), ("Who?", 2)]
     assert [task.data for task in tasks] == [{"question": "Where?"}, {"question": "Who?"}]
 
@@ -104,39 +127,31 @@ def test_ids_and_seeds_come_from_columns_where_they_are_mapped(tmp_path: Path) -
 def test_what_cannot_be_used_is_told_with_what_is_there(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "rows.jsonl")
     table = parquet(tmp_path / "rows.parquet")
-    several = tmp_path / "several"
-    parquet(several / "en" / "train-00000-of-00001.parquet")
-    parquet(several / "de" / "train-00000-of-00001.parquet")
+    splits = saved(tmp_path / "splits", train=ROWS, test=ROWS)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "rows.csv").write_text("a,b")
+    (tmp_path / "rows.txt").write_text("a,b")
     odd = parquet(tmp_path / "odd.parquet", [{"query": b"\xff"}])
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1")
-    lying = saved(tmp_path / "lying", ROWS)
-    (lying / "state.json").write_text("{}")
-    question = {"question": "query"}
-    cases: list[tuple[Path, dict[str, Any], str]] = [
+    cases: list[tuple[Path | str, dict[str, Any], str]] = [
         (file, {"columns": {"question": "quest"}},
-         "line 1: column quest is missing, got gold, meta, n, query, repo"),
+         "column quest is missing, got gold, meta, n, query, repo"),
         (table, {"columns": {"question": "quest"}}, "got gold, meta, n, query, repo"),
-        (file, {"columns": {}}, "expected one or more"),
         (file, {"columns": {"task_id": "repo"}}, "a second time"),
         (file, {"columns": {"task_id": "gold"}}, "task_id: got a list"),
         (file, {"columns": {"seed": "query"}}, "seed: expected a whole number"),
-        (several, {}, r"several directories \(de, en\)"),
-        (several / "en", {"split": "dev"}, "got no split 'dev', expected one of train"),
-        (tmp_path / "empty", {}, "without .jsonl and .parquet"),
+        (splits, {"split": "dev"}, "got no split 'dev', expected one of train, test"),
+        (table.parent, {"split": "dev"}, "cannot be read"),
+        (tmp_path / "empty", {}, "cannot be read"),
         (tmp_path / "nowhere", {}, "not there"),
-        (tmp_path / "rows.csv", {}, "got suffix '.csv'"),
-        (odd, {"columns": question}, "no JSON"),
-        (broken, {"columns": question}, "cannot be read"),
-        (lying, {}, "save_to_disk"),
-        (jsonl(tmp_path / "none.jsonl", []), {}, "got no rows"),
-        (jsonl(tmp_path / "list.jsonl", [[1]]), {}, "got a list"),  # type: ignore[list-item]
+        (tmp_path / "rows.txt", {}, r"got suffix '\.txt'"),
+        (odd, {"columns": {}}, "no JSON"),
+        (broken, {}, "cannot be read"),
+        (jsonl(tmp_path / "none.jsonl", []), {}, "cannot be read|no rows"),
     ]  # fmt: skip
     for path, options, word in cases:
         with pytest.raises(BadTaskFile, match=word):
-            read(path, **options)
+            read(Path(path), **options)
 
 
 def test_a_configuration_maps_columns_for_any_environment(tmp_path: Path) -> None:
@@ -144,7 +159,7 @@ def test_a_configuration_maps_columns_for_any_environment(tmp_path: Path) -> Non
     tasks = {
         "environment": "code_search",
         "options": {"root": str(tmp_path)},
-        "file": str(file),
+        "dataset": str(file),
         "evaluation_tasks": 2,
     }
     tree = {"model": {"tiny": {}}, "tasks": {**tasks, "columns": COLUMNS}}
@@ -152,8 +167,27 @@ def test_a_configuration_maps_columns_for_any_environment(tmp_path: Path) -> Non
     asked = {source.task(index).data["question"] for index in range(4)}
     assert len(asked | {task.data["question"] for task in source.held_out(2)}) == 6
     tree = {**tree, "tasks": {**tasks, "columns": {"question": "quest"}}}
-    with pytest.raises(ConfigError, match=r"tasks\.file: .* column quest is missing, got gold"):
+    with pytest.raises(ConfigError, match=r"tasks\.dataset: .* column quest is missing, got gold"):
         open_tasks(parse_config(tree, source="test"))
     tree = {**tree, "tasks": {"environment": "guessing", "columns": COLUMNS}}
-    with pytest.raises(ConfigError, match=r"tasks\.columns is set without tasks\.file"):
+    with pytest.raises(ConfigError, match=r"tasks\.columns is set without tasks\.dataset"):
         parse_config(tree, source="test")
+
+
+def test_another_split_can_be_evaluated_on(tmp_path: Path) -> None:
+    rows = [{"query": f"q{n}", "gold": [], "repo": "r.zip"} for n in range(6)]
+    directory = saved(tmp_path / "splits", train=rows[:4], test=rows[4:])
+    tasks = {
+        "environment": "code_search",
+        "options": {"root": str(tmp_path)},
+        "dataset": str(directory),
+        "columns": {"question": "query", "files": "gold", "repository": "repo"},
+        "evaluation_split": "test",
+        "evaluation_tasks": 2,
+    }
+    source = open_tasks(parse_config({"model": {"tiny": {}}, "tasks": tasks}, source="test"))
+    assert {source.task(index).data["question"] for index in range(4)} == {"q0", "q1", "q2", "q3"}
+    assert {task.data["question"] for task in source.held_out(2)} == {"q4", "q5"}
+    tree = {"model": {"tiny": {}}, "tasks": {**tasks, "evaluation_tasks": 3}}
+    with pytest.raises(ConfigError, match="got 3 held-out tasks of a split of 2"):
+        open_tasks(parse_config(tree, source="test"))

@@ -1,0 +1,116 @@
+"""One prompt out of the data, one answer, and a user's functions that score it.
+
+A task's data are the columns of its row: `prompt`, a text or the messages of a chat, and whatever
+the functions want. The reward is the weighted sum of what they give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from actors.environment.protocol import (
+    Action,
+    Message,
+    Observation,
+    RewardError,
+    Role,
+    StepResult,
+)
+from actors.environment.reward_functions import RewardFunction, Score, load_functions
+from actors.environment.user_code import describe
+from actors.types import Task
+
+SINGLE_TURN = "single_turn"
+"""Its registered name."""
+
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": [Role.SYSTEM.value, Role.USER.value, Role.ASSISTANT.value]},
+        "content": {"type": "string"},
+    },
+    "required": ["role", "content"],
+}
+
+
+class SingleTurnEnvironment:
+    """One task's prompt and answer."""
+
+    data_schema: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {
+            "prompt": {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "array", "items": _MESSAGE, "minItems": 1},
+                ]
+            }
+        },
+        "required": ["prompt"],
+    }
+
+    def __init__(
+        self, reward: str | Sequence[str] | Mapping[str, float], system: str | None = None
+    ) -> None:
+        """reward: as `load_functions`. system: a message before every prompt; None: none.
+
+        Raises: BadRewardFunction.
+        """
+        self._functions = load_functions(reward)
+        self._system = system
+        self._columns: Mapping[str, Any] = {}
+
+    async def reset(self, task: Task) -> Observation:
+        for function in self._functions:
+            function.check(task.data)
+        self._columns = task.data
+        return Observation(messages=tuple(self.first_messages(task.data)))
+
+    def first_messages(self, data: Mapping[str, Any]) -> Sequence[Message]:
+        """Of a task with these data, without beginning it."""
+        prompt = data["prompt"]
+        chat = [{"role": Role.USER, "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [Message(role=Role(each["role"]), content=each["content"]) for each in chat]
+        if self._system is not None:
+            messages.insert(0, Message(role=Role.SYSTEM, content=self._system))
+        return messages
+
+    async def step(self, action: Action) -> StepResult:
+        """Raises: RewardError."""
+        try:
+            return await self._scored(action.text)
+        except RewardError as error:
+            raise RewardError(str(error), rescore=lambda: self._scored(action.text)) from error
+
+    async def _scored(self, completion: str) -> StepResult:
+        """Raises: RewardError."""
+        scores: dict[RewardFunction, Score] = {}
+        for function in self._functions:
+            try:
+                score = await function.score(completion, self._columns)
+            except RewardError:
+                raise
+            except Exception as error:
+                # The user's own code: any type can come, and the score is missing, not the answer.
+                raise RewardError(f"{function.name} raised {describe(error)}") from error
+            if score is not None:
+                scores[function] = score
+        if not scores:
+            raise RewardError("none of the reward functions gave a number for this answer")
+        return StepResult(
+            reward=sum(function.weight * score.value for function, score in scores.items()),
+            reward_components=self._components(scores),
+            terminated=True,
+        )
+
+    def _components(self, scores: Mapping[RewardFunction, Score]) -> dict[str, float]:
+        """An only function's parts as they are; of several each one's value, and its parts."""
+        if len(self._functions) == 1:
+            return dict(scores[self._functions[0]].parts)
+        found = {function.name: score.value for function, score in scores.items()}
+        for function, score in scores.items():
+            found |= {f"{function.name}.{name}": value for name, value in score.parts.items()}
+        return found
+
+    async def close(self) -> None: ...

@@ -1,0 +1,174 @@
+"""Reward functions of both signatures, by the environment that calls them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from actors.environment.protocol import Action, RewardError, Role
+from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.environment.reward_functions import BadRewardFunction, load_functions, module_of
+from actors.types import Task
+
+MODULE = """
+import asyncio
+
+seen = []
+
+def exact(completion, answer, **columns):
+    seen.append(columns)
+    return float(completion == answer)
+
+async def slow(completion, answer):
+    await asyncio.sleep(0)
+    return len(completion) == len(answer)
+
+def parts(completion, prompt):
+    return {"short": 0.5, "polite": 0.25}
+
+def trl(completions, answer, **kwargs):
+    seen.append(kwargs)
+    return [1.0 if text == right else 0.0 for text, right in zip(completions, answer)]
+
+def trl_chat(prompts, completions, **kwargs):
+    ((message,),) = completions
+    assert message["role"] == "assistant" and prompts[0][-1]["role"] == "user"
+    return [len(message["content"])]
+
+def silent(completions):
+    return [None]
+
+def nan(completion):
+    return float("nan")
+
+def words(completion):
+    return "good"
+
+def fails(completion):
+    raise KeyError("x")
+
+def needs_ids(completions, completion_ids):
+    return [0.0]
+
+def other(text):
+    return 0.0
+
+not_callable = 3
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = tmp_path_factory.mktemp("rewards")
+    (directory / "rewards_of_test.py").write_text(MODULE)
+    sys.path.insert(0, str(directory))
+    import rewards_of_test
+
+    yield rewards_of_test
+    sys.path.remove(str(directory))
+
+
+async def play(
+    reward: Any, text: str, *, system: str | None = None, **data: Any
+) -> tuple[float, dict[str, float]]:
+    environment = resolve("single_turn", {"reward": named(reward), "system": system})()
+    start = await environment.reset(Task(task_id="t", environment="single_turn", seed=0, data=data))
+    assert start.messages[-1].role is Role.USER
+    assert (start.messages[0].role is Role.SYSTEM) == (system is not None)
+    result = await environment.step(Action(text=text))
+    assert result.terminated
+    return result.reward, dict(result.reward_components)
+
+
+def named(reward: Any) -> Any:
+    if isinstance(reward, dict):
+        return {f"rewards_of_test.py:{name}": weight for name, weight in reward.items()}
+    if isinstance(reward, list):
+        return [f"rewards_of_test:{name}" for name in reward]
+    return f"rewards_of_test.py:{reward}"
+
+
+async def test_a_function_gets_the_answer_and_the_columns_that_it_names(module: Any) -> None:
+    module.seen.clear()
+    asked: dict[str, Any] = {"prompt": "2 + 2", "answer": "4", "level": 3}
+    assert await play("exact", "4", **asked) == (1.0, {})
+    assert await play("exact", "5", **asked) == (0.0, {})
+    assert module.seen[0] == {"prompt": "2 + 2", "level": 3}
+    assert await play("slow", "5", **asked) == (1.0, {})
+    assert await play("parts", "5", **asked) == (0.75, {"short": 0.5, "polite": 0.25})
+
+
+async def test_trls_signature_is_taken_as_it_is(module: Any) -> None:
+    module.seen.clear()
+    assert await play("trl", "4", prompt="2 + 2", answer="4", level=3) == (1.0, {})
+    assert module.seen == [{"level": [3], "prompts": ["2 + 2"]}]
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}]
+    environment = resolve("single_turn", {"reward": named("trl_chat")})()
+    task = Task(task_id="t", environment="single_turn", seed=0, data={"prompt": chat})
+    start = await environment.reset(task)
+    assert [message.content for message in start.messages] == ["Be brief.", "2 + 2"]
+    assert (await environment.step(Action(text="four"))).reward == 4.0
+
+
+async def test_several_functions_are_summed_by_their_weights() -> None:
+    asked: dict[str, Any] = {"prompt": "2 + 2", "answer": "4"}
+    found = await play({"exact": 2.0, "parts": -1.0}, "4", system="Calculate.", **asked)
+    assert found == (
+        2.0 - 0.75,
+        {"exact": 1.0, "parts": 0.75, "parts.short": 0.5, "parts.polite": 0.25},
+    )
+    # One that has nothing to say changes nothing.
+    assert await play(["exact", "silent"], "4", **asked) == (1.0, {"exact": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("nan", "nan gave nan, expected a finite number"),
+        ("words", "words gave 'good', expected a finite number"),
+        ("fails", "fails raised KeyError"),
+        ("silent", "none of the reward functions"),
+    ],
+)
+async def test_a_score_that_cannot_be_had_is_never_zero(reward: str, words: str) -> None:
+    with pytest.raises(RewardError, match=words) as raised:
+        await play(reward, "4", prompt="2 + 2")
+    assert raised.value.rescore is not None
+    with pytest.raises(RewardError, match=words):
+        await raised.value.rescore()
+
+
+async def test_what_a_function_needs_is_a_column() -> None:
+    with pytest.raises(ValueError, match="exact needs answer, got the columns prompt, result"):
+        await play("exact", "4", prompt="2 + 2", result="4")
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("needs_ids", "needs completion_ids, which a trainer alone has"),
+        ("other", r"takes \(text\), expected an argument completion"),
+        ("not_callable", "is a int, expected a function"),
+        ("missing", "has no attribute 'missing'"),
+        ([], "got no function"),
+        ({"exact": float("inf")}, "the weight of .* is inf"),
+        ({"exact": True}, "the weight of .* is True"),
+    ],
+)
+def test_what_is_no_reward_function_is_refused_before_the_start(reward: Any, words: str) -> None:
+    with pytest.raises(BadEnvironmentOptions, match=words):
+        resolve("single_turn", {"reward": named(reward)})
+
+
+def test_a_file_is_the_module_of_its_path() -> None:
+    assert module_of("my.py:score") == "my"
+    assert module_of("./rewards/my.py:score") == "rewards.my"
+    assert module_of("package.module:score") == "package.module"
+    for text in ("my.py", ":score", "/tmp/my.py:score", "../my.py:score", "my.py:"):
+        with pytest.raises(BadRewardFunction, match=r"expected FILE\.py:FUNCTION below"):
+            module_of(text)
+    with pytest.raises(BadRewardFunction, match="the name of two functions"):
+        load_functions(["rewards_of_test:exact", "rewards_of_test.py:exact"])
