@@ -19,7 +19,8 @@ from actors.limits import MAX_SEED
 from service.access.keys import KeyLimits, Scope
 from service.api.settings import KEY_VARIABLE, checked_service
 from service.cli.outlet import escape_unencodable, say
-from service.config.file import ConfigError, describe_config, load_config
+from service.config.file import ConfigError, describe_config, load_config, parse_config
+from service.config.quick_start import quick_tree, tasks_of
 from service.config.tree import Config, TinyModelSettings
 from service.launch.signals import EXIT_INTERRUPTED, stop_signals
 from service.store.errors import StoreError
@@ -44,6 +45,10 @@ app.add_typer(keys_app, name="keys")
 EXIT_REFUSED = 2
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file")]
+MaybeConfigPath = Annotated[
+    Path | None,
+    typer.Argument(metavar="CONFIG", help="a YAML file; with --resume: default: the run's own"),
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="such as run.steps=10")
 ]
@@ -62,9 +67,20 @@ TaskFile = Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")]
 @app.command("train", help="Train by CONFIG until its last step, and write a report.")
 def start(
     context: typer.Context,
-    config: ConfigPath,
+    config: MaybeConfigPath = None,
     model: Annotated[
         str | None, typer.Option(help="directory or hub name, in place of the configuration's")
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="play its prompts: JSONL, JSON, CSV, Parquet, a directory, or a hub name",
+        ),
+    ] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE.py:FUNCTION", help="score each answer by it; several are added"),
     ] = None,
     address: Annotated[
         str | None, typer.Option(help="join this Ray cluster instead of starting a local one")
@@ -98,8 +114,14 @@ def start(
     is_local, api = address is None, None
     with stop_signals() as signals:
         try:
-            settings = load_config(config, _with_model(overrides or [], model))
             new_run, resumed = _path("--run-dir", run_dir), _path("--resume", resume)
+            settings = _configuration(
+                config or (resumed and _own_config(resumed)),
+                dataset=dataset,
+                rewards=reward or [],
+                model=model,
+                overrides=overrides or [],
+            )
             if take_over and resumed is None:
                 raise ConfigError("--take-over: got no --resume, expected the run to take; name it")
             if new_run is not None and resumed is not None:
@@ -180,6 +202,43 @@ def _check_machine_and_files(
             # It can be made; a refusal that comes later leaves nothing behind.
             pass
     check_model_sources(config)
+
+
+def _configuration(
+    file: Path | None,
+    *,
+    dataset: str | None,
+    rewards: list[str],
+    model: str | None,
+    overrides: list[str],
+) -> Config:
+    """The file's, or one that is made for a data set and its reward. Raises: ConfigError."""
+    tasks = tasks_of(dataset, rewards)
+    given = [f"tasks.{key}={json.dumps(value)}" for key, value in tasks.items()]
+    if file is not None:
+        if dataset is not None:
+            given.append("tasks.file=null")
+        return load_config(file, _with_model([*given, *overrides], model))
+    if dataset is None or not rewards:
+        raise ConfigError(
+            "got no CONFIG, expected a YAML file, or --dataset DATA with --reward "
+            "FILE.py:FUNCTION, or --resume RUN_DIR"
+        )
+    has_gpu = Path("/dev/nvidia0").exists()
+    tree = {**quick_tree(dataset, model=model, has_gpu=has_gpu), "tasks": tasks}
+    return parse_config(tree, source="for --dataset and --reward", overrides=overrides)
+
+
+def _own_config(resumed: Path) -> Path:
+    """Raises: ConfigError."""
+    from service.launch.run_dir import RunDir
+
+    file = RunDir(path=resumed).config_file
+    if not file.is_file():
+        raise ConfigError(
+            f"--resume {resumed}: got no {file.name} in it, expected a run's directory; correct it"
+        )
+    return file
 
 
 def _with_model(overrides: list[str], model: str | None) -> list[str]:

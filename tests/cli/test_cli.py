@@ -74,6 +74,9 @@ def test_what_names_no_place_or_a_wrong_one_is_refused_before_the_heavy_imports(
     config = str(small_config(tmp_path))
     (tmp_path / "link").symlink_to("nowhere")
     expected = {
+        ("train",): "got no CONFIG",
+        ("train", "--reward", "my.py:score"): "got no CONFIG",
+        ("train", "--resume", str(tmp_path / "no")): "got no config.yaml in it",
         ("train", "nofile.yaml"): "nofile.yaml is not there",
         ("train", config, "--run-dir", ""): "expected",
         ("train", config, "--run-dir", "/proc/foo"): "expected",

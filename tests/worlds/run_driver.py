@@ -238,7 +238,7 @@ class Run:
 
 @contextlib.contextmanager
 def running(
-    config: Path,
+    config: Path | None,
     run_dir: Path,
     arguments: Sequence[str] = (),
     *,
@@ -248,14 +248,15 @@ def running(
 ) -> Iterator[Run]:
     """Start a run; whatever happens, nothing of it is left alive at the end.
 
-    entrance: what stands before the command, to run it on another node.
+    config: None: the arguments say what is played, or the run that is resumed. entrance: what
+    stands before the command, to run it on another node.
     """
     where = ["--resume", str(run_dir)] if "--resume" in arguments else ["--run-dir", str(run_dir)]
     rest = [argument for argument in arguments if argument != "--resume"]
     # A command that enters another mount namespace begins in that one's root.
     place = [*entrance, "env", f"--chdir={cwd}"] if entrance else []
     program = [*place, sys.executable, "-m", "service.cli.main", command]
-    line = [*program, str(config), *where, *rest]
+    line = [*program, *([] if config is None else [str(config)]), *where, *rest]
     output = run_dir.parent / f"{run_dir.name}.out"
     printed_before = len(output.read_text()) if output.exists() else 0
     with output.open("a") as file:

@@ -1,0 +1,51 @@
+"""The configuration that `rayloom train --dataset … --reward …` begins with, without a file; pure.
+
+It is a tree as a file has it, to be laid over by `--set`. Where there is no model, the tiny one is
+built; beside a GPU engine and trainer share one.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from actors.environment.builtin.single_turn import SINGLE_TURN
+
+# Of a model that somebody has trained; the tiny one takes the settings' own default.
+_LEARNING_RATE = 1e-6
+
+
+def tasks_of(dataset: str | None, rewards: list[str]) -> dict[str, Any]:
+    """The section `tasks` of a data set and reward functions; either may be left out."""
+    tasks: dict[str, Any] = {} if dataset is None else {"dataset": dataset}
+    if rewards:
+        functions = rewards[0] if len(rewards) == 1 else rewards
+        tasks |= {"environment": SINGLE_TURN, "options": {"reward": functions}}
+    return tasks
+
+
+def quick_tree(dataset: str, *, model: str | None, has_gpu: bool) -> dict[str, Any]:
+    """All but the section `tasks`.
+
+    Args: dataset: whose name the run gets. model: a directory or a hub's name; None: the tiny one.
+    """
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(dataset).stem).strip("-.") or "run"
+    tree: dict[str, Any] = {
+        "run": {"name": name[:64]},
+        "model": {"tiny": {}} if model is None else {"path": model},
+        "rollouts": {"max_turns": 1, "max_tokens_per_turn": 64 if model is None else 512},
+        "trainer": {"num_ranks": 1},
+    }
+    if model is not None:
+        tree["trainer"] |= {"learning_rate": _LEARNING_RATE}
+    if has_gpu:
+        tree["model"] |= {"dtype": "bfloat16"}
+        tree["inference"] = {"gpus_per_replica": 0.5, "gpu_memory_fraction": 0.4}
+        tree["trainer"] |= {
+            "device": "cuda",
+            "gpus_per_rank": 0.5,
+            "dtype": "bfloat16",
+            "gradient_checkpointing": True,
+        }
+    return tree

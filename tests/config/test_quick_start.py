@@ -1,0 +1,99 @@
+"""A run from a data set and a reward function, without a configuration's file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+
+from service.cli.main import _configuration
+from service.config.file import ConfigError
+from service.config.quick_start import quick_tree, tasks_of
+from service.config.tasks import check_prompt, first_observation, open_tasks
+from service.config.tree import Config
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "quick_rewards.py").write_text(
+        "def score(completion, answer):\n    return float(completion == answer)\n"
+    )
+    rows = [{"prompt": f"{number} + 1", "answer": str(number + 1)} for number in range(20)]
+    file = tmp_path / "My sums (1).jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def asked(data: str | None, *overrides: str, file: Path | None = None) -> Config:
+    return _configuration(
+        file,
+        dataset=data,
+        rewards=["quick_rewards.py:score"],
+        model=None,
+        overrides=["tasks.evaluation_tasks=4", *overrides],
+    )
+
+
+def test_a_data_set_and_a_function_are_enough(data: str) -> None:
+    config = asked(data, "run.steps=7")
+    assert (config.run.name, config.run.steps, config.rollouts.max_turns) == ("My-sums-1", 7, 1)
+    assert config.tasks.options == {"reward": "quick_rewards.py:score"}
+    tasks = open_tasks(config)
+    assert len({tasks.task(index).task_id for index in range(16)}) == 16
+    assert first_observation(config).messages[0].content == f"{tasks.task(0).data['prompt']}"
+
+
+def test_they_are_laid_over_a_file(tmp_path: Path, data: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model: {tiny: {}}\nrun: {steps: 3}\ntasks: {environment: guessing, file: t.jsonl}\n"
+    )
+    config = asked(data, file=file)
+    assert (config.run.steps, config.tasks.environment, config.tasks.file) == (
+        3, "single_turn", None,
+    )  # fmt: skip
+
+
+def test_what_a_function_needs_is_told_before_the_start(data: str) -> None:
+    config = asked(data, "tasks.columns={result: answer}")
+    with pytest.raises(ConfigError, match="score needs answer, got the columns prompt, result"):
+        first_observation(config)
+    config = asked(data, "tasks.columns={prompt: null}")
+    with pytest.raises(ConfigError, match=r"prompt missing.*got the columns prompt, answer"):
+        open_tasks(config)
+
+
+def test_a_model_of_ones_own_is_trained_gently_and_a_gpu_is_shared() -> None:
+    tree = quick_tree("org/set", model="org/model", has_gpu=True)
+    assert tree["model"] == {"path": "org/model", "dtype": "bfloat16"}
+    assert tree["trainer"]["learning_rate"] == 1e-6 and tree["trainer"]["device"] == "cuda"
+    assert tree["inference"]["gpus_per_replica"] + tree["trainer"]["gpus_per_rank"] == 1
+    assert "inference" not in quick_tree("d.csv", model=None, has_gpu=False)
+    assert tasks_of("d.csv", ["a.py:f", "b.py:g"])["options"] == {"reward": ["a.py:f", "b.py:g"]}
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_counted(
+    tmp_path: Path, data: str, small_model: str
+) -> None:
+    rows = [{"prompt": "How much? " * number, "answer": "1"} for number in (1, 2, 3, 100, 200)]
+    file = tmp_path / "lengths.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = ["model.max_context_tokens=128", "rollouts.max_tokens_per_turn=32"]
+    config = asked(str(file), *sizes, "tasks.evaluation_tasks=1")
+    told: list[str] = []
+    tasks = open_tasks(config, model_path=small_model, tell=told.append)
+    played = [tasks.task(0), tasks.task(1), *tasks.held_out(1)]
+    assert {len(task.data["prompt"]) for task in played} == {10, 20, 30}
+    assert told == [
+        "2 of 5 prompts have more than 96 tokens (model.max_context_tokens less "
+        "rollouts.max_tokens_per_turn) and are left out"
+    ]
+    check_prompt(config, small_model, first_observation(config))
+    config = asked(str(file), "model.max_context_tokens=33", "rollouts.max_tokens_per_turn=32")
+    with pytest.raises(ConfigError, match="5 of 5 prompts have more than 1 tokens"):
+        check_prompt(config, small_model, first_observation(config))
