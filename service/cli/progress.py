@@ -73,7 +73,9 @@ class ProgressState:
         lines: list[StoryLine] = []
         for record in status.records:
             self._add_step(record)
-            lines.append(StoryLine(text=step_line(record, status.steps)))
+            lines.append(
+                StoryLine(text=step_line(record, status.steps, left_s=self._left_s(record)))
+            )
         for evaluation in status.evaluations:
             if evaluation.is_scheduled:
                 self.first_evaluation = self.first_evaluation or evaluation
@@ -104,8 +106,7 @@ class ProgressState:
         """The steps that are left at the median pace of the last ones; None before the first."""
         if self.status is None or not self.recent or self.status.is_done:
             return None
-        pace = statistics.median(record.stages.total for record in self.recent)
-        return pace * max(0, self.status.steps - self.status.step)
+        return self._pace_s * max(0, self.status.steps - self.status.step)
 
     @property
     def rates(self) -> Rates | None:
@@ -126,6 +127,16 @@ class ProgressState:
         return StageSeconds(
             **{name: statistics.fmean(stages[name] for stages in shown) for name in shown[0]}
         )
+
+    @property
+    def _pace_s(self) -> float:
+        return statistics.median(record.stages.total for record in self.recent)
+
+    def _left_s(self, record: StepRecord) -> float | None:
+        """After a step; None after the last one."""
+        assert self.status is not None
+        num_left = self.status.steps - record.step
+        return self._pace_s * num_left if num_left > 0 else None
 
     def _add_step(self, record: StepRecord) -> None:
         if self.recent and record.step <= self.recent[-1].step:

@@ -19,6 +19,7 @@ from actors.types import Outcome, TrajectorySummary
 from service import units
 
 MAX_OUTCOMES = 4
+LINE_WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,33 +203,53 @@ def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
     return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
 
 
-def step_line(record: StepRecord, steps: int) -> str:
-    """One step as a person reads it; what was not measured is left out. steps: planned ones.
+def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) -> str:
+    """One step as a person reads it, in LINE_WIDTH characters; what was not measured is left out.
 
-    Example: step  12/120  v12   reward 0.41 (best 1)  age 0  loss +0.0120  k3  2e-9   3.1k tok/s
-    1.4 s (collect 0.8, merge 0.0, train 0.4, publish 0.1)  256 rollouts: 250 completed, 6 max_turns
+    Args: steps: planned ones. left_s: seconds until the last of them; None: not known.
+    Example: step  12/120  reward 0.41  loss 0.012  k3 2e-9  3.1k tok/s  1.4 s (collect 0.8)
+    256 rollouts, 6 max_turns  4 min left
     """
     width = len(str(steps))
+    # The least important go first where the line is too long.
     parts = [
-        f"step {record.step:>{width}}/{steps}",
-        f"v{record.policy_version:<{width}}",
-        _reward(record, record.value("scaled_reward_mean")),
-        f"age {record.policy_age_max}",
+        (9, f"step {record.step:>{width}}/{steps}"),
+        (9, f"reward {units.reward(record.best_known_reward)}"),
     ]
+    if record.policy_age_max:
+        parts.append((4, f"age {record.policy_age_max}"))
+    if record.policy_version != record.step:
+        parts.insert(1, (5, f"v{record.policy_version}"))
     if (loss := record.value("loss")) is not None:
-        parts.append(f"loss {units.fixed(loss, decimals=4, sign='+')}")
+        parts.append((2, f"loss {units.significant(loss, digits=3)}"))
     if (k3 := record.value("mismatch_k3_mean")) is not None:
-        parts.append(f"k3 {units.significant(k3, digits=1):>5}")
-    seconds = record.stages.total
-    if seconds > 0:
-        stages = {name: value for name, value in record.stages.by_name().items() if value > 0}
-        listed = ", ".join(f"{name} {value:.1f}" for name, value in stages.items())
-        parts.append(f"{units.short_count(round(record.num_sampled_tokens / seconds)):>5} tok/s")
-        parts.append(f"{units.duration(seconds):>5} ({listed})")
-    parts.append(_rollouts(record.num_trajectories, record.outcomes))
+        parts.append((1, f"k3 {units.significant(k3, digits=1)}"))
+    if (seconds := record.stages.total) > 0:
+        rate = units.short_count(round(record.num_sampled_tokens / seconds))
+        slowest, its_s = max(record.stages.by_name().items(), key=lambda item: item[1])
+        parts += [
+            (3, f"{rate} tok/s"),
+            (6, f"{units.duration(seconds)} ({slowest} {its_s:.1f})"),
+        ]
+    parts.append((7, _rollouts(record.num_trajectories, record.outcomes)))
     if record.is_skipped:
-        parts.append("update skipped: not finite")
-    return "  ".join(parts)
+        parts.append((9, "update skipped: not finite"))
+    if left_s is not None:
+        # Seconds of hours are not known.
+        whole_s = left_s if left_s < 60 else 60 * round(left_s / 60)
+        parts.append((8, f"{units.duration(whole_s).removesuffix(' 00 s')} left"))
+    return _fitting(parts)
+
+
+def _fitting(parts: Sequence[tuple[int, str]]) -> str:
+    """As many of the parts, by their importance, as LINE_WIDTH holds; the most important always."""
+    kept = list(parts)
+    while len(line := "  ".join(text for _, text in kept)) > LINE_WIDTH:
+        least = min(kept, key=lambda part: part[0])
+        if least[0] == max(kept)[0]:
+            break
+        kept.remove(least)
+    return line
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
@@ -252,12 +273,13 @@ def _reward(record: StepRecord | EvaluationRecord, scaled: float | None) -> str:
 
 
 def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
-    ordered = sorted((item for item in outcomes.items() if item[1]), key=lambda item: -item[1])
+    """Named are those that did not complete."""
+    others = {name: number for name, number in outcomes.items() if name != Outcome.COMPLETED}
+    ordered = sorted((item for item in others.items() if item[1]), key=lambda item: -item[1])
     named = [f"{number} {name}" for name, number in ordered[:MAX_OUTCOMES]]
     if rest := sum(number for _, number in ordered[MAX_OUTCOMES:]):
         named.append(f"{rest} other" if rest == 1 else f"{rest} others")
-    head = f"{count} rollout" if count == 1 else f"{count} rollouts"
-    return f"{head}: {', '.join(named)}" if named else head
+    return ", ".join([units.plural(count, "rollout"), *named])
 
 
 def _mean(values: Sequence[float]) -> float | None:

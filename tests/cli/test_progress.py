@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from rich.console import Console
 from worlds.record_builders import START, evaluation_record, status_of, step_record, unmeasured_step
 
 from actors.trajectory_queue.ledger import LedgerCounts
+from actors.types import Outcome
 from service import units
 from service.cli.display import (
     STAGE_STYLES,
@@ -35,19 +37,39 @@ def lines_of(statuses: list[RunStatus]) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_step_line_tells_the_step_on_one_line() -> None:
+def test_step_line_tells_the_step_on_one_line_and_how_long_is_left() -> None:
     record = step_record(12, scaled_reward_mean=0.412, mismatch_k3_mean=2e-9)
-    assert step_line(record, 120) == (
-        "step  12/120  v12   reward 0.41 (best 1)  age 0  loss +0.0100  k3  2e-9    267 tok/s"
-        "  1.5 s (collect 0.8, merge 0.1, train 0.5, publish 0.1)"
-        "  16 rollouts: 14 completed, 2 max_turns"
+    assert step_line(record, 120, left_s=252.4) == (
+        "step  12/120  reward 0.41  loss 0.01  k3 2e-9  267 tok/s  1.5 s (collect 0.8)"
+        "  16 rollouts, 2 max_turns  4 min left"
     )
+    aged = step_record(12, scaled_reward_mean=0.412, policy_version=13, policy_age_max=1)
+    line = step_line(aged, 120, left_s=40)
+    assert "v13  reward 0.41  age 1" in line and line.endswith("40 s left")
+    assert step_line(record, 120, left_s=3700).endswith("1 h 02 min left")
 
 
 def test_step_line_leaves_out_what_was_not_measured() -> None:
-    assert step_line(unmeasured_step(3), 9) == (
-        f"step 3/9  v3  reward {units.UNKNOWN}  age 0  0 rollouts"
+    assert step_line(unmeasured_step(3), 9) == (f"step 3/9  reward {units.UNKNOWN}  0 rollouts")
+
+
+@given(
+    st.integers(1, 10**6),
+    st.floats(-1e9, 1e9),
+    st.dictionaries(st.sampled_from(list(Outcome)), st.integers(0, 10**5), max_size=8),
+    st.floats(0, 1e7),
+)
+def test_a_step_line_fits_120_columns_whatever_happens(
+    step: int, reward: float, outcomes: dict[Outcome, int], left_s: float
+) -> None:
+    record = replace(
+        step_record(step, scaled_reward_mean=reward, mismatch_k3_mean=1e-12, loss=-123456.7),
+        outcomes=outcomes,
+        num_trajectories=sum(outcomes.values()),
+        policy_version=step + 1,
     )
+    line = step_line(record, 10**6, left_s=left_s)
+    assert len(line) <= 120 and line.endswith("left") and line.startswith("step")
 
 
 def test_step_line_says_that_an_update_was_skipped() -> None:
