@@ -1,0 +1,17 @@
+"""Scores of a number, for docs/reward-functions.md."""
+
+from __future__ import annotations
+
+
+def score(completion: str, answer: str) -> dict[str, float]:
+    """1 for the right one; a tenth for any number."""
+    said = completion.strip()
+    return {"right": float(said == answer), "number": 0.1 * said.isdigit()}
+
+
+def as_trl_has_it(completions: list[str], answer: list[str], **columns: object) -> list[float]:
+    """The same for TRL's trainers, without parts."""
+    said = [completion.strip() for completion in completions]
+    return [
+        (text == right) + 0.1 * text.isdigit() for text, right in zip(said, answer, strict=True)
+    ]
