@@ -225,7 +225,8 @@ def _configuration(
             "FILE.py:FUNCTION, or --resume RUN_DIR"
         )
     has_gpu = Path("/dev/nvidia0").exists()
-    tree = {**quick_tree(dataset, model=model, has_gpu=has_gpu), "tasks": tasks}
+    tree = quick_tree(dataset, model=model, has_gpu=has_gpu)
+    tree["tasks"] = {"evaluation_tasks": 0, **tasks}
     return parse_config(tree, source="for --dataset and --reward", overrides=overrides)
 
 

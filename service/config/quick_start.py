@@ -7,13 +7,32 @@ built; beside a GPU engine and trainer share one.
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from actors.environment.builtin.single_turn import SINGLE_TURN
 
-# Of a model that somebody has trained; the tiny one takes the settings' own default.
+# Of a model that somebody has trained.
 _LEARNING_RATE = 1e-6
+# What the tiny model learns by: deploy/configs/guessing-cpu.yaml says why.
+_TINY: dict[str, Any] = {
+    "model": {"tiny": {}},
+    "rollouts": {"max_turns": 1, "max_tokens_per_turn": 16},
+    "algorithm": {
+        "scale": "none",
+        "loss": {"kl": {"coefficient": 0.01, "estimator": "k3"}},
+        "minibatches": 2,
+    },
+    "inference": {"enforce_eager": True, "max_num_seqs": 256},
+    "trainer": {
+        "num_ranks": 1,
+        "learning_rate": 6e-4,
+        "warmup_updates": 20,
+        "betas": [0.9, 0.99],
+        "adam_epsilon": 1e-5,
+    },
+}
 
 
 def tasks_of(dataset: str | None, rewards: list[str]) -> dict[str, Any]:
@@ -31,14 +50,15 @@ def quick_tree(dataset: str, *, model: str | None, has_gpu: bool) -> dict[str, A
     Args: dataset: whose name the run gets. model: a directory or a hub's name; None: the tiny one.
     """
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(dataset).stem).strip("-.") or "run"
+    named = {"run": {"name": name[:64]}}
+    if model is None:
+        return {**deepcopy(_TINY), **named}
     tree: dict[str, Any] = {
-        "run": {"name": name[:64]},
-        "model": {"tiny": {}} if model is None else {"path": model},
-        "rollouts": {"max_turns": 1, "max_tokens_per_turn": 64 if model is None else 512},
-        "trainer": {"num_ranks": 1},
+        **named,
+        "model": {"path": model},
+        "rollouts": {"max_turns": 1, "max_tokens_per_turn": 512},
+        "trainer": {"num_ranks": 1, "learning_rate": _LEARNING_RATE},
     }
-    if model is not None:
-        tree["trainer"] |= {"learning_rate": _LEARNING_RATE}
     if has_gpu:
         tree["model"] |= {"dtype": "bfloat16"}
         tree["inference"] = {"gpus_per_replica": 0.5, "gpu_memory_fraction": 0.4}

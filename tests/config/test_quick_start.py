@@ -35,7 +35,7 @@ def asked(data: str | None, *overrides: str, file: Path | None = None) -> Config
         dataset=data,
         rewards=["quick_rewards.py:score"],
         model=None,
-        overrides=["tasks.evaluation_tasks=4", *overrides],
+        overrides=list(overrides),
     )
 
 
@@ -44,19 +44,21 @@ def test_a_data_set_and_a_function_are_enough(data: str) -> None:
     assert (config.run.name, config.run.steps, config.rollouts.max_turns) == ("My-sums-1", 7, 1)
     assert config.tasks.options == {"reward": "quick_rewards.py:score"}
     tasks = open_tasks(config)
-    assert len({tasks.task(index).task_id for index in range(16)}) == 16
+    assert len({tasks.task(index).task_id for index in range(20)}) == 20
     assert first_observation(config).messages[0].content == f"{tasks.task(0).data['prompt']}"
 
 
 def test_they_are_laid_over_a_file(tmp_path: Path, data: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
-        "model: {tiny: {}}\nrun: {steps: 3}\ntasks: {environment: guessing, file: t.jsonl}\n"
+        "model: {tiny: {}}\nrun: {steps: 3}\n"
+        "tasks: {environment: guessing, file: t.jsonl, evaluation_tasks: 5}\n"
     )
     config = asked(data, file=file)
     assert (config.run.steps, config.tasks.environment, config.tasks.file) == (
         3, "single_turn", None,
     )  # fmt: skip
+    assert config.tasks.evaluation_tasks == 5
 
 
 def test_what_a_function_needs_is_told_before_the_start(data: str) -> None:
@@ -73,7 +75,8 @@ def test_a_model_of_ones_own_is_trained_gently_and_a_gpu_is_shared() -> None:
     assert tree["model"] == {"path": "org/model", "dtype": "bfloat16"}
     assert tree["trainer"]["learning_rate"] == 1e-6 and tree["trainer"]["device"] == "cuda"
     assert tree["inference"]["gpus_per_replica"] + tree["trainer"]["gpus_per_rank"] == 1
-    assert "inference" not in quick_tree("d.csv", model=None, has_gpu=False)
+    # The tiny model is for the CPU.
+    assert "device" not in quick_tree("d.csv", model=None, has_gpu=True)["trainer"]
     assert tasks_of("d.csv", ["a.py:f", "b.py:g"])["options"] == {"reward": ["a.py:f", "b.py:g"]}
 
 

@@ -13,8 +13,8 @@ from service.inspect.reader import open_journal
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
-EXAMPLE = ROOT / "docs" / "examples" / "sums"
-QUICK = ["--set", "tasks.evaluation_tasks=6", "--set", "algorithm.group_size=8"]
+EXAMPLE = ROOT / "docs" / "examples" / "numbers"
+QUICK = ["--set", "algorithm.group_size=8"]
 
 
 @pytest.mark.parametrize("function", ["score", "as_trl_has_it"])
@@ -24,7 +24,7 @@ def test_a_function_is_trained_by_interrupted_and_goes_on_without_a_configuratio
     """docs/reward-functions.md, as its commands are."""
     place = tmp_path / "mine"
     shutil.copytree(EXAMPLE, place)
-    asked = ["--dataset", "sums.jsonl", "--reward", f"my.py:{function}", "--set", "run.steps=500"]
+    asked = ["--dataset", "after.jsonl", "--reward", f"my.py:{function}", "--set", "run.steps=500"]
     with running(None, tmp_path / "run", [*asked, *QUICK], cwd=place) as run:
         run.wait_for_step(2, limit_s=START_S)
         run.interrupt()
