@@ -368,6 +368,16 @@ class Trajectory(Attempt):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampledText:
+    """What a trajectory reads like: special tokens included, the middle of a long text left out."""
+
+    prompt: str
+    """Of its first turn."""
+    answer: str
+    """All behind that prompt in the first sample: the turns and what came between them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySummary(Attempt):
     """What travels through the queue actor beside the reference: metadata, never tokens."""
 
@@ -378,6 +388,8 @@ class TrajectorySummary(Attempt):
     newest_version: int | None
     num_bytes: int
     is_graded: bool = True
+    text: SampledText | None = None
+    """Of an evaluation's first trajectories; None for all others."""
 
     @property
     def scaled_return(self) -> float | None:

@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from actors.environment.protocol import Environment
 from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.rendering import load_renderer
@@ -24,11 +26,16 @@ from actors.trajectory_queue.exchange import RolloutExchange, play_once
 from actors.types import (
     Outcome,
     RolloutAssignment,
+    SampledText,
     Task,
     Trajectory,
     TrajectorySummary,
     summarize,
 )
+
+# Trajectories of an evaluation, and characters of each of their texts, that are shown as text.
+SHOWN_SAMPLES = 4
+SHOWN_CHARACTERS = 2000
 
 PolicyFactory = Callable[[], PolicyClient]
 
@@ -106,7 +113,8 @@ class EnvironmentActor:
         from them.
 
         slots_share: of rollouts.slots_per_actor, so many are played at once.
-        Returns: one summary for each, in their order; nothing goes to the queue.
+        Returns: one summary for each, in their order, the first SHOWN_SAMPLES with their text;
+        nothing goes to the queue.
         """
         assignments = [_evaluation(task, number) for number, task in enumerate(tasks)]
         slots = asyncio.Semaphore(
@@ -123,15 +131,27 @@ class EnvironmentActor:
             self._evaluations.difference_update(plays)
             for play in plays:
                 play.cancel()
-        return [
-            summarize(
-                Trajectory.of(assignment, Outcome.CANCELLED, detail="the actor was stopped")
-                if play.cancelled()
-                else play.result(),
-                num_bytes=0,
-            )
+        played = [
+            Trajectory.of(assignment, Outcome.CANCELLED, detail="the actor was stopped")
+            if play.cancelled()
+            else play.result()
             for assignment, play in zip(assignments, plays, strict=True)
         ]
+        summaries = [summarize(trajectory, num_bytes=0) for trajectory in played]
+        for number, trajectory in enumerate(played[:SHOWN_SAMPLES]):
+            summaries[number] = replace(summaries[number], text=self._text_of(trajectory))
+        return summaries
+
+    def _text_of(self, trajectory: Trajectory) -> SampledText | None:
+        """None where nothing was sampled."""
+        if not trajectory.samples:
+            return None
+        sample = trajectory.samples[0]
+        prompt, answer = np.split(sample.token_ids, [sample.prompt_length])
+        return SampledText(
+            prompt=_shown(self._renderer.decode(prompt)),
+            answer=_shown(self._renderer.decode(answer)),
+        )
 
     async def _episode(
         self, assignment: RolloutAssignment, *, temperature: float | None = None
@@ -179,3 +199,9 @@ def _evaluation(task: Task, number: int) -> RolloutAssignment:
     return RolloutAssignment(
         rollout_id=rollout_id, group_id=rollout_id, group_number=-1, attempt=0, task=task
     )
+
+
+def _shown(text: str) -> str:
+    """The text, of a long one beginning and end."""
+    half = SHOWN_CHARACTERS // 2
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}\n[…]\n{text[-half:]}"

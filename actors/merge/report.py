@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,10 @@ from actors.policy_age import policy_ages
 from actors.statistics import STATISTICS, Reduction, Source
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import BranchReason, Outcome, Trajectory
+
+# Of a step: names are an environment's own, and may be without number.
+MAX_COMPONENTS = 32
+MAX_COMPONENT_NAME = 64
 
 _REDUCE: Mapping[Reduction, Callable[[NDArray[np.float64]], np.floating]] = {
     Reduction.MEAN: np.mean,
@@ -74,6 +78,9 @@ class StepReport:
     """Micro-batches that train nothing; in `num_micro_batches` too."""
     num_overruled_records: int
     """Expert records that differ from the one that counts at their position (`row_experts`)."""
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+    """By name as the environment gives it, the mean over the graded trajectories that have it, each
+    the sum over its turns; the first MAX_COMPONENTS names."""
 
 
 def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard]) -> StepReport:
@@ -124,7 +131,26 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
         num_micro_batches=len(rows),
         num_padding_rows=sum(row.num_trained == 0 for row in rows),
         num_overruled_records=sum(row.num_overruled_records for row in rows),
+        reward_components=mean_components(graded),
     )
+
+
+def mean_components(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """By name, sorted, the mean over the trajectories that have such a component of the reward.
+
+    Names are cut to MAX_COMPONENT_NAME characters; beyond MAX_COMPONENTS they are left out.
+    Example: turns {"form": 1}, {"form": 0.5} of one and {"form": 0} of another -> {"form": 0.75}
+    """
+    sums: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        own: dict[str, float] = {}
+        for turn in trajectory.turns:
+            for name, value in turn.reward_components.items():
+                short = name[:MAX_COMPONENT_NAME]
+                own[short] = own.get(short, 0.0) + value
+        for name, value in own.items():
+            sums.setdefault(name, []).append(value)
+    return {name: float(np.mean(sums[name])) for name in sorted(sums)[:MAX_COMPONENTS]}
 
 
 def report_merge(trajectories: Sequence[Trajectory]) -> MergeReport:

@@ -15,6 +15,7 @@ from actors.statistics import STATISTICS
 from actors.trajectory_queue.messages import QueueStats
 from service.report import tables
 from service.run.health import Phase
+from service.telemetry.curves import step_numbers
 from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.summary import HistoryLike, RunSummary
 
@@ -102,12 +103,10 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
 
 
 def step_columns(records: Sequence[StepRecord]) -> Numbers:
-    """[N] each, null where a step does not know it. Counts by the record's names, `stages.NAME`,
-    `outcomes.NAME`, statistics by theirs, and what the figures draw of several of these.
-    """
-    columns: Numbers = {name: [] for record in records for name in _numbers_of(record)}
+    """[N] each, as `step_numbers`, null where a step does not know it."""
+    columns: Numbers = {name: [] for record in records for name in step_numbers(record)}
     for record in records:
-        known = _numbers_of(record)
+        known = step_numbers(record)
         for name, values in columns.items():
             values.append(_short(known.get(name)))
     return columns
@@ -120,33 +119,6 @@ def evaluation_columns(records: Sequence[EvaluationRecord]) -> Numbers:
         "num_tasks": [record.num_tasks for record in records],
         "reward": [_short(record.best_known_reward) for record in records],
     }
-
-
-def _numbers_of(record: StepRecord) -> dict[str, float | None]:
-    counts = {
-        each.name: value
-        for each in fields(record)
-        if isinstance(value := getattr(record, each.name), int | float)
-    }
-    low, high = record.value("clip_fraction_low"), record.value("clip_fraction_high")
-    seconds = record.stages.total
-    return {
-        **counts,
-        **{f"stages.{name}": value for name, value in record.stages.by_name().items()},
-        **{f"outcomes.{name}": float(count) for name, count in record.outcomes.items()},
-        **record.statistics,
-        "reward": record.best_known_reward,
-        "policy_age_max": record.policy_age_max,
-        "policy_age_mean": record.value("policy_age_mean") or 0.0,
-        "merge_ratio": record.merge.ratio,
-        "clip_fraction": None if low is None or high is None else low + high,
-        "malformed_share": _share(record.num_malformed_turns, record.num_turns),
-        "tokens_per_second": _share(record.num_sampled_tokens, seconds),
-    }
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None
 
 
 def _short(value: float | int | None) -> float | int | None:

@@ -15,10 +15,12 @@ from math import comb
 from actors.merge.report import StepReport
 from actors.statistics import BY_NAME, only_known
 from actors.trainer.statistics import StepStats
-from actors.types import Outcome, TrajectorySummary
+from actors.types import Outcome, SampledText, TrajectorySummary
 from service import units
 
 MAX_OUTCOMES = 4
+# Texts that an evaluation keeps.
+MAX_SAMPLES = 4
 LINE_WIDTH = 120
 
 
@@ -80,6 +82,16 @@ class StepRecord(StepReport):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSample:
+    """A trajectory of an evaluation, to be read by people."""
+
+    task_id: str
+    outcome: Outcome
+    episode_return: float
+    text: SampledText
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
     """Held-out tasks, counted apart: the schedule's at temperature 0, or an operator's."""
 
@@ -103,6 +115,10 @@ class EvaluationRecord:
     """By k, the mean of `pass_at_k` over the tasks of which at least k samples were graded."""
     last_policy_version: int | None = None
     """The newest one that sampled a token, beside training; None: `policy_version`."""
+    wall_time: float = 0.0
+    """Unix seconds; 0: not recorded."""
+    samples: tuple[EvaluationSample, ...] = ()
+    """A few of its trajectories as text."""
 
     @property
     def best_known_reward(self) -> float | None:
@@ -148,6 +164,17 @@ def evaluation_record(
         reward_mean=_mean([summary.episode_return for summary in graded]),
         scaled_reward_mean=_mean(scaled),
         outcomes=Counter(summary.outcome for summary in summaries),
+        wall_time=time.time(),
+        samples=tuple(
+            EvaluationSample(
+                task_id=summary.task_id,
+                outcome=summary.outcome,
+                episode_return=summary.episode_return,
+                text=summary.text,
+            )
+            for summary in summaries
+            if summary.text is not None
+        )[:MAX_SAMPLES],
     )
 
 

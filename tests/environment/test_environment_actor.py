@@ -11,7 +11,7 @@ import ray
 from worlds.environment_fakes import FakeQueue, GuessFour
 from worlds.settings import queue_settings
 
-from actors.environment.actor import EnvironmentActor
+from actors.environment.actor import SHOWN_SAMPLES, EnvironmentActor
 from actors.environment.settings import EnvironmentActorSettings, RolloutSettings
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.trajectory_queue.actor import start_queue
@@ -155,8 +155,12 @@ def test_evaluation_answers_in_order_and_sends_nothing_to_the_queue(tokenizer_pa
     summaries = ray.get(actor.evaluate.remote(tasks), timeout=120)
     assert [summary.task_id for summary in summaries] == [task.task_id for task in tasks]
     assert {summary.outcome for summary in summaries} == {Outcome.COMPLETED}
+    texts = [summary.text for summary in summaries]
+    assert texts[SHOWN_SAMPLES:] == [None] * (len(tasks) - SHOWN_SAMPLES)
+    for text in texts[:SHOWN_SAMPLES]:
+        assert text is not None and text.answer.startswith("4") and "guess" in text.prompt.lower()
     failed = ray.get(actor.evaluate.remote(tasks[:1], temperature=0.25), timeout=120)
-    assert failed[0].outcome is Outcome.INFRASTRUCTURE_ERROR
+    assert failed[0].outcome is Outcome.INFRASTRUCTURE_ERROR and failed[0].text is None
     assert ray.get(actor.evaluate.remote([]), timeout=120) == []
     assert ray.get(actor.num_evaluated.remote(), timeout=120) == len(tasks) + 1
     unknown = [Task(task_id="u", environment="chess", seed=0)]

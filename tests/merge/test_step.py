@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,6 +154,34 @@ def test_the_report_counts_what_went_into_the_step() -> None:
     assert known["policy_age_mean"] == pytest.approx((24 * 2 + 6 * 5) / 30)
     assert report.num_inserted_tokens == 2 and report.num_malformed_rewarded == 1
     assert report.outcomes == {Outcome.COMPLETED: 2, Outcome.MALFORMED_TOOL_CALL: 1}
+
+
+def test_reward_components_are_means_over_the_graded_trajectories_that_have_them() -> None:
+    def played(member: int, *components: dict[str, float], **fields: Any) -> Trajectory:
+        turns = [
+            make_turn([1, 2, *range(10, 10 + 2 * at)], [10 + 2 * at, 11 + 2 * at], **score)
+            for at, each in enumerate(components)
+            for score in ({"reward": 0.5 + member, "reward_components": each},)
+        ]
+        return make_trajectory(turns, rollout_id=f"g000000.0-{member}", **fields)
+
+    group = (
+        played(0, {"form": 1.0}, {"form": 0.5, "correct": 1.0}),
+        played(1, {"form": 0.0}),
+        # A reward that could not be computed is no grade.
+        played(2, {"form": 100.0}, outcome=Outcome.REWARD_ERROR),
+    )
+    assert build([group]).report.reward_components == {"correct": 1.0, "form": 0.75}
+    # A group without a signal is not trained, and was played.
+    assert build([group[1:2]]).report.reward_components == {"form": 0.0}
+
+
+def test_reward_components_are_bounded_in_number_and_length() -> None:
+    named = {f"{number:03d}" + "x" * 100: float(number) for number in range(40)}
+    turn = make_turn([1, 2], [3], reward=1.0, reward_components=named)
+    report = build([(make_trajectory([turn]),)]).report
+    assert list(report.reward_components) == [f"{number:03d}" + "x" * 61 for number in range(32)]
+    assert report.reward_components["031" + "x" * 61] == 31.0
 
 
 def test_groups_without_a_signal_weaken_the_update_and_do_not_strengthen_the_rest() -> None:

@@ -1,0 +1,85 @@
+"""Every number of a record by its name: what the page and the trackers draw. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+
+from actors.types import Outcome
+from service.telemetry.records import EvaluationRecord, StepRecord
+
+# What every tracker takes in a name.
+_NOT_TAKEN = re.compile(r"[^A-Za-z0-9_./-]")
+# Of a step's numbers: where it stands, which every point says.
+_NO_CURVES = frozenset({"step", "wall_time"})
+
+
+def step_numbers(record: StepRecord) -> dict[str, float | None]:
+    """Counts by the record's names, `stages.NAME`, `outcomes.NAME`, `rewards.NAME`, statistics by
+    theirs, and what is made of several of these; None: the step does not know it.
+    """
+    counts = {
+        each.name: value
+        for each in fields(record)
+        if isinstance(value := getattr(record, each.name), int | float)
+    }
+    low, high = record.value("clip_fraction_low"), record.value("clip_fraction_high")
+    seconds = record.stages.total
+    return {
+        **counts,
+        **{f"stages.{name}": value for name, value in record.stages.by_name().items()},
+        **{f"outcomes.{name}": float(count) for name, count in record.outcomes.items()},
+        **{f"rewards.{name}": value for name, value in record.reward_components.items()},
+        **record.statistics,
+        "reward": record.best_known_reward,
+        "policy_age_max": record.policy_age_max,
+        "policy_age_mean": record.value("policy_age_mean") or 0.0,
+        "merge_ratio": record.merge.ratio,
+        "clip_fraction": None if low is None or high is None else low + high,
+        "malformed_share": _share(record.num_malformed_turns, record.num_turns),
+        "tokens_per_second": _share(record.num_sampled_tokens, seconds),
+        "tokens_per_trajectory": _share(record.num_sampled_tokens, record.num_trajectories),
+        "turns_per_trajectory": _share(record.num_turns, record.num_trajectories),
+    }
+
+
+def step_curves(record: StepRecord) -> dict[str, float]:
+    """What is known, as trackers name it. Example: loss -> train/loss, stages.merge -> stages/merge
+
+    Outcomes are shares of the step's trajectories.
+    """
+    ages = {name: record.value(name) for name in ("policy_age_mean", "policy_age_max")}
+    known = {
+        name.replace(".", "/", 1) if "." in name else f"train/{name}": float(value)
+        for name, value in {**step_numbers(record), **ages}.items()
+        if value is not None and name not in _NO_CURVES
+    }
+    return _cleaned({**known, **_outcome_shares("outcomes", record.outcomes)})
+
+
+def evaluation_curves(record: EvaluationRecord, *, prefix: str) -> dict[str, float]:
+    """What is known of an evaluation, each name below the prefix."""
+    numbers = {
+        "num_tasks": record.num_tasks,
+        "policy_version": record.policy_version,
+        "reward_mean": record.reward_mean,
+        "scaled_reward_mean": record.scaled_reward_mean,
+        **{f"pass_at_{k}": value for k, value in record.pass_at.items()},
+    }
+    known = {f"{prefix}/{name}": float(v) for name, v in numbers.items() if v is not None}
+    return _cleaned({**known, **_outcome_shares(f"{prefix}/outcomes", record.outcomes)})
+
+
+def _outcome_shares(prefix: str, outcomes: Mapping[Outcome, int]) -> dict[str, float]:
+    """Of every outcome there is, 0 where none ended so; none where nothing ended."""
+    total = sum(outcomes.values())
+    return {f"{prefix}/{each}": outcomes.get(each, 0) / total for each in Outcome if total}
+
+
+def _cleaned(curves: Mapping[str, float]) -> dict[str, float]:
+    return {_NOT_TAKEN.sub("_", name): value for name, value in curves.items()}
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
