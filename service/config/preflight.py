@@ -12,6 +12,7 @@ import errno
 import os
 import socket
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def check_machine(config: Config, *, is_local: bool) -> None:
     The nodes of a cluster are asked once it is joined (`service.launch.other_nodes`).
     Raises: ConfigError.
     """
+    check_tracker_packages(config)
     if is_local:
         check_processes(config)
         check_gpus(config)
@@ -222,6 +224,25 @@ def _check_companion(key: str, path: str, *, policy: Path) -> None:
             f"{key}: {path} has a vocabulary of {vocabulary} ids, expected at least the {num_ids} "
             "of the policy's tokenizer, whose tokens it reads; choose a model of that tokenizer"
         )
+
+
+def check_tracker_packages(config: Config) -> None:
+    """What the configured trackers write with is installed. Raises: ConfigError."""
+    trackers = config.trackers
+    for setting, package, is_used in (
+        ("tensorboard", "tensorboardX", trackers.tensorboard is not None),
+        ("wandb", "wandb", trackers.wandb is not None),
+    ):
+        if not is_used:
+            continue
+        try:
+            # Not find_spec: wandb leaves a folder of its name where it runs.
+            distribution(package)
+        except PackageNotFoundError:
+            raise ConfigError(
+                f"trackers.{setting} is set, but the package {package} is not installed here; "
+                f"expected it beside Rayloom: pip install {package}"
+            ) from None
 
 
 def check_memory(config: Config) -> None:

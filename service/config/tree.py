@@ -28,6 +28,7 @@ from actors.types import SESSION, TRUNCATIONS, UPLOADED
 from service.access.keys import KeyLimits
 from service.gateway.settings import SessionSettings
 from service.inference.settings import InferenceSettings
+from service.trackers.settings import TrackerSettings
 
 HttpUrl = Annotated[str, Field(pattern=r"^(https?://\S+)?$")]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
@@ -203,6 +204,7 @@ class Config:
     queue: QueueSettings = field(default_factory=QueueSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
+    trackers: TrackerSettings = field(default_factory=TrackerSettings)
     service: ServiceSettings = field(default_factory=ServiceSettings)
     sessions: SessionSettings = field(default_factory=SessionSettings)
 

@@ -78,6 +78,7 @@ from service.telemetry.endpoint import (
 from service.telemetry.recorder import RunRecorder, configure_logging
 from service.telemetry.summary import RunSummary, summarize_run, write_summary
 from service.telemetry.traces import traces_to
+from service.trackers.trackers import trackers_of
 
 log = logging.getLogger("rayloom.supervisor")
 Answer = TypeVar("Answer")
@@ -170,6 +171,7 @@ class Supervisor:
             num_steps=config.run.steps,
             submissions=self._submissions,
             traces=self._traces,
+            trackers=trackers_of(config, run_dir, run_id=run_id, store=self._store),
         )
         self._engines = Engines(
             engines,
@@ -262,6 +264,7 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(observing, renewing, pushing, return_exceptions=True)
             await self._push(is_last=True)
+            await self._recorder.close_trackers(is_taken_over=self._lost is not None)
             await self._thread.call(self._leave_store)
             if self._traces is not None:
                 await asyncio.to_thread(self._traces.close)

@@ -7,11 +7,22 @@ metrics count all that was ever stored, superseded or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Select, Table, and_, func, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    Table,
+    and_,
+    func,
+    literal,
+    select,
+    tuple_,
+)
 
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from service.store import tables
@@ -101,6 +112,71 @@ def recorded_steps(store: Readable) -> tuple[int, ...]:
             for span in surviving_spans(connection)
             for step in connection.scalars(query.where(within(columns, span)))
         )
+
+    return store.read(read)
+
+
+class RecordKind(StrEnum):
+    """In each, places only grow along a lineage."""
+
+    STEP = "step"
+    EVALUATION = "evaluation"
+    """The schedule's."""
+    ASKED_EVALUATION = "asked_evaluation"
+    """An operator's."""
+
+
+Place = tuple[int, int, int]
+"""Of a record among those of its kind: term, step, and an evaluation's number at that step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRecord:
+    """A record that survives, and where it stands."""
+
+    kind: RecordKind
+    place: Place
+    first_step: int
+    """Of its term."""
+    record: StepRecord | EvaluationRecord
+
+
+def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[StoredRecord]:
+    """The records that survive behind these places, in the order in which they came about.
+
+    Of a kind without a place all that are kept.
+    """
+    tables_of = {
+        RecordKind.STEP: (tables.steps, None),
+        RecordKind.EVALUATION: (tables.evaluations, tables.evaluations.c.number == 0),
+        RecordKind.ASKED_EVALUATION: (tables.evaluations, tables.evaluations.c.number > 0),
+    }
+
+    def read(connection: Connection) -> list[StoredRecord]:
+        found: list[StoredRecord] = []
+        first_step = 1
+        for span in surviving_spans(connection):
+            for kind, (table, of_kind) in tables_of.items():
+                columns, is_step = table.c, kind is RecordKind.STEP
+                number = literal(0) if is_step else columns.number
+                after = tuple_(columns.term, columns.step, number) > tuple_(
+                    *(literal(part) for part in places.get(kind, (0, 0, 0)))
+                )
+                query = select(columns.step, number, columns.record).where(
+                    within(columns, span), after, *([] if of_kind is None else [of_kind])
+                )
+                found += [
+                    StoredRecord(
+                        kind=kind,
+                        place=(span.term, step, at),
+                        first_step=first_step,
+                        record=record,
+                    )
+                    for step, at, record in connection.execute(query)
+                ]
+            first_step = (span.last_step or 0) + 1
+        # A step's evaluation is played before its record is written.
+        return sorted(found, key=lambda each: (each.place[:2], each.kind is RecordKind.STEP))
 
     return store.read(read)
 

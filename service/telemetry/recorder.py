@@ -31,6 +31,7 @@ from service.store.thread import StoreThread
 from service.telemetry.records import EvaluationRecord, StepRecord, evaluation_line, step_line
 from service.telemetry.totals import RunTotals
 from service.telemetry.traces import RolloutTraces
+from service.trackers.trackers import Trackers
 
 log = logging.getLogger("rayloom.run")
 
@@ -75,13 +76,15 @@ class RunRecorder:
         num_steps: int,
         submissions: SubmissionQueue | None = None,
         traces: RolloutTraces | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         """submissions: told what becomes of rollouts, where clients submit them. traces: None: no
-        rollout is traced."""
+        rollout is traced. trackers: None: the curves are nowhere else."""
         self._store = store
         self._thread = thread
         self._submissions = submissions
         self._traces = traces
+        self._trackers = trackers
         self._metrics = metrics
         self._stored = StoredMetrics(metrics, store)
         self.term = 0
@@ -124,6 +127,8 @@ class RunRecorder:
             self._metrics.run.checkpoint_step.set(lease.parent.step)
             self._metrics.run.checkpoint_time.set(lease.parent.committed_at)
         self.policy_version = lease.parent.policy_version if lease.parent else 0
+        if self._trackers is not None:
+            self._trackers.begin(self.notice)
         if lease.term > 1:
             self.notice(f"term {lease.term} goes on from step {self.last_step}")
 
@@ -215,6 +220,7 @@ class RunRecorder:
                 self._submissions.note_step_seconds(record.stages.total)
             if self._traces is not None:
                 self._traces.step(record)
+            self._wake_trackers()
             self.steps.append(record)
             self.last_step, self.policy_version = record.step, record.policy_version
             log.info("%s", step_line(record, self._num_steps))
@@ -225,6 +231,7 @@ class RunRecorder:
     async def evaluation(self, record: EvaluationRecord) -> None:
         async def write() -> None:
             await self._thread.call(self._store.add_evaluation, record, term=term)
+            self._wake_trackers()
             self.evaluations.append(record)
             if record.is_scheduled:
                 self._stored.evaluation(record)
@@ -232,6 +239,15 @@ class RunRecorder:
 
         term = self.term
         await self._thread.finish(write())
+
+    async def close_trackers(self, *, is_taken_over: bool) -> None:
+        """Have them write what is stored, for a while. is_taken_over: another process does."""
+        if self._trackers is not None:
+            await asyncio.to_thread(self._trackers.close, writes_rest=not is_taken_over)
+
+    def _wake_trackers(self) -> None:
+        if self._trackers is not None:
+            self._trackers.wake()
 
     async def checkpoint(
         self, *, step: int, version: int, directory: str, snapshot: QueueSnapshot

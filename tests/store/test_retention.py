@@ -18,9 +18,11 @@ from service.inspect.reader import find_entry, open_journal
 from service.launch.run_dir import RunDir
 from service.store import tables
 from service.store.lineage import (
+    RecordKind,
     count_events,
     read_events,
     read_history,
+    records_after,
     stored_totals,
     totals_at,
 )
@@ -52,6 +54,28 @@ def store(long_run: RunDir) -> RunStore:
 def num_rows(store: RunStore, name: str) -> int:
     query = select(func.count()).select_from(tables.metadata.tables[name])
     return store.read(lambda connection: connection.scalar(query)) or 0
+
+
+def test_the_records_behind_a_place_are_those_of_the_history_that_come_after_it(
+    store: RunStore,
+) -> None:
+    """Of a run of several terms; places that were superseded come before what replaced them."""
+    history, found = read_history(store), records_after(store, {})
+    ends = {span.term: span.last_step for span in history.spans}
+    assert len(ends) > 1
+    for kind, expected in (
+        (RecordKind.STEP, history.steps),
+        (RecordKind.EVALUATION, history.evaluations),
+    ):
+        of_kind = [each for each in found if each.kind is kind]
+        assert tuple(each.record for each in of_kind) == expected
+        for number in (0, len(of_kind) // 2, len(of_kind) - 1):
+            rest = records_after(store, {kind: of_kind[number].place})
+            assert [each for each in rest if each.kind is kind] == of_kind[number + 1 :]
+    joint, last = next((term, last) for term, last in ends.items() if last is not None)
+    undone = records_after(store, {RecordKind.STEP: (joint, last + 100, 0)})
+    first = next(each for each in undone if each.kind is RecordKind.STEP)
+    assert first.place[0] > joint and first.first_step == last + 1
 
 
 def test_the_rows_of_a_long_run_are_so_many_and_no_more(store: RunStore) -> None:

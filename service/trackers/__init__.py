@@ -1,0 +1,1 @@
+"""A run's curves where a team already looks: JSONL, TensorBoard, Weights & Biases, MLflow."""

@@ -1,0 +1,128 @@
+"""A thread that keeps one tracker up with the run's stored records.
+
+It reads what it has not written yet from the run's database, so that nothing waits in memory, and
+remembers in a file how far it came. Invariants: a record that was stored is written at least once,
+also where the tracker was away, or this process was killed, as long as the database keeps it; a
+tracker that fails holds nothing up. Owned by `trackers.Trackers`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from service.store.lineage import Place, Readable, RecordKind, records_after
+from service.trackers.tracker import Tracker, point_of
+
+log = logging.getLogger("rayloom.trackers")
+
+# Between two attempts: doubled with each that fails, and by chance up to half as long.
+FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
+
+
+class Follower(threading.Thread):
+    """Call `start` once, `wake` after each stored record, `end` last."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Tracker],
+        *,
+        store: Readable,
+        places_file: Path,
+        tell: Callable[[str], None],
+    ) -> None:
+        """name: the setting's. make: called in the thread, again until it succeeds. tell: gives the
+        user a notice."""
+        super().__init__(name=f"tracker {name}", daemon=True)
+        self._setting = f"trackers.{name}"
+        self._make, self._store, self._tell = make, store, tell
+        self._places_file = places_file
+        self._tracker: Tracker | None = None
+        self._woken, self._ending = threading.Event(), threading.Event()
+        self._writes_rest = True
+        self._num_failures = 0
+        """In a row."""
+        self._was_told = False
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def end(self, *, writes_rest: bool = True) -> None:
+        """Have the thread write what is stored, close the tracker and end, whether or not that
+        succeeds. writes_rest: False: leave it all as it is."""
+        self._writes_rest = writes_rest
+        self._ending.set()
+        self._woken.set()
+
+    def run(self) -> None:
+        while True:
+            is_last = self._ending.is_set()
+            self._woken.clear()
+            self._attempt(is_last=is_last)
+            if is_last:
+                return
+            if self._num_failures:
+                delay_s = min(FIRST_DELAY_S * 2 ** (self._num_failures - 1), LONGEST_DELAY_S)
+                self._ending.wait(delay_s * random.uniform(1.0, 1.5))
+            else:
+                self._woken.wait()
+
+    def _attempt(self, *, is_last: bool) -> None:
+        try:
+            if not is_last or self._writes_rest:
+                if self._tracker is None:
+                    self._tracker = self._make()
+                self._follow(self._tracker)
+            if is_last and self._tracker is not None:
+                self._tracker.close(is_ended=self._writes_rest)
+        except Exception as error:  # noqa: BLE001
+            # The outermost frame of the thread: packages of others may raise anything.
+            self._failed(error)
+            return
+        if self._num_failures:
+            log.info("%s is written again", self._setting)
+        self._num_failures = 0
+
+    def _follow(self, tracker: Tracker) -> None:
+        places = self._read_places()
+        begun_with = dict(places)
+        try:
+            for stored in records_after(self._store, places):
+                tracker.write(point_of(stored))
+                places[stored.kind] = stored.place
+        finally:
+            if places != begun_with:
+                tracker.flush()
+                self._write_places(places)
+
+    def _failed(self, error: Exception) -> None:
+        self._num_failures += 1
+        first_line, _, _ = str(error).partition("\n")
+        text = (
+            f"{self._setting} is not written: {type(error).__name__}: {first_line}; tried again "
+            "until the run ends"
+        )
+        if not self._was_told:
+            self._was_told = True
+            self._tell(text)
+        elif self._num_failures == 1:
+            log.warning("%s", text)
+
+    def _read_places(self) -> dict[RecordKind, Place]:
+        """Raises: OSError; ValueError for a file that was changed."""
+        if not self._places_file.exists():
+            return {}
+        written = json.loads(self._places_file.read_text())
+        return {RecordKind(kind): (at[0], at[1], at[2]) for kind, at in written.items()}
+
+    def _write_places(self, places: Mapping[RecordKind, Place]) -> None:
+        """Raises: OSError."""
+        self._places_file.parent.mkdir(exist_ok=True)
+        new = self._places_file.with_suffix(".new")
+        new.write_text(json.dumps(places))
+        new.replace(self._places_file)

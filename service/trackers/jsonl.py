@@ -1,0 +1,62 @@
+"""One line of JSON a point, in a file that only grows."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+from service.trackers.tracker import Point
+
+# More than a point with its texts takes.
+MAX_LINE_BYTES = 2**20
+
+
+class JsonLines:
+    """A line is whole or not there: what a death or a full disk cut off is removed."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: OSError."""
+        # Without a buffer, which would keep what a full disk refuses.
+        self._file = path.open("ab+", buffering=0)
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, size - MAX_LINE_BYTES))
+        _, _, cut_off = self._file.read().rpartition(b"\n")
+        self._file.truncate(size - len(cut_off))
+
+    def write(self, point: Point) -> None:
+        """Raises: OSError."""
+        line = {
+            "kind": point.kind,
+            "term": point.term,
+            "first_step": point.first_step,
+            "step": point.step,
+            "time": point.wall_time,
+            **point.curves,
+        }
+        if point.samples:
+            line["samples"] = [
+                {
+                    "task": sample.task_id,
+                    "prompt": sample.text.prompt,
+                    "answer": sample.text.answer,
+                    "outcome": sample.outcome,
+                    "return": sample.episode_return,
+                }
+                for sample in point.samples
+            ]
+        content = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        size = self._file.seek(0, os.SEEK_END)
+        if (num_written := self._file.write(content)) != len(content):
+            self._file.truncate(size)
+            raise OSError(
+                errno.ENOSPC, f"{num_written} of {len(content)} bytes of a line were written"
+            )
+
+    def flush(self) -> None:
+        """Each line has been given to the system."""
+
+    def close(self, *, is_ended: bool) -> None:
+        """Raises: OSError."""
+        self._file.close()

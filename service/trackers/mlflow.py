@@ -1,0 +1,114 @@
+"""A run at an MLflow tracking server, over its REST API: the package itself is not needed.
+
+The server gives its runs their ids; ours is found again by a tag that has the run's id.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import httpx
+
+from service.trackers.settings import MlflowSettings
+from service.trackers.tracker import Point
+
+TIMEOUT_S = 20.0
+TOKEN_VARIABLE = "MLFLOW_TRACKING_TOKEN"
+TAG = "rayloom.run_id"
+
+
+class Mlflow:
+    """Each point is one request. A metric that is sent twice with one time is the same metric."""
+
+    def __init__(self, settings: MlflowSettings, *, run_id: str, name: str) -> None:
+        """Raises: httpx.HTTPError; MlflowRefused."""
+        token = os.environ.get(TOKEN_VARIABLE)
+        self._client = httpx.Client(
+            base_url=f"{settings.url.rstrip('/')}/api/2.0/mlflow/",
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=TIMEOUT_S,
+        )
+        experiment = self._experiment(settings.experiment)
+        self._run_id = self._run(experiment, run_id=run_id, name=name)
+
+    def write(self, point: Point) -> None:
+        """Raises: httpx.HTTPError; MlflowRefused."""
+        curves = {"term": float(point.term), **point.curves}
+        stamp = {"timestamp": round(point.wall_time * 1000), "step": point.step}
+        metrics = [{"key": key, "value": value, **stamp} for key, value in curves.items()]
+        self._ask("POST", "runs/log-batch", {"run_id": self._run_id, "metrics": metrics})
+
+    def flush(self) -> None:
+        """The server has answered."""
+
+    def close(self, *, is_ended: bool) -> None:
+        """Raises: httpx.HTTPError; MlflowRefused."""
+        try:
+            if is_ended:
+                ended = {"status": "FINISHED", "end_time": round(time.time() * 1000)}
+                self._ask("POST", "runs/update", {"run_id": self._run_id, **ended})
+        finally:
+            self._client.close()
+
+    def _experiment(self, name: str) -> str:
+        try:
+            found = self._ask("GET", "experiments/get-by-name", {"experiment_name": name})
+            return str(found["experiment"]["experiment_id"])
+        except MlflowRefused as refusal:
+            if refusal.code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+        return str(self._ask("POST", "experiments/create", {"name": name})["experiment_id"])
+
+    def _run(self, experiment: str, *, run_id: str, name: str) -> str:
+        found = self._ask(
+            "POST",
+            "runs/search",
+            {
+                "experiment_ids": [experiment],
+                "filter": f"tags.`{TAG}` = '{run_id}'",
+                "max_results": 1,
+            },
+        )
+        if runs := found.get("runs"):
+            known = str(runs[0]["info"]["run_id"])
+            self._ask("POST", "runs/update", {"run_id": known, "status": "RUNNING"})
+            return known
+        made = self._ask(
+            "POST",
+            "runs/create",
+            {
+                "experiment_id": experiment,
+                "run_name": name,
+                "start_time": round(time.time() * 1000),
+                "tags": [{"key": TAG, "value": run_id}],
+            },
+        )
+        return str(made["run"]["info"]["run_id"])
+
+    def _ask(self, method: str, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Raises: httpx.HTTPError; MlflowRefused for what is no success and JSON."""
+        if method == "GET":
+            answer = self._client.get(route, params=body)
+        else:
+            answer = self._client.post(route, json=body)
+        try:
+            said = answer.json()
+        except ValueError:
+            # Of a proxy before the server.
+            said = None
+        if not answer.is_success or not isinstance(said, dict):
+            code = str(said.get("error_code", "")) if isinstance(said, dict) else ""
+            shown = f"status {answer.status_code} {code}".strip()
+            raise MlflowRefused(f"{method} {route} was answered with {shown}", code=code)
+        return said
+
+
+class MlflowRefused(Exception):
+    """The server answers, but not as asked."""
+
+    def __init__(self, text: str, *, code: str) -> None:
+        super().__init__(text)
+        self.code = code
+        """Its own, such as RESOURCE_DOES_NOT_EXIST."""

@@ -1,0 +1,63 @@
+"""TensorBoard's event files, written by tensorboardX, which needs neither torch nor TensorFlow.
+
+A term that goes on from a checkpoint begins with the mark of a restart: TensorBoard drops what it
+has of that step and later ones.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from service.telemetry.records import EvaluationSample
+from service.trackers.tracker import Point
+
+
+class TensorBoard:
+    """A file for each process that writes the run."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises: ImportError; OSError."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar, text
+
+        directory.mkdir(parents=True, exist_ok=True)
+        # The names' time has whole seconds alone.
+        self._file = EventsWriter(str(directory / "events"), filename_suffix=f".{os.getpid()}")
+        self._event, self._restart = Event, SessionLog(status=SessionLog.START)
+        self._scalar, self._text = scalar, text
+        self._term = 0
+
+    def write(self, point: Point) -> None:
+        """Raises: OSError."""
+        if point.term > self._term:
+            self._add(point, session_log=self._restart, step=point.first_step)
+            self._term = point.term
+        for name, value in point.curves.items():
+            self._add(point, summary=self._scalar(name, value), step=point.step)
+        for number, sample in enumerate(point.samples):
+            summary = self._text(f"{point.kind}/sample_{number}", _markdown(sample))
+            self._add(point, summary=summary, step=point.step)
+
+    def flush(self) -> None:
+        """Raises: OSError."""
+        self._file.flush()
+
+    def close(self, *, is_ended: bool) -> None:
+        """Raises: OSError."""
+        self._file.close()
+
+    def _add(self, point: Point, **content: object) -> None:
+        self._file.write_event(self._event(wall_time=point.wall_time, **content))
+
+
+def _markdown(sample: EvaluationSample) -> str:
+    """Texts indented, so that they are shown as they are."""
+    parts = {"prompt": sample.text.prompt, "answer": sample.text.answer}
+    shown = [
+        f"**{name}**\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
+        for name, text in parts.items()
+    ]
+    facts = f"task {sample.task_id}, {sample.outcome}, **return {sample.episode_return:g}**"
+    return "\n\n".join([facts, *shown])

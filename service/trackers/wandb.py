@@ -1,0 +1,85 @@
+"""A run at Weights & Biases, or its offline files, through the package `wandb`.
+
+Its own step only grows, and a run may go back to a checkpoint: the curves are drawn over a number
+`step` of ours, and `term` tells a step that was trained again from the first one.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from service.trackers.settings import WandbSettings
+from service.trackers.tracker import Point
+
+# Its process holds what it has not written to its file yet; a kill -9 of ours ends it too.
+FLUSH_EVERY_S = 1.0
+FLUSHED_AFTER_S = 2.0
+_COLUMNS = ("step", "task", "prompt", "answer", "outcome", "return")
+
+
+class Wandb:
+    """Owns a process of wandb's, which ends with ours."""
+
+    def __init__(
+        self, settings: WandbSettings, *, run_id: str, name: str, config: Any, directory: Path
+    ) -> None:
+        """config: what is shown beside the curves. Raises: ImportError; wandb.Error; OSError."""
+        import wandb
+
+        directory.mkdir(parents=True, exist_ok=True)
+        self._wandb = wandb
+        self._run: Any = wandb.init(
+            id=run_id,
+            resume="allow",
+            name=name,
+            config=config,
+            project=settings.project,
+            entity=settings.entity,
+            group=settings.group,
+            tags=settings.tags,
+            mode=settings.mode.value,
+            dir=str(directory),
+            # The curves alone: nothing of the machine, the code, the output or the environment.
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_code=True,
+                disable_git=True,
+                x_disable_meta=True,
+                x_disable_stats=True,
+                x_save_requirements=False,
+                x_transaction_log_flush_interval=FLUSH_EVERY_S,
+            ),
+        )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, point: Point) -> None:
+        row: dict[str, Any] = {"step": point.step, "term": point.term, **point.curves}
+        if point.samples:
+            row[f"{point.kind}/samples"] = self._wandb.Table(
+                columns=list(_COLUMNS),
+                data=[
+                    [
+                        point.step,
+                        sample.task_id,
+                        sample.text.prompt,
+                        sample.text.answer,
+                        sample.outcome.value,
+                        sample.episode_return,
+                    ]
+                    for sample in point.samples
+                ],
+            )
+        self._run.log(row)
+
+    def flush(self) -> None:
+        """There is no call for it."""
+        time.sleep(FLUSHED_AFTER_S)
+
+    def close(self, *, is_ended: bool) -> None:
+        # Else it would be shown as ended; the process of wandb's ends with ours.
+        if is_ended:
+            self._run.finish()

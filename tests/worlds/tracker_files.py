@@ -1,0 +1,91 @@
+"""What trackers left on the disk, read as their own programs read it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BLOCK_BYTES = 32768
+HEADER_BYTES = 7
+# Parts of a record, as LevelDB's log has them.
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+def wandb_history(directory: Path) -> list[dict[str, Any]]:
+    """The rows of all offline runs below a directory, in order."""
+    return [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.history.item}
+        for file in wandb_files(directory)
+        for row in wandb_records(file)
+        if row.WhichOneof("record_type") == "history"
+    ]
+
+
+def wandb_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """wandb's own messages, out of the log of LevelDB that frames them; the last may be cut off."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, parts = file.read_bytes(), HEADER_BYTES, b""
+    assert content[:4] == b":W&B"
+    while at + HEADER_BYTES <= len(content):
+        if BLOCK_BYTES - at % BLOCK_BYTES < HEADER_BYTES:
+            at += BLOCK_BYTES - at % BLOCK_BYTES
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        part = content[at + HEADER_BYTES : at + HEADER_BYTES + length]
+        at += HEADER_BYTES + length
+        parts = part if kind in (FULL, FIRST) else parts + part
+        if kind in (FULL, LAST):
+            yield Record.FromString(parts)
+
+
+def tensorboard_curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """By tag the steps and values that TensorBoard shows."""
+    accumulator = _accumulated(directory)
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def tensorboard_texts(directory: Path) -> dict[str, list[tuple[int, str]]]:
+    accumulator = _accumulated(directory)
+    return {
+        tag: [
+            (event.step, event.tensor_proto.string_val[0].decode())
+            for event in accumulator.Tensors(tag)
+        ]
+        for tag in accumulator.Tags()["tensors"]
+    }
+
+
+def _accumulated(directory: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def json_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def surviving_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As docs/trackers.md says: each once, without those of steps that a later term took back."""
+    begun = {line["term"]: line["first_step"] for line in lines}
+    return [
+        line
+        for number, line in enumerate(lines)
+        if line not in lines[:number]
+        and not any(
+            term > line["term"] and first_step <= line["step"] for term, first_step in begun.items()
+        )
+    ]
