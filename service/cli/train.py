@@ -36,6 +36,7 @@ from service.run.start import start_endpoint, start_supervisor, supervisor_place
 from service.run.supervisor import WhenHeld
 from service.store.place import StoreOptions
 from service.store.run_store import LeaseLost, StoreError
+from service.trackers.trackers import trackers_of
 
 EXIT_OK, EXIT_FAILED = 0, 1
 
@@ -70,7 +71,7 @@ def run_training(request: TrainRequest, signals: StopSignals) -> int:
         run_dir = RunDir(path=request.resume)
         try:
             if (step := finished_step(run_dir, steps=config.run.steps)) is not None:
-                return _report_finished(run_dir, step)
+                return _report_finished(config, run_dir, step)
             if not request.takes_over:
                 check_lease_free(run_dir)
         except StoreError as error:
@@ -145,7 +146,12 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
         signals.ignore()
 
 
-def _report_finished(run_dir: RunDir, step: int) -> int:
+def _report_finished(config: Config, run_dir: RunDir, step: int) -> int:
+    """Raises: StoreError."""
+    with run_dir.looked_into() as store:
+        trackers = trackers_of(config, run_dir, run_id=run_id_of(config, run_dir), store=store)
+        if trackers is not None:
+            trackers.catch_up(partial(say, err=True))
     say(
         f"all {step} steps are done already; raise run.steps to go on; "
         f"report: {os.path.relpath(run_dir.report_file)}"

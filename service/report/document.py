@@ -84,7 +84,13 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
             for each in tables.checks(summary, totals)
             if live is None or each.name != tables.IN_FLIGHT
         ],
-        "tables": [_plain(each) for each in tables.summary_tables(summary)],
+        "tables": [
+            _plain(each)
+            for each in (
+                *tables.summary_tables(summary),
+                *tables.reward_tables(history.steps),
+            )
+        ],
         "loss_tables": [_plain(each) for each in tables.statistic_tables(totals)],
         "loss_definitions": tables.statistic_definitions(totals),
         "definitions": tables.definitions(),

@@ -6,14 +6,15 @@ All are values ready for the template. Those of statistics walk their table.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from actors.statistics import BY_NAME, GROUPS, STATISTICS
 from actors.trajectory_queue.messages import QueueStats
 from actors.types import BranchReason, Outcome
 from service import units
-from service.telemetry.summary import RunSummary
+from service.telemetry.records import StepRecord
+from service.telemetry.summary import AVERAGED_STEPS, RunSummary
 from service.telemetry.totals import RunTotals
 
 # The check that holds at a run's end alone.
@@ -198,6 +199,35 @@ def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
         ),
     )
     return tuple(table for table in found if table.rows)
+
+
+def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
+    """Of the parts that the environment names in its rewards; none where it names none."""
+    early, late = (
+        _mean_components(steps[:AVERAGED_STEPS]),
+        _mean_components(steps[-AVERAGED_STEPS:]),
+    )
+    names = sorted({*early, *late})
+    if not names:
+        return ()
+    table = Table(
+        caption="Reward components",
+        header=("component", f"first {AVERAGED_STEPS} steps", f"last {AVERAGED_STEPS}"),
+        rows=tuple(
+            (name, units.reward(early.get(name)), units.reward(late.get(name))) for name in names
+        ),
+        note="Means over the graded trajectories that have it, as the environment gave it.",
+    )
+    return (table,)
+
+
+def _mean_components(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """By name, the mean over the steps that have it."""
+    values: dict[str, list[float]] = {}
+    for record in steps:
+        for name, value in record.reward_components.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(of_name) / len(of_name) for name, of_name in values.items()}
 
 
 def _asked_evaluations(summary: RunSummary) -> Table:

@@ -137,7 +137,7 @@ class StoredRecord:
     kind: RecordKind
     place: Place
     first_step: int
-    """Of its term."""
+    """Of its term: it took back what older ones have of this step and later ones."""
     record: StepRecord | EvaluationRecord
 
 
@@ -154,7 +154,8 @@ def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[S
 
     def read(connection: Connection) -> list[StoredRecord]:
         found: list[StoredRecord] = []
-        first_step = 1
+        # An evaluation before the first step counts as of step 0.
+        first_step = 0
         for span in surviving_spans(connection):
             for kind, (table, of_kind) in tables_of.items():
                 columns, is_step = table.c, kind is RecordKind.STEP

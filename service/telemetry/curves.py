@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -78,7 +79,9 @@ def _outcome_shares(prefix: str, outcomes: Mapping[Outcome, int]) -> dict[str, f
 
 
 def _cleaned(curves: Mapping[str, float]) -> dict[str, float]:
-    return {_NOT_TAKEN.sub("_", name): value for name, value in curves.items()}
+    return {
+        _NOT_TAKEN.sub("_", name): value for name, value in curves.items() if math.isfinite(value)
+    }
 
 
 def _share(part: float, whole: float) -> float | None:

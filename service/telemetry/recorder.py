@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -128,7 +129,7 @@ class RunRecorder:
             self._metrics.run.checkpoint_time.set(lease.parent.committed_at)
         self.policy_version = lease.parent.policy_version if lease.parent else 0
         if self._trackers is not None:
-            self._trackers.begin(self.notice)
+            self._trackers.begin(partial(self._notice_from_thread, asyncio.get_running_loop()))
         if lease.term > 1:
             self.notice(f"term {lease.term} goes on from step {self.last_step}")
 
@@ -160,6 +161,13 @@ class RunRecorder:
         """Something a user should see: a fault, a recovery, a warning."""
         log.warning("%s", text)
         self.notices.append(text)
+
+    def _notice_from_thread(self, loop: asyncio.AbstractEventLoop, text: str) -> None:
+        try:
+            loop.call_soon_threadsafe(self.notice, text)
+        except RuntimeError:
+            # The loop has ended, and nobody sees a notice any more.
+            log.warning("%s", text)
 
     def replaced(self, part: Part, text: str, *, count: int = 1) -> None:
         self._metrics.parts.replacements.labels(part=part.value).inc(count)

@@ -13,6 +13,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from service.store.lineage import Place, Readable, RecordKind, records_after
@@ -24,23 +25,33 @@ log = logging.getLogger("rayloom.trackers")
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is to be written."""
+
+    name: str
+    """The setting's."""
+    address: str
+    """The run's place there; it is the same after --resume."""
+    make: Callable[[], Tracker]
+    """Called in the thread, again until it succeeds."""
+
+
 class Follower(threading.Thread):
     """Call `start` once, `wake` after each stored record, `end` last."""
 
     def __init__(
         self,
-        name: str,
-        make: Callable[[], Tracker],
+        target: Target,
         *,
         store: Readable,
         places_file: Path,
         tell: Callable[[str], None],
     ) -> None:
-        """name: the setting's. make: called in the thread, again until it succeeds. tell: gives the
-        user a notice."""
-        super().__init__(name=f"tracker {name}", daemon=True)
-        self._setting = f"trackers.{name}"
-        self._make, self._store, self._tell = make, store, tell
+        """tell: gives the user a notice."""
+        super().__init__(name=f"tracker {target.name}", daemon=True)
+        self._setting = f"trackers.{target.name}"
+        self._target, self._store, self._tell = target, store, tell
         self._places_file = places_file
         self._tracker: Tracker | None = None
         self._woken, self._ending = threading.Event(), threading.Event()
@@ -61,13 +72,13 @@ class Follower(threading.Thread):
 
     def run(self) -> None:
         while True:
-            is_last = self._ending.is_set()
             self._woken.clear()
+            is_last = self._ending.is_set()
             self._attempt(is_last=is_last)
             if is_last:
                 return
             if self._num_failures:
-                delay_s = min(FIRST_DELAY_S * 2 ** (self._num_failures - 1), LONGEST_DELAY_S)
+                delay_s = min(FIRST_DELAY_S * 2 ** min(self._num_failures - 1, 30), LONGEST_DELAY_S)
                 self._ending.wait(delay_s * random.uniform(1.0, 1.5))
             else:
                 self._woken.wait()
@@ -75,9 +86,7 @@ class Follower(threading.Thread):
     def _attempt(self, *, is_last: bool) -> None:
         try:
             if not is_last or self._writes_rest:
-                if self._tracker is None:
-                    self._tracker = self._make()
-                self._follow(self._tracker)
+                self._follow(is_last=is_last)
             if is_last and self._tracker is not None:
                 self._tracker.close(is_ended=self._writes_rest)
         except Exception as error:  # noqa: BLE001
@@ -88,25 +97,29 @@ class Follower(threading.Thread):
             log.info("%s is written again", self._setting)
         self._num_failures = 0
 
-    def _follow(self, tracker: Tracker) -> None:
+    def _follow(self, *, is_last: bool) -> None:
+        """Write what is stored behind the places. For nothing no tracker is made at the end."""
         places = self._read_places()
-        begun_with = dict(places)
+        begun_with, waiting = dict(places), records_after(self._store, places)
+        if self._tracker is None:
+            if is_last and not waiting:
+                return
+            self._tracker = self._target.make()
         try:
-            for stored in records_after(self._store, places):
-                tracker.write(point_of(stored))
+            for stored in waiting:
+                term, newest = stored.place[0], max((at[0] for at in places.values()), default=0)
+                self._tracker.write(point_of(stored, is_first_of_term=term > newest))
                 places[stored.kind] = stored.place
         finally:
             if places != begun_with:
-                tracker.flush()
+                self._tracker.flush()
                 self._write_places(places)
 
     def _failed(self, error: Exception) -> None:
         self._num_failures += 1
         first_line, _, _ = str(error).partition("\n")
-        text = (
-            f"{self._setting} is not written: {type(error).__name__}: {first_line}; tried again "
-            "until the run ends"
-        )
+        next_try = "--resume writes it" if self._ending.is_set() else "tried again until the end"
+        text = f"{self._setting} is not written: {type(error).__name__}: {first_line}; {next_try}"
         if not self._was_told:
             self._was_told = True
             self._tell(text)
@@ -114,15 +127,20 @@ class Follower(threading.Thread):
             log.warning("%s", text)
 
     def _read_places(self) -> dict[RecordKind, Place]:
-        """Raises: OSError; ValueError for a file that was changed."""
+        """How far the target has been written; another one than before begins anew.
+
+        Raises: OSError; ValueError for a file that was changed.
+        """
         if not self._places_file.exists():
             return {}
         written = json.loads(self._places_file.read_text())
-        return {RecordKind(kind): (at[0], at[1], at[2]) for kind, at in written.items()}
+        if written["target"] != self._target.address:
+            return {}
+        return {RecordKind(kind): (at[0], at[1], at[2]) for kind, at in written["places"].items()}
 
     def _write_places(self, places: Mapping[RecordKind, Place]) -> None:
         """Raises: OSError."""
         self._places_file.parent.mkdir(exist_ok=True)
         new = self._places_file.with_suffix(".new")
-        new.write_text(json.dumps(places))
+        new.write_text(json.dumps({"target": self._target.address, "places": places}))
         new.replace(self._places_file)

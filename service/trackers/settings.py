@@ -12,7 +12,8 @@ from pydantic import Field
 from actors.limits import STRICT
 
 Name = Annotated[str, MinLen(1)]
-Url = Annotated[str, Field(pattern=r"^https?://\S+$")]
+# Without a password: it would stand in the files of the run.
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/\S*)?$")]
 
 
 class WandbMode(StrEnum):

@@ -6,7 +6,7 @@ has of that step and later ones.
 
 from __future__ import annotations
 
-import os
+import time
 from pathlib import Path
 
 from service.telemetry.records import EvaluationSample
@@ -23,17 +23,15 @@ class TensorBoard:
         from tensorboardX.summary import scalar, text
 
         directory.mkdir(parents=True, exist_ok=True)
-        # The names' time has whole seconds alone.
-        self._file = EventsWriter(str(directory / "events"), filename_suffix=f".{os.getpid()}")
+        # By itself a name has whole seconds, and a file of that name would be written over.
+        self._file = EventsWriter(str(directory / "events"), filename_suffix=f".{time.time_ns()}")
         self._event, self._restart = Event, SessionLog(status=SessionLog.START)
         self._scalar, self._text = scalar, text
-        self._term = 0
 
     def write(self, point: Point) -> None:
         """Raises: OSError."""
-        if point.term > self._term:
+        if point.is_first_of_term:
             self._add(point, session_log=self._restart, step=point.first_step)
-            self._term = point.term
         for name, value in point.curves.items():
             self._add(point, summary=self._scalar(name, value), step=point.step)
         for number, sample in enumerate(point.samples):

@@ -17,9 +17,10 @@ class Point:
 
     kind: RecordKind
     term: int
-    """What was written of an older term for its `first_step` and later ones is void."""
     first_step: int
-    """Of the term."""
+    """Of the term: what older ones have of this step and later ones is void."""
+    is_first_of_term: bool
+    """Of all that was ever written."""
     step: int
     wall_time: float
     """Unix seconds."""
@@ -41,7 +42,7 @@ class Tracker(Protocol):
         ...
 
 
-def point_of(stored: StoredRecord) -> Point:
+def point_of(stored: StoredRecord, *, is_first_of_term: bool) -> Point:
     record, (term, step, _) = stored.record, stored.place
     samples: Sequence[EvaluationSample] = ()
     if isinstance(record, StepRecord):
@@ -52,6 +53,7 @@ def point_of(stored: StoredRecord) -> Point:
         kind=stored.kind,
         term=term,
         first_step=stored.first_step,
+        is_first_of_term=is_first_of_term,
         step=step,
         wall_time=record.wall_time,
         curves=curves,

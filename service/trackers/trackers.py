@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from service.config.file import dump_config
 from service.config.tree import Config
 from service.launch.run_dir import RunDir
 from service.store.lineage import Readable
-from service.trackers.follower import Follower
+from service.trackers.follower import Follower, Target
 from service.trackers.jsonl import JsonLines
 from service.trackers.mlflow import Mlflow
 from service.trackers.tensorboard import TensorBoard
@@ -27,43 +25,41 @@ log = logging.getLogger("rayloom.trackers")
 
 CLOSE_LIMIT_S = 30.0
 
-Makers = Mapping[str, Callable[[], Tracker]]
-
 
 class Trackers:
-    """Belongs to the event loop that calls `begin`; none of its calls waits for a tracker, but for
-    `close`."""
+    """None of its calls waits for a tracker, but for `close` and `catch_up`."""
 
-    def __init__(self, makers: Makers, *, store: Readable, directory: Path) -> None:
-        """makers: by setting. directory: where each keeps how far it has written."""
-        self._makers, self._store, self._directory = makers, store, directory
+    def __init__(self, targets: Sequence[Target], *, store: Readable, directory: Path) -> None:
+        """directory: where each keeps how far it has been written."""
+        self._targets, self._store, self._directory = targets, store, directory
         self._followers: list[Follower] = []
 
     def begin(self, tell: Callable[[str], None]) -> None:
-        """Write what is stored and not written yet. tell: called in this event loop."""
+        """Write what is stored and not written yet. tell: called in any thread."""
         if not self._followers:
-            loop = asyncio.get_running_loop()
-
-            def tell_in_loop(text: str) -> None:
-                try:
-                    loop.call_soon_threadsafe(tell, text)
-                except RuntimeError:
-                    # The loop has ended, and shows no notice.
-                    log.warning("%s", text)
-
-            self._followers = [
-                Follower(
-                    name,
-                    make,
-                    store=self._store,
-                    places_file=self._directory / f"{name}.json",
-                    tell=tell_in_loop,
-                )
-                for name, make in self._makers.items()
-            ]
+            self._followers = self._make(tell)
             for follower in self._followers:
                 follower.start()
         self.wake()
+
+    def catch_up(self, tell: Callable[[str], None], *, limit_s: float = CLOSE_LIMIT_S) -> None:
+        """Write what a run that has ended lacks, once. Blocks, limit_s at most."""
+        self._followers = self._make(tell)
+        for follower in self._followers:
+            follower.end()
+            follower.start()
+        self._join(limit_s)
+
+    def _make(self, tell: Callable[[str], None]) -> list[Follower]:
+        return [
+            Follower(
+                target,
+                store=self._store,
+                places_file=self._directory / f"{target.name}.json",
+                tell=tell,
+            )
+            for target in self._targets
+        ]
 
     def wake(self) -> None:
         """A record has been stored."""
@@ -75,42 +71,50 @@ class Trackers:
 
         writes_rest: False where another process has the run.
         """
-        until = time.monotonic() + limit_s
         for follower in self._followers:
             follower.end(writes_rest=writes_rest)
+        self._join(limit_s)
+
+    def _join(self, limit_s: float) -> None:
+        until = time.monotonic() + limit_s
         for follower in self._followers:
-            _join(follower, until=until)
-
-
-def _join(thread: threading.Thread, *, until: float) -> None:
-    thread.join(max(0.0, until - time.monotonic()))
-    if thread.is_alive():
-        log.warning("%s did not end in time; --resume writes what it lacks", thread.name)
+            follower.join(max(0.0, until - time.monotonic()))
+            if follower.is_alive():
+                log.warning("%s did not end in time; --resume writes what it lacks", follower.name)
 
 
 def trackers_of(
     config: Config, run_dir: RunDir, *, run_id: str, store: Readable
 ) -> Trackers | None:
     """Those that the configuration names; None: it names none."""
-    settings, path = config.trackers, run_dir.path
-    makers: dict[str, Callable[[], Tracker]] = {}
-    if settings.jsonl:
-        makers["jsonl"] = partial(JsonLines, path / "metrics.jsonl")
-    if settings.tensorboard is not None:
-        chosen = Path(settings.tensorboard).expanduser() / run_id
-        directory = chosen if settings.tensorboard else path / "tensorboard"
-        makers["tensorboard"] = partial(TensorBoard, directory)
-    if settings.wandb is not None:
-        makers["wandb"] = partial(
-            Wandb,
-            settings.wandb,
-            run_id=run_id,
-            name=config.run.name,
-            config=yaml.safe_load(dump_config(config)),
-            directory=Path(settings.wandb.directory or path).expanduser(),
-        )
-    if settings.mlflow is not None:
-        makers["mlflow"] = partial(Mlflow, settings.mlflow, run_id=run_id, name=config.run.name)
-    if not makers:
+    targets = list(_targets(config, run_dir.path, run_id))
+    if not targets:
         return None
-    return Trackers(makers, store=store, directory=path / "trackers")
+    return Trackers(targets, store=store, directory=run_dir.path / "trackers")
+
+
+def _targets(config: Config, run_dir: Path, run_id: str) -> Iterator[Target]:
+    settings, name = config.trackers, config.run.name
+    if settings.jsonl:
+        make: Callable[[], Tracker] = partial(JsonLines, run_dir / "metrics.jsonl")
+        # Moved with the run's directory.
+        yield Target(name="jsonl", address="", make=make)
+    if (chosen := settings.tensorboard) is not None:
+        directory = Path(chosen).expanduser() / run_id if chosen else run_dir / "tensorboard"
+        address = str(directory) if chosen else ""
+        yield Target(name="tensorboard", address=address, make=partial(TensorBoard, directory))
+    if (wandb := settings.wandb) is not None:
+        make = partial(
+            Wandb,
+            wandb,
+            run_id=run_id,
+            name=name,
+            config=yaml.safe_load(dump_config(config)),
+            directory=Path(wandb.directory or run_dir).expanduser(),
+        )
+        address = f"{wandb.mode} {wandb.entity or ''}/{wandb.project}/{run_id}"
+        yield Target(name="wandb", address=address, make=make)
+    if (mlflow := settings.mlflow) is not None:
+        make = partial(Mlflow, mlflow, run_id=run_id, name=name)
+        address = f"{mlflow.url} {mlflow.experiment}/{run_id}"
+        yield Target(name="mlflow", address=address, make=make)

@@ -26,6 +26,7 @@ from service.report.page import render_report, write_report
 from service.report.tables import balance_equation, checks, ending, verdict
 from service.run.health import Phase
 from service.telemetry.records import StageSeconds
+from service.units import UNKNOWN
 
 RUNS = {
     "no steps": Run(),
@@ -47,6 +48,20 @@ RUNS = {
 def document_of(run: Run, **changes: object) -> dict[str, Any]:
     summary = summary_of(run, **changes)
     return run_document(RunPicture(summary=summary, history=run, config_text="run: {}\n"))
+
+
+def test_reward_components_are_a_table_and_curves_where_an_environment_names_them() -> None:
+    steps = tuple(
+        step_record(i, reward_components={"form": i / 4, **({"used tool": 1.0} if i > 5 else {})})
+        for i in range(1, 9)
+    )
+    document = document_of(Run(steps=steps))
+    [table] = [each for each in document["tables"] if each["caption"] == "Reward components"]
+    assert table["rows"] == (("form", "0.75", "1.50"), ("used tool", UNKNOWN, "1.00"))
+    assert document["steps"]["rewards.form"] == [i / 4 for i in range(1, 9)]
+    assert document["steps"]["rewards.used tool"] == [None] * 5 + [1.0] * 3
+    plain = document_of(learning_run(8))
+    assert "Reward components" not in {each["caption"] for each in plain["tables"]}
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -33,13 +33,16 @@ from actors.metrics import Metrics
 from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, SampledText
 from service.config.file import ConfigError, dump_config
+from service.launch.run_dir import RunDir
+from service.store.run_store import ReadOnlyStore
 from service.store.thread import StoreThread
 from service.telemetry.curves import evaluation_curves, step_curves
 from service.telemetry.recorder import RunRecorder
 from service.telemetry.records import EvaluationSample, StepRecord
+from service.trackers.follower import Target
 from service.trackers.jsonl import JsonLines
 from service.trackers.tracker import Point
-from service.trackers.trackers import Trackers
+from service.trackers.trackers import Trackers, trackers_of
 
 SAMPLE = EvaluationSample(
     task_id="t0",
@@ -158,6 +161,67 @@ async def test_a_step_that_is_trained_again_replaces_the_first_in_the_same_runs(
     assert rewards == {**first, (2, 3): 0.75, (2, 4): 0.75}
 
 
+async def test_what_was_stored_and_not_written_before_a_death_is_written_by_the_next(
+    tmp_path: Path,
+) -> None:
+    """It takes nothing back that was written, of steps or evaluations."""
+    config = config_with({"jsonl": True, "tensorboard": ""})
+    with store_in(tmp_path) as store:
+        recorder, _ = await begin(store, config, tmp_path)
+        for step in (1, 2):
+            await recorder.evaluation(evaluation_record(step))
+            await recorder.step(step_record(step))
+        await recorder.evaluation(evaluation_record(3))
+        await recorder.close_trackers(is_taken_over=False)
+        # Its trackers have ended: stored, and written nowhere.
+        await recorder.step(step_record(3))
+        await checkpoint(recorder, 3)
+        recorder, _ = await begin(store, config, tmp_path)
+        await recorder.step(step_record(4))
+        await recorder.close_trackers(is_taken_over=False)
+    shown = tensorboard_curves(tmp_path / "tensorboard")
+    assert [step for step, _ in shown["train/loss"]] == [1, 2, 3, 4]
+    assert [step for step, _ in shown["evaluation/reward_mean"]] == [1, 2, 3]
+    lines = json_lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4]
+
+
+async def test_what_a_finished_run_could_not_write_is_written_on_demand(tmp_path: Path) -> None:
+    """From a database that is only read; a run that lacks nothing opens no tracker."""
+    told: list[str] = []
+    with mlflow_server() as server:
+        with store_in(tmp_path) as store:
+            server.is_away = True
+            config = config_with({}, mlflow=server.url)
+            recorder, _ = await begin(store, config, tmp_path)
+            for step in (1, 2):
+                await recorder.step(step_record(step))
+            await recorder.close_trackers(is_taken_over=False)
+        run_dir = RunDir(path=tmp_path)
+        for is_away in (True, False, True):
+            server.is_away = is_away
+            store = ReadOnlyStore(tmp_path / "run.db")
+            trackers = trackers_of(config, run_dir, run_id=RUN_ID, store=store)
+            assert trackers is not None
+            trackers.catch_up(told.append)
+            store.close()
+    assert set(server.curve("train/loss")) == {1, 2}
+    assert server.runs["run-0"]["status"] == "FINISHED"
+    assert len(told) == 1 and told[0].endswith("status 503; --resume writes it")
+
+
+async def test_a_run_that_moves_to_another_experiment_brings_its_history(tmp_path: Path) -> None:
+    with mlflow_server() as server, store_in(tmp_path) as store:
+        for step, experiment in ((1, "games"), (2, "sums")):
+            target = {"url": server.url, "experiment": experiment}
+            recorder, _ = await begin(store, config_with({"mlflow": target}), tmp_path)
+            await recorder.step(step_record(step))
+            await checkpoint(recorder, step)
+            await recorder.close_trackers(is_taken_over=False)
+    assert set(server.curve("train/loss", run="run-0")) == {1}
+    assert set(server.curve("train/loss", run="run-1")) == {1, 2}
+
+
 async def test_a_tracker_that_is_added_to_a_run_gets_its_history(tmp_path: Path) -> None:
     with store_in(tmp_path) as store:
         recorder, none = await begin(store, config_with({}), tmp_path)
@@ -255,7 +319,8 @@ class Stuck:
 async def test_a_tracker_that_hangs_holds_up_neither_steps_nor_the_end(tmp_path: Path) -> None:
     stuck = Stuck()
     with store_in(tmp_path) as store:
-        trackers = Trackers({"stuck": lambda: stuck}, store=store, directory=tmp_path / "trackers")
+        target = Target(name="stuck", address="", make=lambda: stuck)
+        trackers = Trackers([target], store=store, directory=tmp_path / "trackers")
         recorder = RunRecorder(
             store, Metrics(), thread=StoreThread(), num_steps=10, trackers=trackers
         )
@@ -332,7 +397,8 @@ def point(step: int) -> Point:
     return Point(
         kind="step",  # type: ignore[arg-type]
         term=1,
-        first_step=1,
+        first_step=0,
+        is_first_of_term=step == 1,
         step=step,
         wall_time=record.wall_time,
         curves=step_curves(record),
@@ -416,6 +482,7 @@ def test_a_tracker_without_its_package_is_refused_with_the_remedy() -> None:
     ("trackers", "key"),
     [
         ({"mlflow": {"url": "mlflow:5000", "experiment": "games"}}, "trackers.mlflow.url"),
+        ({"mlflow": {"url": "http://me:s3cret@mlflow", "experiment": "a"}}, "trackers.mlflow.url"),
         ({"mlflow": {"url": "http://mlflow:5000"}}, "trackers.mlflow.experiment"),
         ({"wandb": {"project": "games", "mode": "off"}}, "trackers.wandb.mode"),
         ({"wandb": {"project": "games", "api_key": "k"}}, "trackers.wandb.api_key"),
