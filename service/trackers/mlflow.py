@@ -9,8 +9,6 @@ import os
 import time
 from typing import Any
 
-import httpx
-
 from service.trackers.settings import MlflowSettings
 from service.trackers.tracker import Point
 
@@ -24,6 +22,9 @@ class Mlflow:
 
     def __init__(self, settings: MlflowSettings, *, run_id: str, name: str) -> None:
         """Raises: httpx.HTTPError; MlflowRefused."""
+        # A tenth of a second of imports, which only a run that is tracked so makes.
+        import httpx
+
         token = os.environ.get(TOKEN_VARIABLE)
         self._client = httpx.Client(
             base_url=f"{settings.url.rstrip('/')}/api/2.0/mlflow/",

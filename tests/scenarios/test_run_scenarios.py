@@ -12,8 +12,11 @@ import pytest
 from worlds.command_lines import rayloom
 from worlds.run_checks import check_audit, check_finished
 from worlds.run_driver import START_S, STEP_S, Run, running, small_config
+from worlds.tracker_files import json_lines, tensorboard_curves, wandb_history
+from worlds.tracker_world import ALL
 
 from service.config.file import load_config
+from service.telemetry.curves import step_curves
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(900)]
 
@@ -32,7 +35,7 @@ def finished(
     """A run of four steps at lag 0 that built its own model and came to its end."""
     directory = tmp_path_factory.mktemp("finished")
     tiny = {"warmup_steps": 20, "tie_word_embeddings": request.param}
-    config = small_config(directory, model={"tiny": tiny})
+    config = small_config(directory, model={"tiny": tiny}, trackers=ALL)
     with running(config, directory / "run") as run:
         assert run.wait(limit_s=START_S + 8 * STEP_S) == 0, run.log()
         yield run
@@ -54,6 +57,25 @@ def test_at_lag_0_the_engines_hold_what_the_trainer_holds_at_every_step(finished
         assert record.statistics["mismatch_k3_mean"] < 1e-6
         assert record.statistics["mismatch_max"] < 1e-3
     assert all(record.statistics["logprob_check_max"] < 1e-3 for record in records)
+
+
+def test_the_trackers_of_a_run_have_its_history(finished: Run) -> None:
+    path, history = finished.place.path, finished.history()
+    expected = {record.step: step_curves(record) for record in history.steps}
+    assert any(name.startswith("rewards/") for name in expected[4])
+    lines, rows = json_lines(path / "metrics.jsonl"), wandb_history(path)
+    of_steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in of_steps] == [1, 2, 3, 4]
+    assert all(line.items() >= expected[line["step"]].items() for line in of_steps)
+    by_step = {row["step"]: row for row in rows if "train/learning_rate" in row}
+    assert all(by_step[step].items() >= curves.items() for step, curves in expected.items())
+    shown = tensorboard_curves(path / "tensorboard")
+    rates = [(step, curves["train/learning_rate"]) for step, curves in expected.items()]
+    assert shown["train/learning_rate"] == pytest.approx(rates)
+    evaluated = [line for line in lines if line["kind"] == "evaluation"]
+    assert [line["step"] for line in evaluated] == [0, 2, 4]
+    assert all(len(line["samples"]) == 4 for line in evaluated)
+    assert all(sample["prompt"] for line in evaluated for sample in line["samples"])
 
 
 def test_the_journal_of_a_run_breaks_no_invariant(finished: Run) -> None:
