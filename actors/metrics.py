@@ -435,7 +435,7 @@ class StatisticMetrics:
         self._gauges = {each.name: registry.gauge(each.metric, each.help) for each in STATISTICS}
         self.evaluation_reward = registry.gauge(
             "rayloom_evaluation_scaled_reward_mean_ratio",
-            "Mean return over the best possible one, on held-out tasks at temperature 0.",
+            "Mean return over the best possible one, on held-out tasks (evaluation.temperature).",
         )
 
     def show(self, statistics: Mapping[str, float]) -> None:

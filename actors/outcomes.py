@@ -79,6 +79,11 @@ DEFAULT_RULES: Mapping[Outcome, OutcomeRule] = {
     Outcome.TOKEN_MISALIGNED: OutcomeRule(disposition=Disposition.DROP),
 }
 
+# What is dropped was not scored: its return says how far it came before it was cut off, or is 0.
+UNSCORED = frozenset(
+    outcome for outcome, rule in DEFAULT_RULES.items() if rule.disposition is Disposition.DROP
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomePolicy:

@@ -285,6 +285,9 @@ class Attempt:
     timings: Timings = field(default_factory=Timings)
     detail: str = ""
     """One sentence on an outcome that is not `completed`; never a payload."""
+    answer: str | None = None
+    """What the policy answered at last, short, equal for equal answers. None: the environment does
+    not say."""
 
     @property
     def trajectory_id(self) -> str:

@@ -15,7 +15,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import ray
 
+from actors.environment.evaluation import Play, Played, rollout_line
 from actors.environment.protocol import Environment
 from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.rendering import load_renderer
@@ -27,9 +29,7 @@ from actors.types import (
     Outcome,
     RolloutAssignment,
     SampledText,
-    Task,
     Trajectory,
-    TrajectorySummary,
     summarize,
 )
 
@@ -75,7 +75,7 @@ class EnvironmentActor:
             num_slots=settings.rollouts.slots_per_actor,
             settings=settings.exchange,
         )
-        self._evaluations: set[asyncio.Task[Trajectory]] = set()
+        self._evaluations: set[asyncio.Task[Played]] = set()
         self._num_evaluated = 0
         # What was imported never dies; collections, which stop all episodes, need not visit it.
         gc.collect()
@@ -107,40 +107,52 @@ class EnvironmentActor:
                 play.cancel()
 
     async def evaluate(
-        self, tasks: Sequence[Task], *, temperature: float = 0.0, slots_share: float = 1.0
-    ) -> list[TrajectorySummary]:
-        """Play each task as often as it is named, beside the training episodes and counted apart
-        from them.
+        self,
+        plays: Sequence[Play],
+        *,
+        temperature: float = 0.0,
+        slots_share: float = 1.0,
+        keeps_tokens: bool = False,
+    ) -> list[Played]:
+        """Play, beside the training episodes and counted apart from them.
 
-        slots_share: of rollouts.slots_per_actor, so many are played at once.
-        Returns: one summary for each, in their order, the first SHOWN_SAMPLES with their text;
-        nothing goes to the queue.
+        slots_share: of rollouts.slots_per_actor, so many are played at once. keeps_tokens: put a
+        line of each into the object store, so that no more than those in play are held here.
+        Returns: one for each, in their order, the first SHOWN_SAMPLES with their text; nothing goes
+        to the queue.
         """
-        assignments = [_evaluation(task, number) for number, task in enumerate(tasks)]
         slots = asyncio.Semaphore(
             max(1, int(slots_share * self._settings.rollouts.slots_per_actor))
         )
-        plays = [
-            asyncio.create_task(self._evaluate_one(assignment, slots, temperature=temperature))
-            for assignment in assignments
+        tasks = [
+            asyncio.create_task(
+                self._evaluate_one(
+                    play,
+                    slots,
+                    temperature=temperature,
+                    keeps_tokens=keeps_tokens,
+                    shows_text=number < SHOWN_SAMPLES,
+                )
+            )
+            for number, play in enumerate(plays)
         ]
-        self._evaluations.update(plays)
+        self._evaluations.update(tasks)
         try:
-            await asyncio.wait(plays) if plays else None
+            await asyncio.wait(tasks) if tasks else None
         finally:
-            self._evaluations.difference_update(plays)
-            for play in plays:
-                play.cancel()
-        played = [
-            Trajectory.of(assignment, Outcome.CANCELLED, detail="the actor was stopped")
-            if play.cancelled()
-            else play.result()
-            for assignment, play in zip(assignments, plays, strict=True)
+            self._evaluations.difference_update(tasks)
+            for task in tasks:
+                task.cancel()
+        return [
+            self._played(
+                Trajectory.of(play.assignment, Outcome.CANCELLED, detail="the actor was stopped"),
+                play,
+                keeps_tokens=keeps_tokens,
+            )
+            if task.cancelled()
+            else task.result()
+            for play, task in zip(plays, tasks, strict=True)
         ]
-        summaries = [summarize(trajectory, num_bytes=0) for trajectory in played]
-        for number, trajectory in enumerate(played[:SHOWN_SAMPLES]):
-            summaries[number] = replace(summaries[number], text=self._text_of(trajectory))
-        return summaries
 
     def _text_of(self, trajectory: Trajectory) -> SampledText | None:
         """None where nothing was sampled."""
@@ -185,20 +197,32 @@ class EnvironmentActor:
         return self._policy
 
     async def _evaluate_one(
-        self, assignment: RolloutAssignment, slots: asyncio.Semaphore, *, temperature: float
-    ) -> Trajectory:
+        self,
+        play: Play,
+        slots: asyncio.Semaphore,
+        *,
+        temperature: float,
+        keeps_tokens: bool,
+        shows_text: bool,
+    ) -> Played:
         async with slots:
             episode = partial(self._episode, temperature=temperature)
-            trajectory = await play_once(episode, assignment)
+            trajectory = await play_once(episode, play.assignment)
+        played = self._played(trajectory, play, keeps_tokens=keeps_tokens, shows_text=shows_text)
         self._num_evaluated += 1
-        return trajectory
+        return played
 
-
-def _evaluation(task: Task, number: int) -> RolloutAssignment:
-    rollout_id = f"evaluation-{task.task_id}-{number}"
-    return RolloutAssignment(
-        rollout_id=rollout_id, group_id=rollout_id, group_number=-1, attempt=0, task=task
-    )
+    def _played(
+        self, trajectory: Trajectory, play: Play, *, keeps_tokens: bool, shows_text: bool = False
+    ) -> Played:
+        line = None
+        if keeps_tokens:
+            decode = self._renderer.decode
+            line = ray.put(rollout_line(trajectory, play.sample, decode=decode))
+        summary = summarize(trajectory, num_bytes=0)
+        if shows_text:
+            summary = replace(summary, text=self._text_of(trajectory))
+        return Played(summary=summary, line=line)
 
 
 def _shown(text: str) -> str:

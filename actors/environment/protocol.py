@@ -257,9 +257,16 @@ class StepResult:
     """The action could not be understood."""
     ended_by_malformed: bool = False
     """That is why the episode ends (recorded as `malformed_tool_call`)."""
+    answer: str | None = None
+    """What the policy has answered so far, equal for equal answers: the last one of an episode is
+    what an evaluation's majority vote counts. None: nothing new."""
 
     def __post_init__(self) -> None:
         _check_messages(self.messages)
+        if not isinstance(self.answer, str | None):
+            raise TypeError(
+                f"step result: answer: got a {type(self.answer).__name__}, expected text or None"
+            )
         if not isinstance(self.reward_components, Mapping):
             raise TypeError(
                 f"step result: reward_components: got a {type(self.reward_components).__name__}, "

@@ -37,7 +37,7 @@ class RolloutSettings:
     max_tokens_per_turn: Positive = 64
     """Sampled tokens in one turn."""
     temperature: Temperature = 1.0
-    """Of training rollouts; evaluation uses 0."""
+    """Of training rollouts; evaluations have their own (evaluation.temperature)."""
     turn_deadline_s: Seconds = 60
     """One model call and the environment's answer to it; also the environment's reset."""
     episode_deadline_s: Seconds = 600
@@ -55,6 +55,19 @@ class RolloutSettings:
     history: History = History.APPENDED
     """appended: earlier replies stay as they were sampled; as_rendered: as the template shows them,
     with a new sample for each turn whose history that changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the tasks of an evaluation are sampled, and which samples pass."""
+
+    num_samples: int = 1
+    """Of each task."""
+    temperature: float = 0.0
+    pass_reward: float = 1.0
+    """The return with which a sample passes; the scaled one, where that is known."""
+    ks: tuple[int, ...] = (1,)
+    """Of pass@k, each at most num_samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

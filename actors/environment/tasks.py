@@ -114,10 +114,10 @@ class FileTasks:
                 f"got {num_held_out} held-out tasks of a split of {len(held_out)}; expected at "
                 "most as many as it has; evaluate on fewer"
             )
-        by_hash = _by_hash(tasks)
-        kept = by_hash if held_out is None else _by_hash(held_out)
+        ordered = by_hash(tasks)
+        kept = ordered if held_out is None else by_hash(held_out)
         self._held_out = kept[:num_held_out]
-        self._train = by_hash[num_held_out if held_out is None else 0 :]
+        self._train = ordered[num_held_out if held_out is None else 0 :]
         self._run_seed = run_seed
         # First choices and each of their replacements run through epochs of their own.
         self._order = lru_cache(maxsize=_KEPT_EPOCHS)(self._shuffled)
@@ -141,7 +141,8 @@ class FileTasks:
         return self._held_out[:count]
 
 
-def _by_hash(tasks: Sequence[Task]) -> list[Task]:
+def by_hash(tasks: Sequence[Task]) -> list[Task]:
+    """The same order, whichever they come in."""
     return sorted(tasks, key=lambda task: (derived_seed(task.task_id), task.task_id))
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 
 from actors.environment.protocol import (
     Action,
@@ -55,6 +56,8 @@ from actors.types import (
 _POLICY_GRACE_S = 2.0
 _CLOSE_LIMIT_S = 5.0
 _RESCORE_DELAYS_S = (0.1, 0.5)
+# An answer travels with each trajectory's summary; what is longer is told apart by its digest.
+MAX_ANSWER_CHARS = 256
 # One for the process: its episodes share an environment, and so its faults.
 _faults = FaultLog(logging.getLogger(__name__))
 
@@ -136,6 +139,7 @@ class _Episode:
         self._samples = SampleBuilder(assignment.trajectory_id)
         self._break: BreakReason | None = None  # of the prompt in hand
         self._best_return: float | None = None
+        self._answer: str | None = None
         self._cache_salt: str | None = None
         self._replica = ""
         self._num_inserted = 0
@@ -174,6 +178,7 @@ class _Episode:
             Trajectory.of(self._assignment, end.outcome, detail=end.detail),
             samples=self._samples.samples(),
             best_return=self._best_return,
+            answer=self._answer,
             num_inserted_tokens=self._num_inserted,
             render_breaks=dict(self._breaks),
             timings=Timings(
@@ -337,13 +342,14 @@ class _Episode:
         """Keep a turn's score; copied, because the environment may go on to change it."""
         self._samples.score(
             reward=float(result.reward),
-            # Names that are no text of UTF-8 could not be sent.
             components={
-                str(name).encode(errors="replace").decode(): float(value)
+                _sendable(str(name)): float(value)
                 for name, value in result.reward_components.items()
             },
             is_malformed=bool(result.is_malformed),
         )
+        if result.answer is not None:
+            self._answer = short_answer(result.answer)
 
     async def _scored(self, action: Action) -> StepResult:
         """Step once; where only the score is missing, ask for the score alone again."""
@@ -363,6 +369,20 @@ class _Episode:
                 await asyncio.sleep(delay_s)
                 call = unscored.rescore
         raise AssertionError("unreachable: the last pass raises or returns")
+
+
+def short_answer(answer: str) -> str:
+    """The answer, or where it is long its beginning with a digest: still equal for equal ones."""
+    text = _sendable(answer)
+    if len(text) <= MAX_ANSWER_CHARS:
+        return text
+    digest = blake2b(text.encode(), digest_size=16).hexdigest()
+    return f"{text[: MAX_ANSWER_CHARS - len(digest) - 1]}…{digest}"
+
+
+def _sendable(text: str) -> str:
+    """What is no text of UTF-8 could not be sent."""
+    return text.encode(errors="replace").decode()
 
 
 def _as_message(action: Action, parsed: ParsedReply | None) -> Message:

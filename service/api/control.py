@@ -15,6 +15,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 from fastapi import FastAPI, Path, Request, Response
 from pydantic import Field, model_validator
 
+from actors.environment.settings import Sampling
 from service.api.ports import PREFIX
 from service.api.problems import Problem, RunUnavailable
 from service.api.rollouts import Limit
@@ -195,12 +196,14 @@ class EvaluationBody(StrictBody):
     def request(self) -> EvaluationRequest:
         ks = [1, self.num_samples] if self.ks is None else self.ks
         return EvaluationRequest(
-            temperature=self.temperature,
-            num_samples=self.num_samples,
+            sampling=Sampling(
+                num_samples=self.num_samples,
+                temperature=self.temperature,
+                pass_reward=self.pass_reward,
+                ks=tuple(sorted(set(ks))),
+            ),
             num_tasks=self.num_tasks,
             task_ids=tuple(self.tasks),
-            pass_reward=self.pass_reward,
-            ks=tuple(sorted(set(ks))),
         )
 
 
@@ -217,9 +220,14 @@ class EvaluationAnswer(StrictBody):
     num_samples: int
     reward_mean: float | None = Field(description="over all samples: avg@n")
     scaled_reward_mean: float | None = Field(description="in parts of the best possible one")
+    standard_error: float | None = Field(description="of that mean, over tasks; null: of one task")
     pass_reward: float
     pass_at: dict[int, float] = Field(description="by k, the unbiased estimate over all tasks")
+    majority_mean: float | None = Field(
+        description="of each task's most frequent answer: majority@n; null: nothing gave an answer"
+    )
     outcomes: dict[str, int]
+    num_failed: int = Field(description="rollouts that an error ended: in no mean, and in no n")
 
     @classmethod
     def of(cls, record: EvaluationRecord) -> EvaluationAnswer:
@@ -232,9 +240,12 @@ class EvaluationAnswer(StrictBody):
             num_samples=record.num_samples,
             reward_mean=record.reward_mean,
             scaled_reward_mean=record.scaled_reward_mean,
+            standard_error=record.standard_error,
             pass_reward=record.pass_reward,
             pass_at=dict(record.pass_at),
+            majority_mean=record.majority_mean,
             outcomes={outcome.value: count for outcome, count in record.outcomes.items()},
+            num_failed=record.num_failed,
         )
 
 

@@ -77,7 +77,7 @@ class ProgressState:
                 StoryLine(text=step_line(record, status.steps, left_s=self._left_s(record)))
             )
         for evaluation in status.evaluations:
-            if evaluation.is_scheduled:
+            if evaluation.is_charted:
                 self.first_evaluation = self.first_evaluation or evaluation
                 self.last_evaluation = evaluation
             lines.append(StoryLine(text=evaluation_line(evaluation)))

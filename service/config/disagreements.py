@@ -20,7 +20,7 @@ from actors.trainer.loss.settings import (
 )
 from actors.trainer.settings import Device, WeightBackend
 from actors.types import TRUNCATIONS, Outcome
-from service.config.tree import Config
+from service.config.tree import Config, EvaluationSetSettings
 
 CPU_BLOCK_TOKENS = 32
 _OUT = frozenset({Disposition.MASK, Disposition.DROP})
@@ -36,6 +36,7 @@ def disagreements(config: Config) -> Iterator[str]:
     checks = (
         _of_model,
         _of_tasks,
+        _of_evaluation,
         _of_sessions,
         _of_template,
         _of_groups,
@@ -86,6 +87,43 @@ def _of_tasks(config: Config) -> Iterator[str]:
                     f"tasks.{key} is set without tasks.dataset, whose it is; expected both; set "
                     "tasks.dataset"
                 )
+
+
+def _of_evaluation(config: Config) -> Iterator[str]:
+    named = {"evaluation": config.evaluation} | {
+        f"evaluation.sets.{name}": each for name, each in config.evaluation.sets.items()
+    }
+    for key, settings in named.items():
+        if settings.samples > 1 and settings.temperature == 0:
+            yield (
+                f"{key}.samples is {settings.samples} with temperature 0, where all samples of a "
+                "task are the same; expected a temperature above 0, or one sample; set one of them"
+            )
+    for name, each in config.evaluation.sets.items():
+        yield from _of_set(config, f"evaluation.sets.{name}", each)
+
+
+def _of_set(config: Config, key: str, settings: EvaluationSetSettings) -> Iterator[str]:
+    if settings.file is not None and settings.dataset is not None:
+        yield f"{key}.file and {key}.dataset are both set; expected one of them; remove one"
+    of_data_set = ("subset", "split", "columns")
+    is_of_data_set = any(getattr(settings, name) is not None for name in of_data_set)
+    has_data_set = settings.dataset is not None or config.tasks.dataset is not None
+    if is_of_data_set and (settings.file is not None or not has_data_set):
+        yield (
+            f"{key} names a subset, a split or columns without a dataset, whose they are; expected "
+            "one there or in tasks, and no file; set it, or leave them out"
+        )
+    has_own = is_of_data_set or settings.file is not None or settings.dataset is not None
+    if not has_own and not config.tasks.evaluation_tasks:
+        yield (
+            f"{key} names no tasks, and tasks.evaluation_tasks is 0, so that it has none; name a "
+            "file, a dataset or a split, or hold tasks out"
+        )
+    if not config.has_environment:
+        yield (
+            f"{key} is set with tasks.environment session: nothing here can play it; leave it out"
+        )
 
 
 def _of_sessions(config: Config) -> Iterator[str]:

@@ -10,11 +10,13 @@ import asyncio
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from actors.deadline import within
 from actors.environment.data_sets import read_data_set
+from actors.environment.evaluation import EvaluationSet
 from actors.environment.protocol import Environment, Message, Observation, Role
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
 from actors.environment.rendering import (
@@ -29,12 +31,13 @@ from actors.environment.tasks import (
     FileTasks,
     GeneratedTasks,
     TaskSource,
+    by_hash,
     read_tasks,
 )
 from actors.environment.user_code import describe, location, root_cause
 from actors.types import Task
 from service.config.file import ConfigError
-from service.config.tree import Config, TasksSettings
+from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 
 RESET_LIMIT_S = 60.0
 
@@ -60,12 +63,7 @@ def open_tasks(
         tasks, held_out = _read(settings, checks)
     except BadTaskFile as error:
         raise ConfigError(f"tasks.{key}: {error}") from error
-    foreign = {task.environment for task in tasks} - {settings.environment}
-    if foreign:
-        raise ConfigError(
-            f"tasks.file: {settings.file} holds tasks of {sorted(foreign)}, expected only "
-            f"{settings.environment!r} (tasks.environment); split the file or change the setting"
-        )
+    _check_environment(tasks, config, key=f"tasks.file {settings.file}")
     if model_path is not None:
         tasks = _fitting(config, tasks, model_path, tell)
         held_out = held_out and _fitting(config, held_out, model_path, tell)
@@ -78,6 +76,66 @@ def open_tasks(
         )
     except ValueError as error:
         raise ConfigError(f"tasks.evaluation_tasks: {error}") from error
+
+
+def open_sets(config: Config, tasks: TaskSource) -> list[EvaluationSet]:
+    """What is evaluated: the run's own held-out tasks, if any, then each named set.
+
+    Raises: ConfigError when a set's tasks cannot be had.
+    """
+    own = tasks.held_out(config.tasks.evaluation_tasks)
+    named = [
+        EvaluationSet(name=name, tasks=_set_tasks(config, name, each, own), sampling=each.sampling)
+        for name, each in config.evaluation.sets.items()
+    ]
+    if not own:
+        return named
+    return [EvaluationSet(name="", tasks=own, sampling=config.evaluation.sampling), *named]
+
+
+def _set_tasks(
+    config: Config, name: str, settings: EvaluationSetSettings, own: list[Task]
+) -> list[Task]:
+    found, columns = own, settings.columns
+    named = (settings.file, settings.dataset, settings.subset, settings.split, columns)
+    if any(each is not None for each in named):
+        source = replace(
+            config.tasks,
+            file=settings.file,
+            dataset=None if settings.file else settings.dataset or config.tasks.dataset,
+            subset=settings.subset if settings.dataset else config.tasks.subset,
+            split=settings.split or config.tasks.split,
+            columns=config.tasks.columns if columns is None else columns,
+            evaluation_split=None,
+        )
+        found = by_hash(_tasks_of(config, source, key=f"evaluation.sets.{name}"))
+    count = len(found) if settings.tasks is None else settings.tasks
+    if count > len(found):
+        raise ConfigError(
+            f"evaluation.sets.{name}.tasks is {count}, expected at most {len(found)}, as many as "
+            "there are; lower it"
+        )
+    return found[:count]
+
+
+def _tasks_of(config: Config, settings: TasksSettings, *, key: str) -> list[Task]:
+    checks = {name: DataCheck(schema) for name, schema in data_schemas(config).items()}
+    try:
+        tasks, _ = _read(settings, checks)
+    except BadTaskFile as error:
+        raise ConfigError(f"{key}: {error}") from error
+    _check_environment(tasks, config, key=f"{key}.file")
+    return tasks
+
+
+def _check_environment(tasks: Sequence[Task], config: Config, *, key: str) -> None:
+    foreign = {task.environment for task in tasks} - {config.tasks.environment}
+    if foreign:
+        raise ConfigError(
+            f"{key}: it holds tasks of {sorted(foreign)}, expected only "
+            f"{config.tasks.environment!r} (tasks.environment); split the file or change the "
+            "setting"
+        )
 
 
 def _read(
@@ -180,7 +238,10 @@ def first_observation(config: Config) -> Observation:
     if not config.has_environment:
         return Observation(messages=(Message(role=Role.USER, content="Hello."),))
     make_environment = _maker(config)
-    task = open_tasks(config).task(0)
+    tasks = open_tasks(config)
+    # What cannot be evaluated is refused now, not after hours.
+    open_sets(config, tasks)
+    task = tasks.task(0)
     try:
         found = asyncio.run(_begin(make_environment, task))
     except KeyboardInterrupt:

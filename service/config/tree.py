@@ -17,7 +17,7 @@ from annotated_types import Ge
 from pydantic import Field
 
 from actors.algorithm import AlgorithmSettings
-from actors.environment.settings import RolloutSettings
+from actors.environment.settings import RolloutSettings, Sampling
 from actors.journal.record import GroupRule
 from actors.limits import STRICT, Natural, NotNegative, Port, Positive, Seconds, Seed, Share
 from actors.merge.shaping import RewardSettings
@@ -32,6 +32,9 @@ from service.trackers.settings import TrackerSettings
 
 HttpUrl = Annotated[str, Field(pattern=r"^(https?://\S+)?$")]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+# It stands in names of files.
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +125,83 @@ class TasksSettings:
     @property
     def place(self) -> Path | None:
         """Of the file or the data set; None: of neither, or a hub has it."""
-        if self.dataset is None:
-            return self.file
-        path = Path(self.dataset).expanduser()
-        return path if path.exists() else None
+        return _place(self.file, self.dataset)
+
+
+def _place(file: Path | None, dataset: str | None) -> Path | None:
+    if dataset is None:
+        return file
+    path = Path(dataset).expanduser()
+    return path if path.exists() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSetSettings:
+    """One more set of tasks that is evaluated, of the run's own environment."""
+
+    __pydantic_config__ = STRICT
+
+    file: Path | None = None
+    """Of tasks, as tasks.file. No file, dataset or split: the run's own held-out tasks."""
+    dataset: str | None = None
+    """As tasks.dataset, which counts where only a split is named."""
+    subset: str | None = None
+    """Of `dataset`."""
+    split: str | None = None
+    """Of the data set; null: tasks.split."""
+    columns: dict[str, str | None] | None = None
+    """As tasks.columns, which count where none are named."""
+    tasks: Positive | None = None
+    """The first so many, by a hash of their ids; null: all."""
+    samples: Positive = 1
+    """Of each task."""
+    temperature: NotNegative = 0.0
+    """0: greedy, one sample."""
+    pass_reward: float = 1.0
+    """As evaluation.pass_reward."""
+
+    @property
+    def place(self) -> Path | None:
+        """Of its own file or data set; None: of neither, or a hub has it."""
+        return _place(self.file, self.dataset)
+
+    @property
+    def sampling(self) -> Sampling:
+        return _sampling(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSettings:
+    """How the held-out tasks are sampled, and what is kept of it."""
+
+    __pydantic_config__ = STRICT
+
+    samples: Positive = 1
+    """Of each task: n of avg@n and majority@n; pass@k is told for the powers of two up to it."""
+    temperature: NotNegative = 0.0
+    """Of scheduled evaluations; 0: greedy, of which more than one sample would all be the same."""
+    pass_reward: float = 1.0
+    """A sample passes with so much of its return or more, in parts of the best possible one where
+    the environment knows that."""
+    keep_results: Natural = 20
+    """Newest evaluations whose rollouts are kept, token by token, in RUN_DIR/evaluations; 0:
+    none."""
+    sets: dict[SetName, EvaluationSetSettings] = field(default_factory=dict)
+    """More sets of tasks by name, each with its own sampling."""
+
+    @property
+    def sampling(self) -> Sampling:
+        return _sampling(self)
+
+
+def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
+    """With the powers of two for pass@k: 1, 2, 4 of six samples."""
+    return Sampling(
+        num_samples=settings.samples,
+        temperature=settings.temperature,
+        pass_reward=settings.pass_reward,
+        ks=tuple(1 << power for power in range(settings.samples.bit_length())),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +273,7 @@ class Config:
     run: RunSettings = field(default_factory=RunSettings)
     model: ModelSettings
     tasks: TasksSettings
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     rollouts: RolloutSettings = field(default_factory=RolloutSettings)
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
     inference: InferenceSettings = field(default_factory=InferenceSettings)
@@ -212,6 +289,18 @@ class Config:
     def has_environment(self) -> bool:
         """Whether environment actors play something: not where agents outside play all."""
         return self.tasks.environment != SESSION
+
+    @property
+    def task_places(self) -> dict[str, Path]:
+        """Files and directories of tasks that lie here, by the key that names them."""
+        named = {"tasks": self.tasks} | {
+            f"evaluation.sets.{name}": each for name, each in self.evaluation.sets.items()
+        }
+        return {
+            f"{key}.{'file' if each.dataset is None else 'dataset'}": place
+            for key, each in named.items()
+            if (place := each.place) is not None
+        }
 
     @property
     def num_environment_actors(self) -> int:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -24,11 +24,12 @@ from actors.deadline import poll
 from actors.environment.builtin.single_turn import SINGLE_TURN
 from actors.environment.reward_functions import module_of, names_of
 from service.config.file import ConfigError
-from service.config.tree import Config
+from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.launch.placement import Node, misfit
 from service.launch.signals import kept_from_children
 
 NAMESPACE = "rayloom"
+TasksOrSet = TypeVar("TasksOrSet", TasksSettings, EvaluationSetSettings)
 # Of an AF_UNIX socket's path, without its closing zero.
 MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 _FALLBACK_TEMP_DIR = "/tmp"
@@ -315,8 +316,7 @@ def shipped_files(config: Config, *, cwd: Path) -> dict[str, Any]:
     to be so on every node.
     """
     modules = _user_modules(config)
-    place = config.tasks.place
-    paths = modules if place is None else [*modules, place]
+    paths = [*modules, *config.task_places.values()]
     if any(path.resolve().is_relative_to(cwd) for path in paths):
         # Ray leaves out what .gitignore names, too.
         return {"working_dir": str(cwd), "excludes": [".git", ".venv", "/runs", "/*/checkpoints"]}
@@ -328,19 +328,24 @@ def seen_from_afar(config: Config, *, cwd: Path) -> Config:
 
     Tasks that travel with the working directory are named relative to it.
     """
-    tasks = config.tasks
-    if (place := tasks.place) is not None:
-        place = (cwd / place).resolve()
-        place = place.relative_to(cwd) if place.is_relative_to(cwd) else place
-        is_file = tasks.dataset is None
-        tasks = replace(tasks, file=place) if is_file else replace(tasks, dataset=str(place))
+    sets = {name: _named_from(cwd, each) for name, each in config.evaluation.sets.items()}
     algorithm = config.algorithm
     critic = replace(algorithm.critic, model=_absolute(algorithm.critic.model, cwd))
     return replace(
         config,
-        tasks=tasks,
+        tasks=_named_from(cwd, config.tasks),
+        evaluation=replace(config.evaluation, sets=sets),
         algorithm=replace(algorithm, critic=critic, reference=_absolute(algorithm.reference, cwd)),
     )
+
+
+def _named_from(cwd: Path, tasks: TasksOrSet) -> TasksOrSet:
+    if (place := tasks.place) is None:
+        return tasks
+    place = (cwd / place).resolve()
+    place = place.relative_to(cwd) if place.is_relative_to(cwd) else place
+    is_file = tasks.dataset is None
+    return replace(tasks, file=place) if is_file else replace(tasks, dataset=str(place))
 
 
 def _absolute(model: str | None, cwd: Path) -> str | None:

@@ -148,12 +148,12 @@ def _shared_paths(
                 digest=digest_of(witness),
                 roles=roles,
             )
-    if (place := config.tasks.place) is not None:
+    for key, place in config.task_places.items():
         files = [place] if place.is_file() else filter(Path.is_file, sorted(place.rglob("*")))
         # One without a file in it was refused before.
         witness = next(iter(files))
         yield SharedPath(
-            key="tasks.file" if config.tasks.dataset is None else "tasks.dataset",
+            key=key,
             path=place,
             witness=witness,
             digest=digest_of(witness),

@@ -105,6 +105,10 @@ class RunDir:
         return self.path / "journal"
 
     @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
+
+    @property
     def log_file(self) -> Path:
         return self.path / "run.log"
 
@@ -373,7 +377,7 @@ def prepared_run(
     observation = check_without_model(config, is_local=is_local)
     with prepared_directory(run_dir):
         place_store(run_dir, run_id_of(config, run_dir), store)
-        model = _model_path(config, run_dir)
+        model = model_path(config, run_dir)
         check_stop()
         has_run = run_dir.may_have_run()
         check_with_model(config, observation, model_path=model, was_loaded=has_run)
@@ -395,7 +399,8 @@ def run_name_of(run_id: str) -> str | None:
     return found[1] if found else None
 
 
-def _model_path(config: Config, run_dir: RunDir) -> str:
+def model_path(config: Config, run_dir: RunDir) -> str:
+    """Where the policy is; the tiny one is built where it is missing. Raises: ConfigError."""
     if config.model.tiny is not None:
         # A run goes on with the model that it began with; the imports of a build take seconds.
         if not (run_dir.may_have_run() and (run_dir.tiny_model / "config.json").is_file()):

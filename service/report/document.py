@@ -101,7 +101,7 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
         },
         "steps": step_columns(steps),
         "evaluations": evaluation_columns(
-            [each for each in history.evaluations if each.is_scheduled]
+            [each for each in history.evaluations if each.is_charted]
         ),
         "config_text": picture.config_text.strip(),
         "live": None if live is None else _live(live),

@@ -6,15 +6,15 @@ All are values ready for the template. Those of statistics walk their table.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from actors.statistics import BY_NAME, GROUPS, STATISTICS
 from actors.trajectory_queue.messages import QueueStats
 from actors.types import BranchReason, Outcome
 from service import units
-from service.telemetry.records import StepRecord
-from service.telemetry.summary import AVERAGED_STEPS, RunSummary
+from service.telemetry.records import EvaluationRecord, StepRecord
+from service.telemetry.summary import AVERAGED_STEPS, Evaluations, RunSummary
 from service.telemetry.totals import RunTotals
 
 # The check that holds at a run's end alone.
@@ -177,6 +177,13 @@ def _evaluation(summary: RunSummary) -> tuple[str, str]:
     return units.reward(last.best_known_reward), detail
 
 
+def _last_of_sets(evaluation: Evaluations) -> Iterator[EvaluationRecord]:
+    """Of a single sample the tile says it all."""
+    if evaluation.last is not None and (evaluation.sets or evaluation.last.num_samples > 1):
+        yield evaluation.last
+    yield from evaluation.sets.values()
+
+
 def _resumes(count: int) -> str:
     if count == 0:
         return "without interruption"
@@ -188,7 +195,8 @@ def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
     found = (
         _ledger_table(summary),
         _counted("Outcomes", "trajectories", summary.outcomes),
-        _asked_evaluations(summary),
+        _evaluations("Last evaluations", _last_of_sets(summary.evaluation)),
+        _evaluations("Evaluations that were asked for", summary.evaluation.asked),
         _stages_table(summary),
         _tokens_table(summary),
         _counted("Why turns opened a new sample", "reason", summary.merge.branches),
@@ -230,22 +238,26 @@ def _mean_components(steps: Sequence[StepRecord]) -> dict[str, float]:
     return {name: sum(of_name) / len(of_name) for name, of_name in values.items()}
 
 
-def _asked_evaluations(summary: RunSummary) -> Table:
+def _evaluations(caption: str, records: Iterable[EvaluationRecord]) -> Table:
     return Table(
-        caption="Evaluations that were asked for",
-        header=("version", "reward", "tasks", "samples", "temperature", "pass@k"),
+        caption=caption,
+        header=(
+            "set", "version", "reward", "tasks", "samples", "temperature", "pass@k", "majority",
+        ),
         rows=tuple(
             (
+                each.name or "held out",
                 str(each.policy_version),
                 units.reward(each.best_known_reward),
                 units.full_count(each.num_tasks),
                 units.full_count(each.num_samples),
                 f"{each.temperature:g}",
                 ", ".join(f"{k}: {value:.2f}" for k, value in sorted(each.pass_at.items())),
+                units.fixed(each.majority_mean, decimals=2),
             )
-            for each in summary.evaluation.asked
+            for each in records
         ),
-    )
+    )  # fmt: skip
 
 
 def _ledger_table(summary: RunSummary) -> Table:
@@ -378,7 +390,8 @@ def definitions() -> tuple[tuple[str, str], ...]:
         ),
         (
             "Evaluation",
-            "mean return on held-out tasks at temperature 0, scaled likewise; never trained on.",
+            "mean return over all samples of the held-out tasks (evaluation.samples), scaled "
+            "likewise; never trained on.",
         ),
         (
             "Policy version",

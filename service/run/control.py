@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from actors.deadline import ActorLost
+from actors.environment.settings import Sampling
 from actors.trajectory_queue.messages import QueueStats
 from actors.types import Task
 from actors.weights.board import BoardStatus, ReplicaReport
@@ -45,8 +46,9 @@ from service.store.errors import LeaseLost, StoreError
 from service.store.lineage import Checkpoint
 from service.store.run_store import Lease, RunStore
 from service.store.thread import StoreThread
+from service.telemetry.evaluation import evaluation_file, evaluation_record
 from service.telemetry.recorder import RunRecorder
-from service.telemetry.records import EvaluationRecord, asked_evaluation_record
+from service.telemetry.records import EvaluationRecord
 
 log = logging.getLogger("rayloom.control")
 
@@ -289,44 +291,41 @@ class Control:
                 f"an evaluation is being played already (operation {self._evaluating}); wait for "
                 "its end",
             )
-        tasks = chosen_tasks(term.evaluation_tasks, request)
+        tasks, sampling = chosen_tasks(term.evaluation_tasks, request), request.sampling
 
         async def work(operation: Operation) -> Operation:
             try:
-                record = await self._play(term, tasks, request)
+                record = await self._play(term, tasks, sampling, operation_id=operation.id)
             finally:
                 self._evaluating = ""
             return replace(operation, evaluation=record, detail=f"step {record.step}")
 
         operation = self._begin(
-            "evaluation", work, detail=f"{len(tasks)} tasks, {request.num_samples} samples each"
+            "evaluation",
+            work,
+            detail=f"{len(tasks)} tasks, {sampling.num_samples} samples each",
         )
         self._evaluating = operation.id
         return operation
 
     async def _play(
-        self, term: Term, tasks: Sequence[Task], request: EvaluationRequest
+        self, term: Term, tasks: Sequence[Task], sampling: Sampling, *, operation_id: str
     ) -> EvaluationRecord:
         """Raises: ActorLost, LeaseLost, StoreError."""
         recorder = self._recorder
         step, version = recorder.last_step, recorder.policy_version
-        # A task's samples come behind each other, so that actors share them.
-        plays = [task for task in tasks for _ in range(request.num_samples)]
         summaries = await term.evaluate(
-            plays, temperature=request.temperature, slots_share=EVALUATION_SLOTS_SHARE
+            tasks,
+            sampling,
+            file=evaluation_file(step, operation_id),
+            slots_share=EVALUATION_SLOTS_SHARE,
         )
         if term is not self.term:
             raise ActorLost("its term has ended")
         if not summaries:
             raise ActorLost("no environment actor came to its end with it")
-        record = asked_evaluation_record(
-            step,
-            summaries,
-            version=version,
-            temperature=request.temperature,
-            num_samples=request.num_samples,
-            pass_reward=request.pass_reward,
-            ks=request.ks,
+        record = evaluation_record(
+            step, summaries, version=version, sampling=sampling, is_scheduled=False
         )
         await recorder.evaluation(record)
         return record
@@ -480,11 +479,12 @@ def chosen_tasks(held_out: Sequence[Task], request: EvaluationRequest) -> list[T
                 "(tasks.evaluation_tasks)",
             )
         tasks = list(held_out[:count])
-    num_plays = len(tasks) * request.num_samples
+    num_samples = request.sampling.num_samples
+    num_plays = len(tasks) * num_samples
     if num_plays > MAX_EVALUATED:
         raise ControlRefused(
             RefusalCode.INVALID,
-            f"{len(tasks)} tasks of {request.num_samples} samples are {num_plays} rollouts, "
+            f"{len(tasks)} tasks of {num_samples} samples are {num_plays} rollouts, "
             f"expected at most {MAX_EVALUATED}; take fewer of either",
         )
     return tasks

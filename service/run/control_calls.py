@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from actors.environment.settings import Sampling
 from service.run.pauses import Pause
 from service.telemetry.records import EvaluationRecord
 
@@ -82,16 +83,11 @@ class CheckpointView:
 class EvaluationRequest:
     """Held-out tasks to be played now."""
 
-    temperature: float
-    num_samples: int
-    """Of each task."""
+    sampling: Sampling
     num_tasks: int | None
     """The first so many; None: all, or task_ids."""
     task_ids: tuple[str, ...]
     """These, in place of the first ones."""
-    pass_reward: float
-    ks: tuple[int, ...]
-    """Of pass@k."""
 
 
 class OperationStatus(StrEnum):

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
-from actors.deadline import ActorLost, wait_while_moving, within
+from actors.environment.actor import EnvironmentActor, PolicyFactory
+from actors.environment.evaluation import plays_of
+from actors.environment.settings import EnvironmentActorSettings, Sampling
 from actors.types import Task, TrajectorySummary
-from service.run.actor_pool import ENVIRONMENT_ACTORS, ActorPool, Member
-from service.run.remote_handles import await_reply
+from service.config.tree import Config
+from service.run.actor_pool import ENVIRONMENT_ACTORS, ActorPool
+from service.run.evaluation import EvaluationFiles, PlaySettings, play
 from service.run.restartable_queue import RestartableQueue
 from service.telemetry.recorder import RunRecorder
-
-EVALUATION_LOOK_S = 2.0
 
 
 class EnvironmentPool(ActorPool):
@@ -33,9 +31,10 @@ class EnvironmentPool(ActorPool):
         queue: RestartableQueue,
         recorder: RunRecorder,
         evaluation_idle_s: float,
+        files: EvaluationFiles,
     ) -> None:
         """As ActorPool. evaluation_idle_s: an evaluation in which no rollout has ended for as long
-        is given up."""
+        is given up. files: where its rollouts are kept."""
         super().__init__(
             num_actors,
             start_actor,
@@ -47,55 +46,61 @@ class EnvironmentPool(ActorPool):
             show_answering=recorder.environment_actors,
         )
         self._evaluation_idle_s = evaluation_idle_s
+        self._files = files
 
     async def evaluate(
-        self, tasks: Sequence[Task], *, temperature: float = 0.0, slots_share: float = 1.0
+        self,
+        tasks: Sequence[Task],
+        sampling: Sampling,
+        *,
+        file: str,
+        slots_share: float = 1.0,
     ) -> list[TrajectorySummary]:
-        """Play tasks, shared out over the actors. slots_share: as `EnvironmentActor.evaluate`.
-
-        A share whose actor dies is left out: an evaluation is a measurement, not work to be kept.
-        One that makes no progress is ended too.
-        """
-        size = len(self._members)
-        shares = [list(tasks[index::size]) for index in range(size)]
-        answers = await asyncio.gather(
-            *(
-                self._evaluate(member, share, temperature=temperature, slots_share=slots_share)
-                for member, share in zip(list(self._members), shares, strict=True)
-                if share
-            ),
-            return_exceptions=True,
+        """Play tasks, as `play`, and keep their rollouts under the name `file`."""
+        keeps_tokens = self._files.keep > 0
+        settings = PlaySettings(
+            temperature=sampling.temperature,
+            idle_s=self._evaluation_idle_s,
+            slots_share=slots_share,
+            keeps_tokens=keeps_tokens,
         )
-        found: list[TrajectorySummary] = []
-        for result in answers:
-            if isinstance(result, ActorLost):
-                self._recorder.notice(f"part of an evaluation is missing: {result}")
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                found += result
-        return found
+        plays = plays_of(tasks, sampling.num_samples)
+        played = await play(list(self._members), plays, settings, notice=self._recorder.notice)
+        if keeps_tokens and played:
+            await self._files.write(file, played)
+        return [each.summary for each in played]
 
-    async def _evaluate(
-        self, member: Member, share: list[Task], **settings: float
-    ) -> list[TrajectorySummary]:
-        """Raises: ActorLost when the actor dies, or no rollout ends for too long."""
-        playing = member.actor.evaluate.remote(share, **settings)
-        answer = asyncio.ensure_future(playing)
-        name = f"{ENVIRONMENT_ACTORS.name} {member.actor_id}"
 
-        async def progress() -> dict[int, int]:
-            with suppress(RayError, TimeoutError):
-                return {0: await within(EVALUATION_LOOK_S, member.actor.num_evaluated.remote())}
-            return {}
+def start_environment_actor(
+    config: Config,
+    *,
+    actor_id: str,
+    model: str,
+    make_policy: PolicyFactory,
+    queue: ActorHandle | None,
+    resources: Mapping[str, float],
+) -> ActorHandle:
+    """model: whose tokenizer it takes. queue: of the rollouts; None: it plays evaluations alone."""
+    actor_class = ray.remote(EnvironmentActor).options(
+        num_cpus=1,
+        max_concurrency=1000,
+        resources=dict(resources),
+        scheduling_strategy="SPREAD",
+    )
+    return actor_class.remote(
+        EnvironmentActorSettings(
+            rollouts=config.rollouts,
+            environments={config.tasks.environment: config.tasks.options},
+            max_context_tokens=config.model.max_context_tokens,
+            keeps_last_observation=config.algorithm.bootstraps,
+        ),
+        actor_id=actor_id,
+        tokenizer_path=model,
+        make_policy=make_policy,
+        queue=queue,
+    )
 
-        idle_s = self._evaluation_idle_s
-        try:
-            await wait_while_moving([answer], progress, idle_s=idle_s, look_s=EVALUATION_LOOK_S)
-            if not answer.done():
-                raise ActorLost(f"the {name} has ended no rollout for {idle_s:g} s")
-            return await await_reply(answer, name=name, deadline_s=idle_s)
-        finally:
-            answer.cancel()
-            # Of an answer that came, nothing; else what is still played, beside the training.
-            ray.cancel(playing)
+
+def evaluation_idle_s(config: Config) -> float:
+    """Within an episode's time one ends, unless the actor is frozen."""
+    return config.rollouts.episode_deadline_s + config.rollouts.frozen_after_s

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from actors.algorithm import AlgorithmSettings
 from actors.deadline import ActorLost
+from actors.environment.evaluation import EvaluationSet
 from actors.merge.groups import PayloadsLost, ScoresLost
 from actors.merge.report import StepReport
 from actors.trainer.abandon import StepAbandoned
@@ -33,12 +34,12 @@ from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups
 from actors.trajectory_queue.messages import QueueSnapshot, StepInput
-from actors.types import Task
 from service.config.tree import RunSettings
 from service.run.health import FailureLimits, FailureWatch, RunFailed, WeightsMoved
 from service.run.pauses import Pausable, Pauses
 from service.run.task_feed import TaskFeed
-from service.telemetry.records import StageSeconds, evaluation_record, step_record
+from service.telemetry.evaluation import evaluation_file, evaluation_record
+from service.telemetry.records import StageSeconds, step_record
 from service.telemetry.summary import AVERAGED_STEPS
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Handles:
     environments: EnvironmentPool
     recorder: RunRecorder
     tasks: TaskFeed
-    evaluation_tasks: Sequence[Task]
+    evaluation_sets: Sequence[EvaluationSet]
     pauses: Pauses
 
     prune_checkpoints: Callable[[], Awaitable[None]]
@@ -548,9 +549,8 @@ class Loop:
             self._rewards.append(record.best_known_reward)
 
     async def _evaluate(self, *, step: int) -> None:
-        tasks = self._handles.evaluation_tasks
         self._evaluated_step = step
-        if not tasks:
+        if not self._handles.evaluation_sets:
             return
         if self._handles.pauses.holds_generation:
             # It would hold up the record and the checkpoint of a step that is done.
@@ -559,11 +559,22 @@ class Loop:
             )
             return
         with suppress(StepAbandoned):
-            playing = self._handles.environments.evaluate(tasks)
-            summaries = await self._unless_grace_is_over(playing)
-            version = self._handles.trainer.version
-            record = evaluation_record(step, summaries, version=version)
-            await self._handles.recorder.evaluation(record)
+            for each in self._handles.evaluation_sets:
+                await self._evaluate_set(each, step=step)
+
+    async def _evaluate_set(self, found: EvaluationSet, *, step: int) -> None:
+        """Raises: StepAbandoned."""
+        version, name = self._handles.trainer.version, found.name
+        what = f"term-{self._settings.term:04d}{f'-{name}' if name else ''}"
+        summaries = await self._unless_grace_is_over(
+            self._handles.environments.evaluate(
+                found.tasks, found.sampling, file=evaluation_file(step, what)
+            )
+        )
+        record = evaluation_record(
+            step, summaries, version=version, sampling=found.sampling, name=name
+        )
+        await self._handles.recorder.evaluation(record)
 
     async def _begin_save(self, step: int) -> None:
         """Have the ranks copy their state, once the checkpoint before is committed."""

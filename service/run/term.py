@@ -19,8 +19,8 @@ import ray
 from ray.actor import ActorHandle
 
 from actors.deadline import retry
-from actors.environment.actor import EnvironmentActor
-from actors.environment.settings import EnvironmentActorSettings
+from actors.environment.evaluation import EvaluationSet
+from actors.environment.settings import Sampling
 from actors.environment.tasks import TaskSource
 from actors.journal.files import JournalSettings
 from actors.merge.actor import MergeActor
@@ -31,7 +31,7 @@ from actors.trainer.group import TrainerGroup, remove_reservations, reservation_
 from actors.trainer.settings import RankSettings
 from actors.trajectory_queue.settings import QueueStateSettings
 from actors.types import SESSION, UPLOADED, Task, TrajectorySummary
-from service.config.tasks import open_tasks
+from service.config.tasks import open_sets, open_tasks
 from service.config.tree import Config
 from service.gateway.actor import Gateway
 from service.gateway.sessions import GatewaySettings
@@ -42,7 +42,12 @@ from service.launch.resume import kept_commits, prune_directories
 from service.launch.run_dir import RunDir
 from service.run.actor_pool import GATEWAYS, ActorPool
 from service.run.engines import Engines, Publisher, watch_board
-from service.run.environment_pool import EnvironmentPool
+from service.run.environment_pool import (
+    EnvironmentPool,
+    evaluation_idle_s,
+    start_environment_actor,
+)
+from service.run.evaluation import EvaluationFiles
 from service.run.health import FailureLimits
 from service.run.loop import Commit, Handles, Loop, LoopSettings
 from service.run.pauses import Pauses
@@ -142,6 +147,7 @@ class Term:
         self._loop: Loop | None = None
         self.evaluation_tasks: Sequence[Task] = ()
         """Held out of training; known once it trains."""
+        self._evaluation_sets: Sequence[EvaluationSet] = ()
         self._stop_asked = asyncio.Event()
 
     @property
@@ -193,11 +199,11 @@ class Term:
         return await self._loop.checkpoint()
 
     async def evaluate(
-        self, tasks: Sequence[Task], *, temperature: float, slots_share: float
+        self, tasks: Sequence[Task], sampling: Sampling, *, file: str, slots_share: float
     ) -> list[TrajectorySummary]:
         """As `EnvironmentPool.evaluate`, of a term that trains."""
         assert self._pool is not None
-        return await self._pool.evaluate(tasks, temperature=temperature, slots_share=slots_share)
+        return await self._pool.evaluate(tasks, sampling, file=file, slots_share=slots_share)
 
     async def hold_generation(self) -> None:
         """Have queue and engines hold what they play, or go on, as it is paused or not.
@@ -226,6 +232,7 @@ class Term:
         )
         for notice in notices:
             self._recorder.notice(notice)
+        self._evaluation_sets = await asyncio.to_thread(open_sets, self._config, tasks)
         if self._stop_asked.is_set():
             return
         self.evaluation_tasks = tasks.held_out(self._config.tasks.evaluation_tasks)
@@ -301,8 +308,12 @@ class Term:
             frozen_after_s=config.rollouts.frozen_after_s,
             queue=self.queue,
             recorder=self._recorder,
-            # Within an episode's time one ends, unless the actor is frozen.
-            evaluation_idle_s=config.rollouts.episode_deadline_s + config.rollouts.frozen_after_s,
+            evaluation_idle_s=evaluation_idle_s(config),
+            files=EvaluationFiles(
+                self._run_dir.evaluations,
+                keep=config.evaluation.keep_results,
+                notice=self._recorder.notice,
+            ),
         )
         await asyncio.gather(self._start_trainer(), self.queue.open())
         self._is_queue_open = True
@@ -350,24 +361,13 @@ class Term:
             raise CheckpointNotWritten(f"checkpoints {directory}: {error}") from error
 
     def _start_environment_actor(self, actor_id: str) -> ActorHandle:
-        actor_class = ray.remote(EnvironmentActor).options(
-            num_cpus=1,
-            max_concurrency=1000,
-            resources=self.roles.asked(Role.ENVIRONMENTS),
-            scheduling_strategy="SPREAD",
-        )
-        config = self._config
-        return actor_class.remote(
-            EnvironmentActorSettings(
-                rollouts=config.rollouts,
-                environments={config.tasks.environment: config.tasks.options},
-                max_context_tokens=config.model.max_context_tokens,
-                keeps_last_observation=config.algorithm.bootstraps,
-            ),
+        return start_environment_actor(
+            self._config,
             actor_id=actor_id,
-            tokenizer_path=self._model,
+            model=self._model,
             make_policy=self._engines.make_policy,
             queue=self.queue.actor,
+            resources=self.roles.asked(Role.ENVIRONMENTS),
         )
 
     def _start_gateway(self, actor_id: str) -> ActorHandle:
@@ -457,7 +457,7 @@ class Term:
             environments=self._pool,
             recorder=self._recorder,
             tasks=self._submissions or own,
-            evaluation_tasks=self.evaluation_tasks,
+            evaluation_sets=self._evaluation_sets,
             pauses=self._pauses,
             prune_checkpoints=self._prune_checkpoints,
         )

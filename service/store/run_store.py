@@ -373,7 +373,7 @@ class RunStore(ReadOnlyStore):
         )
 
         def store(connection: Connection) -> None:
-            number = 0 if record.is_scheduled else (connection.scalar(newest) or 0) + 1
+            number = 0 if record.is_charted else (connection.scalar(newest) or 0) + 1
             row = {"term": term, "step": record.step, "number": number, "record": record}
             _insert(connection, tables.evaluations, row)
 

@@ -261,7 +261,7 @@ evaluations = Table(
     metadata,
     Column("term", Integer, ForeignKey("leases.term"), primary_key=True),
     Column("step", Integer, primary_key=True, autoincrement=False),
-    # 0: the schedule's own; 1, 2, 3, … those that were asked for at this step.
+    # 0: the schedule's own; 1, 2, 3, … those of named sets, or asked for, at this step.
     Column("number", Integer, primary_key=True, autoincrement=False),
     Column("record", AsJson(EvaluationRecord), nullable=False),
 )

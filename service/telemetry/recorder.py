@@ -16,7 +16,7 @@ from pathlib import Path
 from actors.deadline import ActorLost
 from actors.merge.report import MergeReport
 from actors.metrics import Metrics, Part, PublishPhase
-from actors.outcomes import DEFAULT_RULES, Disposition
+from actors.outcomes import UNSCORED
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats, Side
 from actors.types import Outcome, TrajectorySummary
@@ -53,11 +53,6 @@ FAULTS = frozenset(
         Outcome.TOKEN_MISALIGNED,
         Outcome.WALL_TIMEOUT,
     }
-)
-
-# What is dropped was not scored: its return says how far it came before it was cut off, or is 0.
-UNSCORED = frozenset(
-    outcome for outcome, rule in DEFAULT_RULES.items() if rule.disposition is Disposition.DROP
 )
 
 
@@ -241,7 +236,7 @@ class RunRecorder:
             await self._thread.call(self._store.add_evaluation, record, term=term)
             self._wake_trackers()
             self.evaluations.append(record)
-            if record.is_scheduled:
+            if record.is_charted:
                 self._stored.evaluation(record)
             log.info("%s", evaluation_line(record))
 

@@ -7,15 +7,13 @@ report and summary.json are all made from them, so that no two of these can disa
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from math import comb
+from dataclasses import asdict, dataclass, field, fields
 
 from actors.merge.report import StepReport
 from actors.statistics import BY_NAME, only_known
 from actors.trainer.statistics import StepStats
-from actors.types import Outcome, SampledText, TrajectorySummary
+from actors.types import Outcome, SampledText
 from service import units
 
 MAX_OUTCOMES = 4
@@ -93,7 +91,7 @@ class EvaluationSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """Held-out tasks, counted apart: the schedule's at temperature 0, or an operator's."""
+    """Held-out tasks, counted apart: the schedule's, or an operator's."""
 
     step: int
     """The last one done when it began."""
@@ -101,24 +99,38 @@ class EvaluationRecord:
     """The newest one then."""
     num_tasks: int
     reward_mean: float | None
-    """Over all samples that were graded, of all tasks: avg@n where each task has n of them."""
+    """Over all samples that were scored, of all tasks: avg@n where each task has n of them."""
     scaled_reward_mean: float | None
     outcomes: Mapping[Outcome, int]
+    name: str = ""
+    """Of the set of tasks (evaluation.sets); empty: the run's own."""
+    standard_error: float | None = None
+    """Of the best-known reward, over tasks. None: there are fewer than two."""
+    majority_mean: float | None = None
+    """Of the best-known return, the most frequent answer's, over tasks: majority@n. None: nothing
+    gave an answer."""
+    num_failed: int = 0
+    """Rollouts that an error ended: in no mean, and in no n."""
     is_scheduled: bool = True
-    """Not asked for by an operator: what the charts and the metric compare."""
+    """Not asked for by an operator."""
     temperature: float = 0.0
     num_samples: int = 1
     """Of each task."""
     pass_reward: float = 1.0
     """The best-known return with which a sample counts as passed."""
     pass_at: Mapping[int, float] = field(default_factory=dict)
-    """By k, the mean of `pass_at_k` over the tasks of which at least k samples were graded."""
+    """By k, the mean of `pass_at_k` over the tasks of which at least k samples were scored."""
     last_policy_version: int | None = None
     """The newest one that sampled a token, beside training; None: `policy_version`."""
     wall_time: float = 0.0
     """Unix seconds; 0: not recorded."""
     samples: tuple[EvaluationSample, ...] = ()
     """A few of its trajectories as text."""
+
+    @property
+    def is_charted(self) -> bool:
+        """What the charts and the metric compare: the schedule's, of the run's own tasks."""
+        return self.is_scheduled and not self.name
 
     @property
     def best_known_reward(self) -> float | None:
@@ -149,85 +161,6 @@ def step_record(
         is_skipped=stats.is_skipped,
         stages=stages,
     )
-
-
-def evaluation_record(
-    step: int, summaries: Sequence[TrajectorySummary], *, version: int
-) -> EvaluationRecord:
-    """Sum up an evaluation; trajectories that an error ended count by outcome, not in the mean."""
-    graded = [summary for summary in summaries if summary.num_sampled > 0]
-    scaled = [s.scaled_return for s in graded if s.scaled_return is not None]
-    return EvaluationRecord(
-        step=step,
-        policy_version=version,
-        num_tasks=len({summary.task_id for summary in summaries}),
-        reward_mean=_mean([summary.episode_return for summary in graded]),
-        scaled_reward_mean=_mean(scaled),
-        outcomes=Counter(summary.outcome for summary in summaries),
-        wall_time=time.time(),
-        samples=tuple(
-            EvaluationSample(
-                task_id=summary.task_id,
-                outcome=summary.outcome,
-                episode_return=summary.episode_return,
-                text=summary.text,
-            )
-            for summary in summaries
-            if summary.text is not None
-        )[:MAX_SAMPLES],
-    )
-
-
-def asked_evaluation_record(
-    step: int,
-    summaries: Sequence[TrajectorySummary],
-    *,
-    version: int,
-    temperature: float,
-    num_samples: int,
-    pass_reward: float,
-    ks: Sequence[int],
-) -> EvaluationRecord:
-    """As `evaluation_record`, of several samples a task.
-
-    A sample passes with a return of pass_reward or more; the scaled one, where it is known.
-    ks: of pass@k, each at most num_samples. A sample that an error ended is missing, not failed:
-    a task that is left with fewer than k of them is left out of pass@k.
-    """
-    passes: dict[str, list[bool]] = {}
-    for each in summaries:
-        if each.num_sampled > 0:
-            value = each.episode_return if each.scaled_return is None else each.scaled_return
-            passes.setdefault(each.task_id, []).append(value >= pass_reward)
-    pass_at = {
-        k: _mean(
-            [pass_at_k(len(task), sum(task), k=k) for task in passes.values() if len(task) >= k]
-        )
-        for k in ks
-    }
-    newest = [each.newest_version for each in summaries if each.newest_version is not None]
-    return replace(
-        evaluation_record(step, summaries, version=version),
-        is_scheduled=False,
-        temperature=temperature,
-        num_samples=num_samples,
-        pass_reward=pass_reward,
-        pass_at={k: value for k, value in pass_at.items() if value is not None},
-        last_policy_version=max(newest, default=None),
-    )
-
-
-def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
-    """Estimate, without bias, how likely one of k samples passes.
-
-    1 - C(n - c, k) / C(n, k).   Source: Chen et al., Evaluating Large Language Models Trained on
-    Code (arXiv:2107.03374), equation 1.
-
-    Args: num_samples: n, of one task. num_passed: c of them. k: at most n.
-    Example: pass_at_k(4, 1, k=2) -> 0.5, which is 1 - 3 / 6
-    """
-    assert 0 <= num_passed <= num_samples and 1 <= k <= num_samples
-    return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
 
 
 def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) -> str:
@@ -282,16 +215,21 @@ def _fitting(parts: Sequence[tuple[int, str]]) -> str:
 def evaluation_line(record: EvaluationRecord) -> str:
     """Example: evaluation  v20  reward 0.55 (best 1)  64 held-out tasks
 
-    One that was asked for goes on: , 8 samples each at temperature 0.6  pass@1 0.41  pass@8 0.80
+    One that was asked for, or of several samples, goes on: , 8 samples each at temperature 0.6
+    pass@1 0.41  pass@8 0.80  majority@8 0.62  3 failed
     """
     tasks = units.plural(record.num_tasks, "held-out task")
     reward = _reward(record, record.scaled_reward_mean)
-    line = f"evaluation  v{record.policy_version}  {reward}  {tasks}"
-    if record.is_scheduled:
-        return line
+    name = f" {record.name}" if record.name else ""
+    line = f"evaluation{name}  v{record.policy_version}  {reward}  {tasks}"
+    failed = f"  {record.num_failed} failed" if record.num_failed else ""
+    if record.is_scheduled and record.num_samples == 1:
+        return line + failed
     samples = units.plural(record.num_samples, "sample")
     passed = "".join(f"  pass@{k} {value:.2f}" for k, value in sorted(record.pass_at.items()))
-    return f"{line}, {samples} each at temperature {record.temperature:g}{passed}"
+    if record.majority_mean is not None and record.num_samples > 1:
+        passed += f"  majority@{record.num_samples} {record.majority_mean:.2f}"
+    return f"{line}, {samples} each at temperature {record.temperature:g}{passed}{failed}"
 
 
 def _reward(record: StepRecord | EvaluationRecord, scaled: float | None) -> str:
@@ -307,7 +245,3 @@ def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
     if rest := sum(number for _, number in ordered[MAX_OUTCOMES:]):
         named.append(f"{rest} other" if rest == 1 else f"{rest} others")
     return ", ".join([units.plural(count, "rollout"), *named])
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

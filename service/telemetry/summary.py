@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -68,6 +68,8 @@ class Evaluations:
     last: EvaluationRecord | None
     asked: tuple[EvaluationRecord, ...] = ()
     """The newest of those that operators asked for, in order."""
+    sets: Mapping[str, EvaluationRecord] = field(default_factory=dict)
+    """The last one of each named set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ def summarize_run(
     wall_s: seconds of all terms. versions: of vllm, ray, torch and what else matters.
     """
     steps, evaluations, totals = history.steps, history.evaluations, history.totals
-    scheduled = [each for each in evaluations if each.is_scheduled]
+    scheduled = [each for each in evaluations if each.is_charted]
     summed = dict.fromkeys(SUMMED, 0) | dict(totals.summed)
     return RunSummary(
         name=name,
@@ -160,6 +162,7 @@ def summarize_run(
             first=scheduled[0] if scheduled else None,
             last=scheduled[-1] if scheduled else None,
             asked=tuple(each for each in evaluations if not each.is_scheduled)[-ASKED_EVALUATIONS:],
+            sets={each.name: each for each in evaluations if each.is_scheduled and each.name},
         ),
         policy_version=steps[-1].policy_version if steps else 0,
         max_policy_age=totals.max_policy_age,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import pytest
 import yaml
 
 from actors.algorithm import AlgorithmSettings
+from actors.environment.settings import Sampling
+from actors.environment.tasks import write_tasks
+from actors.types import Task
 from service.config.file import (
     ConfigError,
     config_schema,
@@ -20,6 +24,7 @@ from service.config.file import (
     load_config,
     parse_config,
 )
+from service.config.tasks import first_observation, open_sets, open_tasks
 
 REPOSITORY = Path(__file__).parents[2]
 VETTED = sorted((REPOSITORY / "deploy" / "configs").glob("*.yaml"))
@@ -393,3 +398,56 @@ def test_no_setting_is_declared_twice(tmp_path: Path) -> None:
 def test_engines_forget_their_cached_prefixes_at_a_publish_where_there_is_no_lag() -> None:
     assert AlgorithmSettings(max_lag=0).is_synchronous
     assert not AlgorithmSettings(max_lag=1).is_synchronous
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"samples": 4}, "evaluation.samples is 4 with temperature 0"),
+        ({"sets": {"a": {"samples": 4}}}, "evaluation.sets.a.samples is 4 with temperature 0"),
+        ({"sets": {"a": {"file": "f.jsonl", "dataset": "d"}}}, "are both set"),
+        ({"sets": {"a": {"split": "test"}}}, "or columns without a dataset"),
+        ({"sets": {"a": {"file": "f.jsonl", "subset": "main"}}}, "or columns without a dataset"),
+        ({"sets": {"a b": {}}}, "should match pattern"),
+    ],
+)
+def test_evaluations_that_mean_nothing_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config(tree(evaluation=settings), source="test")
+
+
+def test_a_set_without_tasks_of_its_own_is_refused_where_none_are_held_out() -> None:
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.a names no tasks"):
+        parse_config(
+            {**tree(evaluation={"sets": {"a": {}}}), "tasks": {
+                "environment": "guessing", "evaluation_tasks": 0,
+            }},
+            source="test",
+        )  # fmt: skip
+
+
+def test_sets_are_opened_by_name_behind_the_runs_own_held_out_tasks(tmp_path: Path) -> None:
+    file = tmp_path / "hard.jsonl"
+    hard = [Task(task_id=f"h{number}", environment="guessing", seed=number) for number in range(5)]
+    write_tasks(file, hard)
+    sets = {
+        "again": {"samples": 8, "temperature": 0.5, "tasks": 3},
+        "hard": {"file": str(file), "tasks": 2, "pass_reward": 0.5},
+        "all": {"file": str(file)},
+    }
+    config = parse_config(tree(evaluation={"sets": sets}), source="test")
+    own, again, two, every = open_sets(config, open_tasks(config))
+    assert [each.name for each in (own, again, two, every)] == ["", "again", "hard", "all"]
+    assert len(own.tasks) == 64 and list(again.tasks) == list(own.tasks[:3])
+    assert again.sampling == Sampling(num_samples=8, temperature=0.5, ks=(1, 2, 4, 8))
+    assert {task.task_id for task in every.tasks} == {task.task_id for task in hard}
+    assert list(two.tasks) == list(every.tasks[:2]) and two.sampling.pass_reward == 0.5
+    assert config.task_places == {
+        "evaluation.sets.hard.file": file, "evaluation.sets.all.file": file
+    }  # fmt: skip
+    write_tasks(file, [replace(hard[0], environment="calculator")])
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.hard\.file: it holds tasks of"):
+        open_sets(config, open_tasks(config))
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.hard: task file .* cannot be read"):
+        first_observation(config)

@@ -45,11 +45,13 @@ async def test_a_call_is_answered_by_a_tool_message_and_the_right_number_is_rewa
     done = await environment.step(_action(answered.messages[0].content))
     assert done.terminated and done.reward == 1.0
     assert done.reward_components == {"correct": 1.0, "used_tool": 0.0}
+    assert (answered.answer, done.answer) == (None, answered.messages[0].content)
 
 
 async def test_a_wrong_number_ends_the_task_without_reward() -> None:
     environment, _ = await _start()
-    done = await environment.step(_action("-1"))
+    done = await environment.step(_action("-1.0"))
+    assert done.answer == "-1"
     assert done.terminated and done.reward == 0.0 and not done.is_malformed
 
 

@@ -112,7 +112,7 @@ async def test_a_question_is_searched_answered_and_graded(start) -> None:  # typ
     done = await step(environment, call("answer", files=["./shop/cart.py", "README.md"]))
     assert done.terminated and done.reward == pytest.approx(0.5) and not done.is_malformed
     parts = {"precision": 0.5, "recall": 0.5, "f1": 0.5, "num_calls": 3.0}
-    assert done.reward_components == parts
+    assert done.reward_components == parts and done.answer == "README.md\nshop/cart.py"
 
 
 async def test_an_empty_truth_is_never_rewarded(start) -> None:  # type: ignore[no-untyped-def]

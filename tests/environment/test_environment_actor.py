@@ -1,5 +1,6 @@
 """The environment actor in a real Ray: assignments in, columnar blocks out, none lost."""
 
+import json
 import time
 from collections import Counter
 from functools import partial
@@ -12,6 +13,7 @@ from worlds.environment_fakes import FakeQueue, GuessFour
 from worlds.settings import queue_settings
 
 from actors.environment.actor import SHOWN_SAMPLES, EnvironmentActor
+from actors.environment.evaluation import plays_of
 from actors.environment.settings import EnvironmentActorSettings, RolloutSettings
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.trajectory_queue.actor import start_queue
@@ -152,21 +154,41 @@ def test_evaluation_answers_in_order_and_sends_nothing_to_the_queue(tokenizer_pa
     queue = _queue([])
     actor = _start(queue, tokenizer_path)
     tasks = [Task(task_id=f"e{i}", environment="guessing", seed=i) for i in range(50)]
-    summaries = ray.get(actor.evaluate.remote(tasks), timeout=120)
-    assert [summary.task_id for summary in summaries] == [task.task_id for task in tasks]
-    assert {summary.outcome for summary in summaries} == {Outcome.COMPLETED}
-    texts = [summary.text for summary in summaries]
+    plays = plays_of(tasks, 1)
+    played = ray.get(actor.evaluate.remote(plays), timeout=120)
+    assert [each.summary.task_id for each in played] == [task.task_id for task in tasks]
+    assert {each.summary.outcome for each in played} == {Outcome.COMPLETED}
+    assert {each.line for each in played} == {None}
+    texts = [each.summary.text for each in played]
     assert texts[SHOWN_SAMPLES:] == [None] * (len(tasks) - SHOWN_SAMPLES)
     for text in texts[:SHOWN_SAMPLES]:
         assert text is not None and text.answer.startswith("4") and "guess" in text.prompt.lower()
-    failed = ray.get(actor.evaluate.remote(tasks[:1], temperature=0.25), timeout=120)
-    assert failed[0].outcome is Outcome.INFRASTRUCTURE_ERROR and failed[0].text is None
+    (failed,) = ray.get(actor.evaluate.remote(plays[:1], temperature=0.25), timeout=120)
+    assert failed.summary.outcome is Outcome.INFRASTRUCTURE_ERROR and failed.summary.text is None
     assert ray.get(actor.evaluate.remote([]), timeout=120) == []
     assert ray.get(actor.num_evaluated.remote(), timeout=120) == len(tasks) + 1
-    unknown = [Task(task_id="u", environment="chess", seed=0)]
+    unknown = plays_of([Task(task_id="u", environment="chess", seed=0)], 1)
     (refused,) = ray.get(actor.evaluate.remote(unknown), timeout=120)
-    assert refused.outcome is Outcome.ENVIRONMENT_ERROR and "guessing" in refused.detail
+    assert refused.summary.outcome is Outcome.ENVIRONMENT_ERROR
+    assert "guessing" in refused.summary.detail
     assert ray.get(queue.report.remote(), timeout=120)[0] == []
+    ray.kill(actor)
+
+
+def test_an_evaluation_keeps_a_line_of_each_rollout_with_its_tokens(tokenizer_path: Path) -> None:
+    queue, tokenizer = _queue([]), build_tokenizer()
+    actor = _start(queue, tokenizer_path)
+    plays = plays_of([Task(task_id="e", environment="guessing", seed=3)], 2)
+    played = ray.get(actor.evaluate.remote(plays, keeps_tokens=True), timeout=120)
+    for number, each in enumerate(played):
+        line = json.loads(ray.get(each.line, timeout=120))
+        assert (line["task_id"], line["sample"], line["outcome"]) == ("e", number, "completed")
+        assert (line["return"], line["answer"]) == (each.summary.episode_return, "4")
+        assert line["components"] == {"hit": each.summary.episode_return}
+        (sample,) = line["samples"]
+        assert len(sample["token_ids"]) == len(sample["mask"]) == len(sample["logprobs"])
+        assert sum(sample["mask"]) == each.summary.num_sampled == 2 * line["num_turns"]
+        assert tokenizer.decode(sample["token_ids"]).startswith(sample["text"])
     ray.kill(actor)
 
 

@@ -58,7 +58,7 @@ async def test_a_hit_is_worth_one_and_ends_the_game() -> None:
     secret = await _secret(5)
     (result,) = await _play(5, f" {secret}\n")
     assert (result.reward, result.terminated, result.truncated) == (1.0, True, False)
-    assert result.reward_components == {"hit": 1.0}
+    assert result.reward_components == {"hit": 1.0} and result.answer == str(secret)
 
 
 async def test_the_hint_points_from_the_guess_to_the_secret() -> None:
@@ -157,7 +157,7 @@ async def test_every_number_is_about_equally_often_the_secret() -> None:
 async def test_a_malformed_guess_is_answered_and_costs_a_guess(text: str) -> None:
     (result,) = await _play(3, text)
     assert result.is_malformed and not result.terminated
-    assert result.reward == 0.0
+    assert result.reward == 0.0 and result.answer is None
     assert result.messages[0].content == "Say one number from 1 to 7."
     last = (await _play(3, text, text, text))[-1]
     assert last.terminated and not last.ended_by_malformed

@@ -112,6 +112,7 @@ async def test_several_attempts_return_the_best_score() -> None:
     assert first.messages[0].content == "Not correct. Try again."
     second = await environment.step(Action(text="nothing"))
     assert second.reward == 0 and not second.terminated
+    assert (first.answer, second.answer) == ("the 7 of it", "nothing")
     third = await environment.step(Action(text="7"))
     assert third.terminated and first.reward + second.reward + third.reward == pytest.approx(1.0)
 

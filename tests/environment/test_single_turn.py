@@ -80,6 +80,8 @@ async def play(
     assert (start.messages[0].role is Role.SYSTEM) == (system is not None)
     result = await environment.step(Action(text=text))
     assert result.terminated
+    # Its last thought is no part of it.
+    assert result.answer == text.rpartition("</think>")[2].strip()
     return result.reward, dict(result.reward_components)
 
 

@@ -33,7 +33,7 @@ from actors.environment.protocol import Message, Observation, Role, StepResult, 
 from actors.environment.rendering import ChatRenderer, Extension
 from actors.environment.turn_loop import play_episode
 from actors.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
-from actors.types import NO_VERSION, FinishReason, Outcome
+from actors.types import NO_VERSION, FinishReason, Outcome, summarize
 
 
 async def test_a_finished_game_is_completed_with_its_rewards_and_exact_ids() -> None:
@@ -84,6 +84,15 @@ async def test_the_experts_that_an_engine_recorded_stand_in_the_turn() -> None:
     first = sample.turns[0]
     assert sample.experts.positions.tolist() == list(range(first.start, first.end - 1))
     np.testing.assert_array_equal(sample.experts.indices, records)
+
+
+async def test_the_last_answer_of_an_episode_is_kept_in_its_summary() -> None:
+    answers = (StepResult(messages=GO_ON.messages, answer=answer) for answer in ("a", "b", None))
+    trajectory = await play(FakeEnvironment(*answers, DONE))
+    assert trajectory.answer == "b" == summarize(trajectory, num_bytes=0).answer
+    assert (await play(FakeEnvironment(DONE))).answer is None
+    with pytest.raises(TypeError, match="answer: got a int, expected text or None"):
+        StepResult(answer=7)  # type: ignore[arg-type]
 
 
 async def test_a_game_without_an_end_stops_at_max_turns_and_keeps_its_rewards() -> None:

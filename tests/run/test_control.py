@@ -11,6 +11,7 @@ import pytest
 from worlds.control_world import World, played
 
 from actors.deadline import ActorLost
+from actors.environment.settings import Sampling
 from service.run.control import OVER, policies_view
 from service.run.control_calls import (
     ControlRefused,
@@ -23,14 +24,14 @@ from service.run.health import Phase
 from service.run.loop import Commit
 from service.run.pauses import Pausable
 from service.store.lineage import read_history
-from service.telemetry.records import asked_evaluation_record, evaluation_line, pass_at_k
+from service.telemetry.evaluation import evaluation_record, pass_at_k
+from service.telemetry.records import evaluation_line
+
+SAMPLING = Sampling(num_samples=4, temperature=0.7, ks=(1, 4))
 
 
 def request(**changes: object) -> EvaluationRequest:
-    values: dict[str, object] = {
-        "temperature": 0.7, "num_samples": 4, "num_tasks": None, "task_ids": (),
-        "pass_reward": 1.0, "ks": (1, 4),
-    }  # fmt: skip
+    values: dict[str, object] = {"sampling": SAMPLING, "num_tasks": None, "task_ids": ()}
     return EvaluationRequest(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -177,7 +178,8 @@ async def test_an_evaluation_plays_each_task_so_often_and_is_stored_beside_the_s
     world.term.go_on.set()
     record = (await ended(world, operation)).evaluation
     assert record is not None and (record.num_tasks, record.num_samples) == (2, 4)
-    assert world.term.asked[:4] == [("guessing-held-out-0", 0.7, 0.25)] * 4
+    names = ["guessing-held-out-0", "guessing-held-out-1"]
+    assert world.term.asked == [(names, SAMPLING, f"step-000000-{operation.id}", 0.25)]
     # Two of four samples pass: pass@4 is certain.
     assert record.pass_at == {1: 0.5, 4: 1.0} and record.reward_mean == 0.5
     second = await world.control.evaluate(request(task_ids=("guessing-held-out-2",)))
@@ -192,7 +194,7 @@ async def test_an_evaluation_plays_each_task_so_often_and_is_stored_beside_the_s
     [
         ({"num_tasks": 4}, RefusalCode.INVALID, "expected at most 3"),
         ({"task_ids": ("other",)}, RefusalCode.INVALID, "does not hold out"),
-        ({"num_samples": 50_000}, RefusalCode.INVALID, "are 150000 rollouts"),
+        ({"sampling": Sampling(num_samples=50_000)}, RefusalCode.INVALID, "are 150000 rollouts"),
     ],
 )
 async def test_an_evaluation_of_what_is_not_held_out_is_refused(
@@ -284,14 +286,13 @@ def test_a_sample_that_an_error_ended_is_missing_from_pass_at_k_and_not_failed()
         *(played("b", reward=1.0, version=5) for _ in range(2)),
         *(played("b", reward=0.0, num_sampled=0) for _ in range(2)),
     ]
-    record = asked_evaluation_record(
-        3, found, version=3, temperature=0.6, num_samples=4, pass_reward=1.0, ks=(1, 4)
-    )
+    sampling = Sampling(num_samples=4, temperature=0.6, ks=(1, 4))
+    record = evaluation_record(3, found, version=3, sampling=sampling, is_scheduled=False)
     # Task b has two graded samples, which both pass: it is left out of pass@4.
     assert record.pass_at == {1: pytest.approx(0.625), 4: 1.0}
     assert record.reward_mean == 0.5 and record.num_tasks == 2
     assert (record.policy_version, record.last_policy_version) == (3, 5)
     assert evaluation_line(record) == (
         "evaluation  v3  reward 0.50  2 held-out tasks, 4 samples each at temperature 0.6"
-        "  pass@1 0.62  pass@4 1.00"
+        "  pass@1 0.62  pass@4 1.00  2 failed"
     )

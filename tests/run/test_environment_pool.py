@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import ray
+from worlds.trajectory_builders import make_summary
 
+from actors.environment.evaluation import Play, Played
+from actors.environment.settings import Sampling
 from actors.environment.tasks import GeneratedTasks
-from actors.types import Task
 from service.run.environment_pool import EnvironmentPool
+from service.run.evaluation import EvaluationFiles
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
 
@@ -28,13 +33,19 @@ class Slow:
         self.num_ended = 0
         self.may_answer = asyncio.Event()
 
-    async def evaluate(self, tasks: Sequence[Task], **settings: float) -> list[str]:
+    async def evaluate(self, plays: Sequence[Play], **settings: float) -> list[Played]:
         self.story.append("begun")
         try:
             while self.num_ended < self.num_rollouts:
                 await asyncio.sleep(0.1)
             await self.may_answer.wait()
-            return ["summary"]
+            return [
+                Played(
+                    summary=replace(make_summary("g000000.0-0"), task_id=each.task.task_id),
+                    line=ray.put(f"{each.task.task_id} {each.sample}".encode()),
+                )
+                for each in plays
+            ]
         finally:
             self.story.append("ended")
 
@@ -63,34 +74,79 @@ class Notices:
         self.num_alive.append(num_alive)
 
 
-def make_pool(actor: Any, recorder: Notices, *, idle_s: float) -> EnvironmentPool:
+def make_pool(
+    actors: Sequence[Any], recorder: Notices, *, idle_s: float, directory: Path, keep: int = 2
+) -> EnvironmentPool:
+    left = list(actors)
     return EnvironmentPool(
-        1,
-        lambda actor_id: actor,
+        len(left),
+        lambda actor_id: left.pop(0),
         term=1,
         frozen_after_s=60.0,
         queue=cast(Any, None),
         recorder=cast(Any, recorder),
         evaluation_idle_s=idle_s,
+        files=EvaluationFiles(directory / "evaluations", keep=keep, notice=recorder.notice),
     )
 
 
-async def test_an_evaluation_takes_as_long_as_rollouts_end() -> None:
+TWO_SAMPLES = Sampling(num_samples=2, temperature=1.0)
+
+
+async def test_an_evaluation_takes_as_long_as_rollouts_end(tmp_path: Path) -> None:
     actor, recorder = Slow.remote(num_rollouts=5), Notices()
     await actor.answer.remote()
-    pool = make_pool(actor, recorder, idle_s=6.0)
+    pool = make_pool([actor], recorder, idle_s=6.0, directory=tmp_path)
     tasks = GeneratedTasks("guessing", run_seed=0).held_out(1)
     began = time.monotonic()
-    assert await pool.evaluate(tasks) == ["summary"] and recorder.notices == []
-    assert time.monotonic() - began > 6.0
+    assert len(await pool.evaluate(tasks, Sampling(), file="step-1")) == 1
+    assert recorder.notices == [] and time.monotonic() - began > 6.0
     pool.kill()
 
 
-async def test_an_evaluation_without_progress_is_ended_and_does_not_play_on() -> None:
+async def test_an_evaluation_is_shared_out_and_its_newest_files_have_each_rollout(
+    tmp_path: Path,
+) -> None:
+    actors, recorder = [Slow.remote(num_rollouts=1) for _ in range(2)], Notices()
+    for actor in actors:
+        await actor.answer.remote()
+    pool = make_pool(actors, recorder, idle_s=60.0, directory=tmp_path)
+    tasks = GeneratedTasks("guessing", run_seed=0).held_out(3)
+    for step in (1, 2, 3):
+        found = await pool.evaluate(tasks, TWO_SAMPLES, file=f"step-{step}")
+    assert [each.task_id for each in found] == [task.task_id for task in tasks for _ in range(2)]
+    files = sorted((tmp_path / "evaluations").iterdir())
+    assert [file.name for file in files] == ["step-2.jsonl", "step-3.jsonl"]
+    assert files[1].read_text().splitlines() == [
+        f"{task.task_id} {sample}" for task in tasks for sample in range(2)
+    ]
+    assert recorder.notices == []
+    pool.kill()
+
+
+async def test_rollouts_that_cannot_be_kept_are_told_once_and_cost_no_numbers(
+    tmp_path: Path,
+) -> None:
+    actor, recorder = Slow.remote(num_rollouts=1), Notices()
+    await actor.answer.remote()
+    pool = make_pool([actor], recorder, idle_s=60.0, directory=tmp_path / "gone")
+    tasks = GeneratedTasks("guessing", run_seed=0).held_out(1)
+    for _ in range(2):
+        assert len(await pool.evaluate(tasks, TWO_SAMPLES, file="step-1")) == 2
+    (notice,) = recorder.notices
+    assert "evaluation step-1 is not in" in notice and "No such file" in notice
+    assert not (tmp_path / "gone").exists()
+    pool.kill()
+
+
+async def test_an_evaluation_without_progress_is_ended_and_does_not_play_on(
+    tmp_path: Path,
+) -> None:
     actor, recorder = Slow.remote(num_rollouts=0), Notices()
-    pool = make_pool(actor, recorder, idle_s=2.0)
+    pool = make_pool([actor], recorder, idle_s=2.0, directory=tmp_path)
     assert await actor.told.remote() == []
-    found = await pool.evaluate(GeneratedTasks("guessing", run_seed=0).held_out(1))
+    tasks = GeneratedTasks("guessing", run_seed=0).held_out(1)
+    found = await pool.evaluate(tasks, Sampling(), file="step-1")
     assert found == [] and "part of an evaluation is missing" in recorder.notices[0]
     for _ in range(100):
         if (story := await actor.told.remote()) == ["begun", "ended"]:

@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from worlds.loop_world import World, make_loop
+from worlds.loop_world import OWN_SET, World, make_loop
 
 from actors.deadline import ActorLost, within
+from actors.environment.evaluation import EvaluationSet
+from actors.environment.settings import Sampling
+from actors.environment.tasks import GeneratedTasks
 from actors.trainer.checkpoint import CheckpointError
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.messages import OpenSlot
@@ -180,6 +183,23 @@ async def test_evaluations_come_before_the_first_step_when_due_and_at_the_end() 
     assert world.calls_of("evaluate", "train") == [
         "evaluate 2", "train 1", "train 2", "evaluate 2", "train 3", "evaluate 2",
     ]  # fmt: skip
+
+
+async def test_each_set_is_evaluated_with_its_own_sampling_and_recorded_under_its_name() -> None:
+    world = World()
+    hard = EvaluationSet(
+        name="hard",
+        tasks=GeneratedTasks("guessing", run_seed=0).held_out(3),
+        sampling=Sampling(num_samples=4, temperature=0.5, ks=(1, 2, 4)),
+    )
+    loop = make_loop(world, steps=1, evaluation_sets=(*OWN_SET, hard))
+    await loop.run()
+    assert world.calls_of("evaluate") == ["evaluate 2", "evaluate 3"] * 2
+    found = [(each.step, each.name, each.num_samples) for each in world.evaluations]
+    assert found == [(0, "", 1), (0, "hard", 4), (1, "", 1), (1, "hard", 4)]
+    assert world.evaluation_files == [
+        f"step-00000{step}-term-0001{name}" for step in (0, 1) for name in ("", "-hard")
+    ]
 
 
 async def test_lost_payloads_give_the_step_back_and_it_is_taken_again() -> None:

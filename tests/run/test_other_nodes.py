@@ -94,6 +94,9 @@ def test_a_task_file_travels_where_it_lies_in_the_working_directory(tmp_path: Pa
     inside = config_with(tasks={"environment": "guessing", "file": str(tmp_path / "t.jsonl")})
     assert shipped_files(inside, cwd=tmp_path)["working_dir"] == str(tmp_path)
     assert seen_from_afar(inside, cwd=tmp_path).tasks.file == Path("t.jsonl")
+    evaluated = config_with(evaluation={"sets": {"a": {"file": str(tmp_path / "a.jsonl")}}})
+    assert shipped_files(evaluated, cwd=tmp_path)["working_dir"] == str(tmp_path)
+    assert seen_from_afar(evaluated, cwd=tmp_path).evaluation.sets["a"].file == Path("a.jsonl")
     other = tmp_path / "other"
     assert shipped_files(inside, cwd=other) == {}
     assert seen_from_afar(inside, cwd=other).tasks.file == tmp_path / "t.jsonl"

@@ -230,8 +230,9 @@ def test_evaluations_of_one_step_are_kept_beside_each_other(
     store = opened(tmp_path)
     term = store.acquire_lease(owner="a").term
     asked = replace(evaluation_record(1), is_scheduled=False, temperature=0.7, pass_at={1: 0.5})
-    records = [evaluation_record(1), asked, replace(asked, num_samples=2)]
-    for record in (asked, evaluation_record(1), records[2]):
+    named = replace(evaluation_record(1), name="hard")
+    records = [evaluation_record(1), asked, replace(asked, num_samples=2), named]
+    for record in (asked, evaluation_record(1), *records[2:]):
         store.add_evaluation(record, term=term)
     assert list(read_history(store).evaluations) == records
     assert newest_records(store)[1] == records[0]

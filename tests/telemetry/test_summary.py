@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from worlds.record_builders import (
 
 from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
 from actors.types import BranchReason, Outcome
+from service.report.tables import summary_tables
 from service.telemetry.records import StageSeconds
 from service.telemetry.summary import write_summary
 
@@ -97,8 +99,18 @@ def test_a_run_without_steps_has_no_means_and_no_zeros_in_their_place() -> None:
     assert tree["steps"] == 0
     assert tree["reward_first"] is None
     assert tree["mismatch"] == {"mean_k3": None, "max_abs_delta": None}
-    assert tree["evaluation"] == {"first": None, "last": None, "asked": []}
+    assert tree["evaluation"] == {"first": None, "last": None, "asked": [], "sets": {}}
     assert tree["merge"]["ratio"] is None
+
+
+def test_named_sets_are_told_by_name_and_are_no_part_of_the_curve() -> None:
+    own = [evaluation_record(step, reward=0.1 * step) for step in (0, 1)]
+    hard = [replace(each, name="hard", reward_mean=0.9, num_samples=4) for each in own]
+    summary = summary_of(Run(evaluations=(own[0], hard[0], own[1], hard[1])))
+    assert (summary.evaluation.first, summary.evaluation.last) == (own[0], own[1])
+    assert summary.evaluation.sets == {"hard": hard[1]} and summary.evaluation.asked == ()
+    (table,) = [each for each in summary_tables(summary) if each.caption == "Last evaluations"]
+    assert [row[0] for row in table.rows] == ["held out", "hard"]
 
 
 def test_summary_file_holds_every_promised_key_and_only_finite_numbers(tmp_path: Path) -> None:

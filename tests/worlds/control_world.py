@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from actors.deadline import ActorLost
+from actors.environment.settings import Sampling
 from actors.environment.tasks import GeneratedTasks
 from actors.metrics import Metrics
 from actors.types import Outcome, Task, TrajectorySummary
@@ -41,7 +42,7 @@ class ScriptedTerm:
     is_held: bool = False
     commit: asyncio.Future[Commit] = field(default_factory=asyncio.Future)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: list[tuple[str, float, float]] = field(default_factory=list)
+    asked: list[tuple[list[str], Sampling, str, float]] = field(default_factory=list)
     passes_after: int = 2
     """Of a task's samples, those before this one fail."""
     control: Control | None = None
@@ -57,16 +58,15 @@ class ScriptedTerm:
         self.is_held = self.control.pauses.holds_generation
 
     async def evaluate(
-        self, tasks: Sequence[Task], *, temperature: float, slots_share: float
+        self, tasks: Sequence[Task], sampling: Sampling, *, file: str, slots_share: float
     ) -> list[TrajectorySummary]:
         await self.go_on.wait()
-        seen: dict[str, int] = {}
-        found = []
-        for task in tasks:
-            self.asked.append((task.task_id, temperature, slots_share))
-            number = seen[task.task_id] = seen.get(task.task_id, -1) + 1
-            found.append(played(task.task_id, reward=float(number >= self.passes_after)))
-        return found
+        self.asked.append(([task.task_id for task in tasks], sampling, file, slots_share))
+        return [
+            played(task.task_id, reward=float(number >= self.passes_after))
+            for task in tasks
+            for number in range(sampling.num_samples)
+        ]
 
 
 def played(task_id: str, *, reward: float, num_sampled: int = 4, version: int = 3) -> Any:

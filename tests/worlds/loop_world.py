@@ -10,7 +10,8 @@ from typing import Any
 
 from actors.algorithm import AlgorithmSettings
 from actors.deadline import ActorLost
-from actors.environment.settings import RolloutSettings
+from actors.environment.evaluation import EvaluationSet
+from actors.environment.settings import RolloutSettings, Sampling
 from actors.environment.tasks import GeneratedTasks
 from actors.merge.actor import BuiltStep
 from actors.merge.advantages import Baseline
@@ -100,6 +101,8 @@ class World:
     checkpoints: list[tuple[int, str]] = field(default_factory=list)
     published_versions: list[int] = field(default_factory=list)
     value_shards: list[tuple[str, ...]] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    evaluation_files: list[str] = field(default_factory=list)
     saving: int = 0
     num_evicted: int = 0
     on_starve: Callable[[], None] = lambda: None
@@ -245,8 +248,11 @@ class World:
     async def num_ready(self) -> int:
         return 1
 
-    async def evaluate(self, tasks: Sequence[Task]) -> list[TrajectorySummary]:
+    async def evaluate(
+        self, tasks: Sequence[Task], sampling: Sampling, *, file: str
+    ) -> list[TrajectorySummary]:
         self.calls.append(f"evaluate {len(tasks)}")
+        self.evaluation_files.append(file)
         await self._take_time("evaluate", self.num_taken)
         return []
 
@@ -256,7 +262,6 @@ class Notebook:
     """The recorder."""
 
     world: World
-    evaluations: list[EvaluationRecord] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
     @property
@@ -271,7 +276,7 @@ class Notebook:
         self.world.records.append(record)
 
     async def evaluation(self, record: EvaluationRecord) -> None:
-        self.evaluations.append(record)
+        self.world.evaluations.append(record)
 
     async def checkpoint_written(self, path: Path, *, seconds: float) -> None:
         self.world.calls.append(f"written {path.name}")
@@ -287,6 +292,13 @@ class Notebook:
         self.world.num_evicted = 0
 
 
+OWN_SET = (
+    EvaluationSet(
+        name="", tasks=GeneratedTasks("guessing", run_seed=0).held_out(2), sampling=Sampling()
+    ),
+)
+
+
 def make_loop(
     world: World,
     *,
@@ -300,6 +312,7 @@ def make_loop(
     has_clients: bool = False,
     commit_after_s: float = 60.0,
     pauses: Pauses | None = None,
+    evaluation_sets: Sequence[EvaluationSet] = (),
 ) -> Loop:
     """parts: in the world's place, by the names of `Handles`."""
     tasks = GeneratedTasks("guessing", run_seed=0)
@@ -310,7 +323,7 @@ def make_loop(
     fakes |= parts
     handles = Handles(
         **fakes, recorder=Notebook(world), tasks=ConfiguredTasks(tasks, group_size=2),
-        evaluation_tasks=tasks.held_out(2), prune_checkpoints=world.prune,
+        evaluation_sets=evaluation_sets or OWN_SET, prune_checkpoints=world.prune,
         pauses=pauses or Pauses(),
     )  # fmt: skip
     settings = LoopSettings(

@@ -175,6 +175,7 @@ class CalculatorEnvironment:
             reward=correct + used_tool,
             reward_components={"correct": correct, "used_tool": used_tool},
             terminated=True,
+            answer=format_number(answer),
         )
 
     def _is_truth(self, value: float) -> bool:

@@ -96,6 +96,7 @@ class GuessingEnvironment:
             reward_components=components,
             terminated=is_over,
             is_malformed=is_malformed,
+            answer=None if is_malformed else str(guess),
         )
 
     async def close(self) -> None:

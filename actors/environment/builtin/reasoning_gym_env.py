@@ -164,11 +164,12 @@ class ReasoningGymEnvironment:
         return None
 
     async def _score(self, answer: str) -> StepResult:
-        if not answer or len(answer) > self._max_answer_chars:
-            return self._result(0.0)
-        return self._result(await asyncio.to_thread(_score, self._scorer, answer, self._item))
+        score = 0.0
+        if answer and len(answer) <= self._max_answer_chars:
+            score = await asyncio.to_thread(_score, self._scorer, answer, self._item)
+        return self._result(answer, score)
 
-    def _result(self, score: float) -> StepResult:
+    def _result(self, answer: str, score: float) -> StepResult:
         gain = max(0.0, score - self._best_score)
         self._best_score += gain
         is_over = self._attempts_left <= 0 or score >= 1.0
@@ -177,6 +178,7 @@ class ReasoningGymEnvironment:
             reward=gain,
             reward_components={"score": gain},
             terminated=is_over,
+            answer=answer or None,
         )
 
 

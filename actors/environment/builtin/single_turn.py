@@ -18,6 +18,7 @@ from actors.environment.protocol import (
     StepResult,
 )
 from actors.environment.reward_functions import RewardFunction, Score, load_functions
+from actors.environment.tool_calls import visible_text
 from actors.environment.user_code import describe
 from actors.types import Task
 
@@ -102,6 +103,7 @@ class SingleTurnEnvironment:
             reward=sum(function.weight * score.value for function, score in scores.items()),
             reward_components=self._components(scores),
             terminated=True,
+            answer=visible_text(completion),
         )
 
     def _components(self, scores: Mapping[RewardFunction, Score]) -> dict[str, float]:

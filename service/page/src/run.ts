@@ -67,7 +67,7 @@ function rewardChart(doc: RunDocument): Chart {
   ];
   if (known(evaluations.reward).length) {
     curves.push({
-      label: "evaluation, held out, temperature 0",
+      label: "evaluation, held out",
       role: "orange",
       mark: "dot",
       width: 1,

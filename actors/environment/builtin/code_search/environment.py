@@ -20,7 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actors.environment.builtin.code_search.grading import grade_files, is_file_path
+from actors.environment.builtin.code_search.grading import (
+    canonical_path,
+    grade_files,
+    is_file_path,
+)
 from actors.environment.builtin.code_search.tools import (
     ANSWER,
     MAX_ANSWER_FILES,
@@ -171,6 +175,7 @@ class CodeSearchEnvironment:
             reward=grade.f1,
             reward_components={**grade.components(), "num_calls": float(self._num_calls)},
             terminated=True,
+            answer="\n".join(sorted({canonical_path(path) for path in answered})),
         )
 
     async def _searched(self, calls: tuple[ToolCall | MalformedCall, ...]) -> StepResult:

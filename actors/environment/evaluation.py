@@ -1,0 +1,98 @@
+"""A rollout of an evaluation: how it is asked for, and the line of JSON that is kept of it.
+
+A line has every token that was sent to the engine or came back, as the journal has them of what was
+trained. Made by the environment actor, which has the tokenizer; written by
+`service.run.evaluation`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from actors.environment.settings import Sampling
+from actors.types import RolloutAssignment, Sample, Task, TokenIds, Trajectory, TrajectorySummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSet:
+    """Tasks that are evaluated together."""
+
+    name: str
+    """Empty: the run's own held-out tasks."""
+    tasks: Sequence[Task]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """One sample of one task, to be played."""
+
+    task: Task
+    sample: int
+    """0, 1, … of the task."""
+
+    @property
+    def assignment(self) -> RolloutAssignment:
+        group_id = f"evaluation-{self.task.task_id}"
+        return RolloutAssignment(
+            rollout_id=f"{group_id}-{self.sample}",
+            group_id=group_id,
+            group_number=-1,
+            attempt=0,
+            task=self.task,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What became of a play."""
+
+    summary: TrajectorySummary
+    line: Any = None
+    """Reference to the bytes of `rollout_line` in the object store; None: not asked for."""
+
+
+def plays_of(tasks: Sequence[Task], num_samples: int) -> list[Play]:
+    """Each task so often. A task's samples come behind each other, so that actors share them."""
+    return [Play(task=task, sample=number) for task in tasks for number in range(num_samples)]
+
+
+def rollout_line(
+    trajectory: Trajectory, sample: int, *, decode: Callable[[TokenIds], str]
+) -> bytes:
+    """One line of JSON without its end. sample: as in `Play`. decode: ids to text."""
+    components: Counter[str] = Counter()
+    for turn in trajectory.turns:
+        components.update(turn.reward_components)
+    versions = trajectory.versions
+    return msgspec.json.encode(
+        {
+            "task_id": trajectory.task_id,
+            "sample": sample,
+            "environment": trajectory.environment,
+            "outcome": trajectory.outcome,
+            "detail": trajectory.detail,
+            "return": trajectory.episode_return,
+            "best_return": trajectory.best_return,
+            "components": dict(components),
+            "answer": trajectory.answer,
+            "num_turns": len(trajectory.turns),
+            "policy_versions": versions,
+            "samples": [_sample(each, decode) for each in trajectory.samples],
+        }
+    )
+
+
+def _sample(sample: Sample, decode: Callable[[TokenIds], str]) -> dict[str, Any]:
+    """mask: 1 where a token was sampled; logprobs: nats, 0 where it was not."""
+    return {
+        "token_ids": sample.token_ids.tolist(),
+        "mask": sample.mask.tolist(),
+        "logprobs": sample.logprobs.tolist(),
+        "text": decode(sample.token_ids),
+    }

@@ -1,0 +1,153 @@
+"""Plays evaluations on environment actors, and keeps what was played in files.
+
+A share whose actor dies is left out: an evaluation is a measurement, not work to be kept. Its file
+is for people: one that cannot be written is told once, and ends nothing. Lines come one by one out
+of the object store, so that memory holds one of them, whatever was played. Called by
+`EnvironmentPool` and by `rayloom evaluate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+
+from actors.deadline import ActorLost, wait_while_moving, within
+from actors.environment.evaluation import Play, Played
+from service.run.actor_pool import ENVIRONMENT_ACTORS, Member
+from service.run.remote_handles import await_reply
+
+LOOK_S = 2.0
+# Of one line, which another node may hold.
+FETCH_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaySettings:
+    """How an evaluation is played."""
+
+    temperature: float
+    idle_s: float
+    """A share of which no rollout has ended for as long is given up."""
+    slots_share: float = 1.0
+    """As `EnvironmentActor.evaluate`."""
+    keeps_tokens: bool = False
+
+
+async def play(
+    members: Sequence[Member],
+    plays: Sequence[Play],
+    settings: PlaySettings,
+    *,
+    notice: Callable[[str], None],
+) -> list[Played]:
+    """Play, shared out over the actors. notice: told of each share that is missing.
+
+    Returns: one for each play of the other shares, in the order of the plays.
+    """
+    size = len(members)
+    shares = [range(index, len(plays), size) for index in range(size)]
+    answers = await asyncio.gather(
+        *(
+            _play_share(member, [plays[number] for number in share], settings)
+            for member, share in zip(members, shares, strict=True)
+            if share
+        ),
+        return_exceptions=True,
+    )
+    found: dict[int, Played] = {}
+    for share, result in zip(shares, answers, strict=False):
+        if isinstance(result, ActorLost):
+            notice(f"part of an evaluation is missing: {result}")
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            found.update(zip(share, result, strict=True))
+    return [found[number] for number in sorted(found)]
+
+
+async def _play_share(
+    member: Member, share: Sequence[Play], settings: PlaySettings
+) -> list[Played]:
+    """Raises: ActorLost when the actor dies, or no rollout ends for too long."""
+    playing = member.actor.evaluate.remote(
+        share,
+        temperature=settings.temperature,
+        slots_share=settings.slots_share,
+        keeps_tokens=settings.keeps_tokens,
+    )
+    answer = asyncio.ensure_future(playing)
+    name = f"{ENVIRONMENT_ACTORS.name} {member.actor_id}"
+
+    async def progress() -> dict[int, int]:
+        with suppress(RayError, TimeoutError):
+            return {0: await within(LOOK_S, member.actor.num_evaluated.remote())}
+        return {}
+
+    idle_s = settings.idle_s
+    try:
+        await wait_while_moving([answer], progress, idle_s=idle_s, look_s=LOOK_S)
+        if not answer.done():
+            raise ActorLost(f"the {name} has ended no rollout for {idle_s:g} s")
+        return await await_reply(answer, name=name, deadline_s=idle_s)
+    finally:
+        answer.cancel()
+        # Of an answer that came, nothing; else what is still played, beside the training.
+        ray.cancel(playing)
+
+
+class EvaluationFiles:
+    """The newest evaluations of a run, a file of JSON lines each."""
+
+    def __init__(self, directory: Path, *, keep: int, notice: Callable[[str], None]) -> None:
+        """keep: the newest so many; 0: none is written. notice: told once where one cannot be."""
+        self._directory = directory
+        self.keep = keep
+        self._notice = notice
+        self._is_told = False
+
+    async def write(self, name: str, played: Sequence[Played]) -> None:
+        """Write the lines, and remove the oldest files."""
+        try:
+            await asyncio.to_thread(self._write, name, played)
+        except (OSError, RayError) as error:
+            if not self._is_told:
+                self._is_told = True
+                self._notice(
+                    f"evaluation {name} is not in {self._directory}: it cannot be written "
+                    f"({str(error).splitlines()[0]}); its numbers stand; free space there, or set "
+                    "evaluation.keep_results to 0"
+                )
+
+    def _write(self, name: str, played: Sequence[Played]) -> None:
+        # The run's directory is not made: where it is not seen, nothing of it is to be invented.
+        self._directory.mkdir(exist_ok=True)
+        write_lines(self._directory / f"{name}.jsonl", played)
+        files = sorted(self._directory.glob("step-*.jsonl"), key=lambda file: file.stat().st_mtime)
+        for file in files[: -self.keep]:
+            file.unlink(missing_ok=True)
+
+
+def write_lines(path: Path, played: Sequence[Played]) -> int:
+    """Write the lines aside and rename the file. Returns: how many.
+
+    Raises: OSError, RayError where a line's actor has died, with nothing left behind.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    lines = [each.line for each in played if each.line is not None]
+    try:
+        with aside.open("wb") as file:
+            for line in lines:
+                file.write(ray.get(line, timeout=FETCH_LIMIT_S) + b"\n")
+        aside.replace(path)
+    except (OSError, RayError):
+        with suppress(OSError):
+            aside.unlink()
+        raise
+    return len(lines)

@@ -1,0 +1,143 @@
+"""What an evaluation comes to: avg@n, pass@k and majority@n over its rollouts. Pure.
+
+A rollout that an error ended (`UNSCORED`) is missing, not failed: it is left out of n and counted
+by its outcome. A sample's value is its return, in parts of the best possible one where the
+environment knows that. Called by the loop, by an operator's control and by `rayloom evaluate`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from math import comb, sqrt
+from statistics import fmean, stdev
+
+from actors.environment.settings import Sampling
+from actors.outcomes import UNSCORED
+from actors.types import TrajectorySummary
+from service.telemetry.records import MAX_SAMPLES, EvaluationRecord, EvaluationSample
+
+
+def evaluation_record(
+    step: int,
+    summaries: Sequence[TrajectorySummary],
+    *,
+    version: int,
+    sampling: Sampling,
+    name: str = "",
+    is_scheduled: bool = True,
+) -> EvaluationRecord:
+    """Sum up an evaluation. A task that is left with fewer than k samples is left out of pass@k.
+
+    version: the newest one when it began. name: of the set; empty: the run's own.
+    """
+    scored = [each for each in summaries if is_scored(each)]
+    scaled = [each.scaled_return for each in scored if each.scaled_return is not None]
+    tasks: dict[str, list[TrajectorySummary]] = {}
+    for each in scored:
+        tasks.setdefault(each.task_id, []).append(each)
+    values = [[value_of(each) for each in task] for task in tasks.values()]
+    passed = [(len(task), sum(value >= sampling.pass_reward for value in task)) for task in values]
+    pass_at = {k: _mean([pass_at_k(n, c, k=k) for n, c in passed if n >= k]) for k in sampling.ks}
+    newest = [each.newest_version for each in summaries if each.newest_version is not None]
+    return EvaluationRecord(
+        step=step,
+        policy_version=version,
+        num_tasks=len({summary.task_id for summary in summaries}),
+        reward_mean=_mean([each.episode_return for each in scored]),
+        scaled_reward_mean=_mean(scaled),
+        standard_error=standard_error(values),
+        majority_mean=majority_mean(list(tasks.values())),
+        outcomes=Counter(summary.outcome for summary in summaries),
+        num_failed=len(summaries) - len(scored),
+        name=name,
+        is_scheduled=is_scheduled,
+        temperature=sampling.temperature,
+        num_samples=sampling.num_samples,
+        pass_reward=sampling.pass_reward,
+        pass_at={k: value for k, value in pass_at.items() if value is not None},
+        last_policy_version=max(newest, default=None),
+        wall_time=time.time(),
+        samples=tuple(
+            EvaluationSample(
+                task_id=each.task_id,
+                outcome=each.outcome,
+                episode_return=each.episode_return,
+                text=each.text,
+            )
+            for each in summaries
+            if each.text is not None
+        )[:MAX_SAMPLES],
+    )
+
+
+def evaluation_file(step: int, what: str) -> str:
+    """The name of an evaluation's file of rollouts, without its suffix. what: tells those of a step
+    apart.
+
+    Example: evaluation_file(20, "term-0001") -> step-000020-term-0001
+    """
+    return f"step-{step:06d}-{what}"
+
+
+def is_scored(summary: TrajectorySummary) -> bool:
+    """Whether an environment scored it; what was cut off counts as far as it came."""
+    return summary.num_sampled > 0 and summary.outcome not in UNSCORED
+
+
+def value_of(summary: TrajectorySummary) -> float:
+    """The scaled return, where it is known."""
+    scaled = summary.scaled_return
+    return summary.episode_return if scaled is None else scaled
+
+
+def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
+    """Estimate, without bias, how likely one of k samples passes.
+
+    1 - C(n - c, k) / C(n, k).   Source: Chen et al., Evaluating Large Language Models Trained on
+    Code (arXiv:2107.03374), equation 1.
+
+    Args: num_samples: n, of one task. num_passed: c of them. k: at most n.
+    Example: pass_at_k(4, 1, k=2) -> 0.5, which is 1 - 3 / 6
+    """
+    assert 0 <= num_passed <= num_samples and 1 <= k <= num_samples
+    return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
+
+
+def standard_error(tasks: Sequence[Sequence[float]]) -> float | None:
+    """Of the mean over tasks, which are drawn from many; a task's value is its samples' mean.
+
+    s / sqrt(T), with s the standard deviation (T - 1) of the T tasks' values. None: T < 2.
+
+    Example: standard_error([[1, 0], [1, 1], [0, 0]]) -> 0.289, which is 0.5 / sqrt(3)
+    """
+    means = [fmean(task) for task in tasks if task]
+    return stdev(means) / sqrt(len(means)) if len(means) > 1 else None
+
+
+def majority_mean(tasks: Sequence[Sequence[TrajectorySummary]]) -> float | None:
+    """The mean over tasks of the most frequent answer's value. None: nothing gave an answer.
+
+    A sample without an answer does not vote. Where no sample of a task votes, its value is the mean
+    over them all.
+    """
+    if not any(each.answer is not None for task in tasks for each in task):
+        return None
+    return _mean([majority([(each.answer, value_of(each)) for each in task]) for task in tasks])
+
+
+def majority(votes: Sequence[tuple[str | None, float]]) -> float:
+    """The mean value of the samples that have the most frequent answer, or one of those that tie.
+
+    Example: majority([("7", 1), ("7", 1), ("8", 0)]) -> 1;
+        majority([("7", 1), ("8", 0), ("9", 0), (None, 0)]) -> 0.333
+    """
+    counts = Counter(answer for answer, _ in votes if answer is not None)
+    most = max(counts.values(), default=0)
+    chosen = [value for answer, value in votes if answer is not None and counts[answer] == most]
+    return fmean(chosen or [value for _, value in votes])
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
