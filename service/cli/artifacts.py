@@ -15,7 +15,8 @@ from actors.environment.builtin.code_search.from_git import QuestionSource, task
 from actors.environment.builtin.reasoning_gym_env import generate_tasks
 from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.tasks import BadTaskFile, GeneratedTasks, write_tasks
-from actors.trainer.checkpoint import MANIFEST, CheckpointError, read_manifest
+from actors.trainer.checkpoint import MANIFEST, CheckpointError, Progress
+from actors.trainer.settings import Dtype
 from service.config.file import ConfigError
 from service.launch.resume import newest_usable
 from service.launch.run_dir import RunDir
@@ -27,45 +28,61 @@ def export_checkpoint(source: Path, directory: Path) -> str:
 
     Raises: ConfigError.
     """
-    checkpoint = _checkpoint_of(source)
-    from actors.trainer import export
-
-    own_model = RunDir(path=checkpoint.parent.parent).tiny_model
-    try:
-        export.export_checkpoint(
-            checkpoint,
-            directory,
-            # The tiny model moves with its run; any other is where the manifest says.
-            model=str(own_model) if (own_model / "config.json").is_file() else None,
-        )
-        manifest = read_manifest(checkpoint)
-    except (CheckpointError, FileExistsError, OSError) as error:
-        raise ConfigError(f"export: {error}") from error
+    checkpoint = checkpoint_of(source, command="export")
+    manifest = export_to(checkpoint, directory, command="export")
     return (
         f"{checkpoint.name}: step {manifest.step}, policy version {manifest.version}, in "
         f"{directory}"
     )
 
 
-def _checkpoint_of(source: Path) -> Path:
+def export_to(
+    checkpoint: Path, directory: Path, *, command: str, dtype: Dtype = Dtype.FLOAT32
+) -> Progress:
+    """Write a checkpoint as a Hugging Face model directory. command: named where it is refused.
+
+    Raises: ConfigError.
+    """
+    import torch
+
+    from actors.trainer import export
+
+    own_model = RunDir(path=checkpoint.parent.parent).tiny_model
+    try:
+        return export.export_checkpoint(
+            checkpoint,
+            directory,
+            # The tiny model moves with its run; any other is where the manifest says.
+            model=str(own_model) if (own_model / "config.json").is_file() else None,
+            dtype=getattr(torch, dtype.value),
+        )
+    except (CheckpointError, FileExistsError, OSError) as error:
+        raise ConfigError(f"{command}: {error}") from error
+
+
+def checkpoint_of(source: Path, *, command: str) -> Path:
+    """A checkpoint's directory, or the newest committed one of a run's.
+
+    command: named where it is refused. Raises: ConfigError.
+    """
     run_dir = RunDir(path=source)
     if not run_dir.database_file.is_file() and not run_dir.store_file.is_file():
         is_broken = run_dir.path.is_dir() and run_dir.path.name.startswith("step-")
         if not is_broken and not (run_dir.path / MANIFEST).is_file():
             raise ConfigError(
-                f"export: got {source}, but no run or checkpoint lies there; expected a directory "
-                "with rayloom.db, as `rayloom train` makes it, or one of its checkpoints"
+                f"{command}: got {source}, but no run or checkpoint lies there; expected a "
+                "directory with rayloom.db, as `rayloom train` makes it, or one of its checkpoints"
             )
         return run_dir.path
     try:
         with run_dir.looked_into() as store:
             newest = newest_usable(run_dir.checkpoints, store.checkpoints())
     except StoreError as error:
-        raise ConfigError(f"export: {error}") from error
+        raise ConfigError(f"{command}: {error}") from error
     if newest is None:
         raise ConfigError(
-            f"export: the run in {source} has no committed checkpoint yet; expected at least one; "
-            "let it reach run.checkpoint_every steps"
+            f"{command}: the run in {source} has no committed checkpoint yet; expected at least "
+            "one; let it reach run.checkpoint_every steps"
         )
     return run_dir.checkpoints / newest.directory
 

@@ -230,14 +230,14 @@ def _configuration(
     return parse_config(tree, source="for --dataset and --reward", overrides=overrides)
 
 
-def _own_config(resumed: Path) -> Path:
-    """Raises: ConfigError."""
+def _own_config(run: Path, *, option: str = "--resume ") -> Path:
+    """option: that named it. Raises: ConfigError."""
     from service.launch.run_dir import RunDir
 
-    file = RunDir(path=resumed).config_file
+    file = RunDir(path=run).config_file
     if not file.is_file():
         raise ConfigError(
-            f"--resume {resumed}: got no {file.name} in it, expected a run's directory; correct it"
+            f"{option}{run}: got no {file.name} in it, expected a run's directory; correct it"
         )
     return file
 
@@ -245,7 +245,7 @@ def _own_config(resumed: Path) -> Path:
 def _with_model(overrides: list[str], model: str | None) -> list[str]:
     """Lay --model over the configuration; quoted, because a name may look like a number."""
     if model is None:
-        return overrides
+        return list(overrides)
     return [*overrides, f"model.path={json.dumps(model)}", "model.tiny=null"]
 
 
@@ -338,6 +338,76 @@ def export(
     from service.cli.artifacts import export_checkpoint
 
     typer.echo(export_checkpoint(source, directory))
+
+
+@app.command()
+def evaluate(
+    source: Annotated[
+        Path, typer.Argument(metavar="CONFIG|RUN_DIR", help="a YAML file, or a run's directory")
+    ],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|DIR", help="default: the run's newest; of CONFIG: none"),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="directory or hub name, in place of a checkpoint")
+    ] = None,
+    on: Annotated[
+        str, typer.Option("--on", metavar="NAME", help="of evaluation.sets; default: the held-out")
+    ] = "",
+    samples: Annotated[int | None, typer.Option(min=1, help="rollouts of each task")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0)] = None,
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="the first so many of the set; default: all")
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="the rollouts, token by token; default: evaluate-….jsonl"
+        ),
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Play the held-out tasks by a checkpoint or a model: avg@n, pass@k, majority@n.
+
+    Ends with 0 when all were played, 1 when rollouts are missing or none was scored, 2 refused.
+    """
+    with stop_signals() as signals:
+        try:
+            if checkpoint is not None and model is not None:
+                raise ConfigError(
+                    f"--model {model}: got --checkpoint {checkpoint} too, expected one of them; "
+                    "leave one out"
+                )
+            run = source if source.is_dir() else None
+            file = source if run is None else _own_config(run, option="")
+            given = _with_model(overrides or [], model)
+            if on and on not in (sets := load_config(file, given).evaluation.sets):
+                raise ConfigError(
+                    f"--on {on}: got no set of that name, expected one of evaluation.sets: "
+                    f"{', '.join(sets) or 'there is none'}"
+                )
+            section = f"evaluation.sets.{on}" if on else "evaluation"
+            for key, value in (("samples", samples), ("temperature", temperature)):
+                if value is not None:
+                    given.append(f"{section}.{key}={value}")
+            config = load_config(file, given)
+            from service.cli.evaluate import EvaluateRequest, run_evaluate
+
+            request = EvaluateRequest(
+                config=config,
+                run=run,
+                checkpoint=checkpoint,
+                is_model_given=model is not None,
+                set_name=on,
+                num_tasks=tasks,
+                out=_path("--out", out, what="a file"),
+            )
+            code = run_evaluate(request, signals)
+        except KeyboardInterrupt:
+            say("rayloom: interrupted before the evaluation began", err=True)
+            code = EXIT_INTERRUPTED
+    raise typer.Exit(code)
 
 
 @app.command()

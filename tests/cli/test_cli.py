@@ -73,6 +73,7 @@ def test_what_names_no_place_or_a_wrong_one_is_refused_before_the_heavy_imports(
 ) -> None:
     config = str(small_config(tmp_path))
     (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "empty").mkdir()
     expected = {
         ("train",): "got no CONFIG",
         ("train", "--reward", "my.py:score"): "got no CONFIG",
@@ -87,6 +88,9 @@ def test_what_names_no_place_or_a_wrong_one_is_refused_before_the_heavy_imports(
         ("train", config, "--state-dir", "a", "--resume", "b"): "--state-dir: got --resume too",
         ("train", config, "--database-url", "postgresql://u:pw@h/d"): "got a password",
         ("export", str(tmp_path), str(tmp_path / "out")): "no run or checkpoint lies there",
+        ("evaluate", config, "--model", "a", "--checkpoint", "b"): "--model a: got --checkpoint b",
+        ("evaluate", str(tmp_path / "empty")): "got no config.yaml in it",
+        ("evaluate", config, "--on", "hard", "--samples", "4"): "--on hard: got no set of that",
     }
     for line, answer in zip(expected, rayloom(*expected), strict=True):
         assert refuses(answer, expected[line]), (line, answer.err)
@@ -112,6 +116,22 @@ def test_what_serve_refuses_is_refused_before_the_heavy_imports(tmp_path: Path) 
         for rest, answer in zip(expected, rayloom(*lines), strict=True):
             assert refuses(answer, expected[rest]), (rest, answer.err)
             assert answer.heavy == [], rest
+
+
+def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = str(small_config(tmp_path))
+    expected = {
+        ("--checkpoint", "step-000009-t1"): "no run or checkpoint lies there",
+        ("--tasks", "9"): "--tasks 9: expected at most 4",
+        ("--samples", "2"): "evaluation.samples is 2 with temperature 0",
+        ("--out", str(tmp_path / "no" / "file")): "no file can be written in",
+        ("--set", "tasks.evaluation_tasks=0"): "no task is held out",
+        ("--set", "tasks.environment=session", "--set", "tasks.evaluation_tasks=0"): "is session",
+    }
+    lines = [["evaluate", config, *rest] for rest in expected]
+    for rest, answer in zip(expected, rayloom(*lines), strict=True):
+        assert refuses(answer, expected[rest]), (rest, answer.err)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["config.yaml"]
 
 
 def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:

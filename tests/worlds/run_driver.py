@@ -252,6 +252,9 @@ def running(
     stands before the command, to run it on another node.
     """
     where = ["--resume", str(run_dir)] if "--resume" in arguments else ["--run-dir", str(run_dir)]
+    if command == "evaluate":
+        # It makes no run; its arguments name one.
+        where = []
     rest = [argument for argument in arguments if argument != "--resume"]
     # A command that enters another mount namespace begins in that one's root.
     place = [*entrance, "env", f"--chdir={cwd}"] if entrance else []

@@ -1,0 +1,340 @@
+"""`rayloom evaluate`: play a configuration's held-out tasks by a checkpoint or a model, and end.
+
+The parts are those of a run, without queue and trainer: engines get the weights from a weight
+board, environment actors play. All of it is on this machine, and ends with the command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from pydantic import TypeAdapter
+from ray.exceptions import RayError
+from transformers import AutoModelForCausalLM
+
+from actors.algorithm import AlgorithmSettings
+from actors.deadline import ActorLost
+from actors.environment.evaluation import EvaluationSet, Played, plays_of
+from actors.policy import PolicyUnavailable
+from actors.trainer.publish import pack_weights
+from actors.trainer.settings import TrainerSettings, WeightBackend
+from actors.weights.board import WeightError, WeightGroup
+from service.cli.artifacts import checkpoint_of, export_to
+from service.cli.outlet import say
+from service.cli.train import EXIT_FAILED, EXIT_OK
+from service.config.file import ConfigError
+from service.config.preflight import check_with_model, check_without_model
+from service.config.tasks import open_sets, open_tasks
+from service.config.tree import Config, MetricsSettings
+from service.launch.cluster import joined
+from service.launch.run_dir import RunDir, model_path
+from service.launch.signals import EXIT_INTERRUPTED, StopSignals
+from service.run.actor_pool import ENVIRONMENT_ACTORS, Member
+from service.run.engines import Engines, board_handle
+from service.run.environment_pool import evaluation_idle_s, start_environment_actor
+from service.run.evaluation import PlaySettings, play, write_lines
+from service.run.start import engine_settings
+from service.telemetry.evaluation import evaluation_record
+from service.telemetry.records import EvaluationRecord, evaluation_line
+
+# There is no other run in the command's own Ray.
+RUN_ID, TERM = "rayloom-evaluate", 1
+LOOK_S = 0.2
+# The board copies each buffer.
+PUBLISH_LIMIT_S = 600.0
+_RECORD = TypeAdapter(EvaluationRecord)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateRequest:
+    """What the user asked for."""
+
+    config: Config
+    run: Path | None = None
+    """The run's directory, where one was named in place of a configuration."""
+    checkpoint: str | None = None
+    """A name in the run, or a directory. None: the run's newest; without a run the model itself."""
+    is_model_given: bool = False
+    """By --model: no checkpoint counts."""
+    set_name: str = ""
+    """Of evaluation.sets; empty: the run's own held-out tasks."""
+    num_tasks: int | None = None
+    """The first so many of the set; None: all."""
+    out: Path | None = None
+    """Where the rollouts are written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Policy:
+    """The weights that play."""
+
+    label: str
+    """The checkpoint's name, or the model's."""
+    model: str
+    """Directory or hub name in Hugging Face format."""
+    step: int = 0
+    version: int = 0
+
+
+def run_evaluate(request: EvaluateRequest, signals: StopSignals) -> int:
+    """Play, print and write; returns the exit code.
+
+    Raises: ConfigError before anything starts; KeyboardInterrupt for a signal until then.
+    """
+    signals.check()
+    config = _without_trainer(request.config)
+    played_set = _chosen_set(config, request)
+    checkpoint = _checkpoint(request)
+    out = _out(request, checkpoint)
+    with tempfile.TemporaryDirectory(prefix="rayloom-evaluate-") as scratch:
+        if checkpoint is not None:
+            # So that the checks see the model that will play.
+            config = _with_model(config, str(Path(scratch) / "model"))
+        policy = _policy(config, RunDir(path=Path(scratch)), checkpoint)
+        observation = check_without_model(config)
+        check_with_model(config, observation, model_path=policy.model)
+        # A local Ray that is half up is started to the end and then stopped.
+        signals.hold()
+        with joined(config, address=None):
+            signals.install()
+            # What Serve has to say to its developers goes to its own log files.
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+            try:
+                return _play_and_tell(config, policy, played_set, out, signals)
+            finally:
+                # What is left is to end Ray, which a further signal would only leave half done.
+                signals.ignore()
+
+
+def _without_trainer(config: Config) -> Config:
+    """The configuration without what only training reads, of which nothing is to be checked."""
+    if not config.has_environment:
+        raise ConfigError(
+            "tasks.environment is session: agents outside play it, and nothing here can; expected "
+            "an environment; name one"
+        )
+    return replace(
+        config,
+        trainer=replace(TrainerSettings(), num_ranks=0),
+        algorithm=AlgorithmSettings(),
+        inference=replace(config.inference, weight_backend=WeightBackend.OBJECT_STORE),
+        metrics=MetricsSettings(),
+    )
+
+
+def _with_model(config: Config, path: str) -> Config:
+    return replace(config, model=replace(config.model, path=path, tiny=None))
+
+
+def _chosen_set(config: Config, request: EvaluateRequest) -> EvaluationSet:
+    """Raises: ConfigError."""
+    sets = {each.name: each for each in open_sets(config, open_tasks(config))}
+    if (found := sets.get(request.set_name)) is None:
+        raise ConfigError(
+            "tasks.evaluation_tasks is 0, so that no task is held out; set it, or name one of "
+            f"evaluation.sets by --on: {', '.join(sets) or 'there is none'}"
+        )
+    if (request.num_tasks or 0) > len(found.tasks):
+        raise ConfigError(
+            f"--tasks {request.num_tasks}: expected at most {len(found.tasks)}, as many as the set "
+            "has; raise tasks.evaluation_tasks (of a file without an evaluation_split, what is "
+            "beyond a run's own was trained on)"
+        )
+    return replace(found, tasks=found.tasks[: request.num_tasks])
+
+
+def _checkpoint(request: EvaluateRequest) -> Path | None:
+    """Its directory; None: the model plays as it is. Raises: ConfigError."""
+    if request.is_model_given:
+        return None
+    if request.checkpoint is None:
+        return None if request.run is None else checkpoint_of(request.run, command="evaluate")
+    named = Path(request.checkpoint)
+    if request.run is not None and not named.is_dir():
+        named = RunDir(path=request.run).checkpoints / request.checkpoint
+    return checkpoint_of(named, command="evaluate")
+
+
+def _out(request: EvaluateRequest, checkpoint: Path | None) -> Path:
+    """Raises: ConfigError for a place that cannot be."""
+    label = request.config.run.name if checkpoint is None else checkpoint.name
+    file = Path(f"evaluate-{label}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+    out = request.out or file
+    try:
+        if request.out is None and request.run is not None:
+            out = RunDir(path=request.run).evaluations / file
+            out.parent.mkdir(exist_ok=True)
+        if out.is_dir() or not os.access(out.parent, os.W_OK):
+            raise PermissionError(f"no file can be written in {out.parent}")
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: {error.strerror or error}; expected a file in a directory that is there "
+            "and can be written; name another"
+        ) from error
+    return out
+
+
+def _policy(config: Config, scratch: RunDir, checkpoint: Path | None) -> _Policy:
+    """Write the checkpoint as a model, or build the tiny one. Raises: ConfigError."""
+    if checkpoint is None:
+        model = model_path(config, scratch)
+        return _Policy(label=config.model.path or "the tiny model", model=model)
+    assert config.model.path is not None
+    progress = export_to(
+        checkpoint,
+        Path(config.model.path),
+        dtype=config.model.dtype,
+        command="evaluate",
+    )
+    return _Policy(
+        label=checkpoint.name,
+        model=config.model.path,
+        step=progress.step,
+        version=progress.version,
+    )
+
+
+def _dtype(config: Config) -> torch.dtype:
+    found: torch.dtype = getattr(torch, config.model.dtype.value)
+    return found
+
+
+def _play_and_tell(
+    config: Config, policy: _Policy, played_set: EvaluationSet, out: Path, signals: StopSignals
+) -> int:
+    sampling = played_set.sampling
+    try:
+        signals.check()
+        played = asyncio.run(_unless_asked(_play(config, policy, played_set, out), signals))
+        record = evaluation_record(
+            policy.step,
+            [each.summary for each in played],
+            version=policy.version,
+            sampling=sampling,
+            name=played_set.name,
+            is_scheduled=False,
+        )
+    except KeyboardInterrupt:
+        say("rayloom: the evaluation was interrupted", err=True)
+        return EXIT_INTERRUPTED
+    except (ActorLost, PolicyUnavailable, WeightError, RayError, OSError) as error:
+        say(f"rayloom: the evaluation failed: {error}", err=True)
+        return EXIT_FAILED
+    say(f"{policy.label}: {evaluation_line(record)}\n\n{table(record)}\n")
+    told = {"policy": policy.label, **_RECORD.dump_python(record, mode="json"), "file": str(out)}
+    say(json.dumps(told))
+    missing = len(played_set.tasks) * sampling.num_samples - len(played)
+    if record.reward_mean is None or missing:
+        first = next((each.summary.detail for each in played if each.summary.detail), "")
+        say(
+            f"rayloom: the evaluation failed: {missing} rollouts are missing and "
+            f"{record.num_failed} have failed{f'; the first: {first}' if first else ''}",
+            err=True,
+        )
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+async def _play(
+    config: Config, policy: _Policy, played_set: EvaluationSet, out: Path
+) -> list[Played]:
+    """Start the parts, play, write what was played, and end them again.
+
+    Raises: PolicyUnavailable, ActorLost, WeightError, RayError, OSError.
+    """
+    engines = Engines(
+        engine_settings(config, model=policy.model),
+        run_id=RUN_ID,
+        orphan_timeout_s=config.run.orphan_timeout_s,
+        has_api=False,
+    )
+    members: list[Member] = []
+    tasks, sampling = played_set.tasks, played_set.sampling
+    try:
+        await engines.open_term(TERM, resources={})
+        for number in range(config.num_environment_actors):
+            members.append(_member(config, policy, engines, number))
+        say(f"starting engines with {policy.label}, version {policy.version}", err=True)
+        groups = await asyncio.to_thread(_put_weights, policy.model, dtype=_dtype(config))
+        board = board_handle(engines.board, deadline_s=PUBLISH_LIMIT_S)
+        await board.publish(TERM, policy.version, groups)
+        await engines.wait_ready()
+        plays = plays_of(tasks, sampling.num_samples)
+        say(f"playing {len(plays)} rollouts of {len(tasks)} tasks", err=True)
+        settings = PlaySettings(
+            temperature=sampling.temperature, idle_s=evaluation_idle_s(config), keeps_tokens=True
+        )
+        played = await play(
+            members, plays, settings, notice=lambda text: say(f"rayloom: {text}", err=True)
+        )
+        # While the actors live: what they have put into the object store ends with them.
+        await asyncio.to_thread(write_lines, out, played)
+        return played
+    finally:
+        for member in members:
+            ray.kill(member.actor)
+        await engines.stop()
+
+
+def _member(config: Config, policy: _Policy, engines: Engines, number: int) -> Member:
+    actor_id = f"{ENVIRONMENT_ACTORS.id_prefix}-{TERM}-{number}"
+    actor = start_environment_actor(
+        config,
+        actor_id=actor_id,
+        model=policy.model,
+        make_policy=engines.make_policy,
+        queue=None,
+        resources={},
+    )
+    return Member(actor_id=actor_id, actor=actor)
+
+
+def _put_weights(model: str, *, dtype: torch.dtype) -> list[WeightGroup]:
+    """Pack a model as a trainer does; each buffer is a reference into the object store."""
+    causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    packed = pack_weights(causal_lm, dtype=dtype, is_kept=True)
+    return [replace(group, buffer=ray.put(group.buffer)) for group in packed]
+
+
+async def _unless_asked(
+    work: Coroutine[Any, Any, list[Played]], signals: StopSignals
+) -> list[Played]:
+    """Await; a signal ends it in order. Raises: KeyboardInterrupt then."""
+    working = asyncio.create_task(work)
+    while not working.done():
+        await asyncio.wait({working}, timeout=LOOK_S)
+        if signals.is_asked and not working.done():
+            working.cancel()
+            await asyncio.wait({working})
+    signals.check()
+    return working.result()
+
+
+def table(record: EvaluationRecord) -> str:
+    """The numbers of an evaluation, one a line.
+
+    Example: avg@4       0.550 ± 0.102
+             pass@1      0.550
+    """
+    n, error = record.num_samples, record.standard_error
+    mean = "unknown" if record.best_known_reward is None else f"{record.best_known_reward:.3f}"
+    rows = [(f"avg@{n}", mean + ("" if error is None else f" ± {error:.3f}"))]
+    rows += [(f"pass@{k}", f"{value:.3f}") for k, value in sorted(record.pass_at.items())]
+    if record.majority_mean is not None:
+        rows.append((f"majority@{n}", f"{record.majority_mean:.3f}"))
+    rows.append(("rollouts", str(sum(record.outcomes.values()))))
+    if record.num_failed:
+        rows.append(("failed", str(record.num_failed)))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
