@@ -66,6 +66,8 @@ def evaluation_curves(record: EvaluationRecord, *, prefix: str) -> dict[str, flo
         "policy_version": record.policy_version,
         "reward_mean": record.reward_mean,
         "scaled_reward_mean": record.scaled_reward_mean,
+        "standard_error": record.standard_error,
+        "majority_mean": record.majority_mean,
         **{f"pass_at_{k}": value for k, value in record.pass_at.items()},
     }
     known = {f"{prefix}/{name}": float(v) for name, v in numbers.items() if v is not None}

@@ -48,7 +48,8 @@ def point_of(stored: StoredRecord, *, is_first_of_term: bool) -> Point:
     if isinstance(record, StepRecord):
         curves = step_curves(record)
     else:
-        curves, samples = evaluation_curves(record, prefix=stored.kind.value), record.samples
+        prefix = f"{stored.kind.value}/{record.name}" if record.name else stored.kind.value
+        curves, samples = evaluation_curves(record, prefix=prefix), record.samples
     return Point(
         kind=stored.kind,
         term=term,

@@ -11,6 +11,7 @@ from worlds.chatml import TEMPLATE, chatml_tokenizer
 from worlds.environment_fakes import GuessFour
 
 from actors.environment.actor import EnvironmentActor
+from actors.environment.evaluation import plays_of
 from actors.environment.rendering import template_variables
 from actors.environment.settings import EnvironmentActorSettings
 from actors.policy import GenerateReply, GenerateRequest
@@ -74,7 +75,8 @@ async def prompts_under(model: str, options: dict[str, Any]) -> list[list[int]]:
         make_policy=lambda: policy,
         queue=None,
     )
-    await actor.evaluate([Task(task_id="t", environment="guessing", seed=5)])
+    task = Task(task_id="t", environment="guessing", seed=5)
+    await actor.evaluate(plays_of([task], 1))
     assert len(policy.prompts) > 1
     return policy.prompts
 
