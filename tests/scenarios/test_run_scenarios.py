@@ -70,8 +70,8 @@ def test_the_trackers_of_a_run_have_its_history(finished: Run) -> None:
     by_step = {row["step"]: row for row in rows if "train/learning_rate" in row}
     assert all(by_step[step].items() >= curves.items() for step, curves in expected.items())
     shown = tensorboard_curves(path / "tensorboard")
-    rates = [(step, curves["train/learning_rate"]) for step, curves in expected.items()]
-    assert shown["train/learning_rate"] == pytest.approx(rates)
+    rates = {step: curves["train/learning_rate"] for step, curves in expected.items()}
+    assert dict(shown["train/learning_rate"]) == pytest.approx(rates)
     evaluated = [line for line in lines if line["kind"] == "evaluation"]
     assert [line["step"] for line in evaluated] == [0, 2, 4]
     assert all(len(line["samples"]) == 4 for line in evaluated)
