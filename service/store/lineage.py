@@ -20,8 +20,8 @@ from sqlalchemy import (
     and_,
     func,
     literal,
+    or_,
     select,
-    tuple_,
 )
 
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
@@ -146,40 +146,49 @@ def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[S
 
     Of a kind without a place all that are kept.
     """
-    tables_of = {
-        RecordKind.STEP: (tables.steps, None),
-        RecordKind.EVALUATION: (tables.evaluations, tables.evaluations.c.number == 0),
-        RecordKind.ASKED_EVALUATION: (tables.evaluations, tables.evaluations.c.number > 0),
-    }
 
     def read(connection: Connection) -> list[StoredRecord]:
         found: list[StoredRecord] = []
         # An evaluation before the first step counts as of step 0.
         first_step = 0
         for span in surviving_spans(connection):
-            for kind, (table, of_kind) in tables_of.items():
-                columns, is_step = table.c, kind is RecordKind.STEP
-                number = literal(0) if is_step else columns.number
-                after = tuple_(columns.term, columns.step, number) > tuple_(
-                    *(literal(part) for part in places.get(kind, (0, 0, 0)))
-                )
-                query = select(columns.step, number, columns.record).where(
-                    within(columns, span), after, *([] if of_kind is None else [of_kind])
-                )
-                found += [
-                    StoredRecord(
-                        kind=kind,
-                        place=(span.term, step, at),
-                        first_step=first_step,
-                        record=record,
+            for kind in RecordKind:
+                term, *behind = places.get(kind, (0, 0, 0))
+                if term <= span.term:
+                    rows = connection.execute(
+                        _rows_behind(kind, span, *(behind if term == span.term else (-1, 0)))
                     )
-                    for step, at, record in connection.execute(query)
-                ]
+                    found += [
+                        StoredRecord(
+                            kind=kind,
+                            place=(span.term, step, number),
+                            first_step=first_step,
+                            record=record,
+                        )
+                        for step, number, record in rows
+                    ]
             first_step = (span.last_step or 0) + 1
         # A step's evaluation is played before its record is written.
-        return sorted(found, key=lambda each: (each.place[:2], each.kind is RecordKind.STEP))
+        return sorted(
+            found, key=lambda each: (each.place[:2], each.kind is RecordKind.STEP, each.place)
+        )
 
     return store.read(read)
+
+
+def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select[Any]:
+    """Step, number and record of those of the span behind a step's number."""
+    if kind is RecordKind.STEP:
+        columns = tables.steps.c
+        query = select(columns.step, literal(0), columns.record).where(columns.step > step)
+    else:
+        columns = tables.evaluations.c
+        is_asked = kind is RecordKind.ASKED_EVALUATION
+        query = select(columns.step, columns.number, columns.record).where(
+            columns.number > 0 if is_asked else columns.number == 0,
+            or_(columns.step > step, and_(columns.step == step, columns.number > number)),
+        )
+    return query.where(within(columns, span))
 
 
 def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord | None]:

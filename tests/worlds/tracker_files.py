@@ -75,7 +75,9 @@ def _accumulated(directory: Path) -> Any:
 
 
 def json_lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    """Those that are whole, of a file that may be being written, or not be there yet."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def surviving_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
