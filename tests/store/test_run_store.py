@@ -20,11 +20,13 @@ from service.run.pauses import Pausable, Pause
 from service.store import tables
 from service.store.controls import AdminCall, ControlStore
 from service.store.lineage import (
+    RecordKind,
     count_events,
     first_versions,
     newest_records,
     read_events,
     read_history,
+    records_after,
 )
 from service.store.run_store import LeaseLost, ReadOnlyStore, RunStore, StoreError
 
@@ -333,3 +335,36 @@ def test_a_run_of_another_format_is_refused_by_whoever_opens_it(tmp_path: Path) 
                 opening(directory / "run.db")
             assert str(refused.value) == words
         assert (directory / "run.db").read_bytes() == before
+
+
+def test_records_behind_places_come_in_the_order_of_the_run(
+    opened: OpenStore, tmp_path: Path
+) -> None:
+    """Term 2 goes on from step 1; an operator's evaluation ends behind that of a later step."""
+    store = opened(tmp_path)
+    for term, steps in ((1, (1, 2, 3)), (2, (2, 3))):
+        assert store.acquire_lease(owner=f"owner-{term}").term == term
+        for step in steps:
+            store.add_evaluation(evaluation_record(step), term=term)
+            store.add_step(step_record(step), term=term, new_events=())
+            if (term, step) == (1, 1):
+                commit(store, term=term, step=step)
+    asked = replace(evaluation_record(2), is_scheduled=False)
+    places = {each.kind: each.place for each in records_after(store, {})}
+    for _ in range(2):
+        store.add_evaluation(asked, term=2)
+    found = [(each.kind, each.place, each.first_step) for each in records_after(store, {})]
+    assert found == [
+        (RecordKind.EVALUATION, (1, 1, 0), 0),
+        (RecordKind.STEP, (1, 1, 0), 0),
+        (RecordKind.EVALUATION, (2, 2, 0), 2),
+        (RecordKind.ASKED_EVALUATION, (2, 2, 1), 2),
+        (RecordKind.ASKED_EVALUATION, (2, 2, 2), 2),
+        (RecordKind.STEP, (2, 2, 0), 2),
+        (RecordKind.EVALUATION, (2, 3, 0), 2),
+        (RecordKind.STEP, (2, 3, 0), 2),
+    ]
+    rest = [each.place for each in records_after(store, places)]
+    assert rest == [(2, 2, 1), (2, 2, 2)]
+    places[RecordKind.ASKED_EVALUATION] = rest[0]
+    assert [each.place for each in records_after(store, places)] == rest[1:]
