@@ -30,6 +30,7 @@ from actors.policy import PolicyUnavailable
 from actors.trainer.publish import pack_weights
 from actors.trainer.settings import TrainerSettings, WeightBackend
 from actors.weights.board import WeightError, WeightGroup
+from service import units
 from service.cli.artifacts import checkpoint_of, export_to
 from service.cli.outlet import say
 from service.cli.train import EXIT_FAILED, EXIT_OK
@@ -46,7 +47,7 @@ from service.run.environment_pool import evaluation_idle_s, start_environment_ac
 from service.run.evaluation import PlaySettings, play, write_lines
 from service.run.start import engine_settings
 from service.telemetry.evaluation import evaluation_record
-from service.telemetry.records import EvaluationRecord, evaluation_line
+from service.telemetry.records import EvaluationRecord
 
 # There is no other run in the command's own Ray.
 RUN_ID, TERM = "rayloom-evaluate", 1
@@ -94,7 +95,7 @@ def run_evaluate(request: EvaluateRequest, signals: StopSignals) -> int:
     """
     signals.check()
     config = _without_trainer(request.config)
-    played_set = _chosen_set(config, request)
+    _chosen_set(config, request)  # refused at once, but for what the model's tokenizer has to say
     checkpoint = _checkpoint(request)
     out = _out(request, checkpoint)
     with tempfile.TemporaryDirectory(prefix="rayloom-evaluate-") as scratch:
@@ -104,6 +105,7 @@ def run_evaluate(request: EvaluateRequest, signals: StopSignals) -> int:
         policy = _policy(config, RunDir(path=Path(scratch)), checkpoint)
         observation = check_without_model(config)
         check_with_model(config, observation, model_path=policy.model)
+        played_set = _chosen_set(config, request, model_path=policy.model)
         # A local Ray that is half up is started to the end and then stopped.
         signals.hold()
         with joined(config, address=None):
@@ -137,9 +139,12 @@ def _with_model(config: Config, path: str) -> Config:
     return replace(config, model=replace(config.model, path=path, tiny=None))
 
 
-def _chosen_set(config: Config, request: EvaluateRequest) -> EvaluationSet:
-    """Raises: ConfigError."""
-    sets = {each.name: each for each in open_sets(config, open_tasks(config))}
+def _chosen_set(
+    config: Config, request: EvaluateRequest, *, model_path: str | None = None
+) -> EvaluationSet:
+    """model_path: as `open_tasks`. Raises: ConfigError."""
+    tasks = open_tasks(config, model_path=model_path)
+    sets = {each.name: each for each in open_sets(config, tasks, model_path=model_path)}
     if (found := sets.get(request.set_name)) is None:
         raise ConfigError(
             "tasks.evaluation_tasks is 0, so that no task is held out; set it, or name one of "
@@ -231,7 +236,12 @@ def _play_and_tell(
     except (ActorLost, PolicyUnavailable, WeightError, RayError, OSError) as error:
         say(f"rayloom: the evaluation failed: {error}", err=True)
         return EXIT_FAILED
-    say(f"{policy.label}: {evaluation_line(record)}\n\n{table(record)}\n")
+    of_set = f" of {record.name}" if record.name else ""
+    say(
+        f"{policy.label}, version {record.policy_version}: {units.plural(record.num_tasks, 'task')}"
+        f"{of_set}, {units.plural(record.num_samples, 'sample')} each at temperature "
+        f"{record.temperature:g}\n\n{table(record)}\n"
+    )
     told = {"policy": policy.label, **_RECORD.dump_python(record, mode="json"), "file": str(out)}
     say(json.dumps(told))
     missing = len(played_set.tasks) * sampling.num_samples - len(played)

@@ -78,44 +78,56 @@ def open_tasks(
         raise ConfigError(f"tasks.evaluation_tasks: {error}") from error
 
 
-def open_sets(config: Config, tasks: TaskSource) -> list[EvaluationSet]:
+def open_sets(
+    config: Config,
+    tasks: TaskSource,
+    *,
+    model_path: str | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[EvaluationSet]:
     """What is evaluated: the run's own held-out tasks, if any, then each named set.
 
-    Raises: ConfigError when a set's tasks cannot be had.
+    tasks: the run's. model_path, tell: as `open_tasks`. Raises: ConfigError when a set's tasks
+    cannot be had.
     """
     own = tasks.held_out(config.tasks.evaluation_tasks)
-    named = [
-        EvaluationSet(name=name, tasks=_set_tasks(config, name, each, own), sampling=each.sampling)
-        for name, each in config.evaluation.sets.items()
-    ]
-    if not own:
-        return named
-    return [EvaluationSet(name="", tasks=own, sampling=config.evaluation.sampling), *named]
+    found = [EvaluationSet(name="", tasks=own, sampling=config.evaluation.sampling)] if own else []
+    for name, settings in config.evaluation.sets.items():
+        key, chosen = f"evaluation.sets.{name}", own
+        if (source := _source_of(config, settings)) is not None:
+            chosen = _tasks_of(config, source, key=key)
+            if model_path is not None:
+                chosen = _fitting(config, chosen, model_path, partial(_tell_of, key, tell))
+            chosen = by_hash(chosen)
+        count = len(chosen) if settings.tasks is None else settings.tasks
+        if count > len(chosen):
+            raise ConfigError(
+                f"{key}.tasks is {count}, expected at most {len(chosen)}, as many as there are; "
+                "lower it"
+            )
+        found.append(EvaluationSet(name=name, tasks=chosen[:count], sampling=settings.sampling))
+    return found
 
 
-def _set_tasks(
-    config: Config, name: str, settings: EvaluationSetSettings, own: list[Task]
-) -> list[Task]:
-    found, columns = own, settings.columns
+def _tell_of(key: str, tell: Callable[[str], None], text: str) -> None:
+    tell(f"{key}: {text}")
+
+
+def _source_of(config: Config, settings: EvaluationSetSettings) -> TasksSettings | None:
+    """Where a set's tasks come from; None: it plays the run's own held-out ones."""
+    columns = settings.columns
     named = (settings.file, settings.dataset, settings.subset, settings.split, columns)
-    if any(each is not None for each in named):
-        source = replace(
-            config.tasks,
-            file=settings.file,
-            dataset=None if settings.file else settings.dataset or config.tasks.dataset,
-            subset=settings.subset if settings.dataset else config.tasks.subset,
-            split=settings.split or config.tasks.split,
-            columns=config.tasks.columns if columns is None else columns,
-            evaluation_split=None,
-        )
-        found = by_hash(_tasks_of(config, source, key=f"evaluation.sets.{name}"))
-    count = len(found) if settings.tasks is None else settings.tasks
-    if count > len(found):
-        raise ConfigError(
-            f"evaluation.sets.{name}.tasks is {count}, expected at most {len(found)}, as many as "
-            "there are; lower it"
-        )
-    return found[:count]
+    if all(each is None for each in named):
+        return None
+    return replace(
+        config.tasks,
+        file=settings.file,
+        dataset=None if settings.file else settings.dataset or config.tasks.dataset,
+        subset=settings.subset or (None if settings.dataset else config.tasks.subset),
+        split=settings.split or config.tasks.split,
+        columns=config.tasks.columns if columns is None else columns,
+        evaluation_split=None,
+    )
 
 
 def _tasks_of(config: Config, settings: TasksSettings, *, key: str) -> list[Task]:
@@ -216,7 +228,7 @@ def check_prompt(config: Config, model_path: str, observation: Observation) -> N
     Where prompts are known beforehand, one of them does: the others are left out.
     """
     if _first_messages(config) is not None:
-        open_tasks(config, model_path=model_path)
+        open_sets(config, open_tasks(config, model_path=model_path), model_path=model_path)
         return
     num_prompt = _num_prompt_tokens(config, model_path, observation)
     room = config.model.max_context_tokens - num_prompt

@@ -227,12 +227,11 @@ class Term:
         self._recorder.training(str(self._pauses))
         assert self._pool is not None
         notices: list[str] = []
-        tasks = await asyncio.to_thread(
-            open_tasks, self._config, model_path=self._model, tell=notices.append
-        )
+        by_model: dict[str, Any] = {"model_path": self._model, "tell": notices.append}
+        tasks = await asyncio.to_thread(open_tasks, self._config, **by_model)
+        self._evaluation_sets = await asyncio.to_thread(open_sets, self._config, tasks, **by_model)
         for notice in notices:
             self._recorder.notice(notice)
-        self._evaluation_sets = await asyncio.to_thread(open_sets, self._config, tasks)
         if self._stop_asked.is_set():
             return
         self.evaluation_tasks = tasks.held_out(self._config.tasks.evaluation_tasks)

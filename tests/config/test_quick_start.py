@@ -12,7 +12,7 @@ import pytest
 from service.cli.main import _configuration
 from service.config.file import ConfigError
 from service.config.quick_start import quick_tree, tasks_of
-from service.config.tasks import check_prompt, first_observation, open_tasks
+from service.config.tasks import check_prompt, first_observation, open_sets, open_tasks
 from service.config.tree import Config
 
 
@@ -96,6 +96,11 @@ def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_counted(
         "2 of 5 prompts have more than 96 tokens (model.max_context_tokens less "
         "rollouts.max_tokens_per_turn) and are left out"
     ]
+    sets = f"evaluation.sets.more.dataset={file}"
+    config = asked(str(file), *sizes, "tasks.evaluation_tasks=1", sets)
+    own, more = open_sets(config, tasks, model_path=small_model, tell=told.append)
+    assert (len(own.tasks), len(more.tasks)) == (1, 3)
+    assert told[1] == f"evaluation.sets.more: {told[0]}"
     check_prompt(config, small_model, first_observation(config))
     config = asked(str(file), "model.max_context_tokens=33", "rollouts.max_tokens_per_turn=32")
     with pytest.raises(ConfigError, match="5 of 5 prompts have more than 1 tokens"):
