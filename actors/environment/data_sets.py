@@ -1,16 +1,18 @@
 """Task sets that were made for something else: rows with columns of their own, mapped by name.
 
 A data set is a JSONL, JSON, CSV or Parquet file, a directory (what `datasets.save_to_disk` writes,
-or a data set's own files), or a name on the Hugging Face hub; the `datasets` library reads them
-all. A column becomes an entry of the task's data, and the names `task_id` and `seed` make the
-task's own; a row without an id gets one by its content, so that the same rows in any order are the
-same tasks. Called by the configuration.
+or a data set's own files), or a name on the Hugging Face hub. The `datasets` library reads them,
+but for a single file of JSON or CSV: it gives a column one type, and would make the text "007" a
+number. Values of a CSV file are texts. A column becomes an entry of the task's data, and the names
+`task_id` and `seed` make the task's own; a row without an id gets one by its content, so that the
+same rows in any order are the same tasks. Called by the configuration.
 """
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,17 +20,18 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from actors.environment.task_data import DataCheck
-from actors.environment.tasks import BadTaskFile, derived_seed
+from actors.environment.tasks import BadTaskFile, derived_seed, json_rows
 from actors.types import Task
 
 if TYPE_CHECKING:
     # Seconds of import, for those runs alone that have a data set.
     from datasets import Dataset
 
-_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 # What datasets.save_to_disk writes: of one split, and of several.
 _SAVED = ("state.json", "dataset_dict.json")
 _OWN = ("task_id", "seed")
+MAX_ID = 512
 # The library itself does not expect a file without rows, and stops there.
 _UNREADABLE = (OSError, ValueError, KeyError, ImportError, StopIteration, pa.ArrowException)
 
@@ -54,18 +57,17 @@ def read_data_set(
     with the data {"question": "Where?", "score": 3}.
     """
     what = f"data set {source}"
-    found = _open(source, split=split, subset=subset)
-    entries = _entries(columns, found.column_names, check, what)
+    names, rows = _open(source, split=split, subset=subset)
+    entries = _entries(columns, names, check, what)
     tasks: dict[str, Task] = {}
     num_same: dict[str, int] = {}
-    for number, row in enumerate(_rows(found, what), start=1):
+    for number, row in enumerate(_checked(rows, what), start=1):
         where = f"{what}, row {number}"
-        data = {name: row[column] for name, column in entries.items()}
+        data = {name: row[column] for name, column in entries.items() if column in row}
         task = _task(data, environment=environment, where=where)
         if check is not None and (problem := check.problem(task.data)):
             raise BadTaskFile(
-                f"{where}: {problem}; got the columns {', '.join(found.column_names)}; map them by "
-                "tasks.columns"
+                f"{where}: {problem}; got the columns {', '.join(names)}; map them by tasks.columns"
             )
         if task.task_id in tasks:
             if "task_id" in entries:
@@ -81,26 +83,82 @@ def read_data_set(
     return list(tasks.values())
 
 
-def _open(source: str, *, split: str, subset: str | None) -> Dataset:
+_Rows = tuple[Sequence[str], Iterable[Mapping[str, Any]]]
+
+
+def _open(source: str, *, split: str, subset: str | None) -> _Rows:
+    """The names of the columns, and the rows. Raises: BadTaskFile."""
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix in (".jsonl", ".json", ".csv"):
+        return _read_text(path)
+    found = _dataset(source, path, split=split, subset=subset)
+    return found.column_names, found
+
+
+def _read_text(path: Path) -> _Rows:
+    """Of a JSONL, JSON or CSV file, as they are written. Raises: BadTaskFile."""
+    try:
+        placed = list(_written(path))
+    except BadTaskFile:
+        raise
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
+        raise BadTaskFile(f"data set {path}: cannot be read: {error}") from error
+    if not placed:
+        raise BadTaskFile(f"data set {path}: got no rows, expected one or more")
+    for where, row in placed:
+        if not isinstance(row, dict):
+            raise BadTaskFile(f"{where}: got a {type(row).__name__}, expected an object")
+    rows = [row for _, row in placed]
+    return list(dict.fromkeys(name for row in rows for name in row)), rows
+
+
+def _written(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows, and where each stands. Raises: BadTaskFile, OSError, ValueError, csv.Error."""
+    if path.suffix == ".jsonl":
+        yield from json_rows(path)
+        return
+    if path.suffix == ".json":
+        listed = json.loads(path.read_text(encoding="utf-8-sig"))
+        for number, row in enumerate(listed if isinstance(listed, list) else [listed], start=1):
+            yield f"{path}, row {number}", row
+        return
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            if None in row or None in row.values():
+                raise BadTaskFile(
+                    f"{where}: got another number of values than the first line has names, "
+                    f"expected {len(reader.fieldnames or ())}; quote values that hold a comma"
+                )
+            yield where, row
+
+
+def _dataset(source: str, path: Path, *, split: str, subset: str | None) -> Dataset:
     """Raises: BadTaskFile."""
     from datasets import DatasetDict, disable_progress_bars, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
     disable_progress_bars()
-    path = Path(source).expanduser()
     what = f"data set {source}"
     try:
         if path.is_file():
-            if (reader := _READERS.get(path.suffix)) is None:
+            if path.suffix not in _SUFFIXES:
                 raise BadTaskFile(
-                    f"{what}: got suffix {path.suffix!r}, expected one of {', '.join(_READERS)}, "
+                    f"{what}: got suffix {path.suffix!r}, expected one of {', '.join(_SUFFIXES)}, "
                     "or a directory"
                 )
-            return load_dataset(reader, data_files=str(path), split="train")
+            return load_dataset("parquet", data_files=str(path), split="train")
         if path.is_dir() and any((path / name).is_file() for name in _SAVED):
             saved = load_from_disk(str(path))
             return saved if not isinstance(saved, DatasetDict) else _split_of(saved, split, what)
-        looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
+        looks_local = (
+            source.startswith((".", "/", "~"))
+            or source.count("/") > 1
+            or path.suffix in _SUFFIXES
+            or path.is_symlink()
+            or not source.strip()
+        )
         if not path.is_dir() and looks_local:
             raise BadTaskFile(
                 f"{what}: not there; expected a file, a directory, or a hub's name such as "
@@ -122,10 +180,10 @@ def _split_of(found: Mapping[str, Dataset], split: str, what: str) -> Dataset:
     return found[split]
 
 
-def _rows(found: Dataset, what: str) -> Iterable[Mapping[str, Any]]:
+def _checked(rows: Iterable[Mapping[str, Any]], what: str) -> Iterable[Mapping[str, Any]]:
     """Raises: BadTaskFile."""
     try:
-        yield from found
+        yield from rows
     except _UNREADABLE as error:
         raise BadTaskFile(f"{what}: cannot be read: {error}") from error
 
@@ -166,10 +224,18 @@ def _task(row: dict[str, Any], *, environment: str, where: str) -> Task:
     task_id = row.get("task_id", f"row-{_digest(content)}")
     if isinstance(task_id, bool) or not isinstance(task_id, str | int) or task_id == "":
         raise BadTaskFile(f"{where}: task_id: got a {type(task_id).__name__}, expected a text")
+    task_id = str(task_id)
+    if len(task_id) > MAX_ID or not task_id.isprintable():
+        raise BadTaskFile(
+            f"{where}: task_id: expected at most {MAX_ID} characters that can be printed; leave "
+            "the column out, and rows get ids by content"
+        )
     seed = row.get("seed", derived_seed("seed", task_id))
+    # A CSV file's are texts.
+    seed = int(seed) if isinstance(seed, str) and seed.isascii() and seed.isdigit() else seed
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise BadTaskFile(f"{where}: seed: expected a whole number from 0 to 2^63 - 1")
-    return Task(task_id=str(task_id), environment=environment, seed=seed, data=data)
+    return Task(task_id=task_id, environment=environment, seed=seed, data=data)
 
 
 def _digest(content: str) -> str:

@@ -21,12 +21,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from actors.environment.protocol import RewardError
+from actors.limits import MAX_REWARD
 
 # What TRL's trainers give a function besides, and nobody has here.
 _TRAINERS = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric"})
+
+
+MAX_PARTS, MAX_NAME = 64, 128
 
 
 class BadRewardFunction(ValueError):
@@ -101,16 +107,16 @@ class RewardFunction:
         numbers = {}
         for name, value in parts.items():
             number = value.item() if hasattr(value, "item") else value
-            if not isinstance(number, Real) or not math.isfinite(number):
+            if not isinstance(number, Real) or not abs(float(number)) <= MAX_REWARD:
                 raise RewardError(
-                    f"reward function {self.name} gave {_told(found)}, expected a finite number, "
-                    "or finite numbers by their names"
+                    f"reward function {self.name} gave {_told(found)}, expected a number, or "
+                    f"numbers by their names, none beyond {MAX_REWARD:g}"
                 )
-            numbers[str(name)] = float(number)
-        if not numbers:
+            numbers[str(name)[:MAX_NAME]] = float(number)
+        if not 0 < len(numbers) <= MAX_PARTS:
             raise RewardError(
-                f"reward function {self.name} gave an empty mapping, expected numbers by their "
-                "names"
+                f"reward function {self.name} gave {len(numbers)} named numbers, expected 1 to "
+                f"{MAX_PARTS}"
             )
         is_plain = not isinstance(found, Mapping)
         return Score(value=sum(numbers.values()), parts={} if is_plain else numbers)
@@ -122,7 +128,10 @@ def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[Re
     Args: asked: "my.py:score" or "package.module:score"; several of them; or each with its weight.
     Raises: BadRewardFunction.
     """
-    weights = asked if isinstance(asked, Mapping) else dict.fromkeys(names_of(asked), 1.0)
+    names = names_of(asked)
+    if len(set(names)) < len(names):
+        raise BadRewardFunction(f"reward: got {', '.join(names)}, expected each function once")
+    weights = asked if isinstance(asked, Mapping) else dict.fromkeys(names, 1.0)
     if not weights:
         raise BadRewardFunction("reward: got no function, expected one such as my.py:score")
     functions = tuple(_load(text, weight) for text, weight in weights.items())
@@ -161,9 +170,11 @@ def _load(text: str, weight: object) -> RewardFunction:
     """Once for the process: an environment is made for each episode."""
     if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
         raise BadRewardFunction(f"reward: the weight of {text} is {weight!r}, expected a number")
-    name = text.partition(":")[2]
+    place, _, name = text.partition(":")
     try:
-        found: Any = importlib.import_module(module_of(text))
+        module = importlib.import_module(module_of(text))
+        _check_file(module, place)
+        found: Any = module
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
@@ -172,6 +183,21 @@ def _load(text: str, weight: object) -> RewardFunction:
             "where the command is started"
         ) from error
     return _read_signature(text, name, found, float(weight))
+
+
+def _check_file(module: ModuleType, place: str) -> None:
+    """A file's name may be that of another module, which is imported then.
+
+    Raises: BadRewardFunction.
+    """
+    if not place.endswith(".py") or not (file := Path(place)).is_file():
+        return
+    found = getattr(module, "__file__", None)
+    if found is None or not file.samefile(found):
+        raise BadRewardFunction(
+            f"reward: {place} is not what Python imports by its name ({found or 'a built-in'} is); "
+            "rename the file"
+        )
 
 
 def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFunction:
@@ -198,13 +224,14 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
             f"reward: {text} needs {', '.join(unknown)}, which a trainer alone has; expected "
             "arguments that are columns; give them a default"
         )
+    prompt = "prompts" if "completions" in answers else "prompt"
     return RewardFunction(
         name=name,
         function=found,
         weight=weight,
         takes_lists="completions" in answers,
         named=None if takes_all else frozenset(named),
-        required=frozenset(required - answers - {"prompt", "prompts"}),
+        required=frozenset(required - answers - {prompt}),
     )
 
 

@@ -122,6 +122,14 @@ class FileTasks:
         # First choices and each of their replacements run through epochs of their own.
         self._order = lru_cache(maxsize=_KEPT_EPOCHS)(self._shuffled)
 
+    @property
+    def digest(self) -> str:
+        """Equal for equal tasks, in whatever order they came; hexadecimal."""
+        hashed = blake2b(digest_size=16)
+        for task in (*self._held_out, *self._train):
+            hashed.update(_json(_row(task)).encode() + b"\n")
+        return hashed.hexdigest()
+
     def task(self, index: int) -> Task:
         _check_index(index)
         epoch, position = divmod(index, len(self._train))

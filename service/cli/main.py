@@ -219,7 +219,12 @@ def _configuration(
         if dataset is not None:
             given.append("tasks.file=null")
         return load_config(file, _with_model([*given, *overrides], model))
-    if dataset is None or not rewards:
+    if bool(dataset) != bool(rewards):
+        has, lacks = ("--dataset", "--reward") if dataset else ("--reward", "--dataset")
+        raise ConfigError(
+            f"got {has} without CONFIG, expected {lacks} beside it; give it, or a CONFIG"
+        )
+    if not dataset:
         raise ConfigError(
             "got no CONFIG, expected a YAML file, or --dataset DATA with --reward "
             "FILE.py:FUNCTION, or --resume RUN_DIR"

@@ -21,12 +21,11 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.deadline import poll
-from actors.environment.builtin.single_turn import SINGLE_TURN
-from actors.environment.reward_functions import module_of, names_of
 from service.config.file import ConfigError
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.launch.placement import Node, misfit
 from service.launch.signals import kept_from_children
+from service.launch.sources import user_modules
 
 NAMESPACE = "rayloom"
 TasksOrSet = TypeVar("TasksOrSet", TasksSettings, EvaluationSetSettings)
@@ -357,12 +356,7 @@ def _absolute(model: str | None, cwd: Path) -> str | None:
 
 def _user_modules(config: Config) -> list[Path]:
     """Of the environment and of reward functions."""
-    tasks = config.tasks
-    module, colon, _ = tasks.environment.partition(":")
-    names = [module] if colon else []
-    if tasks.environment == SINGLE_TURN:
-        names += [module_of(each) for each in names_of(tasks.options["reward"])]
-    return [path for name in names if (path := _user_module(name)) is not None]
+    return [path for name in user_modules(config) if (path := _user_module(name)) is not None]
 
 
 def _user_module(name: str) -> Path | None:

@@ -19,6 +19,7 @@ from service.config.file import ConfigError, dump_config, load_config
 from service.config.preflight import check_with_model, check_without_model
 from service.config.resumable import refused_changes
 from service.config.tree import Config, TinyModelSettings
+from service.launch.sources import check_sources, sources_of, write_sources
 from service.store.place import (
     DATABASE,
     StoreOptions,
@@ -51,6 +52,11 @@ class RunDir:
     @property
     def config_file(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def sources_file(self) -> Path:
+        """What the configuration's names meant at the start."""
+        return self.path / "sources.json"
 
     @property
     def store_file(self) -> Path:
@@ -220,7 +226,7 @@ def _clear(run_dir: RunDir, *, had_model: bool) -> None:
     """Remove what a start has written that did not become a run."""
     if not had_model:
         shutil.rmtree(run_dir.tiny_model, ignore_errors=True)
-    for file in (run_dir.config_file, run_dir.store_file):
+    for file in (run_dir.config_file, run_dir.sources_file, run_dir.store_file):
         with suppress(OSError):
             file.unlink()
 
@@ -254,7 +260,10 @@ def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
         from actors.trainer.tiny.model import MARKER
 
         return (path / MARKER).is_file()
-    if path == run_dir.store_file:
+    if path in (run_dir.store_file, run_dir.sources_file):
+        return True
+    if path.name.startswith(f".{run_dir.tiny_model.name}."):
+        # A model that a killed start was building.
         return True
     if path != run_dir.config_file:
         return False
@@ -375,15 +384,20 @@ def prepared_run(
     no run starts is removed. Raises: ConfigError.
     """
     observation = check_without_model(config, is_local=is_local)
+    sources = sources_of(config)
     with prepared_directory(run_dir):
         place_store(run_dir, run_id_of(config, run_dir), store)
         model = model_path(config, run_dir)
         check_stop()
         has_run = run_dir.may_have_run()
         check_with_model(config, observation, model_path=model, was_loaded=has_run)
-        if not has_run:
+        if has_run:
+            check_sources(run_dir.sources_file, sources)
+        else:
             # Of a run that goes on, the supervisor writes it once it has the lease.
             write_config(run_dir, config)
+            with _refusing(run_dir):
+                write_sources(run_dir.sources_file, sources)
         yield model
 
 

@@ -103,8 +103,8 @@ def test_columns_that_are_not_mapped_keep_their_names_where_they_are_taken(tmp_p
     asked = {"columns": {"prompt": "query"}}
     tasks = read(tmp_path / "rows.csv", **asked)
     assert [(task.seed, task.data) for task in tasks] == [
-        (7, {"prompt": "What?", "answer": 4}),
-        (8, {"prompt": "Who?", "answer": 5}),
+        (7, {"prompt": "What?", "answer": "4"}),
+        (8, {"prompt": "Who?", "answer": "5"}),
     ]
     properties = {"prompt": {"type": "string"}, "level": {}}
     closed = DataCheck({"properties": properties, "additionalProperties": False})
@@ -113,6 +113,21 @@ def test_columns_that_are_not_mapped_keep_their_names_where_they_are_taken(tmp_p
     needs = DataCheck({"properties": properties, "required": ["prompt"]})
     with pytest.raises(BadTaskFile, match=r"prompt missing.*got the columns query, answer, seed"):
         read(tmp_path / "rows.csv", columns={}, check=needs)
+
+
+def test_values_of_json_stay_as_they_are_written_and_those_of_csv_are_texts(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "answer": "007", "more": {"k": 1}, "day": "2026-11-25"},
+        {"prompt": "b", "answer": ["3"], "more": {"other": None}},
+        {"prompt": "c", "answer": 2},
+    ]
+    for form in (jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "rows.json"):
+        if form.suffix == ".json":
+            form.write_text(json.dumps(rows))
+        assert [task.data for task in read(form, columns={})] == rows
+    (tmp_path / "rows.csv").write_text("prompt,answer\na,007\nb,None\nc,True\nd,1.50\n")
+    found = [task.data["answer"] for task in read(tmp_path / "rows.csv", columns={})]
+    assert found == ["007", "None", "True", "1.50"]
 
 
 def test_ids_and_seeds_come_from_columns_where_they_are_mapped(tmp_path: Path) -> None:
@@ -144,6 +159,10 @@ def test_what_cannot_be_used_is_told_with_what_is_there(tmp_path: Path) -> None:
         (table.parent, {"split": "dev"}, "cannot be read"),
         (tmp_path / "empty", {}, "cannot be read"),
         (tmp_path / "nowhere", {}, "not there"),
+        ("nofile.jsonl", {}, "not there"),
+        (file, {"columns": {"task_id": "long"}}, "column long is missing"),
+        (jsonl(tmp_path / "ids.jsonl", [{"task_id": "a\n"}]), {"columns": {}}, "can be printed"),
+        (jsonl(tmp_path / "odd.jsonl", [[1]]), {}, "line 1: got a list"),  # type: ignore[list-item]
         (tmp_path / "rows.txt", {}, r"got suffix '\.txt'"),
         (odd, {"columns": {}}, "no JSON"),
         (broken, {}, "cannot be read"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,15 @@ def words(completion):
 
 def fails(completion):
     raise KeyError("x")
+
+def vast(completion):
+    return 1e300
+
+def many(completion):
+    return {str(number): 0.0 for number in range(65)}
+
+def leaves(completion):
+    raise SystemExit(3)
 
 def needs_ids(completions, completion_ids):
     return [0.0]
@@ -129,9 +139,12 @@ async def test_several_functions_are_summed_by_their_weights() -> None:
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        ("nan", "nan gave nan, expected a finite number"),
-        ("words", "words gave 'good', expected a finite number"),
+        ("nan", "nan gave nan, expected a number"),
+        ("words", "words gave 'good', expected a number"),
         ("fails", "fails raised KeyError"),
+        ("leaves", "leaves raised SystemExit"),
+        ("vast", "none beyond 1e"),
+        ("many", "gave 65 named numbers, expected 1 to 64"),
         ("silent", "none of the reward functions"),
     ],
 )
@@ -156,6 +169,7 @@ async def test_what_a_function_needs_is_a_column() -> None:
         ("not_callable", "is a int, expected a function"),
         ("missing", "has no attribute 'missing'"),
         ([], "got no function"),
+        (["exact", "exact"], "expected each function once"),
         ({"exact": float("inf")}, "the weight of .* is inf"),
         ({"exact": True}, "the weight of .* is True"),
     ],
@@ -174,3 +188,12 @@ def test_a_file_is_the_module_of_its_path() -> None:
             module_of(text)
     with pytest.raises(BadRewardFunction, match="the name of two functions"):
         load_functions(["rewards_of_test:exact", "rewards_of_test.py:exact"])
+
+
+def test_a_file_with_the_name_of_another_module_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "types.py").write_text("def score(completion):\n    return 1.0\n")
+    with pytest.raises(BadRewardFunction, match=r"types\.py is not what Python imports"):
+        load_functions("types.py:score")

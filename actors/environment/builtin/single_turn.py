@@ -92,7 +92,7 @@ class SingleTurnEnvironment:
                 score = await function.score(completion, self._columns)
             except RewardError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 # The user's own code: any type can come, and the score is missing, not the answer.
                 raise RewardError(f"{function.name} raised {describe(error)}") from error
             if score is not None:

@@ -1,0 +1,81 @@
+"""What a run was started with besides its configuration: its tasks, and modules of the user's own.
+
+Both are found by names that may mean something else later, in another directory or after a change:
+`sources.json` in the run's directory says what they meant. Called before a start.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from actors.environment.builtin.single_turn import SINGLE_TURN
+from actors.environment.reward_functions import module_of, names_of
+from actors.environment.tasks import FileTasks
+from service.config.file import ConfigError
+from service.config.tasks import open_tasks
+from service.config.tree import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What the names of a configuration mean where a command is started."""
+
+    tasks: str
+    """A digest of the file's or the data set's tasks; empty: the seed makes them."""
+    modules: dict[str, str]
+    """The file of each of the user's own modules."""
+
+
+def sources_of(config: Config) -> Sources:
+    """Raises: ConfigError."""
+    tasks = open_tasks(config)
+    modules = {}
+    for name in user_modules(config):
+        spec = find_spec(name)
+        modules[name] = str(spec.origin) if spec is not None else ""
+    return Sources(tasks=tasks.digest if isinstance(tasks, FileTasks) else "", modules=modules)
+
+
+def user_modules(config: Config) -> list[str]:
+    """The modules of the environment and of reward functions."""
+    tasks = config.tasks
+    module, colon, _ = tasks.environment.partition(":")
+    if colon:
+        return [module]
+    if tasks.environment != SINGLE_TURN:
+        return []
+    return list(dict.fromkeys(module_of(each) for each in names_of(tasks.options["reward"])))
+
+
+def write_sources(file: Path, sources: Sources) -> None:
+    """Raises: OSError."""
+    file.write_text(json.dumps(asdict(sources), indent=1) + "\n")
+
+
+def check_sources(file: Path, sources: Sources) -> None:
+    """A run goes on with what it began with; one without the file, as older ones, with anything.
+
+    A module that was edited in its place is the user's own affair. Raises: ConfigError.
+    """
+    try:
+        before = Sources(**json.loads(file.read_text()))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{file}: it cannot be read ({error}); restore it") from error
+    if sources.tasks != before.tasks:
+        raise ConfigError(
+            "tasks.file, tasks.dataset: the tasks are not those that the run began with; expected "
+            "the same, because the order of the tasks depends on them; restore them, or start a "
+            "new run"
+        )
+    for name, origin in sources.modules.items():
+        began = before.modules.get(name, origin)
+        if origin != began:
+            raise ConfigError(
+                f"the module {name} is {origin or 'not there'}, the run began with {began}; start "
+                f"where the run was started; where the file was moved, correct {file}"
+            )

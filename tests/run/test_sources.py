@@ -1,0 +1,78 @@
+"""A run goes on with the tasks and the modules that it began with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.config.file import ConfigError, parse_config
+from service.config.tree import Config
+from service.launch.run_dir import RunDir, check_new
+from service.launch.sources import check_sources, sources_of, user_modules, write_sources
+
+
+def write(directory: Path, answers: list[str]) -> None:
+    directory.mkdir(exist_ok=True)
+    rows = [{"prompt": f"p{number}", "answer": text} for number, text in enumerate(answers)]
+    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "sources_rewards.py").write_text("def score(completion):\n    return 1.0\n")
+
+
+def config_in(directory: Path, monkeypatch: pytest.MonkeyPatch, **tasks: Any) -> Config:
+    """As a command that is started there reads it."""
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr(sys, "path", [str(directory), *sys.path])
+    sys.modules.pop("sources_rewards", None)
+    asked = {
+        "environment": "single_turn",
+        "options": {"reward": "sources_rewards.py:score"},
+        "dataset": "data.jsonl",
+        "evaluation_tasks": 0,
+        **tasks,
+    }
+    return parse_config({"model": {"tiny": {}}, "tasks": asked}, source="test")
+
+
+def test_other_data_and_other_modules_of_the_same_names_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "sources.json"
+    write(tmp_path / "mine", ["1", "2"])
+    began = sources_of(config_in(tmp_path / "mine", monkeypatch))
+    write_sources(file, began)
+    # The same rows in another order, and a function that was edited in its place.
+    write(tmp_path / "mine", ["1", "2"])
+    (tmp_path / "mine" / "sources_rewards.py").write_text("def score(completion): return 2.0\n")
+    again = sources_of(config_in(tmp_path / "mine", monkeypatch))
+    assert again == began and again.modules.keys() == {"sources_rewards"}
+    check_sources(file, again)
+    write(tmp_path / "mine", ["1", "3"])
+    with pytest.raises(ConfigError, match="the tasks are not those that the run began with"):
+        check_sources(file, sources_of(config_in(tmp_path / "mine", monkeypatch)))
+    write(tmp_path / "other", ["1", "2"])
+    other = sources_of(config_in(tmp_path / "other", monkeypatch))
+    with pytest.raises(ConfigError, match=r"mine/sources_rewards\.py; start where the run was"):
+        check_sources(file, other)
+    check_sources(tmp_path / "of-an-older-run.json", other)
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check_sources(file, other)
+
+
+def test_tasks_that_a_seed_makes_have_no_digest() -> None:
+    tree = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
+    config = parse_config(tree, source="test")
+    found = sources_of(config)
+    assert (found.tasks, found.modules) == ("", {})
+    own = replace(config, tasks=replace(config.tasks, environment="my_game:Game"))
+    assert user_modules(own) == ["my_game"]
+
+
+def test_what_a_killed_start_was_building_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "run" / ".model.ev1x1jhj").mkdir(parents=True)
+    check_new(RunDir(path=tmp_path / "run"))
