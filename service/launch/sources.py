@@ -7,7 +7,7 @@ Both are found by names that may mean something else later, in another directory
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,8 +51,13 @@ def user_modules(config: Config) -> list[str]:
 
 
 def write_sources(file: Path, sources: Sources) -> None:
-    """Raises: OSError."""
-    file.write_text(json.dumps(asdict(sources), indent=1) + "\n")
+    """Of modules those below the working directory: what is installed may move. Raises: OSError."""
+    own = {name: origin for name, origin in sources.modules.items() if _is_own(Path(origin))}
+    file.write_text(json.dumps(asdict(replace(sources, modules=own)), indent=1) + "\n")
+
+
+def _is_own(file: Path) -> bool:
+    return file.is_relative_to(Path.cwd()) and "site-packages" not in file.parts
 
 
 def check_sources(file: Path, sources: Sources) -> None:

@@ -13,7 +13,13 @@ import pytest
 from service.config.file import ConfigError, parse_config
 from service.config.tree import Config
 from service.launch.run_dir import RunDir, check_new
-from service.launch.sources import check_sources, sources_of, user_modules, write_sources
+from service.launch.sources import (
+    Sources,
+    check_sources,
+    sources_of,
+    user_modules,
+    write_sources,
+)
 
 
 def write(directory: Path, answers: list[str]) -> None:
@@ -51,6 +57,8 @@ def test_other_data_and_other_modules_of_the_same_names_are_refused(
     again = sources_of(config_in(tmp_path / "mine", monkeypatch))
     assert again == began and again.modules.keys() == {"sources_rewards"}
     check_sources(file, again)
+    monkeypatch.chdir(tmp_path)
+    check_sources(file, again)
     write(tmp_path / "mine", ["1", "3"])
     with pytest.raises(ConfigError, match="the tasks are not those that the run began with"):
         check_sources(file, sources_of(config_in(tmp_path / "mine", monkeypatch)))
@@ -62,6 +70,11 @@ def test_other_data_and_other_modules_of_the_same_names_are_refused(
     file.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         check_sources(file, other)
+
+
+def test_an_installed_module_may_move(tmp_path: Path) -> None:
+    write_sources(tmp_path / "sources.json", Sources(tasks="", modules={"json": json.__file__}))
+    check_sources(tmp_path / "sources.json", Sources(tasks="", modules={"json": "/elsewhere"}))
 
 
 def test_tasks_that_a_seed_makes_have_no_digest() -> None:
