@@ -57,7 +57,10 @@ def write_sources(file: Path, sources: Sources) -> None:
 
 
 def _is_own(file: Path) -> bool:
-    return file.is_relative_to(Path.cwd()) and "site-packages" not in file.parts
+    """Not of a package, nor of a working directory that Ray has unpacked: that one has another path
+    on each cluster."""
+    moves = {"site-packages", "runtime_resources"} & set(file.parts)
+    return file.is_relative_to(Path.cwd()) and not moves
 
 
 def check_sources(file: Path, sources: Sources) -> None:

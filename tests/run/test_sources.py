@@ -72,9 +72,21 @@ def test_other_data_and_other_modules_of_the_same_names_are_refused(
         check_sources(file, other)
 
 
-def test_an_installed_module_may_move(tmp_path: Path) -> None:
-    write_sources(tmp_path / "sources.json", Sources(tasks="", modules={"json": json.__file__}))
-    check_sources(tmp_path / "sources.json", Sources(tasks="", modules={"json": "/elsewhere"}))
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/usr/lib/python3/json.py",
+        "{here}/.venv/lib/python3.11/site-packages/game.py",
+        "{here}/runtime_resources/working_dir_files/_ray_pkg_0123/game.py",
+    ],
+)
+def test_what_is_installed_or_unpacked_by_ray_may_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    began = Sources(tasks="", modules={"game": file.format(here=tmp_path)})
+    write_sources(tmp_path / "sources.json", began)
+    check_sources(tmp_path / "sources.json", Sources(tasks="", modules={"game": "/elsewhere"}))
 
 
 def test_tasks_that_a_seed_makes_have_no_digest() -> None:
