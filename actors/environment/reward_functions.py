@@ -30,8 +30,7 @@ from actors.limits import MAX_REWARD
 
 # What TRL's trainers give a function besides, and nobody has here.
 _TRAINERS = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric"})
-
-
+# As HTTP has them.
 MAX_PARTS, MAX_NAME = 64, 128
 
 

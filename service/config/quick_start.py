@@ -1,7 +1,7 @@
 """The configuration that `rayloom train --dataset … --reward …` begins with, without a file; pure.
 
 It is a tree as a file has it, to be laid over by `--set`. Where there is no model, the tiny one is
-built; beside a GPU engine and trainer share one.
+built, and trained on the CPU. Engine and trainer of another model share a GPU, if there is one.
 """
 
 from __future__ import annotations
