@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import sysconfig
@@ -24,7 +25,7 @@ from actors.deadline import poll
 from service.config.file import ConfigError
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.launch.placement import Node, misfit
-from service.launch.signals import kept_from_children
+from service.launch.signals import kept_from_children, signals_noted
 from service.launch.sources import user_modules
 
 NAMESPACE = "rayloom"
@@ -172,11 +173,17 @@ def start_ray(**options: Any) -> None:
 
 
 def _init(**options: Any) -> None:
-    """`ray.init`, whose own handler of SIGTERM ends the process with the signal's number."""
-    try:
-        ray.init(**options)
-    except SystemExit as end:
-        raise KeyboardInterrupt from end
+    """`ray.init`, whose own handler of SIGTERM ends the process with the signal's number.
+
+    Raises: KeyboardInterrupt when one came, also where Python dropped what the handler raised.
+    """
+    with signals_noted() as noted:
+        try:
+            ray.init(**options)
+        except SystemExit as end:
+            raise KeyboardInterrupt from end
+    if signal.SIGTERM in noted:
+        raise KeyboardInterrupt
 
 
 def _join(address: str, config: Config) -> None:

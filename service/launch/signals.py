@@ -9,14 +9,18 @@ start, as under nohup. Used by `rayloom train`.
 from __future__ import annotations
 
 import signal
+import socket
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # 128 + SIGINT, as shells have it; what a run that was stopped by a signal exits with.
 EXIT_INTERRUPTED = 130
+# A byte for each signal: more of them than anybody sends while something starts.
+_NOTED_BYTES = 4096
 
 
 class _Mode(Enum):
@@ -70,6 +74,29 @@ class StopSignals:
         if self._mode is _Mode.IGNORE or (self._mode is _Mode.HOLD and is_first):
             return
         raise KeyboardInterrupt
+
+
+@contextmanager
+def signals_noted() -> Iterator[set[int]]:
+    """The numbers of the signals that come within, whatever their handlers do; known at the end.
+
+    A thread other than the main one handles none and notes none.
+    """
+    noted: set[int] = set()
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    reading, writing = socket.socketpair()
+    with reading, writing:
+        reading.setblocking(False)
+        writing.setblocking(False)
+        before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        try:
+            yield noted
+        finally:
+            signal.set_wakeup_fd(before)
+            with suppress(BlockingIOError):
+                noted.update(reading.recv(_NOTED_BYTES))
 
 
 @contextmanager

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import ray
@@ -99,6 +101,24 @@ def test_a_second_refusal_or_another_one_is_final(
     with pytest.raises(Exception, match=r"timed out|no space"):
         cluster.start_ray()
     assert "not asked a third time" in left
+
+
+def test_a_sigterm_that_python_drops_while_ray_starts_is_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray takes SIGTERM for itself; what its handler raises is dropped within a callback from C."""
+
+    def init(**_options: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(ray, "init", init)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cluster.start_ray()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def answer_one(server: socket.socket, answer: bytes) -> None:

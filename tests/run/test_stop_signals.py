@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from service.launch.signals import NUMBERS, kept_from_children, stop_signals
+from service.launch.signals import NUMBERS, kept_from_children, signals_noted, stop_signals
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,18 @@ def test_one_that_was_swallowed_is_told_later() -> None:
         for tell in (signals.check, signals.hold):
             with pytest.raises(KeyboardInterrupt):
                 tell()
+
+
+def test_one_is_noted_whatever_another_handler_does_with_it() -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with signals_noted() as noted:
+            signal.raise_signal(signal.SIGTERM)
+        with signals_noted() as after:
+            pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (noted, after) == ({signal.SIGTERM}, set())
 
 
 def test_none_disturbs_the_end() -> None:
