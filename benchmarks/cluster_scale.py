@@ -33,7 +33,11 @@ import torch
 from actors.algorithm import AlgorithmSettings
 from actors.batch import Float32s
 from actors.environment.actor import EnvironmentActor
-from actors.environment.settings import EnvironmentActorSettings, RolloutSettings
+from actors.environment.settings import (
+    EnvironmentActorSettings,
+    PlayedEnvironment,
+    RolloutSettings,
+)
 from actors.environment.tasks import GeneratedTasks
 from actors.policy import GenerateReply, GenerateRequest
 from actors.trainer.tiny.tokenizer import build_tokenizer
@@ -148,7 +152,7 @@ def measure(num_steps: int, num_publishes: int, publish_mib: int) -> dict[str, A
                     rollouts=RolloutSettings(
                         slots_per_actor=64, max_turns=4, max_tokens_per_turn=8
                     ),
-                    environments={"guessing": {}},
+                    environments={"guessing": PlayedEnvironment(environment="guessing")},
                     max_context_tokens=256,
                 ),
                 actor_id=f"e{number}",

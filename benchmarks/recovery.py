@@ -210,7 +210,7 @@ def _start_environment_actor(config: Config, model: str) -> Callable[[], None]:
         .remote(
             EnvironmentActorSettings(
                 rollouts=config.rollouts,
-                environments={config.tasks.environment: config.tasks.options},
+                environments=config.environments,
                 max_context_tokens=config.model.max_context_tokens,
             ),
             actor_id="bare",

@@ -115,7 +115,7 @@ class Rollouts:
             .remote(
                 EnvironmentActorSettings(
                     rollouts=config.rollouts,
-                    environments={config.tasks.environment: config.tasks.options},
+                    environments=config.environments,
                     max_context_tokens=config.model.max_context_tokens,
                 ),
                 actor_id="e0",

@@ -150,6 +150,7 @@ def serve_side(port: int) -> None:
     from starlette.requests import Request
 
     from actors.algorithm import AlgorithmSettings
+    from actors.environment.settings import RolloutSettings
     from service.api.ingress import ingress_application
     from service.api.settings import HttpSettings
     from service.config.tree import ServiceSettings
@@ -168,7 +169,10 @@ def serve_side(port: int) -> None:
     )
     serve.run(echo.bind(), name="echo", route_prefix=ROUTES["echo"])
     settings = HttpSettings(
-        service=ServiceSettings(), algorithm=AlgorithmSettings(), environments=("guessing",)
+        rollouts=RolloutSettings(),
+        service=ServiceSettings(),
+        algorithm=AlgorithmSettings(),
+        environments=("guessing",),
     )
     serve.run(ingress_application("no-run", settings), name="api", route_prefix="/api")
     print("ready", file=answers, flush=True)

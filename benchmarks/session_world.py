@@ -152,7 +152,10 @@ def world(
         ray.get(actor.ping.remote(), timeout=120)
         running = actor.run.remote()
         settings = HttpSettings(
-            service=ServiceSettings(), algorithm=AlgorithmSettings(), environments=("guessing",)
+            rollouts=RolloutSettings(),
+            service=ServiceSettings(),
+            algorithm=AlgorithmSettings(),
+            environments=("guessing",),
         )
         found: Any = Found(actor)
         app = create_app(found, settings)

@@ -65,7 +65,8 @@ class EnvironmentActor:
             history=settings.rollouts.history,
         )
         self._makers = {
-            name: resolve(name, options) for name, options in settings.environments.items()
+            name: resolve(each.environment, each.options)
+            for name, each in settings.environments.items()
         }
         self._exchange = RolloutExchange(
             self._episode,
@@ -168,12 +169,14 @@ class EnvironmentActor:
     async def _episode(
         self, assignment: RolloutAssignment, *, temperature: float | None = None
     ) -> Trajectory:
-        rollouts = self._settings.rollouts
+        name = assignment.task.environment
+        played = self._settings.environments.get(name)
+        rollouts = (played.rollouts if played else None) or self._settings.rollouts
         if temperature is not None:
             rollouts = replace(rollouts, temperature=temperature)
         return await play_episode(
             assignment,
-            make_environment=self._maker(assignment.task.environment),
+            make_environment=self._maker(name),
             policy=self._client(),
             renderer=self._renderer,
             settings=rollouts,

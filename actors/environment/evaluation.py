@@ -26,6 +26,8 @@ class EvaluationSet:
     """Empty: the run's own held-out tasks."""
     tasks: Sequence[Task]
     sampling: Sampling
+    is_part: bool = False
+    """Of a mixture: such sets together are the run's own held-out tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

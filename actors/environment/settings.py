@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from actors.limits import STRICT, NotNegative, Positive, Seconds, Temperature
+from actors.limits import STRICT, Fraction, NotNegative, Positive, Seconds, Temperature
 from actors.outcomes import OutcomeRule
 from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import Outcome
+
+# Groups after which a mixture's pattern comes again: weights are kept to a thousandth.
+MIXTURE_PERIOD = 1000
 
 
 class History(StrEnum):
@@ -71,12 +74,46 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumSettings:
+    """Leave out for a while what is solved, and what is out of reach."""
+
+    __pydantic_config__ = STRICT
+
+    pass_reward: float = 1.0
+    """A sample passes with so much of its return or more, in parts of the best possible one where
+    the environment knows that."""
+    solved_from: Fraction = 1.0
+    """A task rests when as large a share of its samples passed."""
+    hopeless_to: Fraction = 0.0
+    """And when no larger share did."""
+    resting_share: Fraction = 1.0
+    """The chance with which a resting one is played all the same; 1: there is no curriculum."""
+    window: Positive = 2
+    """The share is over so many of its newest groups."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.resting_share < 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedEnvironment:
+    """An environment, and how it is played."""
+
+    environment: str
+    """Its registered name, or package.module:Class."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rollouts: RolloutSettings | None = None
+    """Its limits; None: the actor's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentActorSettings:
     """What every environment actor of a run is told."""
 
     rollouts: RolloutSettings
-    environments: Mapping[str, Mapping[str, Any]]
-    """The options of each environment that the actor can play, by its registered name."""
+    environments: Mapping[str, PlayedEnvironment]
+    """By the name that their tasks have as `environment`."""
     max_context_tokens: int
     """Prompt and reply together, as the engine allows."""
     keeps_last_observation: bool = False

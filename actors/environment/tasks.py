@@ -1,10 +1,10 @@
 """Which task has which index, the same in every process and after every restart; and task files.
 
 Training tasks and held-out tasks never overlap: generated ones draw their seeds from disjoint
-ranges, a file's are split by a hash of their ids. A file is JSON lines or Parquet; a row holds
-`task_id` and `environment` (text), `seed` (a whole number, 0 or more) and `data` (an object; JSON
-text in a Parquet column). Called by the loop, which numbers the groups, by the configuration's
-checks and by `rayloom tasks`.
+ranges, a file's are split by a hash of their ids. Several sources become one by their weights
+(`MixedTasks`). A file is JSON lines or Parquet; a row holds `task_id` and `environment` (text),
+`seed` (a whole number, 0 or more) and `data` (an object; JSON text in a Parquet column). Called by
+the loop, which numbers the groups, by the configuration's checks and by `rayloom tasks`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import tempfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -23,12 +24,18 @@ from typing import Any, NoReturn, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from actors.environment.settings import MIXTURE_PERIOD
 from actors.environment.task_data import DataCheck
 from actors.types import Task
 
 # Below 2^31, so that a seed suits every generator there is (some take 32 bits, some signed).
 _SEEDS_PER_RANGE = 2**30
-_KEPT_EPOCHS = 16
+_KEPT_EPOCHS = 32
+# Group k plays task k; what else it may play lies so far on: its replacements (below 2^16), other
+# tasks of the same source, and then of the sources that come next in a mixture.
+SLOTS = 2**32
+OTHER_TASK = SLOTS * 2**16
+OTHER_SOURCE = SLOTS * 2**20
 _FIELDS = ("task_id", "environment", "seed", "data")
 _TEXT = pa.string()
 _SCHEMA = pa.schema({"task_id": _TEXT, "environment": _TEXT, "seed": pa.int64(), "data": _TEXT})
@@ -43,6 +50,10 @@ class TaskSource(Protocol):
 
     def held_out(self, count: int) -> list[Task]:
         """The first `count` evaluation tasks. Raises: ValueError when there are fewer."""
+        ...
+
+    def comes_again(self, task: Task) -> bool:
+        """Whether this task is one of a list that is played epoch after epoch."""
         ...
 
 
@@ -75,6 +86,9 @@ class GeneratedTasks:
             self._make("held-out", index, _SEEDS_PER_RANGE + derived_seed("held-out", index))
             for index in range(count)
         ]
+
+    def comes_again(self, task: Task) -> bool:
+        return False
 
     def _make(self, split: str, index: int, seed: int) -> Task:
         return Task(
@@ -135,6 +149,9 @@ class FileTasks:
         epoch, position = divmod(index, len(self._train))
         return self._train[self._order(epoch)[position]]
 
+    def comes_again(self, task: Task) -> bool:
+        return True
+
     def _shuffled(self, epoch: int) -> array[int]:
         order = list(range(len(self._train)))
         random.Random(derived_seed("epoch", self._run_seed, epoch)).shuffle(order)
@@ -147,6 +164,85 @@ class FileTasks:
                 f"{len(self._held_out)}; hold out more of the file, or evaluate on fewer"
             )
         return self._held_out[:count]
+
+
+class MixedTasks:
+    """Tasks of several sources by weight, evenly spread, each under its source's name.
+
+    Task k is of one source in every process and after every restart. Of n tasks behind each other
+    n w_i / W are of source i, to within two. Of a source's own order none is left out.
+    """
+
+    def __init__(self, sources: Mapping[str, TaskSource], weights: Mapping[str, float]) -> None:
+        """weights: by source, each above 0."""
+        self._sources = dict(sources)
+        self._counts = apportioned(weights, total=MIXTURE_PERIOD)
+        self._pattern = spread(self._counts)
+
+    @property
+    def digest(self) -> str:
+        """As `FileTasks.digest`, of all the sources that have one; empty: none has."""
+        found = {
+            name: each.digest for name, each in self._sources.items() if isinstance(each, FileTasks)
+        }
+        return blake2b(_json(found).encode(), digest_size=16).hexdigest() if found else ""
+
+    def task(self, index: int) -> Task:
+        _check_index(index)
+        other, slot = index // SLOTS, index % SLOTS
+        period, position = divmod(slot + index // OTHER_SOURCE, MIXTURE_PERIOD)
+        name, rank = self._pattern[position]
+        own = period * self._counts[name] + rank + other * SLOTS
+        return _under(name, self._sources[name].task(own))
+
+    def comes_again(self, task: Task) -> bool:
+        return self._sources[task.environment].comes_again(task)
+
+    def held_out(self, count: int) -> list[Task]:
+        """Of each source. Raises: ValueError where one has fewer."""
+        return [task for name in self._sources for task in self.held_out_of(name, count)]
+
+    def held_out_of(self, name: str, count: int) -> list[Task]:
+        """The first `count` evaluation tasks of a source. Raises: ValueError, as it does."""
+        return [_under(name, task) for task in self._sources[name].held_out(count)]
+
+
+def _under(name: str, task: Task) -> Task:
+    """Two sources may have a task of the same id."""
+    return replace(task, task_id=f"{name}:{task.task_id}", environment=name)
+
+
+def apportioned(weights: Mapping[str, float], *, total: int) -> dict[str, int]:
+    """Shares of a total in whole numbers, each at least 1, by the largest remainders.
+
+    Example: apportioned({"a": 1, "b": 2}, total=10) -> {"a": 3, "b": 7}
+    """
+    assert len(weights) <= total
+    whole = sum(weights.values())
+    exact = {name: total * weight / whole for name, weight in weights.items()}
+    counts = {name: max(1, int(share)) for name, share in exact.items()}
+    # Sorting is stable: of equal ones the first.
+    order = sorted(exact, key=lambda name: counts[name] - exact[name])
+    while (left := total - sum(counts.values())) > 0:
+        for name in order[:left]:
+            counts[name] += 1
+    while sum(counts.values()) > total:
+        larger = [name for name in order if counts[name] > 1]
+        counts[max(larger, key=lambda name: counts[name] - exact[name])] -= 1
+    return counts
+
+
+def spread(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """So many of each name, evenly: the n-th of c stands at (n + 1/2) / c of the whole.
+
+    Example: spread({"a": 1, "b": 2}) -> [("b", 0), ("a", 0), ("b", 1)]
+    """
+    places = [
+        ((rank + 0.5) / count, name, rank)
+        for name, count in counts.items()
+        for rank in range(count)
+    ]
+    return [(name, rank) for _, name, rank in sorted(places)]
 
 
 def by_hash(tasks: Sequence[Task]) -> list[Task]:

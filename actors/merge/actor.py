@@ -18,7 +18,7 @@ from actors.batch import array_bytes
 from actors.journal.files import Journal, JournalSettings
 from actors.merge.disposition import problem_notices
 from actors.merge.groups import GroupMembers, ScoresLost, classify_groups, read_groups
-from actors.merge.report import StepReport
+from actors.merge.report import GroupReturns, StepReport, group_returns
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.step import StepResult, build_step
@@ -45,6 +45,8 @@ class BuiltStep:
     """A reference to each rank's ValueShard, in the order of ranks; empty without a critic."""
     notices: tuple[str, ...] = ()
     """Sentences for the user on faults; usually empty."""
+    returns: tuple[GroupReturns, ...] = ()
+    """Of each group of the step."""
     num_bytes: int = 0
     """Of all shards."""
 
@@ -119,6 +121,7 @@ class MergeActor:
             report=result.report,
             value_shards=tuple(ray.put(shard) for shard in result.value_shards),
             notices=self._notices(result, republished),
+            returns=group_returns(groups),
             num_bytes=array_bytes((*result.shards, *result.value_shards)),
         )
 

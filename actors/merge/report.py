@@ -51,6 +51,34 @@ class MergeReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReturns:
+    """How the rollouts of a task fared."""
+
+    task_id: str
+    environment: str
+    returns: tuple[float, ...]
+    """Of the scored ones, in parts of the best possible return where the environment knows that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentReport:
+    """A step's trajectories of one environment, or of one part of a mixture."""
+
+    num_trajectories: int
+    outcomes: Mapping[Outcome, int]
+    num_sampled_tokens: int
+    num_turns: int
+    reward_mean: float | None
+    """Over the graded ones; None: there is none."""
+    scaled_reward_mean: float | None
+
+    @property
+    def best_known_reward(self) -> float | None:
+        """The scaled reward where the environment knows the best return, else the plain one."""
+        return self.reward_mean if self.scaled_reward_mean is None else self.scaled_reward_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """Counts and statistics of one step."""
 
@@ -81,6 +109,8 @@ class StepReport:
     reward_components: Mapping[str, float] = field(default_factory=dict)
     """By name as the environment gives it, the mean over the graded trajectories that have it, each
     the sum over its turns; the first MAX_COMPONENTS names."""
+    environments: Mapping[str, EnvironmentReport] = field(default_factory=dict)
+    """By name, where the step has trajectories of several."""
 
 
 def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard]) -> StepReport:
@@ -90,13 +120,12 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
     rows = [r for shard in shards for part in shard.minibatches for r in part.micro_batches]
     first = shards[0]
     ages = policy_ages(_versions(rows), first.trainer_version, first.republished)
-    graded = [t for t in trajectories if t.is_graded and abs(t.episode_return) <= MAX_REWARD]
+    graded = _graded(trajectories)
     shaped = [
         member.shaped_return
         for member in members
         if member.trajectory.is_graded and abs(member.shaped_return) <= MAX_REWARD
     ]
-    scaled = [t.episode_return / t.best_return for t in graded if t.best_return]
     advantages = [np.concatenate(member.advantages) for member in members if member.is_trained]
     # The reasons found in each group. Members out of the loss for another reason have None.
     reasons = [{member.no_signal for member in group} for group in groups]
@@ -117,7 +146,7 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
             {
                 # Before the outcome's rule: what was played, not what training makes of it.
                 "reward": shaped,
-                "scaled_reward": scaled,
+                "scaled_reward": _scaled(graded),
                 "trajectory_advantage": [float(values.mean()) for values in advantages],
                 "policy_age": ages,
             }
@@ -132,7 +161,55 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
         num_padding_rows=sum(row.num_trained == 0 for row in rows),
         num_overruled_records=sum(row.num_overruled_records for row in rows),
         reward_components=mean_components(graded),
+        environments=report_environments(trajectories),
     )
+
+
+def report_environments(trajectories: Sequence[Trajectory]) -> dict[str, EnvironmentReport]:
+    """Describe each environment's share of a step, by name, sorted; none where there is but one."""
+    names = sorted({each.environment for each in trajectories})
+    if len(names) < 2:
+        return {}
+    found = {}
+    for name in names:
+        own = [each for each in trajectories if each.environment == name]
+        graded = _graded(own)
+        found[name] = EnvironmentReport(
+            num_trajectories=len(own),
+            outcomes=dict(Counter(each.outcome for each in own)),
+            num_sampled_tokens=sum(each.num_sampled for each in own),
+            num_turns=sum(len(each.turns) for each in own),
+            reward_mean=_mean([each.episode_return for each in graded]),
+            scaled_reward_mean=_mean(_scaled(graded)),
+        )
+    return found
+
+
+def group_returns(groups: Sequence[Sequence[Member]]) -> tuple[GroupReturns, ...]:
+    """How each group's task fared, whatever is trained of it."""
+    found = []
+    for group in groups:
+        scored = _graded([member.trajectory for member in group])
+        values = [t.episode_return / (t.best_return or 1.0) for t in scored]
+        first = group[0].trajectory
+        found.append(
+            GroupReturns(
+                task_id=first.task_id, environment=first.environment, returns=tuple(values)
+            )
+        )
+    return tuple(found)
+
+
+def _graded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    return [t for t in trajectories if t.is_graded and abs(t.episode_return) <= MAX_REWARD]
+
+
+def _scaled(graded: Sequence[Trajectory]) -> list[float]:
+    return [t.episode_return / t.best_return for t in graded if t.best_return]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def mean_components(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import Field
 
 from actors.algorithm import AlgorithmSettings
+from actors.environment.settings import RolloutSettings
 from service.api.callers import is_for_clients
 from service.api.guards import OPEN_PATHS, has_own_keys
 from service.api.ports import PREFIX
@@ -150,7 +151,10 @@ def whole_document() -> dict[str, Any]:
     from service.gateway.upload_routes import UploadPort, add_uploads
 
     settings = HttpSettings(
-        service=ServiceSettings(), algorithm=AlgorithmSettings(), environments=()
+        rollouts=RolloutSettings(),
+        service=ServiceSettings(),
+        algorithm=AlgorithmSettings(),
+        environments=(),
     )
     # Neither is called where nothing is asked.
     run, sessions = cast(RunPort, None), cast(SessionPort, None)

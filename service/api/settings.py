@@ -33,7 +33,7 @@ class HttpSettings:
 
     service: ServiceSettings
     algorithm: AlgorithmSettings
-    rollouts: RolloutSettings = field(default_factory=RolloutSettings)
+    rollouts: RolloutSettings
     sessions: SessionSettings = field(default_factory=SessionSettings)
     environments: tuple[str, ...]
     """Whose tasks are accepted."""
@@ -131,7 +131,7 @@ def http_settings(config: Config) -> HttpSettings:
         algorithm=config.algorithm,
         rollouts=config.rollouts,
         sessions=config.sessions,
-        environments=(config.tasks.environment,),
+        environments=tuple(config.members),
         data_schemas=data_schemas(config),
         key_digest=None if key is None else digest_of(key),
     )

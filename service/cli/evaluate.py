@@ -103,8 +103,8 @@ def run_evaluate(request: EvaluateRequest, signals: StopSignals) -> int:
             # So that the checks see the model that will play.
             config = _with_model(config, str(Path(scratch) / "model"))
         policy = _policy(config, RunDir(path=Path(scratch)), checkpoint)
-        observation = check_without_model(config)
-        check_with_model(config, observation, model_path=policy.model)
+        observations = check_without_model(config)
+        check_with_model(config, observations, model_path=policy.model)
         played_set = _chosen_set(config, request, model_path=policy.model)
         # A local Ray that is half up is started to the end and then stopped.
         signals.hold()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from actors.environment.settings import MIXTURE_PERIOD
 from actors.merge.advantages import CriticSettings, Scale, Truncation
 from actors.merge.aggregation import Aggregation
 from actors.outcomes import Disposition
@@ -19,8 +20,8 @@ from actors.trainer.loss.settings import (
     Ratio,
 )
 from actors.trainer.settings import Device, WeightBackend
-from actors.types import TRUNCATIONS, Outcome
-from service.config.tree import Config, EvaluationSetSettings
+from actors.types import SESSION, TRUNCATIONS, UPLOADED, Outcome
+from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 
 CPU_BLOCK_TOKENS = 32
 _OUT = frozenset({Disposition.MASK, Disposition.DROP})
@@ -36,6 +37,8 @@ def disagreements(config: Config) -> Iterator[str]:
     checks = (
         _of_model,
         _of_tasks,
+        _of_mixture,
+        _of_curriculum,
         _of_evaluation,
         _of_sessions,
         _of_template,
@@ -55,8 +58,19 @@ def disagreements(config: Config) -> Iterator[str]:
         _of_blocks,
         _of_gpus,
     )
+    # What is said of a part and of the whole is said of the whole.
+    said = set()
     for check in checks:
-        yield from check(config)
+        for problem in check(config):
+            said.add(problem)
+            yield problem
+    if not config.mixture:
+        return
+    for name, member in config.members.items():
+        for check in checks:
+            for problem in check(member):
+                if problem not in said:
+                    yield f"mixture.{name}: {problem}"
 
 
 def _of_model(config: Config) -> Iterator[str]:
@@ -87,6 +101,59 @@ def _of_tasks(config: Config) -> Iterator[str]:
                     f"tasks.{key} is set without tasks.dataset, whose it is; expected both; set "
                     "tasks.dataset"
                 )
+
+
+def _of_mixture(config: Config) -> Iterator[str]:
+    if not config.mixture:
+        if not config.tasks.environment:
+            yield (
+                "tasks.environment is not set and there is no mixture; expected one of them; name "
+                "an environment, such as guessing"
+            )
+        return
+    if config.tasks != TasksSettings():
+        yield (
+            "tasks and mixture are both set; expected one of them: each part of a mixture has "
+            "tasks of its own; move them to mixture.NAME.tasks"
+        )
+    if config.evaluation.sets:
+        yield (
+            "evaluation.sets is set with a mixture, whose parts are evaluated each as a set of its "
+            "own; leave it out, or make a part of it"
+        )
+    if len(config.mixture) > MIXTURE_PERIOD:
+        yield f"mixture has {len(config.mixture)} parts, expected at most {MIXTURE_PERIOD}"
+    whole = sum(each.weight for each in config.mixture.values())
+    for name, each in config.mixture.items():
+        if each.weight / whole < 1 / MIXTURE_PERIOD:
+            yield (
+                f"mixture.{name}.weight is {each.weight:g} of {whole:g}, expected at least one in "
+                f"{MIXTURE_PERIOD}; raise it"
+            )
+        if each.tasks.environment == SESSION:
+            yield (
+                f"mixture.{name}.tasks.environment is session, expected an environment: agents "
+                "outside bring their tasks by themselves, to any run of `rayloom serve`"
+            )
+        if name in (SESSION, UPLOADED):
+            yield f"mixture.{name}: this name is taken by rollouts of clients; choose another"
+
+
+def _of_curriculum(config: Config) -> Iterator[str]:
+    settings = config.curriculum
+    if not settings.is_on:
+        return
+    if settings.hopeless_to >= settings.solved_from:
+        yield (
+            f"curriculum.hopeless_to is {settings.hopeless_to:g}, expected less than "
+            f"curriculum.solved_from ({settings.solved_from:g}); lower it"
+        )
+    tasks = config.tasks
+    if not config.mixture and tasks.file is None and tasks.dataset is None and tasks.environment:
+        yield (
+            "curriculum is set where the seed makes every task, and none comes again; expected "
+            "tasks.file, tasks.dataset or a mixture; leave it out"
+        )
 
 
 def _of_evaluation(config: Config) -> Iterator[str]:

@@ -11,6 +11,7 @@ import difflib
 import errno
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from actors.environment.rendering import stop_token_ids
 from actors.limits import GIB
 from service.config.file import ConfigError
 from service.config.model_files import check_model_files, read_object
-from service.config.tasks import check_prompt, first_observation
+from service.config.tasks import check_prompts, first_observations
 from service.config.tree import Config
 from service.inference.settings import AUTO, NONE
 
@@ -33,16 +34,16 @@ MAX_PROCESSES_PER_CPU = 16
 UNSUPPORTED_PARSERS = frozenset({"openai", "openai_gptoss"})
 
 
-def check_without_model(config: Config, *, is_local: bool = True) -> Observation:
+def check_without_model(config: Config, *, is_local: bool = True) -> dict[str, Observation]:
     """Run every check that needs no model, before one is built.
 
     Args: is_local: the run starts a Ray of its own here; else a cluster's size counts.
-    Returns: how the first task begins. Raises: ConfigError.
+    Returns: how the first task of each environment begins. Raises: ConfigError.
     """
     check_machine(config, is_local=is_local)
     check_parsers(config)
     check_model_sources(config)
-    return first_observation(config)
+    return first_observations(config)
 
 
 def check_machine(config: Config, *, is_local: bool) -> None:
@@ -61,7 +62,11 @@ def check_machine(config: Config, *, is_local: bool) -> None:
 
 
 def check_with_model(
-    config: Config, observation: Observation, *, model_path: str, was_loaded: bool = False
+    config: Config,
+    observations: Mapping[str, Observation],
+    *,
+    model_path: str,
+    was_loaded: bool = False,
 ) -> None:
     """Run the others. model_path: where the model's files are (the tiny model is built).
 
@@ -69,7 +74,7 @@ def check_with_model(
     """
     check_model(config, model_path, was_loaded=was_loaded)
     check_stop_tokens(model_path)
-    check_prompt(config, model_path, observation)
+    check_prompts(config, model_path, observations)
 
 
 def check_model_sources(config: Config) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from service.config.tree import Config
 
 # Here the checkpoint and the order of the tasks depend on every key.
-FIXED_SECTIONS = ("model", "tasks")
+FIXED_SECTIONS = ("model", "tasks", "mixture")
 
 
 def refused_changes(before: Config, now: Config) -> list[str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from actors.environment.tasks import (
     BadTaskFile,
     FileTasks,
     GeneratedTasks,
+    MixedTasks,
     TaskSource,
     by_hash,
     read_tasks,
@@ -54,6 +56,14 @@ def open_tasks(
     environment tells a prompt by its data; None: none is left out. tell: is told how many were.
     Raises: ConfigError when a file cannot be used, or has no prompt that fits.
     """
+    if config.mixture:
+        sources: dict[str, TaskSource] = {}
+        for name, member in config.members.items():
+            with _told_of(name):
+                told = partial(_tell_of, f"mixture.{name}", tell)
+                sources[name] = open_tasks(member, model_path=model_path, tell=told)
+        weights = {name: member.weight for name, member in config.mixture.items()}
+        return MixedTasks(sources, weights)
     settings = config.tasks
     if settings.file is None and settings.dataset is None:
         return GeneratedTasks(settings.environment, run_seed=config.run.seed)
@@ -87,9 +97,16 @@ def open_sets(
 ) -> list[EvaluationSet]:
     """What is evaluated: the run's own held-out tasks, if any, then each named set.
 
-    tasks: the run's. model_path, tell: as `open_tasks`. Raises: ConfigError when a set's tasks
-    cannot be had.
+    Of a mixture, the held-out tasks of each part. tasks: the run's. model_path, tell: as
+    `open_tasks`. Raises: ConfigError when a set's tasks cannot be had.
     """
+    if isinstance(tasks, MixedTasks):
+        return [
+            EvaluationSet(name=name, tasks=held_out, sampling=sampling, is_part=True)
+            for name, member in config.members.items()
+            if (held_out := tasks.held_out_of(name, member.tasks.evaluation_tasks))
+            and (sampling := member.evaluation.sampling)
+        ]
     own = tasks.held_out(config.tasks.evaluation_tasks)
     found = [EvaluationSet(name="", tasks=own, sampling=config.evaluation.sampling)] if own else []
     for name, settings in config.evaluation.sets.items():
@@ -107,6 +124,22 @@ def open_sets(
             )
         found.append(EvaluationSet(name=name, tasks=chosen[:count], sampling=settings.sampling))
     return found
+
+
+def held_out_tasks(config: Config, tasks: TaskSource) -> list[Task]:
+    """All that an operator may have evaluated."""
+    if isinstance(tasks, MixedTasks):
+        return [task for each in open_sets(config, tasks) for task in each.tasks]
+    return tasks.held_out(config.tasks.evaluation_tasks)
+
+
+@contextmanager
+def _told_of(name: str) -> Iterator[None]:
+    """Refusals within name a part of the mixture."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"mixture.{name}: {error}") from error
 
 
 def _tell_of(key: str, tell: Callable[[str], None], text: str) -> None:
@@ -214,8 +247,7 @@ def data_schemas(config: Config) -> dict[str, dict[str, Any]]:
     """
     if not config.has_environment:
         return {}
-    make_environment = _maker(config)
-    return {config.tasks.environment: data_schema_of(make_environment())}
+    return {name: data_schema_of(_maker(each)()) for name, each in config.members.items()}
 
 
 class _Exited(Exception):
@@ -226,6 +258,7 @@ def check_prompt(config: Config, model_path: str, observation: Observation) -> N
     """The first prompt can be rendered, and leaves room for an answer. Raises: ConfigError.
 
     Where prompts are known beforehand, one of them does: the others are left out.
+    observation: of this configuration's environment, which is no mixture.
     """
     if _first_messages(config) is not None:
         open_sets(config, open_tasks(config, model_path=model_path), model_path=model_path)
@@ -239,6 +272,26 @@ def check_prompt(config: Config, model_path: str, observation: Observation) -> N
             f"within model.max_context_tokens ({config.model.max_context_tokens}); raise that, "
             "or shorten the prompt or the answer"
         )
+
+
+def first_observations(config: Config) -> dict[str, Observation]:
+    """By name, how the first task of each environment begins. Raises: ConfigError."""
+    if not config.mixture:
+        return {config.tasks.environment: first_observation(config)}
+    found = {}
+    for name, member in config.members.items():
+        with _told_of(name):
+            found[name] = first_observation(member)
+    return found
+
+
+def check_prompts(config: Config, model_path: str, observations: Mapping[str, Observation]) -> None:
+    """As `check_prompt`, of each environment. Raises: ConfigError."""
+    if not config.mixture:
+        return check_prompt(config, model_path, observations[config.tasks.environment])
+    for name, member in config.members.items():
+        with _told_of(name):
+            check_prompt(member, model_path, observations[name])
 
 
 def first_observation(config: Config) -> Observation:

@@ -9,7 +9,7 @@ the tree. Nothing heavy is imported here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,14 +17,19 @@ from annotated_types import Ge
 from pydantic import Field
 
 from actors.algorithm import AlgorithmSettings
-from actors.environment.settings import RolloutSettings, Sampling
+from actors.environment.settings import (
+    CurriculumSettings,
+    PlayedEnvironment,
+    RolloutSettings,
+    Sampling,
+)
 from actors.journal.record import GroupRule
-from actors.limits import STRICT, Natural, NotNegative, Port, Positive, Seconds, Seed, Share
+from actors.limits import STRICT, Natural, NotNegative, Port, Positive, Rate, Seconds, Seed, Share
 from actors.merge.shaping import RewardSettings
-from actors.outcomes import Disposition, OutcomePolicy
+from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trainer.settings import Dtype, TrainerSettings
 from actors.trajectory_queue.settings import QueueSettings
-from actors.types import SESSION, TRUNCATIONS, UPLOADED
+from actors.types import SESSION, TRUNCATIONS, UPLOADED, Outcome
 from service.access.keys import KeyLimits
 from service.gateway.settings import SessionSettings
 from service.inference.settings import InferenceSettings
@@ -102,8 +107,9 @@ class TasksSettings:
 
     __pydantic_config__ = STRICT
 
-    environment: str
-    """A registered name, or package.module:Class; session: agents outside play all, over HTTP."""
+    environment: str = ""
+    """A registered name, or package.module:Class; session: agents outside play all, over HTTP.
+    Empty: a mixture has them."""
     options: dict[str, Any] = field(default_factory=dict)
     """What the environment is made with, by the name of its arguments."""
     file: Path | None = None
@@ -126,6 +132,13 @@ class TasksSettings:
     def place(self) -> Path | None:
         """Of the file or the data set; None: of neither, or a hub has it."""
         return _place(self.file, self.dataset)
+
+
+def _given(settings: MemberRollouts | MemberEvaluation) -> dict[str, Any]:
+    """What is not null, but for the table of outcomes."""
+    values = {each.name: getattr(settings, each.name) for each in fields(settings)}
+    values.pop("outcomes", None)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _place(file: Path | None, dataset: str | None) -> Path | None:
@@ -205,6 +218,52 @@ def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberRollouts:
+    """How one part of a mixture is played; null: as rollouts says."""
+
+    __pydantic_config__ = STRICT
+
+    max_turns: Positive | None = None
+    """As rollouts.max_turns."""
+    max_tokens_per_turn: Positive | None = None
+    """As rollouts.max_tokens_per_turn."""
+    turn_deadline_s: Seconds | None = None
+    """As rollouts.turn_deadline_s."""
+    episode_deadline_s: Seconds | None = None
+    """As rollouts.episode_deadline_s."""
+    outcomes: dict[Outcome, OutcomeRule] = field(default_factory=dict)
+    """Rows of the outcome table that differ here, laid over those of rollouts.outcomes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberEvaluation:
+    """How one part of a mixture is evaluated; null: as evaluation says."""
+
+    __pydantic_config__ = STRICT
+
+    samples: Positive | None = None
+    """As evaluation.samples."""
+    temperature: NotNegative | None = None
+    """As evaluation.temperature."""
+    pass_reward: float | None = None
+    """As evaluation.pass_reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureMember:
+    """One of several environments or data sets of a run, under a name of its own."""
+
+    __pydantic_config__ = STRICT
+
+    weight: Rate = 1.0
+    """Its share of the groups, beside the other weights."""
+    tasks: TasksSettings
+    """As the run's own section tasks."""
+    rollouts: MemberRollouts = field(default_factory=MemberRollouts)
+    evaluation: MemberEvaluation = field(default_factory=MemberEvaluation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSettings:
     """Where Prometheus reads the metrics."""
 
@@ -272,7 +331,10 @@ class Config:
 
     run: RunSettings = field(default_factory=RunSettings)
     model: ModelSettings
-    tasks: TasksSettings
+    tasks: TasksSettings = field(default_factory=TasksSettings)
+    mixture: dict[SetName, MixtureMember] = field(default_factory=dict)
+    """Several environments or data sets by name, in place of tasks."""
+    curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     rollouts: RolloutSettings = field(default_factory=RolloutSettings)
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
@@ -291,11 +353,47 @@ class Config:
         return self.tasks.environment != SESSION
 
     @property
+    def members(self) -> dict[str, Config]:
+        """What is played, by the name that tasks have as their environment: the parts of the
+        mixture, each as a configuration of its own; or this one."""
+        if not self.mixture:
+            return {self.tasks.environment: self}
+        return {name: self._of_member(each) for name, each in self.mixture.items()}
+
+    def _of_member(self, member: MixtureMember) -> Config:
+        rollouts = replace(
+            self.rollouts,
+            **_given(member.rollouts),
+            outcomes={**self.rollouts.outcomes, **member.rollouts.outcomes},
+        )
+        evaluation = replace(self.evaluation, **_given(member.evaluation))
+        return replace(
+            self,
+            tasks=member.tasks,
+            mixture={},
+            curriculum=CurriculumSettings(),
+            rollouts=rollouts,
+            evaluation=evaluation,
+        )
+
+    @property
+    def environments(self) -> dict[str, PlayedEnvironment]:
+        """What environment actors play, by the name that tasks have."""
+        return {
+            name: PlayedEnvironment(
+                environment=each.tasks.environment,
+                options=each.tasks.options,
+                rollouts=each.rollouts,
+            )
+            for name, each in self.members.items()
+        }
+
+    @property
     def task_places(self) -> dict[str, Path]:
         """Files and directories of tasks that lie here, by the key that names them."""
-        named = {"tasks": self.tasks} | {
-            f"evaluation.sets.{name}": each for name, each in self.evaluation.sets.items()
-        }
+        named: dict[str, TasksSettings | EvaluationSetSettings] = {"tasks": self.tasks}
+        named |= {f"mixture.{name}.tasks": each.tasks for name, each in self.mixture.items()}
+        named |= {f"evaluation.sets.{name}": each for name, each in self.evaluation.sets.items()}
         return {
             f"{key}.{'file' if each.dataset is None else 'dataset'}": place
             for key, each in named.items()
@@ -319,9 +417,9 @@ class Config:
     def policies(self) -> dict[str, OutcomePolicy]:
         """By environment. A session ends once: its agent cannot be asked to play again. Nor can who
         uploads a trajectory."""
-        own = self.outcome_policy
-        once = own.without_retries()
-        return {self.tasks.environment: own, SESSION: once, UPLOADED: once}
+        once = self.outcome_policy.without_retries()
+        members = {name: each.outcome_policy for name, each in self.members.items()}
+        return {**members, SESSION: once, UPLOADED: once}
 
     @property
     def group_rule(self) -> GroupRule | None:
@@ -330,7 +428,7 @@ class Config:
         None where its returns do not tell: they are shaped, or weighed over the step.
         """
         algorithm = self.algorithm
-        rules = self.rollouts.outcomes.values()
+        rules = [r for each in self.members.values() for r in each.rollouts.outcomes.values()]
         is_plain = (
             algorithm.turn_discount is None
             and not algorithm.normalise_advantages

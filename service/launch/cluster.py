@@ -334,12 +334,17 @@ def seen_from_afar(config: Config, *, cwd: Path) -> Config:
 
     Tasks that travel with the working directory are named relative to it.
     """
+    mixture = {
+        name: replace(each, tasks=_named_from(cwd, each.tasks))
+        for name, each in config.mixture.items()
+    }
     sets = {name: _named_from(cwd, each) for name, each in config.evaluation.sets.items()}
     algorithm = config.algorithm
     critic = replace(algorithm.critic, model=_absolute(algorithm.critic.model, cwd))
     return replace(
         config,
         tasks=_named_from(cwd, config.tasks),
+        mixture=mixture,
         evaluation=replace(config.evaluation, sets=sets),
         algorithm=replace(algorithm, critic=critic, reference=_absolute(algorithm.reference, cwd)),
     )

@@ -383,14 +383,14 @@ def prepared_run(
     check_stop: called after what takes seconds; what it raises ends the start. A directory in which
     no run starts is removed. Raises: ConfigError.
     """
-    observation = check_without_model(config, is_local=is_local)
+    observations = check_without_model(config, is_local=is_local)
     sources = sources_of(config)
     with prepared_directory(run_dir):
         place_store(run_dir, run_id_of(config, run_dir), store)
         model = model_path(config, run_dir)
         check_stop()
         has_run = run_dir.may_have_run()
-        check_with_model(config, observation, model_path=model, was_loaded=has_run)
+        check_with_model(config, observations, model_path=model, was_loaded=has_run)
         if has_run:
             check_sources(run_dir.sources_file, sources)
         else:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from actors.environment.builtin.single_turn import SINGLE_TURN
 from actors.environment.reward_functions import module_of, names_of
-from actors.environment.tasks import FileTasks
+from actors.environment.tasks import FileTasks, MixedTasks
 from service.config.file import ConfigError
 from service.config.tasks import open_tasks
-from service.config.tree import Config
+from service.config.tree import Config, TasksSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +36,22 @@ def sources_of(config: Config) -> Sources:
     for name in user_modules(config):
         spec = find_spec(name)
         modules[name] = str(spec.origin) if spec is not None else ""
-    return Sources(tasks=tasks.digest if isinstance(tasks, FileTasks) else "", modules=modules)
+    digest = tasks.digest if isinstance(tasks, FileTasks | MixedTasks) else ""
+    return Sources(tasks=digest, modules=modules)
 
 
 def user_modules(config: Config) -> list[str]:
     """The modules of the environment and of reward functions."""
-    tasks = config.tasks
+    return list(dict.fromkeys(m for each in config.members.values() for m in _modules(each.tasks)))
+
+
+def _modules(tasks: TasksSettings) -> list[str]:
     module, colon, _ = tasks.environment.partition(":")
     if colon:
         return [module]
     if tasks.environment != SINGLE_TURN:
         return []
-    return list(dict.fromkeys(module_of(each) for each in names_of(tasks.options["reward"])))
+    return [module_of(each) for each in names_of(tasks.options["reward"])]
 
 
 def write_sources(file: Path, sources: Sources) -> None:

@@ -210,31 +210,53 @@ def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
 
 
 def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
-    """Of the parts that the environment names in its rewards; none where it names none."""
-    early, late = (
-        _mean_components(steps[:AVERAGED_STEPS]),
-        _mean_components(steps[-AVERAGED_STEPS:]),
+    """Of the parts that the environment names in its rewards, and of the parts of a mixture."""
+    return (
+        *_early_and_late(
+            "Reward components",
+            "component",
+            [step.reward_components for step in steps],
+            note="Means over the graded trajectories that have it, as the environment gave it.",
+        ),
+        *_early_and_late(
+            "Reward by environment",
+            "environment",
+            [
+                {name: each.best_known_reward for name, each in step.environments.items()}
+                for step in steps
+            ],
+            note="Mean return of the graded trajectories, in parts of the best possible one where "
+            "the environment knows that; over the steps that have some.",
+        ),
     )
+
+
+def _early_and_late(
+    caption: str, what: str, steps: Sequence[Mapping[str, float | None]], *, note: str
+) -> tuple[Table, ...]:
+    """Means over the first and the last steps by name; none where no step has any."""
+    early, late = _means(steps[:AVERAGED_STEPS]), _means(steps[-AVERAGED_STEPS:])
     names = sorted({*early, *late})
     if not names:
         return ()
     table = Table(
-        caption="Reward components",
-        header=("component", f"first {AVERAGED_STEPS} steps", f"last {AVERAGED_STEPS}"),
+        caption=caption,
+        header=(what, f"first {AVERAGED_STEPS} steps", f"last {AVERAGED_STEPS}"),
         rows=tuple(
             (name, units.reward(early.get(name)), units.reward(late.get(name))) for name in names
         ),
-        note="Means over the graded trajectories that have it, as the environment gave it.",
+        note=note,
     )
     return (table,)
 
 
-def _mean_components(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """By name, the mean over the steps that have it."""
+def _means(records: Iterable[Mapping[str, float | None]]) -> dict[str, float]:
+    """By name, the mean over the records that know it."""
     values: dict[str, list[float]] = {}
-    for record in steps:
-        for name, value in record.reward_components.items():
-            values.setdefault(name, []).append(value)
+    for record in records:
+        for name, value in record.items():
+            if value is not None:
+                values.setdefault(name, []).append(value)
     return {name: sum(of_name) / len(of_name) for name, of_name in values.items()}
 
 

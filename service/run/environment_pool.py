@@ -90,7 +90,7 @@ def start_environment_actor(
     return actor_class.remote(
         EnvironmentActorSettings(
             rollouts=config.rollouts,
-            environments={config.tasks.environment: config.tasks.options},
+            environments=config.environments,
             max_context_tokens=config.model.max_context_tokens,
             keeps_last_observation=config.algorithm.bootstraps,
         ),
@@ -103,4 +103,5 @@ def start_environment_actor(
 
 def evaluation_idle_s(config: Config) -> float:
     """Within an episode's time one ends, unless the actor is frozen."""
-    return config.rollouts.episode_deadline_s + config.rollouts.frozen_after_s
+    longest_s = max(each.rollouts.episode_deadline_s for each in config.members.values())
+    return longest_s + config.rollouts.frozen_after_s

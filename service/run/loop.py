@@ -34,11 +34,16 @@ from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups
 from actors.trajectory_queue.messages import QueueSnapshot, StepInput
+from actors.types import TrajectorySummary
 from service.config.tree import RunSettings
 from service.run.health import FailureLimits, FailureWatch, RunFailed, WeightsMoved
 from service.run.pauses import Pausable, Pauses
-from service.run.task_feed import TaskFeed
-from service.telemetry.evaluation import evaluation_file, evaluation_record
+from service.run.task_feed import Curriculum, TaskFeed
+from service.telemetry.evaluation import (
+    evaluation_file,
+    evaluation_record,
+    sampling_of_parts,
+)
 from service.telemetry.records import StageSeconds, step_record
 from service.telemetry.summary import AVERAGED_STEPS
 
@@ -112,6 +117,9 @@ class Handles:
 
     prune_checkpoints: Callable[[], Awaitable[None]]
     """Remove the oldest ones; called once a newer one is committed."""
+
+    curriculum: Curriculum | None = None
+    """Of `tasks`; told of each step's groups, and stored with each checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,6 +444,8 @@ class Loop:
         version = await self._publish()
         outcomes = built.outcomes_after(is_all_skipped=stats.is_all_skipped)
         await handles.queue.finalise(step, outcomes)
+        if handles.curriculum is not None:
+            handles.curriculum.learn(built.returns)
         stages = replace(stages, publish=watch.lap())
         trained = TrainedStep(
             step=step, version=version, report=built.report, stats=stats, stages=stages
@@ -558,12 +568,19 @@ class Loop:
                 f"step {step}: its evaluation is left out, because generation is paused"
             )
             return
+        parts: list[TrajectorySummary] = []
+        sets = self._handles.evaluation_sets
         with suppress(StepAbandoned):
-            for each in self._handles.evaluation_sets:
-                await self._evaluate_set(each, step=step)
+            for each in sets:
+                summaries = await self._evaluate_set(each, step=step)
+                parts += summaries if each.is_part else []
+            if any(each.is_part for each in sets):
+                version, sampling = self._handles.trainer.version, sampling_of_parts(sets)
+                record = evaluation_record(step, parts, version=version, sampling=sampling)
+                await self._handles.recorder.evaluation(record)
 
-    async def _evaluate_set(self, found: EvaluationSet, *, step: int) -> None:
-        """Raises: StepAbandoned."""
+    async def _evaluate_set(self, found: EvaluationSet, *, step: int) -> list[TrajectorySummary]:
+        """Returns: what was played, which is recorded. Raises: StepAbandoned."""
         version, name = self._handles.trainer.version, found.name
         what = f"term-{self._settings.term:04d}{f'-{name}' if name else ''}"
         summaries = await self._unless_grace_is_over(
@@ -575,6 +592,7 @@ class Loop:
             step, summaries, version=version, sampling=found.sampling, name=name
         )
         await self._handles.recorder.evaluation(record)
+        return summaries
 
     async def _begin_save(self, step: int) -> None:
         """Have the ranks copy their state, once the checkpoint before is committed."""
@@ -614,11 +632,13 @@ class Loop:
 
     async def _commit(self, commit: Commit, snapshot: QueueSnapshot) -> None:
         """Store a written checkpoint with the queue's state: the next term goes on from it."""
+        curriculum = self._handles.curriculum
         await self._handles.recorder.checkpoint(
             step=commit.step,
             version=commit.version,
             directory=commit.directory,
             snapshot=snapshot,
+            curriculum=None if curriculum is None else curriculum.results,
         )
         self._committed, self._committed_at = commit, time.monotonic()
         self._answer_asked()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from actors.environment.tasks import TaskSource
+from actors.environment.curriculum import choose
+from actors.environment.settings import CurriculumSettings
+from actors.environment.tasks import OTHER_SOURCE, OTHER_TASK, SLOTS, TaskSource
+from actors.merge.report import GroupReturns
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.messages import OpenSlot
+from actors.types import Task
 
-# Replacement r of group k plays task k + r * 2^32, which is no other group's first task.
-_REPLACEMENT_STRIDE = 2**32
+# Of a slot: other tasks of the same source, then the first of the sources that come next.
+_OTHERS = (*(n * OTHER_TASK for n in range(8)), *(n * OTHER_SOURCE for n in range(1, 9)))
 
 
 class TaskFeed(Protocol):
@@ -27,18 +31,73 @@ class TaskFeed(Protocol):
 
 def task_index(slot: OpenSlot) -> int:
     """The task of an open slot, the same after every restart."""
-    return slot.group_number + slot.replacement * _REPLACEMENT_STRIDE
+    return slot.group_number + slot.replacement * SLOTS
+
+
+class Curriculum:
+    """Chooses tasks by the results of their newest groups, and keeps those.
+
+    A task that comes again has results of its own; those that a seed makes share their
+    environment's. What is chosen depends on what was trained before: a run that goes on from a
+    checkpoint goes on with its results.
+    """
+
+    def __init__(
+        self,
+        settings: CurriculumSettings,
+        source: TaskSource,
+        *,
+        results: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """results: by key, as `results` gave them."""
+        self._settings = settings
+        self._source = source
+        self._results = {key: tuple(passed) for key, passed in (results or {}).items()}
+
+    @property
+    def results(self) -> dict[str, tuple[float, ...]]:
+        """By key, the shares of its newest groups that passed, oldest first."""
+        return dict(self._results)
+
+    def task(self, slot: OpenSlot) -> Task:
+        """What an open slot plays."""
+        index = task_index(slot)
+        choices = (self._source.task(index + other) for other in _OTHERS)
+        return choose(
+            ((task, self._key(task)) for task in choices), self._results, self._settings, slot=index
+        )
+
+    def learn(self, groups: Sequence[GroupReturns]) -> None:
+        """Add the results of a step's groups."""
+        settings = self._settings
+        for group in groups:
+            if not group.returns:
+                continue
+            task = Task(task_id=group.task_id, environment=group.environment, seed=0)
+            passed = [value >= settings.pass_reward for value in group.returns]
+            key = self._key(task)
+            newest = (*self._results.get(key, ()), sum(passed) / len(passed))
+            self._results[key] = newest[-settings.window :]
+
+    def _key(self, task: Task) -> str:
+        return task.task_id if self._source.comes_again(task) else task.environment
 
 
 class ConfiguredTasks:
-    """An endless task source: group number k always plays task k."""
+    """An endless task source: group number k always plays task k, or what a curriculum says."""
 
     def __init__(
-        self, source: TaskSource, *, group_size: int, min_usable_samples: int | None = None
+        self,
+        source: TaskSource,
+        *,
+        group_size: int,
+        min_usable_samples: int | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         self._source = source
         self._group_size = group_size
         self._min_usable_samples = min_usable_samples
+        self._curriculum = curriculum
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
         # A large task file is shuffled for each of its epochs.
@@ -48,9 +107,14 @@ class ConfiguredTasks:
         return [
             GroupRequest(
                 group_number=slot.group_number,
-                task=self._source.task(task_index(slot)),
+                task=self._task(slot),
                 num_samples=self._group_size,
                 min_usable_samples=self._min_usable_samples,
             )
             for slot in slots
         ]
+
+    def _task(self, slot: OpenSlot) -> Task:
+        if self._curriculum is None:
+            return self._source.task(task_index(slot))
+        return self._curriculum.task(slot)

@@ -31,7 +31,7 @@ from actors.trainer.group import TrainerGroup, remove_reservations, reservation_
 from actors.trainer.settings import RankSettings
 from actors.trajectory_queue.settings import QueueStateSettings
 from actors.types import SESSION, UPLOADED, Task, TrajectorySummary
-from service.config.tasks import open_sets, open_tasks
+from service.config.tasks import held_out_tasks, open_sets, open_tasks
 from service.config.tree import Config
 from service.gateway.actor import Gateway
 from service.gateway.sessions import GatewaySettings
@@ -54,7 +54,7 @@ from service.run.pauses import Pauses
 from service.run.restartable_merge import RestartableMerge
 from service.run.restartable_queue import RestartableQueue
 from service.run.restartable_trainer import RestartableTrainer
-from service.run.task_feed import ConfiguredTasks
+from service.run.task_feed import ConfiguredTasks, Curriculum
 from service.store.database import PATIENCE_S
 from service.store.retention import Retention
 from service.store.run_store import Lease, RunStore
@@ -234,7 +234,7 @@ class Term:
             self._recorder.notice(notice)
         if self._stop_asked.is_set():
             return
-        self.evaluation_tasks = tasks.held_out(self._config.tasks.evaluation_tasks)
+        self.evaluation_tasks = held_out_tasks(self._config, tasks)
         self._loop = Loop(self._handles(publisher, tasks), self._loop_settings())
         training = asyncio.create_task(self._loop.run())
         watching = [
@@ -443,10 +443,14 @@ class Term:
     def _handles(self, publisher: Publisher, tasks: TaskSource) -> Handles:
         assert self._pool is not None and self._merge is not None
         algorithm = self._config.algorithm
+        curriculum = None
+        if self._config.curriculum.is_on and self._submissions is None:
+            curriculum = Curriculum(self._config.curriculum, tasks, results=self._lease.curriculum)
         own = ConfiguredTasks(
             tasks,
             group_size=algorithm.group_size,
             min_usable_samples=algorithm.min_usable_samples,
+            curriculum=curriculum,
         )
         return Handles(
             queue=self.queue,
@@ -459,6 +463,7 @@ class Term:
             evaluation_sets=self._evaluation_sets,
             pauses=self._pauses,
             prune_checkpoints=self._prune_checkpoints,
+            curriculum=curriculum,
         )
 
     async def _prune_checkpoints(self) -> None:

@@ -82,7 +82,7 @@ def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
     connection.execute(
         update(table)
         .where(others, table.c.queue_snapshot.is_not(None))
-        .values(queue_snapshot=None, totals=None)
+        .values(queue_snapshot=None, totals=None, curriculum=None)
     )
 
 

@@ -75,6 +75,8 @@ class Lease:
     """The checkpoint that this term goes on from; None: a fresh start."""
     queue_snapshot: QueueSnapshot | None
     """What the queue held at the parent."""
+    curriculum: Mapping[str, tuple[float, ...]] | None = None
+    """Results of tasks at the parent; None: of a run without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,12 +287,11 @@ class RunStore(ReadOnlyStore):
             }
             _insert(connection, tables.leases, row)
             columns = tables.checkpoints.c
-            snapshot = (
-                connection.scalar(select(columns.queue_snapshot).where(columns.id == parent.id))
-                if parent
-                else None
-            )
-            return Lease(term=term, parent=parent, queue_snapshot=snapshot)
+            if parent is None:
+                return Lease(term=term, parent=None, queue_snapshot=None)
+            held = select(columns.queue_snapshot, columns.curriculum).where(columns.id == parent.id)
+            snapshot, curriculum = connection.execute(held).one()
+            return Lease(term=term, parent=parent, queue_snapshot=snapshot, curriculum=curriculum)
 
         # Who waits for the owner's end asks again and again, and takes no lock for it.
         self.read(check_free)
@@ -387,6 +388,7 @@ class RunStore(ReadOnlyStore):
         policy_version: int,
         directory: str,
         queue_snapshot: QueueSnapshot,
+        curriculum: Mapping[str, tuple[float, ...]] | None = None,
         new_events: Sequence[LedgerEvent],
         last_event_seq: int,
         new_results: Sequence[RolloutResult] = (),
@@ -404,6 +406,7 @@ class RunStore(ReadOnlyStore):
             "policy_version": policy_version,
             "directory": directory,
             "queue_snapshot": queue_snapshot,
+            "curriculum": curriculum,
             "last_event_seq": last_event_seq,
             "committed_at": time.time(),
         }

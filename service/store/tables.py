@@ -11,6 +11,7 @@ session and its turns, an uploaded trajectory, which every later term goes on wi
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -58,7 +59,7 @@ class RunKind(StrEnum):
 
 
 # Raise it with every change of a table or of a stored record that an older Rayloom cannot read.
-FORMAT = 8
+FORMAT = 9
 
 metadata = MetaData()
 
@@ -229,6 +230,8 @@ checkpoints = Table(
     Column("directory", String, nullable=False),
     # Null once the run cannot go back to it any more; then the row only says where terms joined.
     Column("queue_snapshot", AsJson(QueueSnapshot), nullable=True),
+    # By task, or by environment, the shares of its newest groups that passed.
+    Column("curriculum", AsJson(Mapping[str, tuple[float, ...]]), nullable=True),
     Column("last_event_seq", Integer, nullable=False),
     # Of the lineage's steps up to this one; null with the snapshot.
     Column("totals", AsJson(RunTotals), nullable=True),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 
+from actors.merge.report import EnvironmentReport
 from actors.types import Outcome
 from service.telemetry.records import EvaluationRecord, StepRecord
 
@@ -17,8 +18,9 @@ _NO_CURVES = frozenset({"step", "wall_time"})
 
 
 def step_numbers(record: StepRecord) -> dict[str, float | None]:
-    """Counts by the record's names, `stages.NAME`, `outcomes.NAME`, `rewards.NAME`, statistics by
-    theirs, and what is made of several of these; None: the step does not know it.
+    """Counts by the record's names, `stages.NAME`, `outcomes.NAME`, `rewards.NAME`, of a mixture
+    `environments.NAME/…`, statistics by theirs, and what is made of several of these; None: the
+    step does not know it.
     """
     counts = {
         each.name: value
@@ -32,6 +34,7 @@ def step_numbers(record: StepRecord) -> dict[str, float | None]:
         **{f"stages.{name}": value for name, value in record.stages.by_name().items()},
         **{f"outcomes.{name}": float(count) for name, count in record.outcomes.items()},
         **{f"rewards.{name}": value for name, value in record.reward_components.items()},
+        **_environment_numbers(record.environments),
         **record.statistics,
         "reward": record.best_known_reward,
         "policy_age_max": record.policy_age_max,
@@ -42,6 +45,23 @@ def step_numbers(record: StepRecord) -> dict[str, float | None]:
         "tokens_per_second": _share(record.num_sampled_tokens, seconds),
         "tokens_per_trajectory": _share(record.num_sampled_tokens, record.num_trajectories),
         "turns_per_trajectory": _share(record.num_turns, record.num_trajectories),
+    }
+
+
+def _environment_numbers(
+    environments: Mapping[str, EnvironmentReport],
+) -> dict[str, float | None]:
+    return {
+        f"environments.{name}/{what}": value
+        for name, each in environments.items()
+        for what, value in {
+            "num_trajectories": float(each.num_trajectories),
+            "reward_mean": each.reward_mean,
+            "scaled_reward_mean": each.scaled_reward_mean,
+            "tokens_per_trajectory": _share(each.num_sampled_tokens, each.num_trajectories),
+            "turns_per_trajectory": _share(each.num_turns, each.num_trajectories),
+            **_outcome_shares("outcomes", each.outcomes),
+        }.items()
     }
 
 

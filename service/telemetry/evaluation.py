@@ -10,9 +10,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from math import comb, sqrt
 from statistics import fmean, stdev
 
+from actors.environment.evaluation import EvaluationSet
 from actors.environment.settings import Sampling
 from actors.outcomes import UNSCORED
 from actors.types import TrajectorySummary
@@ -70,6 +72,14 @@ def evaluation_record(
             if each.text is not None
         )[:MAX_SAMPLES],
     )
+
+
+def sampling_of_parts(sets: Sequence[EvaluationSet]) -> Sampling:
+    """How the parts of a mixture were sampled, taken together: of what they do not share, the
+    first's, and no pass@k.
+    """
+    first, *others = (each.sampling for each in sets if each.is_part)
+    return first if all(each == first for each in others) else replace(first, ks=())
 
 
 def evaluation_file(step: int, what: str) -> str:

@@ -253,7 +253,13 @@ class RunRecorder:
             self._trackers.wake()
 
     async def checkpoint(
-        self, *, step: int, version: int, directory: str, snapshot: QueueSnapshot
+        self,
+        *,
+        step: int,
+        version: int,
+        directory: str,
+        snapshot: QueueSnapshot,
+        curriculum: Mapping[str, tuple[float, ...]] | None = None,
     ) -> None:
         events, results = self._take_pending()
         entries: list[FeedEntry] = []
@@ -268,6 +274,7 @@ class RunRecorder:
                 policy_version=version,
                 directory=directory,
                 queue_snapshot=snapshot,
+                curriculum=curriculum,
                 new_events=events,
                 new_results=results,
                 new_entries=entries,

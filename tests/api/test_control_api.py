@@ -11,13 +11,17 @@ import pytest
 from worlds.control_world import LocalControl, World
 
 from actors.algorithm import AlgorithmSettings
+from actors.environment.settings import RolloutSettings
 from service.api.app import create_app
 from service.api.control import add_control
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 
 SETTINGS = HttpSettings(
-    service=ServiceSettings(), algorithm=AlgorithmSettings(group_size=2), environments=("guessing",)
+    rollouts=RolloutSettings(),
+    service=ServiceSettings(),
+    algorithm=AlgorithmSettings(group_size=2),
+    environments=("guessing",),
 )
 
 

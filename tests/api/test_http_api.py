@@ -15,6 +15,7 @@ from worlds.local_run import LocalRun
 from worlds.submission_service import Service
 
 from actors.algorithm import AlgorithmSettings
+from actors.environment.settings import RolloutSettings
 from actors.metrics import ApiMetrics
 from service.access.keys import digest_of
 from service.api.app import create_app
@@ -28,6 +29,7 @@ from service.intake.submission import SubmissionView
 KEY = "0123456789abcdef"
 URL = "/api/v1/rollouts"
 SETTINGS = HttpSettings(
+    rollouts=RolloutSettings(),
     service=ServiceSettings(max_samples_per_task=8, max_tasks_per_request=4, max_body_kib=4),
     algorithm=AlgorithmSettings(group_size=2),
     environments=("guessing",),

@@ -17,6 +17,7 @@ from worlds.submission_service import Service
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.registry import resolve
+from actors.environment.settings import RolloutSettings
 from actors.environment.task_data import data_schema_of
 from service.api.app import create_app
 from service.api.settings import HttpSettings
@@ -27,6 +28,7 @@ from service.gateway.routes import add_sessions
 API = "/api/v1"
 URL = f"{API}/rollouts"
 SETTINGS = HttpSettings(
+    rollouts=RolloutSettings(),
     service=ServiceSettings(max_samples_per_task=8),
     algorithm=AlgorithmSettings(group_size=2),
     environments=("guessing",),

@@ -15,6 +15,7 @@ from worlds.record_builders import step_record
 from worlds.submission_service import Service
 
 from actors.algorithm import AlgorithmSettings
+from actors.environment.settings import RolloutSettings
 from actors.types import Outcome
 from service.access.keys import digest_of
 from service.api.app import create_app
@@ -25,6 +26,7 @@ from service.page.packed import empty_page
 
 KEY = "0123456789abcdef"
 PLAIN = HttpSettings(
+    rollouts=RolloutSettings(),
     service=ServiceSettings(),
     algorithm=AlgorithmSettings(group_size=2),
     environments=("guessing",),

@@ -14,7 +14,11 @@ from worlds.settings import queue_settings
 
 from actors.environment.actor import SHOWN_SAMPLES, EnvironmentActor
 from actors.environment.evaluation import plays_of
-from actors.environment.settings import EnvironmentActorSettings, RolloutSettings
+from actors.environment.settings import (
+    EnvironmentActorSettings,
+    PlayedEnvironment,
+    RolloutSettings,
+)
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.codec import decode
@@ -69,8 +73,11 @@ def _start(
         "max_context_tokens": 256,
         "exchange": ExchangeSettings(poll_s=0.2),
         "environments": {
-            "guessing": {"max_guesses": 2},
-            "worlds.environment_fakes:Endless": {"word": "hello"},
+            name: PlayedEnvironment(environment=name, options=options)
+            for name, options in {
+                "guessing": {"max_guesses": 2},
+                "worlds.environment_fakes:Endless": {"word": "hello"},
+            }.items()
         },
     }
     return (
@@ -236,6 +243,7 @@ def test_a_dead_queue_ends_the_run_with_an_error(tokenizer_path: Path) -> None:
 
 
 def test_wrong_options_are_refused_at_the_start(tokenizer_path: Path) -> None:
-    actor = _start(_queue([]), tokenizer_path, environments={"guessing": {"hihg": 9}})
+    wrong = PlayedEnvironment(environment="guessing", options={"hihg": 9})
+    actor = _start(_queue([]), tokenizer_path, environments={"guessing": wrong})
     with pytest.raises(ray.exceptions.RayActorError, match="hihg"):
         ray.get(actor.ping.remote(), timeout=120)

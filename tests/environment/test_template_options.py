@@ -13,7 +13,7 @@ from worlds.environment_fakes import GuessFour
 from actors.environment.actor import EnvironmentActor
 from actors.environment.evaluation import plays_of
 from actors.environment.rendering import template_variables
-from actors.environment.settings import EnvironmentActorSettings
+from actors.environment.settings import EnvironmentActorSettings, PlayedEnvironment
 from actors.policy import GenerateReply, GenerateRequest
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import Task
@@ -67,7 +67,7 @@ async def prompts_under(model: str, options: dict[str, Any]) -> list[list[int]]:
     actor = EnvironmentActor(
         EnvironmentActorSettings(
             rollouts=config_with(model, options).rollouts,
-            environments={"guessing": {}},
+            environments={"guessing": PlayedEnvironment(environment="guessing")},
             max_context_tokens=256,
         ),
         actor_id="e0",

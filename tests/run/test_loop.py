@@ -10,15 +10,17 @@ from worlds.loop_world import OWN_SET, World, make_loop
 
 from actors.deadline import ActorLost, within
 from actors.environment.evaluation import EvaluationSet
-from actors.environment.settings import Sampling
-from actors.environment.tasks import GeneratedTasks
+from actors.environment.settings import CurriculumSettings, Sampling
+from actors.environment.tasks import FileTasks, GeneratedTasks
+from actors.merge.report import GroupReturns
 from actors.trainer.checkpoint import CheckpointError
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.messages import OpenSlot
+from actors.types import Task
 from service.run.health import RunFailed
 from service.run.loop import Commit, Loop
 from service.run.pauses import Gate, Pausable, Pause, Pauses
-from service.run.task_feed import task_index
+from service.run.task_feed import Curriculum, task_index
 
 
 async def test_each_step_is_trained_published_and_finalised_before_its_version_counts() -> None:
@@ -200,6 +202,29 @@ async def test_each_set_is_evaluated_with_its_own_sampling_and_recorded_under_it
     assert world.evaluation_files == [
         f"step-00000{step}-term-0001{name}" for step in (0, 1) for name in ("", "-hard")
     ]
+
+
+async def test_the_parts_of_a_mixture_are_recorded_each_and_together() -> None:
+    world = World()
+    tasks = GeneratedTasks("guessing", run_seed=0).held_out(5)
+    greedy, sampled = Sampling(), Sampling(num_samples=4, temperature=0.5, ks=(1, 2, 4))
+    parts = [
+        EvaluationSet(name=name, tasks=tasks[first:end], sampling=sampling, is_part=True)
+        for name, first, end, sampling in (("a", 0, 2, greedy), ("b", 2, 5, sampled))
+    ]
+    await make_loop(world, steps=1, evaluation_sets=parts).run()
+    last = [each for each in world.evaluations if each.step == 1]
+    assert [(each.name, each.num_samples) for each in last] == [("a", 1), ("b", 4), ("", 1)]
+    assert [each.is_charted for each in last] == [False, False, True]
+    assert world.calls_of("evaluate") == ["evaluate 2", "evaluate 3"] * 2
+
+
+async def test_a_curriculum_learns_of_each_step_and_is_stored_with_the_checkpoint() -> None:
+    world = World(returns=(GroupReturns(task_id="t", environment="x", returns=(1.0, 0.0)),))
+    tasks = FileTasks([Task(task_id="t", environment="x", seed=0)], run_seed=0)
+    curriculum = Curriculum(CurriculumSettings(resting_share=0.1, window=2), tasks)
+    await make_loop(world, steps=3, curriculum=curriculum).run()
+    assert world.curricula[-1] == {"t": (0.5, 0.5)} and curriculum.results == world.curricula[-1]
 
 
 async def test_lost_payloads_give_the_step_back_and_it_is_taken_again() -> None:

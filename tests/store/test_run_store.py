@@ -137,6 +137,24 @@ def test_checkpoints_come_newest_first_and_once_by_name(tmp_path: Path, opened: 
     assert lease.parent is not None and lease.parent.directory == "1-2"
 
 
+def test_a_curriculum_goes_on_from_the_checkpoint(tmp_path: Path, opened: OpenStore) -> None:
+    store = opened(tmp_path)
+    assert store.acquire_lease(owner="a").curriculum is None
+    term = store.acquire_lease(owner="a").term
+    results = {"t1": (1.0, 0.5), "a:t2": (0.0,)}
+    store.commit_checkpoint(
+        term=term,
+        step=1,
+        policy_version=1,
+        directory="1-1",
+        queue_snapshot=queue_snapshot(1),
+        curriculum=results,
+        new_events=[],
+        last_event_seq=-1,
+    )
+    assert store.acquire_lease(owner="b").curriculum == results
+
+
 def test_what_was_committed_after_the_checkpoint_returned_to_leaves_the_lineage(
     tmp_path: Path,
     opened: OpenStore,

@@ -10,12 +10,17 @@ import pytest
 from worlds.control_world import played
 from worlds.trajectory_builders import make_trajectory, make_turn
 
-from actors.environment.evaluation import plays_of, rollout_line
+from actors.environment.evaluation import EvaluationSet, plays_of, rollout_line
 from actors.environment.settings import Sampling
 from actors.environment.turn_loop import MAX_ANSWER_CHARS, short_answer
 from actors.types import Outcome, Task
 from service.config.tree import EvaluationSettings
-from service.telemetry.evaluation import evaluation_record, majority, standard_error
+from service.telemetry.evaluation import (
+    evaluation_record,
+    majority,
+    sampling_of_parts,
+    standard_error,
+)
 from service.telemetry.records import evaluation_line
 
 FOUR = Sampling(num_samples=4, temperature=1.0, ks=(1, 2, 4))
@@ -149,3 +154,16 @@ def test_a_long_answer_is_kept_short_and_still_told_apart() -> None:
     assert len(one) == MAX_ANSWER_CHARS and one != other and one[:200] == other[:200]
     assert one == short_answer("x" * 1000 + "a")
     assert short_answer("half a \ud800 character") == "half a ? character"
+
+
+def test_of_parts_that_were_sampled_in_two_ways_together_no_pass_at_k_is_told() -> None:
+    greedy, sampled = Sampling(), Sampling(num_samples=4, temperature=0.5, ks=(1, 2, 4))
+
+    def parts(*samplings: Sampling) -> list[EvaluationSet]:
+        return [
+            EvaluationSet(name=str(number), tasks=(), sampling=each, is_part=True)
+            for number, each in enumerate(samplings)
+        ]
+
+    assert sampling_of_parts(parts(sampled, sampled)) == sampled
+    assert sampling_of_parts(parts(sampled, greedy)) == replace(sampled, ks=())

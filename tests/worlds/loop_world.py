@@ -16,7 +16,7 @@ from actors.environment.tasks import GeneratedTasks
 from actors.merge.actor import BuiltStep
 from actors.merge.advantages import Baseline
 from actors.merge.groups import PayloadsLost
-from actors.merge.report import MergeReport, StepReport
+from actors.merge.report import GroupReturns, MergeReport, StepReport
 from actors.trainer.abandon import StepAbandoned
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import StepStats
@@ -29,7 +29,7 @@ from service.inference.settings import InferenceSettings
 from service.run.health import FailureLimits, WeightsMoved
 from service.run.loop import Handles, Loop, LoopSettings
 from service.run.pauses import Pauses
-from service.run.task_feed import ConfiguredTasks
+from service.run.task_feed import ConfiguredTasks, Curriculum
 from service.telemetry.records import EvaluationRecord, StepRecord
 
 LIMITS = FailureLimits(
@@ -103,6 +103,8 @@ class World:
     value_shards: list[tuple[str, ...]] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     evaluation_files: list[str] = field(default_factory=list)
+    returns: tuple[GroupReturns, ...] = ()
+    curricula: list[Mapping[str, tuple[float, ...]] | None] = field(default_factory=list)
     saving: int = 0
     num_evicted: int = 0
     on_starve: Callable[[], None] = lambda: None
@@ -185,6 +187,7 @@ class World:
                 RolloutOutcome(rollout_id="r1", reason=EvictionReason.MASKED),
             ),
             report=told,
+            returns=self.returns,
             notices=("r0.a0: turn 0: an empty prompt",) if told.evictions else (),
         )
 
@@ -285,9 +288,16 @@ class Notebook:
         self.world.calls.append("checkpoint failed")
 
     async def checkpoint(
-        self, *, step: int, version: int, directory: str, snapshot: QueueSnapshot
+        self,
+        *,
+        step: int,
+        version: int,
+        directory: str,
+        snapshot: QueueSnapshot,
+        curriculum: Mapping[str, tuple[float, ...]] | None = None,
     ) -> None:
         self.world.calls.append(f"commit {step}")
+        self.world.curricula.append(curriculum)
         self.world.checkpoints.append((step, directory))
         self.world.num_evicted = 0
 
@@ -313,6 +323,7 @@ def make_loop(
     commit_after_s: float = 60.0,
     pauses: Pauses | None = None,
     evaluation_sets: Sequence[EvaluationSet] = (),
+    curriculum: Curriculum | None = None,
 ) -> Loop:
     """parts: in the world's place, by the names of `Handles`."""
     tasks = GeneratedTasks("guessing", run_seed=0)
@@ -324,7 +335,7 @@ def make_loop(
     handles = Handles(
         **fakes, recorder=Notebook(world), tasks=ConfiguredTasks(tasks, group_size=2),
         evaluation_sets=evaluation_sets or OWN_SET, prune_checkpoints=world.prune,
-        pauses=pauses or Pauses(),
+        pauses=pauses or Pauses(), curriculum=curriculum,
     )  # fmt: skip
     settings = LoopSettings(
         term=1,

@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from actors.algorithm import AlgorithmSettings
+from actors.environment.settings import RolloutSettings
 from service.access.keys import digest_of
 from service.api.app import create_app
 from service.api.control import add_control
@@ -93,6 +94,7 @@ def served(
     limits = limits or ServiceSettings(max_tasks_per_request=8, max_waiting_tasks=8)
     held = SessionSettings(hold_s=hold_s)
     settings = HttpSettings(
+        rollouts=RolloutSettings(),
         service=limits,
         sessions=held,
         algorithm=AlgorithmSettings(group_size=2),

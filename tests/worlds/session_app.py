@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.types import Message
 
 from actors.algorithm import AlgorithmSettings
+from actors.environment.settings import RolloutSettings
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.api.app import create_app
 from service.api.settings import HttpSettings
@@ -56,6 +57,7 @@ class SessionRun:
 
     def app(self) -> FastAPI:
         settings = HttpSettings(
+            rollouts=RolloutSettings(),
             service=ServiceSettings(max_body_kib=64),
             algorithm=AlgorithmSettings(group_size=2),
             sessions=self.gateway.settings,
