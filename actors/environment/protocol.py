@@ -304,8 +304,8 @@ class Environment(Protocol):
     A constructor takes options as keyword arguments and does nothing slow; slow work belongs in
     `reset`. No method may block the event loop: other episodes share it. An attribute `data_schema`
     may hold the JSON schema of its tasks' data (`task_data`); without it any object is taken. A
-    method `first_messages(data)` may tell a task's first messages without beginning it: tasks whose
-    prompt is too long are left out before the start then.
+    method `first_messages(data)` may tell a task's first messages without beginning it, and an
+    attribute `tools` the tools: tasks whose prompt is too long are left out before the start then.
     """
 
     async def reset(self, task: Task) -> Observation:

@@ -8,28 +8,30 @@
 
 Either may be a coroutine. The columns of the data set come by their names, those alone that the
 function names unless it takes `**columns`; so does `prompt` (`prompts`), as it stands in the data.
-Called by `actors.environment.builtin.single_turn`.
+Where tools were played with, `messages` is the conversation since the prompt and `environment`
+(`environments`) the instance of the class whose methods are the tools.
+Called by `actors.environment.builtin.single_turn` and `tools`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from actors.environment.protocol import RewardError
+from actors.environment.user_names import BadName, find
 from actors.limits import MAX_REWARD
 
 # What TRL's trainers give a function besides, and nobody has here.
 _TRAINERS = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric"})
+# What an episode has beside the columns: of a function with lists, the first is `environments`.
+EXTRAS = frozenset({"environment", "messages"})
 # As HTTP has them.
 MAX_PARTS, MAX_NAME = 64, 128
 
@@ -61,26 +63,40 @@ class RewardFunction:
     required: frozenset[str]
     """Those without a default, which have to be columns."""
 
-    def check(self, columns: Mapping[str, Any]) -> None:
-        """Raises: ValueError where the data have not what it needs."""
-        if missing := sorted(self.required - columns.keys()):
+    def check(self, columns: Mapping[str, Any], *, extras: frozenset[str] = frozenset()) -> None:
+        """extras: which of EXTRAS there are. Raises: ValueError where the data have not what it
+        needs."""
+        if missing := sorted(self.required - columns.keys() - extras):
             raise ValueError(
                 f"reward function {self.name} needs {', '.join(missing)}, got the columns "
                 f"{', '.join(sorted(columns)) or 'none'}; map them in tasks.columns, or give the "
                 "argument a default"
             )
 
-    async def score(self, completion: str, columns: Mapping[str, Any]) -> Score | None:
+    async def score(
+        self,
+        completion: str,
+        columns: Mapping[str, Any],
+        *,
+        extras: Mapping[str, Any] | None = None,
+    ) -> Score | None:
         """Score one answer; None: it has nothing to say of it (TRL's None).
 
+        extras: by EXTRAS' names.
         Raises: RewardError for what is no score, and whatever the function raises.
         """
+        columns = {**columns, **(extras or {})}
         if not self.takes_lists:
             found = await self._call({**columns, "completion": completion})
             return None if found is None else self._read(found)
         prompt = columns["prompt"]
-        answer = completion if isinstance(prompt, str) else _as_conversation(completion)
-        lists = {name: [value] for name, value in columns.items() if name != "prompt"}
+        conversation = columns.get("messages", _as_conversation(completion))
+        answer = completion if isinstance(prompt, str) else conversation
+        lists = {
+            "environments" if name == "environment" else name: [value]
+            for name, value in columns.items()
+            if name != "prompt"
+        }
         found = await self._call({**lists, "prompts": [prompt], "completions": [answer]})
         if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != 1:
             raise RewardError(
@@ -148,55 +164,16 @@ def names_of(asked: str | Sequence[str] | Mapping[str, float]) -> list[str]:
     return [asked] if isinstance(asked, str) else list(asked)
 
 
-def module_of(text: str) -> str:
-    """The module of a function's name. Raises: BadRewardFunction.
-
-    Example: rewards/my.py:score -> rewards.my
-    """
-    place, colon, name = text.partition(":")
-    if place.endswith(".py"):
-        place = place.removesuffix(".py").removeprefix("./").replace("/", ".")
-    if not colon or not name or not place or place.startswith("."):
-        raise BadRewardFunction(
-            f"reward: got {text!r}, expected FILE.py:FUNCTION below the directory that the command "
-            "is started in, or package.module:FUNCTION"
-        )
-    return place
-
-
 @lru_cache(maxsize=64, typed=True)
 def _load(text: str, weight: object) -> RewardFunction:
     """Once for the process: an environment is made for each episode."""
     if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
         raise BadRewardFunction(f"reward: the weight of {text} is {weight!r}, expected a number")
-    place, _, name = text.partition(":")
     try:
-        module = importlib.import_module(module_of(text))
-        _check_file(module, place)
-        found: Any = module
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise BadRewardFunction(
-            f"reward: {text}: {error}; expected a function of a module that can be imported from "
-            "where the command is started"
-        ) from error
-    return _read_signature(text, name, found, float(weight))
-
-
-def _check_file(module: ModuleType, place: str) -> None:
-    """A file's name may be that of another module, which is imported then.
-
-    Raises: BadRewardFunction.
-    """
-    if not place.endswith(".py") or not (file := Path(place)).is_file():
-        return
-    found = getattr(module, "__file__", None)
-    if found is None or not file.samefile(found):
-        raise BadRewardFunction(
-            f"reward: {place} is not what Python imports by its name ({found or 'a built-in'} is); "
-            "rename the file"
-        )
+        found = find(text, what="reward")
+    except BadName as error:
+        raise BadRewardFunction(str(error)) from error
+    return _read_signature(text, text.partition(":")[2], found, float(weight))
 
 
 def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFunction:
@@ -212,7 +189,9 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
         if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
     }
     answers = named.keys() & {"completion", "completions"}
-    if len(answers) != 1 and not (takes_all and not answers):
+    takes_lists = bool(named.keys() & {"completions", "environments"})
+    reads_other = takes_all or named.keys() & {*EXTRAS, "environments"}
+    if len(answers) != 1 and not (reads_other and not answers):
         raise BadRewardFunction(
             f"reward: {text} takes ({', '.join(parameters)}), expected an argument completion, or "
             "completions as TRL has it"
@@ -223,12 +202,13 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
             f"reward: {text} needs {', '.join(unknown)}, which a trainer alone has; expected "
             "arguments that are columns; give them a default"
         )
-    prompt = "prompts" if "completions" in answers else "prompt"
+    prompt = "prompts" if takes_lists else "prompt"
+    required = {"environment" if name == "environments" else name for name in required}
     return RewardFunction(
         name=name,
         function=found,
         weight=weight,
-        takes_lists="completions" in answers,
+        takes_lists=takes_lists,
         named=None if takes_all else frozenset(named),
         required=frozenset(required - answers - {prompt}),
     )

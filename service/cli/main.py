@@ -82,6 +82,13 @@ def start(
         list[str] | None,
         typer.Option(metavar="FILE.py:FUNCTION", help="score each answer by it; several are added"),
     ] = None,
+    tools: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="a tool that the policy may call, or a class of tools; for each one more",
+        ),
+    ] = None,
     address: Annotated[
         str | None, typer.Option(help="join this Ray cluster instead of starting a local one")
     ] = None,
@@ -119,6 +126,7 @@ def start(
                 config or (resumed and _own_config(resumed)),
                 dataset=dataset,
                 rewards=reward or [],
+                tools=tools or [],
                 model=model,
                 overrides=overrides or [],
             )
@@ -209,11 +217,12 @@ def _configuration(
     *,
     dataset: str | None,
     rewards: list[str],
+    tools: list[str],
     model: str | None,
     overrides: list[str],
 ) -> Config:
     """The file's, or one that is made for a data set and its reward. Raises: ConfigError."""
-    tasks = tasks_of(dataset, rewards)
+    tasks = tasks_of(dataset, rewards, tools)
     given = [f"tasks.{key}={json.dumps(value)}" for key, value in tasks.items()]
     if file is not None:
         if dataset is not None:
@@ -230,7 +239,7 @@ def _configuration(
             "FILE.py:FUNCTION, or --resume RUN_DIR"
         )
     has_gpu = Path("/dev/nvidia0").exists()
-    tree = quick_tree(dataset, model=model, has_gpu=has_gpu)
+    tree = quick_tree(dataset, model=model, has_gpu=has_gpu, has_tools=bool(tools))
     tree["tasks"] = {"evaluation_tasks": 0, **tasks}
     return parse_config(tree, source="for --dataset and --reward", overrides=overrides)
 

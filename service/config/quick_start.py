@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from actors.environment.builtin.single_turn import SINGLE_TURN
+from actors.environment.builtin.tools import TOOLS
 
+# Calls and answers of one episode with tools.
+MAX_TOOL_TURNS = 8
 # Of a model that somebody has trained.
 _LEARNING_RATE = 1e-6
 # What the tiny model learns by: deploy/configs/guessing-cpu.yaml says why.
@@ -35,20 +38,36 @@ _TINY: dict[str, Any] = {
 }
 
 
-def tasks_of(dataset: str | None, rewards: list[str]) -> dict[str, Any]:
-    """The section `tasks` of a data set and reward functions; either may be left out."""
+def tasks_of(dataset: str | None, rewards: list[str], tools: list[str]) -> dict[str, Any]:
+    """The section `tasks` of a data set, reward functions and tools; each may be left out."""
     tasks: dict[str, Any] = {} if dataset is None else {"dataset": dataset}
     if rewards:
         functions = rewards[0] if len(rewards) == 1 else rewards
         tasks |= {"environment": SINGLE_TURN, "options": {"reward": functions}}
+    if tools:
+        options = {**tasks.get("options", {}), "tools": tools}
+        tasks |= {"environment": TOOLS, "options": options}
     return tasks
 
 
-def quick_tree(dataset: str, *, model: str | None, has_gpu: bool) -> dict[str, Any]:
+def quick_tree(
+    dataset: str, *, model: str | None, has_gpu: bool, has_tools: bool
+) -> dict[str, Any]:
     """All but the section `tasks`.
 
     Args: dataset: whose name the run gets. model: a directory or a hub's name; None: the tiny one.
     """
+    tree = _tree(dataset, model=model, has_gpu=has_gpu)
+    if has_tools:
+        tree["rollouts"] |= {"max_turns": MAX_TOOL_TURNS}
+        if model is None:
+            # A call is longer than an answer.
+            tree["rollouts"]["max_tokens_per_turn"] = 32
+            tree["model"]["max_context_tokens"] = 512
+    return tree
+
+
+def _tree(dataset: str, *, model: str | None, has_gpu: bool) -> dict[str, Any]:
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(dataset).stem).strip("-.") or "run"
     named = {"run": {"name": name[:64]}}
     if model is None:

@@ -208,12 +208,13 @@ def _fitting(
     """Those whose prompt leaves room for an answer. Raises: ConfigError."""
     if (first_messages := _first_messages(config)) is None:
         return tasks
+    tools = getattr(_maker(config)(), "tools", ())
     renderer = _renderer(config, model_path)
     room = config.model.max_context_tokens - config.rollouts.max_tokens_per_turn
     fitting = []
     for task in tasks:
         try:
-            prompt = renderer.first_prompt(first_messages(task.data), ())
+            prompt = renderer.first_prompt(first_messages(task.data), tools)
         except RenderError as error:
             raise ConfigError(
                 f"model: its chat template cannot render the prompt of {task.task_id}: {error}"

@@ -12,8 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from actors.environment.builtin.single_turn import SINGLE_TURN
-from actors.environment.reward_functions import module_of, names_of
+from actors.environment.builtin.tools import TOOLS
+from actors.environment.reward_functions import names_of
 from actors.environment.tasks import FileTasks, MixedTasks
+from actors.environment.user_names import module_of
 from service.config.file import ConfigError
 from service.config.tasks import open_tasks
 from service.config.tree import Config, TasksSettings
@@ -49,9 +51,10 @@ def _modules(tasks: TasksSettings) -> list[str]:
     module, colon, _ = tasks.environment.partition(":")
     if colon:
         return [module]
-    if tasks.environment != SINGLE_TURN:
+    if tasks.environment not in (SINGLE_TURN, TOOLS):
         return []
-    return [module_of(each) for each in names_of(tasks.options["reward"])]
+    asked = {"reward": tasks.options["reward"], "tools": tasks.options.get("tools", [])}
+    return [module_of(each, what=what) for what, given in asked.items() for each in names_of(given)]
 
 
 def write_sources(file: Path, sources: Sources) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from actors.environment.protocol import Action, RewardError, Role
 from actors.environment.registry import BadEnvironmentOptions, resolve
-from actors.environment.reward_functions import BadRewardFunction, load_functions, module_of
+from actors.environment.reward_functions import BadRewardFunction, load_functions
+from actors.environment.user_names import BadName, module_of
 from actors.types import Task
 
 MODULE = """
@@ -180,12 +181,12 @@ def test_what_is_no_reward_function_is_refused_before_the_start(reward: Any, wor
 
 
 def test_a_file_is_the_module_of_its_path() -> None:
-    assert module_of("my.py:score") == "my"
-    assert module_of("./rewards/my.py:score") == "rewards.my"
-    assert module_of("package.module:score") == "package.module"
+    assert module_of("my.py:score", what="reward") == "my"
+    assert module_of("./rewards/my.py:score", what="reward") == "rewards.my"
+    assert module_of("package.module:score", what="reward") == "package.module"
     for text in ("my.py", ":score", "/tmp/my.py:score", "../my.py:score", "my.py:"):
-        with pytest.raises(BadRewardFunction, match=r"expected FILE\.py:FUNCTION below"):
-            module_of(text)
+        with pytest.raises(BadName, match=r"reward: got .*expected FILE\.py:NAME below"):
+            module_of(text, what="reward")
     with pytest.raises(BadRewardFunction, match="the name of two functions"):
         load_functions(["rewards_of_test:exact", "rewards_of_test.py:exact"])
 

@@ -84,12 +84,16 @@ class SingleTurnEnvironment:
         except RewardError as error:
             raise RewardError(str(error), rescore=lambda: self._scored(action.text)) from error
 
+    def _extras(self) -> Mapping[str, Any]:
+        """What reward functions get beside the columns."""
+        return {}
+
     async def _scored(self, completion: str) -> StepResult:
         """Raises: RewardError."""
         scores: dict[RewardFunction, Score] = {}
         for function in self._functions:
             try:
-                score = await function.score(completion, self._columns)
+                score = await function.score(completion, self._columns, extras=self._extras())
             except RewardError:
                 raise
             except (Exception, SystemExit) as error:

@@ -1,0 +1,179 @@
+"""A prompt out of the data, tools that are functions, and a user's functions that score the answer.
+
+A turn is either calls of tools, each answered by a message, or the final answer, which the reward
+functions score as those of `single_turn` do. A tool that raises answers with its error. Malformed
+calls are answered with what was wrong, and end the episode after `max_malformed` such turns in a
+row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from actors.environment.builtin.single_turn import SingleTurnEnvironment
+from actors.environment.function_tools import BadArguments, FunctionTool, load_tools
+from actors.environment.protocol import (
+    Action,
+    MalformedCall,
+    Message,
+    Observation,
+    Role,
+    StepResult,
+    ToolCall,
+)
+from actors.environment.reward_functions import EXTRAS
+from actors.environment.tool_calls import visible_text
+from actors.environment.user_code import CallFailed, CallTimedOut, bounded
+from actors.types import Task
+
+TOOLS = "tools"
+"""Its registered name."""
+
+MAX_CALLS_PER_TURN = 8
+MAX_ERROR_CHARS = 500
+ERROR = "error: {message}"
+
+
+class ToolsEnvironment(SingleTurnEnvironment):
+    """One task's prompt, calls and answer."""
+
+    def __init__(
+        self,
+        reward: str | Sequence[str] | Mapping[str, float],
+        tools: str | Sequence[str],
+        system: str | None = None,
+        call_limit_s: float = 20.0,
+        max_answer_chars: int = 8000,
+        max_malformed: int = 3,
+    ) -> None:
+        """reward, system: as `single_turn`. tools: as `load_tools`. call_limit_s: of each call;
+        a function that is no coroutine goes on in its thread all the same. max_answer_chars: of a
+        tool's answer; the rest is cut off.
+
+        Raises: BadRewardFunction, BadTool; ValueError for the others.
+        """
+        super().__init__(reward, system)
+        names = [tools] if isinstance(tools, str) else list(tools)
+        if not names:
+            raise ValueError("tools: got none, expected one or more, such as my_tools.py:search")
+        if not (0 < call_limit_s < 86400 and max_answer_chars > 0 and max_malformed >= 0):
+            raise ValueError(
+                f"tools: got call_limit_s={call_limit_s}, max_answer_chars={max_answer_chars}, "
+                f"max_malformed={max_malformed}; expected seconds above 0, one character or more, "
+                "and turns from 0"
+            )
+        self._toolset = load_tools(names)
+        self._call_limit_s = call_limit_s
+        self._max_answer_chars = max_answer_chars
+        self._max_malformed = max_malformed
+        self._instances: list[Any] = []
+        self._tools: dict[str, FunctionTool] = {}
+        self._malformed_in_a_row = 0
+        self._messages: list[dict[str, Any]] = []
+
+    @property
+    def tools(self) -> Sequence[Any]:
+        """As `Observation.tools`, without beginning a task."""
+        return self._toolset.schemas
+
+    async def reset(self, task: Task) -> Observation:
+        for function in self._functions:
+            function.check(task.data, extras=EXTRAS)
+        self._columns = task.data
+        self._malformed_in_a_row, self._messages = 0, []
+        self._instances = [await asyncio.to_thread(each.make) for each in self._toolset.classes]
+        bound = [
+            tool
+            for each, instance in zip(self._toolset.classes, self._instances, strict=True)
+            for tool in each.bound(instance)
+        ]
+        self._tools = {tool.schema.name: tool for tool in (*self._toolset.functions, *bound)}
+        messages = list(self.first_messages(task.data))
+        for instance in self._instances:
+            seen = await _call_if_there(instance, "reset", **task.data)
+            if isinstance(seen, str) and seen:
+                messages[-1] = replace(messages[-1], content=messages[-1].content + seen)
+        return Observation(messages=tuple(messages), tools=self._toolset.schemas)
+
+    async def step(self, action: Action) -> StepResult:
+        """Raises: RewardError."""
+        self._messages.append(_told(action))
+        if action.calls:
+            return await self._answer_calls(action.calls)
+        return await super().step(action)
+
+    def _extras(self) -> Mapping[str, Any]:
+        instance = self._instances[0] if self._instances else None
+        return {"environment": instance, "messages": self._messages}
+
+    async def _answer_calls(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
+        taken = calls[:MAX_CALLS_PER_TURN]
+        # One after the other: the policy has written them in an order.
+        answers = [await self._answer(call) for call in taken]
+        num_malformed = len(calls) - len(taken) + sum(is_malformed for _, is_malformed in answers)
+        messages = tuple(message for message, _ in answers)
+        self._messages += [
+            {"role": "tool", "name": message.name, "content": message.content}
+            for message in messages
+        ]
+        self._malformed_in_a_row = self._malformed_in_a_row + 1 if num_malformed else 0
+        is_over = self._malformed_in_a_row > self._max_malformed
+        return StepResult(
+            messages=() if is_over else messages,
+            terminated=is_over,
+            is_malformed=num_malformed > 0,
+            ended_by_malformed=is_over,
+        )
+
+    async def _answer(self, call: ToolCall | MalformedCall) -> tuple[Message, bool]:
+        """A tool's message, and whether the call was malformed."""
+        if isinstance(call, MalformedCall):
+            return Message(role=Role.TOOL, content=ERROR.format(message=call.message)), True
+        tool, is_malformed = self._tools[call.name], False
+        try:
+            found = await bounded(lambda: tool.call(call.arguments), limit_s=self._call_limit_s)
+            content = found[: self._max_answer_chars]
+        except CallTimedOut:
+            content = ERROR.format(message=f"no answer within {self._call_limit_s:g} s.")
+        except CallFailed as error:
+            cause = error.__cause__
+            is_malformed = isinstance(cause, BadArguments)
+            said = str(cause) or type(cause).__name__
+            content = ERROR.format(message=said[:MAX_ERROR_CHARS])
+        content = content.encode(errors="replace").decode()
+        message = Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
+        return message, is_malformed
+
+    async def close(self) -> None:
+        instances, self._instances = self._instances, []
+        for instance in instances:
+            await _call_if_there(instance, "close")
+
+
+async def _call_if_there(instance: Any, name: str, **arguments: Any) -> Any:
+    """A method of a user's class, with those arguments that it takes; in a thread if it blocks."""
+    method = getattr(instance, name, None)
+    if method is None:
+        return None
+    parameters = inspect.signature(method).parameters
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        arguments = {key: value for key, value in arguments.items() if key in parameters}
+    if inspect.iscoroutinefunction(method):
+        return await method(**arguments)
+    return await asyncio.to_thread(method, **arguments)
+
+
+def _told(action: Action) -> dict[str, Any]:
+    """An assistant's turn, as reward functions are shown it."""
+    message: dict[str, Any] = {"role": "assistant", "content": visible_text(action.text)}
+    calls = [call for call in action.calls if isinstance(call, ToolCall)]
+    if calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": each.name, "arguments": dict(each.arguments)}}
+            for each in calls
+        ]
+    return message

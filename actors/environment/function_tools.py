@@ -1,0 +1,256 @@
+"""Tools that are a user's typed Python functions, or the methods of a class.
+
+    def search(query: str, limit: int = 5) -> str:
+        \"\"\"Search the archive.
+
+        Args:
+            query: Words to look for.
+        \"\"\"
+
+The schema that the policy is shown comes from the signature, the descriptions from the docstring.
+Arguments are held to the types and converted before the call. Of a class each public method with
+a docstring is a tool; an instance is made for each episode, and its `reset(**columns)`, where there
+is one, is called first: what TRL's trainers take as `environment_factory`. Called by
+`actors.environment.builtin.tools`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from docstring_parser import parse as parse_docstring
+from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError, create_model
+from pydantic import ValidationError as BadValue
+
+from actors.environment.protocol import ToolSchema
+from actors.environment.user_names import BadName, find
+
+_NOT_TAKEN = (
+    inspect.Parameter.VAR_POSITIONAL,
+    inspect.Parameter.VAR_KEYWORD,
+    inspect.Parameter.POSITIONAL_ONLY,
+)
+# Methods of a class that are not the policy's to call.
+_OWN = frozenset({"reset", "close"})
+
+
+class BadTool(ValueError):
+    """There is no such tool, or none that a policy can be told how to call."""
+
+
+class BadArguments(Exception):
+    """What the policy gave does not fit; the message is one short sentence for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionTool:
+    """A function, and how it is called."""
+
+    schema: ToolSchema
+    function: Callable[..., Any]
+    arguments: type[BaseModel]
+
+    def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the function's types have them. Raises: BadArguments."""
+        try:
+            read = self.arguments.model_validate(arguments)
+        except BadValue as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise BadArguments(f"Argument {where}: {first['msg']}.") from None
+        return {name: getattr(read, name) for name in type(read).model_fields}
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Call it, in a thread where it is no coroutine.
+
+        Raises: BadArguments; whatever it raises.
+        """
+        read = self.read(arguments)
+        if inspect.iscoroutinefunction(self.function):
+            return as_text(await self.function(**read))
+        found = await asyncio.to_thread(self.function, **read)
+        return as_text(await found if inspect.isawaitable(found) else found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolClass:
+    """A class whose methods are tools."""
+
+    name: str
+    make: Callable[[], Any]
+    tools: tuple[FunctionTool, ...]
+    """Not bound to an instance."""
+
+    def bound(self, instance: Any) -> tuple[FunctionTool, ...]:
+        """Its tools, of one instance."""
+        return tuple(
+            FunctionTool(
+                schema=tool.schema,
+                function=getattr(instance, tool.schema.name),
+                arguments=tool.arguments,
+            )
+            for tool in self.tools
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toolset:
+    """What an environment declares."""
+
+    functions: tuple[FunctionTool, ...]
+    classes: tuple[ToolClass, ...]
+
+    @property
+    def schemas(self) -> tuple[ToolSchema, ...]:
+        of_classes = (tool for each in self.classes for tool in each.tools)
+        return tuple(tool.schema for tool in (*self.functions, *of_classes))
+
+
+def load_tools(names: Sequence[str]) -> Toolset:
+    """Find tools by their names.
+
+    Args: names: such as "my_tools.py:search", or "package.module:Class".
+    Raises: BadTool.
+    """
+    found = [_load(name) for name in names]
+    tools = Toolset(
+        functions=tuple(each for each in found if isinstance(each, FunctionTool)),
+        classes=tuple(each for each in found if isinstance(each, ToolClass)),
+    )
+    taken = [schema.name for schema in tools.schemas]
+    if twice := sorted({name for name in taken if taken.count(name) > 1}):
+        raise BadTool(
+            f"tools: {', '.join(twice)} is the name of two tools, expected names of their own; "
+            "rename one"
+        )
+    return tools
+
+
+def as_text(found: object) -> str:
+    """What a tool gave, as the policy reads it: a text as it is, anything else as JSON."""
+    if isinstance(found, str):
+        return found
+    if isinstance(found, BaseModel):
+        return found.model_dump_json()
+    try:
+        return json.dumps(found, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(found)
+
+
+@functools.lru_cache(maxsize=256)
+def _load(name: str) -> FunctionTool | ToolClass:
+    """Once for the process: an environment is made for each episode."""
+    try:
+        found = find(name, what="tools")
+    except BadName as error:
+        raise BadTool(str(error)) from error
+    if inspect.isclass(found):
+        return _read_class(name, found)
+    if not callable(found):
+        raise BadTool(
+            f"tool {name} is a {type(found).__name__}, expected a function, or a class whose "
+            "methods are tools; name one"
+        )
+    return read_function(found, where=f"tool {name}")
+
+
+def _read_class(name: str, found: type) -> ToolClass:
+    required = [
+        each.name
+        for each in inspect.signature(found).parameters.values()
+        if each.default is each.empty and each.kind not in _NOT_TAKEN[:2]
+    ]
+    if required:
+        raise BadTool(
+            f"tool {name}: {found.__name__} needs {', '.join(required)} to be made, expected a "
+            "class that is made without arguments: one is made for each episode; give defaults"
+        )
+    methods = [
+        method
+        for method_name, method in inspect.getmembers(found, inspect.isfunction)
+        if not method_name.startswith("_") and method_name not in _OWN
+    ]
+    if not methods:
+        raise BadTool(
+            f"tool {name}: {found.__name__} has no public method besides reset and close, expected "
+            "one or more, which are its tools"
+        )
+    tools = tuple(
+        read_function(method, where=f"tool {name}.{method.__name__}", is_method=True)
+        for method in methods
+    )
+    return ToolClass(name=found.__name__, make=found, tools=tools)
+
+
+def read_function(
+    function: Callable[..., Any], *, where: str, is_method: bool = False
+) -> FunctionTool:
+    """Read a function's signature and docstring. where: names it in errors. Raises: BadTool."""
+    name = getattr(function, "__name__", type(function).__name__)
+    parameters = list(inspect.signature(function).parameters.values())[1 if is_method else 0 :]
+    told = parse_docstring(inspect.getdoc(function) or "")
+    description = "\n\n".join(
+        part for part in (told.short_description, told.long_description) if part
+    )
+    if not description:
+        raise BadTool(
+            f"{where} has no docstring, expected one: it is what the policy is told of the tool"
+        )
+    try:
+        types = get_type_hints(function, include_extras=True)
+    except Exception as error:
+        # A name in an annotation that is not there, or whatever its evaluation raises.
+        raise BadTool(f"{where}: its annotations cannot be read ({error}); mend them") from error
+    described = {each.arg_name: each.description for each in told.params}
+    fields: dict[str, Any] = {}
+    for parameter in parameters:
+        if parameter.kind in _NOT_TAKEN:
+            named = str(parameter).partition(":")[0]
+            raise BadTool(
+                f"{where} takes {named}, expected arguments that can be given by their names; "
+                "name them"
+            )
+        if parameter.name not in types:
+            raise BadTool(
+                f"{where}: the argument {parameter.name} has no type, expected one such as "
+                f"{parameter.name}: str; the policy is told it"
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        field = Field(default, description=described.get(parameter.name))
+        fields[parameter.name] = (types[parameter.name], field)
+    try:
+        arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        schema = arguments.model_json_schema()
+    except (PydanticSchemaGenerationError, TypeError, ValueError, NameError) as error:
+        raise BadTool(
+            f"{where}: no JSON schema can be made of its arguments "
+            f"({str(error).splitlines()[0]}); expected types that JSON has, such as str, int, "
+            "float, bool, list[str], Literal, an enum or a dataclass"
+        ) from error
+    return FunctionTool(
+        schema=ToolSchema(name=name, description=description, parameters=_plain(schema)),
+        function=function,
+        arguments=arguments,
+    )
+
+
+def _plain(tree: Any) -> Any:
+    """Without pydantic's titles, which repeat the names, and what the checks see to."""
+    if isinstance(tree, list):
+        return [_plain(each) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        name: _plain(value)
+        for name, value in tree.items()
+        # An argument may have one of these names: its schema is a mapping.
+        if not (name == "title" and isinstance(value, str))
+        and not (name == "additionalProperties" and value is False)
+    }

@@ -1,0 +1,335 @@
+"""Tools that are functions and classes of a user's: what the policy is told, and what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import sys
+import time
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar, Literal
+
+import pytest
+
+from actors.environment.builtin.tools import ToolsEnvironment
+from actors.environment.function_tools import BadTool, load_tools, read_function
+from actors.environment.protocol import (
+    Action,
+    MalformedCall,
+    MalformedReason,
+    RewardError,
+    ToolCall,
+)
+from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.types import Task
+
+
+class Order(enum.Enum):
+    NEWEST = "newest"
+    OLDEST = "oldest"
+
+
+@dataclass
+class Place:
+    city: str
+    zip: int = 0
+
+
+def search(
+    query: str, limit: int = 5, order: Order = Order.NEWEST, near: Place | None = None
+) -> Any:
+    """Search the archive.
+
+    Looks at titles too.
+
+    Args:
+        query: Words to look for.
+        limit: How many
+            come back.
+    """
+    return {"query": query, "limit": limit, "order": order.value, "near": near and near.city}
+
+
+async def slow(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def blocking(seconds: float) -> str:
+    """Wait in a thread."""
+    time.sleep(seconds)
+    return "done"
+
+
+def failing(kind: Literal["plain", "exit", "quiet"]) -> str:
+    """Fail."""
+    raise {"plain": ValueError("no such row"), "exit": SystemExit(3), "quiet": KeyError()}[kind]
+
+
+def long(count: int) -> str:
+    """Say much."""
+    return "x" * count
+
+
+class Counter:
+    """TRL's form of an environment."""
+
+    closed: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def reset(self, **columns: Any) -> str:
+        self.target = columns["target"]
+        return " Start at 0."
+
+    def add(self, amount: int) -> int:
+        """Add to the total.
+
+        Args:
+            amount: How much.
+        """
+        if self.total + amount > 10:
+            raise ValueError("Too much.")
+        self.total += amount
+        return self.total
+
+    def close(self) -> None:
+        self.closed.append(self.total)
+
+
+class NeedsMore:
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+
+class Empty:
+    def reset(self) -> None: ...
+
+
+def untyped(query) -> str:  # type: ignore[no-untyped-def]
+    """Search."""
+    return str(query)
+
+
+def starred(*queries: str) -> str:
+    """Search."""
+    return ""
+
+
+def undocumented(query: str) -> str:
+    return query
+
+
+def unknown_type(query: asyncio.Queue[int]) -> str:
+    """Search."""
+    return ""
+
+
+NOT_CALLABLE = 3
+
+
+def exact(completion: str, answer: str = "") -> float:
+    return float(completion.strip() == answer)
+
+
+def by_messages(messages: list[dict[str, Any]]) -> dict[str, float]:
+    return {"calls": float(sum("tool_calls" in each for each in messages)), "all": len(messages)}
+
+
+def by_environments(environments: list[Counter], **kwargs: Any) -> list[float]:
+    return [float(each.total == each.target) for each in environments]
+
+
+def by_environment(environment: Counter) -> float:
+    return float(environment.total)
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("tools_of_test")
+    vars(module).update({name: value for name, value in globals().items() if name[0] != "_"})
+    monkeypatch.setitem(sys.modules, "tools_of_test", module)
+
+
+def named(*names: str) -> list[str]:
+    return [f"tools_of_test:{name}" for name in names]
+
+
+def made(*tools: str, reward: str = "exact", **options: Any) -> ToolsEnvironment:
+    return ToolsEnvironment(named(reward), named(*tools), **options)
+
+
+def task(**data: Any) -> Task:
+    return Task(task_id="t", environment="tools", seed=0, data={"prompt": "Go.", **data})
+
+
+def call(name: str, **arguments: Any) -> Action:
+    return Action(text="…", calls=(ToolCall(name=name, arguments=arguments, id="c1"),))
+
+
+def test_the_schema_comes_from_the_signature_and_the_docstring() -> None:
+    schema = read_function(search, where="tool search").schema
+    assert schema.name == "search"
+    assert schema.description == "Search the archive.\n\nLooks at titles too."
+    properties = schema.parameters["properties"]
+    assert properties["query"] == {"type": "string", "description": "Words to look for."}
+    assert properties["limit"] == {
+        "type": "integer", "default": 5, "description": "How many\ncome back.",
+    }  # fmt: skip
+    assert schema.parameters["required"] == ["query"]
+    assert schema.parameters["$defs"]["Order"]["enum"] == ["newest", "oldest"]
+    assert "'title'" not in str(schema.for_template())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("untyped", "the argument query has no type"),
+        ("starred", r"takes \*queries, expected arguments that can be given by their names"),
+        ("undocumented", "has no docstring"),
+        ("unknown_type", "no JSON schema can be made"),
+        ("NOT_CALLABLE", "is a int, expected a function, or a class"),
+        ("NeedsMore", "NeedsMore needs url to be made"),
+        ("Empty", "has no public method besides reset and close"),
+        ("nowhere", "has no attribute 'nowhere'"),
+    ],
+)
+def test_what_is_no_tool_is_refused_before_the_start(name: str, words: str) -> None:
+    with pytest.raises(BadEnvironmentOptions, match=words):
+        resolve("tools", {"reward": named("exact"), "tools": named(name)})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tools": []}, "tools: got none"),
+        ({"tools": "a.py"}, "expected FILE.py:NAME"),
+        ({"tools": named("long"), "call_limit_s": 0}, "call_limit_s=0"),
+        ({"tools": named("long"), "max_answer_chars": 0}, "max_answer_chars=0"),
+        ({}, "missing a required argument: 'tools'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadEnvironmentOptions, match=words):
+        resolve("tools", {"reward": named("exact"), **options})
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(BadTool, match="search is the name of two tools"):
+        load_tools(["tools_of_test:search", "tools_of_test.py:search"])
+
+
+async def test_calls_are_converted_answered_in_order_and_the_answer_is_scored() -> None:
+    environment = made("search", "slow")
+    start = await environment.reset(task(answer="7"))
+    assert [each.name for each in start.tools] == ["search", "slow"]
+    two = Action(
+        text="…",
+        calls=(
+            ToolCall(name="search", arguments={"query": "é", "order": "oldest"}, id="c1"),
+            ToolCall(name="search", arguments={"query": "x", "near": {"city": "Rome"}}, id="c2"),
+        ),
+    )
+    result = await environment.step(two)
+    assert [(m.name, m.tool_call_id, m.content) for m in result.messages] == [
+        ("search", "c1", '{"query": "é", "limit": 5, "order": "oldest", "near": null}'),
+        ("search", "c2", '{"query": "x", "limit": 5, "order": "newest", "near": "Rome"}'),
+    ]
+    assert not result.is_malformed and not result.terminated and result.reward == 0
+    last = await environment.step(Action(text="<think>so</think>7"))
+    assert not last.is_malformed and last.terminated and last.answer == "7"
+
+
+@pytest.mark.parametrize(
+    ("action", "content", "is_malformed"),
+    [
+        (call("search", query="x", limit="many"), "error: Argument limit: Input should be", True),
+        (call("search", query="x", order="best"), "error: Argument order: Input should be", True),
+        (call("search"), "error: Argument query: Field required.", True),
+        (call("failing", kind="plain"), "error: no such row", False),
+        (call("failing", kind="exit"), "error: SystemExit: 3", False),
+        (call("failing", kind="quiet"), "error: KeyError", False),
+        (call("slow", seconds=5), "error: no answer within 0.2 s.", False),
+        (call("blocking", seconds=1), "error: no answer within 0.2 s.", False),
+        (call("long", count=50), "x" * 20, False),
+        (
+            Action(
+                text="…",
+                calls=(MalformedCall(reason=MalformedReason.INVALID_JSON, message="No JSON."),),
+            ),
+            "error: No JSON.",
+            True,
+        ),
+    ],
+)
+async def test_what_goes_wrong_is_told_to_the_policy_and_ends_nothing(
+    action: Action, content: str, is_malformed: bool
+) -> None:
+    tools = ("search", "failing", "slow", "blocking", "long")
+    environment = made(
+        *tools, call_limit_s=0.2, max_answer_chars=20 if "long" in str(action) else 99
+    )
+    await environment.reset(task())
+    result = await environment.step(action)
+    [message] = result.messages
+    assert message.content.startswith(content) and result.is_malformed is is_malformed
+    assert not result.terminated and result.reward == 0
+
+
+async def test_malformed_turns_in_a_row_end_the_episode_and_a_good_one_begins_the_count_anew() -> (
+    None
+):
+    environment = made("search", max_malformed=1)
+    await environment.reset(task())
+    bad, good = call("search"), call("search", query="x")
+    found = [await environment.step(each) for each in (bad, good, bad, bad)]
+    assert [each.ended_by_malformed for each in found] == [False, False, False, True]
+    assert found[-1].terminated and found[-1].messages == ()
+
+
+async def test_a_turn_of_too_many_calls_is_malformed_and_the_first_are_answered() -> None:
+    environment = made("long")
+    await environment.reset(task())
+    calls = tuple(ToolCall(name="long", arguments={"count": 1}) for _ in range(9))
+    result = await environment.step(Action(text="…", calls=calls))
+    assert result.is_malformed and len(result.messages) == 8
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"), [("by_environments", 1.0), ("by_environment", 7.0)]
+)
+async def test_a_class_is_made_for_each_episode_as_trl_has_it(reward: str, expected: float) -> None:
+    Counter.closed.clear()
+    environment = made("Counter", reward=reward)
+    other = made("Counter", reward=reward)
+    start = await environment.reset(task(target=7))
+    await other.reset(task(target=1))
+    assert start.messages[-1].content == "Go. Start at 0."
+    assert [tool.name for tool in start.tools] == ["add"]
+    for amount in (3, 4):
+        result = await environment.step(call("add", amount=amount))
+    assert result.messages[0].content == "7"
+    refused = await environment.step(call("add", amount=9))
+    assert refused.messages[0].content == "error: Too much."
+    assert (await environment.step(Action(text="Done."))).reward == expected
+    await environment.close()
+    await environment.close()
+    assert Counter.closed == [7]
+
+
+async def test_reward_functions_may_see_the_conversation() -> None:
+    environment = made("long", reward="by_messages")
+    await environment.reset(task())
+    await environment.step(call("long", count=3))
+    result = await environment.step(Action(text="Done."))
+    assert result.reward_components == {"calls": 1.0, "all": 3.0}
+
+
+async def test_a_score_that_cannot_be_had_is_no_zero() -> None:
+    environment = made("long", reward="by_environments")
+    await environment.reset(task())
+    with pytest.raises(RewardError, match="by_environments raised AttributeError"):
+        await environment.step(Action(text="Done."))
