@@ -235,14 +235,23 @@ def read_function(
             "float, bool, list[str], Literal, an enum or a dataclass"
         ) from error
     return FunctionTool(
-        schema=ToolSchema(name=name, description=description, parameters=_plain(schema)),
+        schema=ToolSchema(name=name, description=description, parameters=tidy(schema)),
         function=function,
         arguments=arguments,
     )
 
 
+def tidy(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema as people write one, for templates show it as it stands: in their order, and without
+    titles that repeat the names.
+    """
+    plain = {"type": "object", "properties": {}, **_plain(dict(schema))}
+    first = {name: plain[name] for name in ("type", "properties", "required") if name in plain}
+    return {**first, **plain}
+
+
 def _plain(tree: Any) -> Any:
-    """Without pydantic's titles, which repeat the names, and what the checks see to."""
+    """Without titles, and without what the checks see to."""
     if isinstance(tree, list):
         return [_plain(each) for each in tree]
     if not isinstance(tree, dict):

@@ -53,7 +53,7 @@ def _modules(tasks: TasksSettings) -> list[str]:
         return [module]
     if tasks.environment not in (SINGLE_TURN, TOOLS):
         return []
-    asked = {"reward": tasks.options["reward"], "tools": tasks.options.get("tools", [])}
+    asked = {"reward": tasks.options.get("reward", []), "tools": tasks.options.get("tools", [])}
     return [module_of(each, what=what) for what, given in asked.items() for each in names_of(given)]
 
 

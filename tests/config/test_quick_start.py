@@ -11,7 +11,7 @@ import pytest
 
 from service.cli.main import _configuration
 from service.config.file import ConfigError
-from service.config.quick_start import quick_tree, tasks_of
+from service.config.quick_start import MAX_TOOL_TURNS, quick_tree, tasks_of
 from service.config.tasks import check_prompt, first_observation, open_sets, open_tasks
 from service.config.tree import Config
 
@@ -34,6 +34,7 @@ def asked(data: str | None, *overrides: str, file: Path | None = None) -> Config
         file,
         dataset=data,
         rewards=["quick_rewards.py:score"],
+        tools=[],
         model=None,
         overrides=list(overrides),
     )
@@ -71,13 +72,18 @@ def test_what_a_function_needs_is_told_before_the_start(data: str) -> None:
 
 
 def test_a_model_of_ones_own_is_trained_gently_and_a_gpu_is_shared() -> None:
-    tree = quick_tree("org/set", model="org/model", has_gpu=True)
+    tree = quick_tree("org/set", model="org/model", has_gpu=True, has_tools=False)
     assert tree["model"] == {"path": "org/model", "dtype": "bfloat16"}
     assert tree["trainer"]["learning_rate"] == 1e-6 and tree["trainer"]["device"] == "cuda"
     assert tree["inference"]["gpus_per_replica"] + tree["trainer"]["gpus_per_rank"] == 1
     # The tiny model is for the CPU.
-    assert "device" not in quick_tree("d.csv", model=None, has_gpu=True)["trainer"]
-    assert tasks_of("d.csv", ["a.py:f", "b.py:g"])["options"] == {"reward": ["a.py:f", "b.py:g"]}
+    tiny = quick_tree("d.csv", model=None, has_gpu=True, has_tools=True)
+    assert "device" not in tiny["trainer"] and tiny["rollouts"]["max_turns"] == MAX_TOOL_TURNS
+    two = tasks_of("d.csv", ["a.py:f", "b.py:g"], [])
+    assert two["options"] == {"reward": ["a.py:f", "b.py:g"]}
+    with_tools = tasks_of("d.csv", ["a.py:f"], ["t.py:search"])
+    assert with_tools["environment"] == "tools"
+    assert with_tools["options"] == {"reward": "a.py:f", "tools": ["t.py:search"]}
 
 
 def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_counted(

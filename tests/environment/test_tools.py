@@ -209,7 +209,7 @@ def test_what_is_no_tool_is_refused_before_the_start(name: str, words: str) -> N
         ({"tools": "a.py"}, "expected FILE.py:NAME"),
         ({"tools": named("long"), "call_limit_s": 0}, "call_limit_s=0"),
         ({"tools": named("long"), "max_answer_chars": 0}, "max_answer_chars=0"),
-        ({}, "missing a required argument: 'tools'"),
+        ({}, "tools: got none"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:

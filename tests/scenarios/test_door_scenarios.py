@@ -1,8 +1,10 @@
-"""What a researcher begins with: a data set and a function, without a configuration."""
+"""What a researcher begins with: a data set, a function and tools, without a configuration."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from service.inspect.reader import open_journal
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 EXAMPLE = ROOT / "docs" / "examples" / "numbers"
+SUMS = ROOT / "docs" / "examples" / "sums"
 QUICK = ["--set", "algorithm.group_size=8"]
 
 
@@ -44,3 +47,37 @@ def test_a_function_is_trained_by_interrupted_and_goes_on_without_a_configuratio
     ]
     parts = {"score": {"right", "number"}, "as_trl_has_it": set[str]()}[function]
     assert turns and all(turn.reward_components.keys() == parts for turn in turns)
+
+
+OF_DATA = ["--dataset", "sums.jsonl"]
+FUNCTIONS = [*OF_DATA, "--reward", "my.py:score", "--tools", "my.py:calculator"]
+CLASS = [*OF_DATA, "--reward", "my.py:from_notebook", "--tools", "my.py:Notebook"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "config"),
+    [(FUNCTIONS, None), (CLASS, None), ([], "mcp.yaml")],
+    ids=["functions", "a class", "an MCP server"],
+)
+def test_tools_are_called_and_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str], config: str | None
+) -> None:
+    """docs/tools.md, as its commands are, for fewer steps."""
+    place = tmp_path / "mine"
+    shutil.copytree(SUMS, place)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    options = [*asked, "--set", "run.steps=3", *QUICK]
+    file = None if config is None else place / config
+    with running(file, tmp_path / "run", options, cwd=place) as run:
+        assert run.wait(limit_s=START_S + 3 * STEP_S) == 0, run.log()
+        check_finished(run, steps=3)
+        check_audit(run)
+        assert run.wait_until_gone(limit_s=STEP_S) == []
+    texts = [
+        turn
+        for step in open_journal(run.place.path).steps()
+        for entry in step.entries
+        for turn in entry.trajectory.turns
+    ]
+    # Calls were made, and answered.
+    assert len(texts) > 3 * 16 * 8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from worlds.run_checks import check_audit, check_finished
-from worlds.run_driver import START_S, STEP_S, running, small_config
+from worlds.run_driver import ROOT, START_S, STEP_S, running, small_config
 
 from actors.environment.tasks import GeneratedTasks, write_tasks
 from service.inspect.reader import open_journal
@@ -72,3 +72,25 @@ def test_a_mixture_is_played_by_its_weights_with_limits_and_evaluations_of_its_p
             name = entry.trajectory.environment
             turns[name] = max(turns.get(name, 0), len(entry.trajectory.turns))
     assert turns["short"] == 1 and turns["sums"] <= 2 < turns["listed"] <= 4
+
+
+@pytest.mark.proof
+@pytest.mark.training
+@pytest.mark.timeout(1800)
+def test_a_curriculum_helps_where_two_parts_of_three_teach_nothing(tmp_path: Path) -> None:
+    """docs/mixtures.md. The same model, tasks and steps; what rests is all that differs."""
+    held_out: dict[float, float] = {}
+    for share in (0.1, 1.0):
+        settings = {
+            "run.steps": 140,
+            "run.seed": 1,
+            "model.tiny.seed": 1,
+            "curriculum.resting_share": share,
+        }
+        options = [each for key, value in settings.items() for each in ("--set", f"{key}={value}")]
+        config, place = ROOT / "docs" / "examples" / "mixture.yaml", tmp_path / str(share)
+        with running(config, place, options) as run:
+            assert run.wait(limit_s=800.0) == 0, run.log()
+            last = {each.name: each for each in run.history().evaluations if each.step == 140}
+            held_out[share] = last["fit"].best_known_reward or 0.0
+    assert held_out[0.1] > held_out[1.0] + 0.2, held_out

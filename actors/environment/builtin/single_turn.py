@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from actors.environment.judge import JudgeReward, load_judges
 from actors.environment.protocol import (
     Action,
     Message,
@@ -52,13 +53,21 @@ class SingleTurnEnvironment:
     }
 
     def __init__(
-        self, reward: str | Sequence[str] | Mapping[str, float], system: str | None = None
+        self,
+        reward: str | Sequence[str] | Mapping[str, float] = (),
+        system: str | None = None,
+        judges: Mapping[str, Any] | None = None,
     ) -> None:
-        """reward: as `load_functions`. system: a message before every prompt; None: none.
+        """reward: as `load_functions`. system: a message before every prompt; None: none. judges:
+        by name, as `load_judges`; one of both is needed.
 
-        Raises: BadRewardFunction.
+        Raises: BadRewardFunction, BadJudge.
         """
-        self._functions = load_functions(reward)
+        functions = load_functions(reward) if reward or not judges else ()
+        self._functions: tuple[RewardFunction | JudgeReward, ...] = (
+            *functions,
+            *load_judges(judges or {}),
+        )
         self._system = system
         self._columns: Mapping[str, Any] = {}
 
@@ -90,7 +99,7 @@ class SingleTurnEnvironment:
 
     async def _scored(self, completion: str) -> StepResult:
         """Raises: RewardError."""
-        scores: dict[RewardFunction, Score] = {}
+        scores: dict[RewardFunction | JudgeReward, Score] = {}
         for function in self._functions:
             try:
                 score = await function.score(completion, self._columns, extras=self._extras())
@@ -110,7 +119,7 @@ class SingleTurnEnvironment:
             answer=visible_text(completion),
         )
 
-    def _components(self, scores: Mapping[RewardFunction, Score]) -> dict[str, float]:
+    def _components(self, scores: Mapping[RewardFunction | JudgeReward, Score]) -> dict[str, float]:
         """An only function's parts as they are; of several each one's value, and its parts."""
         if len(self._functions) == 1:
             return dict(scores[self._functions[0]].parts)

@@ -16,6 +16,7 @@ from typing import Any
 
 from actors.environment.builtin.single_turn import SingleTurnEnvironment
 from actors.environment.function_tools import BadArguments, FunctionTool, load_tools
+from actors.environment.mcp_servers import McpTool, ServerLost, server_of, server_options
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -43,23 +44,29 @@ class ToolsEnvironment(SingleTurnEnvironment):
 
     def __init__(
         self,
-        reward: str | Sequence[str] | Mapping[str, float],
-        tools: str | Sequence[str],
+        reward: str | Sequence[str] | Mapping[str, float] = (),
+        tools: str | Sequence[str] = (),
+        mcp: Mapping[str, Any] | None = None,
         system: str | None = None,
         call_limit_s: float = 20.0,
         max_answer_chars: int = 8000,
         max_malformed: int = 3,
+        judges: Mapping[str, Any] | None = None,
     ) -> None:
-        """reward, system: as `single_turn`. tools: as `load_tools`. call_limit_s: of each call;
+        """reward, system, judges: as `single_turn`. tools: as `load_tools`. mcp: by name, as
+        `server_options`. call_limit_s: of each call;
         a function that is no coroutine goes on in its thread all the same. max_answer_chars: of a
         tool's answer; the rest is cut off.
 
-        Raises: BadRewardFunction, BadTool; ValueError for the others.
+        Raises: BadRewardFunction, BadTool, BadServer; ValueError for the others.
         """
-        super().__init__(reward, system)
+        super().__init__(reward, system, judges)
         names = [tools] if isinstance(tools, str) else list(tools)
-        if not names:
-            raise ValueError("tools: got none, expected one or more, such as my_tools.py:search")
+        if not names and not mcp:
+            raise ValueError(
+                "tools: got none, expected one or more, such as my_tools.py:search, or a server in "
+                "mcp"
+            )
         if not (0 < call_limit_s < 86400 and max_answer_chars > 0 and max_malformed >= 0):
             raise ValueError(
                 f"tools: got call_limit_s={call_limit_s}, max_answer_chars={max_answer_chars}, "
@@ -67,17 +74,18 @@ class ToolsEnvironment(SingleTurnEnvironment):
                 "and turns from 0"
             )
         self._toolset = load_tools(names)
+        self._servers = [server_options(name, given) for name, given in (mcp or {}).items()]
         self._call_limit_s = call_limit_s
         self._max_answer_chars = max_answer_chars
         self._max_malformed = max_malformed
         self._instances: list[Any] = []
-        self._tools: dict[str, FunctionTool] = {}
+        self._tools: dict[str, FunctionTool | McpTool] = {}
         self._malformed_in_a_row = 0
         self._messages: list[dict[str, Any]] = []
 
     @property
     def tools(self) -> Sequence[Any]:
-        """As `Observation.tools`, without beginning a task."""
+        """As `Observation.tools`, without beginning a task; those of MCP servers are not known."""
         return self._toolset.schemas
 
     async def reset(self, task: Task) -> Observation:
@@ -91,16 +99,23 @@ class ToolsEnvironment(SingleTurnEnvironment):
             for each, instance in zip(self._toolset.classes, self._instances, strict=True)
             for tool in each.bound(instance)
         ]
-        self._tools = {tool.schema.name: tool for tool in (*self._toolset.functions, *bound)}
+        of_servers = [tool for each in self._servers for tool in await server_of(each).tools()]
+        tools: list[FunctionTool | McpTool] = [*self._toolset.functions, *bound, *of_servers]
+        self._tools = {tool.schema.name: tool for tool in tools}
+        if len(self._tools) < len(tools):
+            raise ValueError(
+                f"tools: two of {', '.join(sorted(tool.schema.name for tool in tools))} have one "
+                "name, expected names of their own; choose a server's by mcp.NAME.tools"
+            )
         messages = list(self.first_messages(task.data))
         for instance in self._instances:
             seen = await _call_if_there(instance, "reset", **task.data)
             if isinstance(seen, str) and seen:
                 messages[-1] = replace(messages[-1], content=messages[-1].content + seen)
-        return Observation(messages=tuple(messages), tools=self._toolset.schemas)
+        return Observation(messages=tuple(messages), tools=tuple(tool.schema for tool in tools))
 
     async def step(self, action: Action) -> StepResult:
-        """Raises: RewardError."""
+        """Raises: RewardError; ServerLost, which ends the episode and has it played again."""
         self._messages.append(_told(action))
         if action.calls:
             return await self._answer_calls(action.calls)
@@ -141,6 +156,8 @@ class ToolsEnvironment(SingleTurnEnvironment):
             content = ERROR.format(message=f"no answer within {self._call_limit_s:g} s.")
         except CallFailed as error:
             cause = error.__cause__
+            if isinstance(cause, ServerLost):
+                raise cause from error
             is_malformed = isinstance(cause, BadArguments)
             said = str(cause) or type(cause).__name__
             content = ERROR.format(message=said[:MAX_ERROR_CHARS])

@@ -6,11 +6,7 @@ from typing import Any
 
 
 def calculator(expression: str) -> int:
-    """Evaluate an arithmetic expression.
-
-    Args:
-        expression: Whole numbers with + between them, such as 3+4.
-    """
+    """Evaluate an arithmetic expression."""
     return sum(int(number) for number in expression.split("+"))
 
 

@@ -1,0 +1,274 @@
+"""Tools of MCP servers, over stdio or HTTP, by the protocol's own client.
+
+A server is opened once for each process and event loop, and its tools are called by all episodes
+there. Its client lives in one task, as the client asks. A call whose server is gone raises
+`ServerLost`, and the next episode opens it anew. What a process has started over stdio ends with
+it, also where it is killed. Called by `actors.environment.builtin.tools`; imports the package `mcp`
+only where a server is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from actors.environment.function_tools import tidy
+from actors.environment.protocol import ToolSchema
+from actors.environment.user_code import describe
+
+OPEN_LIMIT_S = 30.0
+_KEYS = ("command", "env", "cwd", "url", "headers", "tools")
+
+
+class BadServer(ValueError):
+    """What is configured cannot be a server."""
+
+
+class ServerLost(Exception):
+    """A server does not answer; what was asked of it may have been done or not."""
+
+
+class ToolFailed(Exception):
+    """A tool says that the call failed; the message is for the policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Where a server is: a command, or an address."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict, hash=False)
+    cwd: str | None = None
+    url: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict, hash=False)
+    tools: tuple[str, ...] = ()
+    """Those of its tools that the policy is told; empty: all."""
+
+    @property
+    def key(self) -> str:
+        """Equal for equal settings."""
+        fields = (self.name, self.command, dict(self.env), self.cwd, self.url, dict(self.headers))
+        return json.dumps([*fields, self.tools], sort_keys=True)
+
+    @property
+    def where(self) -> str:
+        return f"mcp server {self.name} ({self.url or ' '.join(self.command)})"
+
+
+def server_options(name: str, given: Any) -> ServerOptions:
+    """Read a server's options. In env and headers `$NAME` is of this process's environment.
+
+    Raises: BadServer.
+    """
+    if not isinstance(given, Mapping) or (unknown := sorted(set(given) - set(_KEYS))):
+        told = f"the keys {', '.join(unknown)}" if isinstance(given, Mapping) else repr(given)[:80]
+        raise BadServer(f"mcp.{name}: got {told}, expected some of {', '.join(_KEYS)}; correct it")
+    command, url = given.get("command", ()), given.get("url", "")
+    if bool(command) == bool(url):
+        raise BadServer(
+            f"mcp.{name}: got {'both' if url else 'neither'} of command and url, expected one: "
+            "command: [python, server.py] over stdio, or url: http://host:8000/mcp"
+        )
+    for key in ("command", "tools"):
+        if not _are_texts(given.get(key, ())):
+            raise BadServer(f"mcp.{name}.{key}: expected a list of texts, such as [python, x.py]")
+    for key in ("env", "headers"):
+        values = given.get(key, {})
+        if not isinstance(values, Mapping) or not _are_texts([*values, *values.values()]):
+            raise BadServer(f"mcp.{name}.{key}: expected texts by their names")
+    if url and not (isinstance(url, str) and url.startswith(("http://", "https://"))):
+        raise BadServer(f"mcp.{name}.url: got {url!r}, expected http:// or https://")
+    if command and shutil.which(command[0]) is None:
+        raise BadServer(f"mcp.{name}.command: {command[0]} is not there; install it, or correct it")
+    return ServerOptions(
+        name=name,
+        command=tuple(command),
+        env=_expanded(given.get("env", {})),
+        cwd=given.get("cwd"),
+        url=url,
+        headers=_expanded(given.get("headers", {})),
+        tools=tuple(given.get("tools", ())),
+    )
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(each, str) for each in values)
+
+
+def _expanded(values: Mapping[str, str]) -> dict[str, str]:
+    return {name: os.path.expandvars(value) for name, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpTool:
+    """One tool of an open server."""
+
+    schema: ToolSchema
+    server: McpServer
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Raises: ToolFailed; ServerLost."""
+        return await self.server.call(self.schema.name, arguments)
+
+
+class McpServer:
+    """One server, opened when it is first asked for and again after it was lost."""
+
+    def __init__(self, settings: ServerOptions) -> None:
+        self._settings = settings
+        self._keeper: asyncio.Task[None] | None = None
+        self._opened: asyncio.Future[tuple[Any, tuple[McpTool, ...]]] | None = None
+
+    async def tools(self) -> tuple[McpTool, ...]:
+        """Open it where it is not. Raises: ServerLost; BadServer for tools that it has not."""
+        _, tools = await self._open()
+        return tools
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Raises: ToolFailed; ServerLost."""
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        client, _ = await self._open()
+        try:
+            result = await client.call_tool(name, dict(arguments))
+        except MCPError as error:
+            if error.error.code != CONNECTION_CLOSED:
+                raise ToolFailed(error.error.message) from error
+            self._let_go()
+            raise ServerLost(f"{self._settings.where} has ended") from error
+        except Exception as error:
+            # The transport's own: of a pipe, of httpx.
+            self._let_go()
+            raise ServerLost(f"{self._settings.where}: {describe(error)}") from error
+        text = _text_of(result)
+        if result.is_error:
+            raise ToolFailed(text)
+        return text
+
+    async def _open(self) -> tuple[Any, tuple[McpTool, ...]]:
+        if self._keeper is None or self._keeper.done() or self._opened is None:
+            self._opened = asyncio.get_running_loop().create_future()
+            self._keeper = asyncio.create_task(self._keep(self._opened))
+        try:
+            async with asyncio.timeout(OPEN_LIMIT_S):
+                return await asyncio.shield(self._opened)
+        except TimeoutError as error:
+            self._let_go()
+            raise ServerLost(
+                f"{self._settings.where} did not answer within {OPEN_LIMIT_S:.0f} s"
+            ) from error
+
+    def _let_go(self) -> None:
+        """Have the next caller open it anew."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+        self._keeper = self._opened = None
+
+    async def _keep(self, opened: asyncio.Future[tuple[Any, tuple[McpTool, ...]]]) -> None:
+        """Hold the client open until the task is cancelled; it has to end where it began."""
+        from mcp import Client
+
+        try:
+            async with _target(self._settings) as target, Client(target) as client:
+                tools = await self._list(client)
+                opened.set_result((client, tools))
+                await asyncio.Event().wait()
+        except BaseException as error:
+            if not opened.done():
+                opened.set_exception(self._told(error))
+                # Perhaps nobody waits for it any more.
+                opened.exception()
+            if not isinstance(error, Exception):
+                raise
+
+    def _told(self, error: BaseException) -> Exception:
+        first = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        if isinstance(first, BadServer):
+            return first
+        return ServerLost(f"{self._settings.where}: {describe(first)}")
+
+    async def _list(self, client: Any) -> tuple[McpTool, ...]:
+        found, cursor = [], None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            if (cursor := page.next_cursor) is None:
+                break
+        wanted, where = self._settings.tools, self._settings.where
+        if missing := sorted(set(wanted) - {tool.name for tool in found}):
+            raise BadServer(
+                f"{where} has no tool {', '.join(missing)}, expected some of "
+                f"{', '.join(tool.name for tool in found) or 'none'}; correct mcp.NAME.tools"
+            )
+        if not found:
+            raise BadServer(f"{where} has no tools, expected one or more; name another server")
+        return tuple(
+            McpTool(
+                schema=ToolSchema(
+                    name=tool.name,
+                    description=tool.description or tool.name,
+                    parameters=tidy(tool.input_schema),
+                ),
+                server=self,
+            )
+            for tool in found
+            if not wanted or tool.name in wanted
+        )
+
+
+_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpServer]] = WeakKeyDictionary()
+
+
+def server_of(settings: ServerOptions) -> McpServer:
+    """The one of this event loop."""
+    own = _servers.setdefault(asyncio.get_running_loop(), {})
+    return own.setdefault(settings.key, McpServer(settings))
+
+
+@asynccontextmanager
+async def _target(settings: ServerOptions) -> AsyncIterator[Any]:
+    """What the protocol's client connects to."""
+    from mcp import StdioServerParameters
+    from mcp.client.streamable_http import streamable_http_client
+
+    if not settings.url:
+        command, *arguments = _ends_with_us(settings.command)
+        yield StdioServerParameters(
+            command=command, args=arguments, env=dict(settings.env), cwd=settings.cwd
+        )
+        return
+    import httpx2
+
+    # A server may hold an answer open for as long as it works on it.
+    timeout = httpx2.Timeout(OPEN_LIMIT_S, read=None)
+    async with httpx2.AsyncClient(headers=dict(settings.headers), timeout=timeout) as client:
+        yield streamable_http_client(settings.url, http_client=client)
+
+
+def _ends_with_us(command: Sequence[str]) -> list[str]:
+    """Killed by the kernel with the process that starts it, where the system can be told so.
+
+    Without, a server ends when its input does, as the protocol asks of it.
+    """
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL", "--", *command] if setpriv else list(command)
+
+
+def _text_of(result: Any) -> str:
+    """The texts of an answer; of what is no text its kind."""
+    parts = [getattr(each, "text", None) or f"[{each.type}]" for each in result.content]
+    if not parts and result.structured_content is not None:
+        with suppress(TypeError, ValueError):
+            return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)

@@ -1,0 +1,277 @@
+"""A judge over HTTP: what it is asked, how its reply is read, and what fails is never 0."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from actors.environment.builtin.single_turn import SingleTurnEnvironment
+from actors.environment.judge import BadJudge, Judge, judge_options, load_judges
+from actors.environment.protocol import Action, RewardError
+from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.types import Task
+
+PROMPT = "Is $completion the answer to $prompt? The right one is $answer. From 1 to 10."
+
+
+@dataclass
+class Model:
+    """Stands for somebody's service: a chat completion for every request, or what a test wants."""
+
+    url: str = ""
+    answers: list[Callable[[], tuple[int, dict[str, str], bytes]]] = field(default_factory=list)
+    text: str = "It is fine. Score: 8"
+    delay_s: float = 0.0
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    judges: list[Judge] = field(default_factory=list)
+    at_once: int = 0
+    most_at_once: int = 0
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        assert scope["path"] == "/v1/chat/completions"
+        self.requests.append(json.loads(body))
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.keys.append(headers.get("authorization", ""))
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(self.delay_s)
+        self.at_once -= 1
+        status, more, answer = self.answers.pop(0)() if self.answers else self.completion()
+        named = [(b"content-type", b"application/json")]
+        named += [(name.encode(), value.encode()) for name, value in more.items()]
+        await send({"type": "http.response.start", "status": status, "headers": named})
+        await send({"type": "http.response.body", "body": answer})
+
+    def completion(self) -> tuple[int, dict[str, str], bytes]:
+        choice = {"message": {"role": "assistant", "content": self.text}}
+        usage = {"prompt_tokens": 100, "completion_tokens": 10}
+        return 200, {}, json.dumps({"choices": [choice], "usage": usage}).encode()
+
+
+def failing(status: int, **headers: str) -> Callable[[], tuple[int, dict[str, str], bytes]]:
+    return lambda: (status, headers, b"{}")
+
+
+@pytest.fixture
+async def model() -> AsyncIterator[Model]:
+    found = Model()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(found, log_level="error", lifespan="off")
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        found.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        yield found
+        for judge in found.judges:
+            await judge.close()
+        server.should_exit = True
+        await serving
+
+
+def options(model: Model, **changes: Any) -> dict[str, Any]:
+    return {
+        "url": model.url, "model": "judge-1", "prompt": PROMPT, "scale": [1, 10],
+        "parse": r"Score: ([0-9.]+)", "api_key": "", **changes,
+    }  # fmt: skip
+
+
+def judge_of(model: Model, **changes: Any) -> Judge:
+    judge = Judge(judge_options("good", options(model, **changes)))
+    model.judges.append(judge)
+    return judge
+
+
+async def ask(judge: Judge, completion: str = "7") -> Any:
+    return await judge.judge(completion, prompt="3+4?", answer="7")
+
+
+@pytest.fixture(autouse=True)
+def without_delay(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long the judge wanted to wait."""
+    waited: list[float] = []
+    real = asyncio.sleep
+
+    async def sleep(delay_s: float, result: Any = None) -> Any:
+        waited.append(delay_s)
+        return await real(min(delay_s, 0.05), result)
+
+    monkeypatch.setattr("actors.environment.judge.asyncio.sleep", sleep)
+    return waited
+
+
+async def test_a_judge_is_asked_with_the_columns_and_its_score_is_scaled(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "a secret")
+    judge = judge_of(
+        model, api_key="$JUDGE_KEY", system="Be fair.", input_price=2.0, output_price=8.0
+    )
+    found = await ask(judge)
+    assert found.score == pytest.approx(7 / 9) and found.num_tokens == 110
+    assert found.cost == pytest.approx((100 * 2 + 10 * 8) / 1e6)
+    assert model.keys == ["Bearer a secret"]
+    assert model.requests == [
+        {
+            "model": "judge-1",
+            "messages": [
+                {"role": "system", "content": "Be fair."},
+                {
+                    "role": "user",
+                    "content": "Is 7 the answer to 3+4?? The right one is 7. From 1 to 10.",
+                },
+            ],
+            "temperature": 0.0,
+            "max_tokens": 512,
+        }
+    ]
+
+
+async def test_equal_questions_are_asked_once_and_cost_once(model: Model) -> None:
+    model.delay_s = 0.05
+    judge = judge_of(model)
+    first, second = await asyncio.gather(ask(judge), ask(judge))
+    third = await ask(judge)
+    other = await ask(judge, "8")
+    assert len(model.requests) == 2
+    assert sorted(each.num_tokens for each in (first, second, third)) == [0, 0, 110]
+    assert first.score == second.score == third.score and other.num_tokens == 110
+
+
+async def test_a_file_keeps_replies_for_other_processes(model: Model, tmp_path: Path) -> None:
+    file = str(tmp_path / "judgements.db")
+    await ask(judge_of(model, cache=file))
+    again = await ask(judge_of(model, cache=file))
+    assert len(model.requests) == 1 and again.num_tokens == 0
+    # Another prompt is another question.
+    await ask(judge_of(model, cache=file, prompt=PROMPT + " Think."))
+    assert len(model.requests) == 2
+
+
+async def test_what_may_pass_is_asked_again_as_the_server_says(
+    model: Model, without_delay: list[float]
+) -> None:
+    model.answers = [failing(503), failing(429, **{"Retry-After": "7"}), lambda: (200, {}, b"[]")]
+    assert (await ask(judge_of(model))).score > 0
+    assert len(model.requests) == 4
+    delays = [each for each in without_delay if each > 0.4]
+    assert 0.5 <= delays[0] <= 1 and delays[1] == 7 and 2 <= delays[2] <= 4
+
+
+@pytest.mark.parametrize(
+    ("answers", "text", "words", "num_requests"),
+    [
+        ([failing(500)] * 4, "", "status 500, 4 times", 4),
+        ([failing(401)], "", "status 401 of http", 1),
+        ([lambda: (200, {}, b"no json")] * 4, "", "no chat completion, 4 times", 4),
+        ([], "I will not say.", r"no score in its reply of 15 characters", 1),
+        ([], "Score: 11", "its score is 11, expected 1 to 10", 1),
+    ],
+)
+async def test_a_judgement_that_cannot_be_had_is_an_error(
+    model: Model, answers: list[Any], text: str, words: str, num_requests: int
+) -> None:
+    model.answers, model.text = list(answers), text
+    with pytest.raises(RewardError, match=words):
+        await ask(judge_of(model))
+    assert len(model.requests) == num_requests
+
+
+async def test_a_failure_is_not_kept(model: Model) -> None:
+    judge = judge_of(model, max_retries=0)
+    model.answers = [failing(500)]
+    with pytest.raises(RewardError):
+        await ask(judge)
+    assert (await ask(judge)).score > 0
+
+
+async def test_nobody_there_and_a_time_out_are_errors_too(model: Model) -> None:
+    model.delay_s = 5
+    with pytest.raises(RewardError, match="ReadTimeout"):
+        await ask(judge_of(model, timeout_s=0.02, max_retries=1))
+    assert len(model.requests) == 2
+    model.url = "http://127.0.0.1:1/v1"
+    with pytest.raises(RewardError, match="ConnectError"):
+        await ask(judge_of(model, max_retries=0))
+
+
+async def test_no_more_are_asked_at_once_than_the_setting_says(model: Model) -> None:
+    model.delay_s = 0.02
+    judge = judge_of(model, concurrency=3)
+    await asyncio.gather(*(ask(judge, str(number)) for number in range(12)))
+    assert model.most_at_once == 3 and len(model.requests) == 12
+
+
+async def test_the_last_match_counts_and_without_a_scale_the_score_is_the_judges(
+    model: Model,
+) -> None:
+    model.text = "Score: 2? No. Score: -0.5"
+    judge = judge_of(model, parse=r"Score: (-?[0-9.]+)", scale=None)
+    assert (await ask(judge)).score == -0.5
+
+
+async def test_a_judge_is_one_of_the_reward_functions(model: Model) -> None:
+    judges = {"good": {**options(model), "weight": 0.5}}
+    environment = SingleTurnEnvironment(judges=judges)
+    model.judges += [each.judge for each in load_judges(judges)]
+    data = {"prompt": [{"role": "user", "content": "3+4?"}], "answer": 7}
+    await environment.reset(Task(task_id="t", environment="single_turn", seed=0, data=data))
+    result = await environment.step(Action(text="7"))
+    assert result.reward == pytest.approx(0.5 * 7 / 9) and result.terminated
+    assert result.reward_components == {"score": pytest.approx(7 / 9), "tokens": 110, "cost": 0}
+    assert "user: 3+4?" in model.requests[0]["messages"][0]["content"]
+    model.answers = [failing(400)]
+    with pytest.raises(RewardError, match="status 400") as missing:
+        await environment.step(Action(text="8"))
+    # The scoring is tried again, the answer stands.
+    assert missing.value.rescore is not None
+    assert (await missing.value.rescore()).reward > 0
+
+
+async def test_data_without_a_column_of_the_prompt_are_refused(model: Model) -> None:
+    environment = SingleTurnEnvironment(judges={"good": options(model)})
+    with pytest.raises(ValueError, match="its prompt needs answer, got the columns prompt"):
+        await environment.reset(
+            Task(task_id="t", environment="single_turn", seed=0, data={"prompt": "x"})
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"url": "judge:8000"}, "url: got 'judge:8000'"),
+        ({"model": ""}, "model missing"),
+        ({"prompt": "Good?"}, "lacks $completion"),
+        ({"prompt": "$completion for $ 5"}, "a $ without a name"),
+        ({"parse": "[0-9]+"}, "expected one group"),
+        ({"parse": "("}, "no regular expression"),
+        ({"scale": [10, 1]}, "scale: got [10, 1]"),
+        ({"concurrency": 0}, "concurrency: got 0"),
+        ({"timeout_s": "long"}, "timeout_s: got 'long'"),
+        ({"temprature": 0}, "the keys temprature"),
+        ({"weight": "much"}, "weight: got 'much'"),
+    ],
+)
+def test_what_cannot_judge_is_refused_before_the_start(changes: Any, words: str) -> None:
+    given = {"url": "http://j/v1", "model": "m", "prompt": "$completion", **changes}
+    with pytest.raises(BadJudge, match=re.escape(words)):
+        load_judges({"good": given})
+
+
+def test_neither_a_function_nor_a_judge_is_refused() -> None:
+    with pytest.raises(BadEnvironmentOptions, match="got no function"):
+        resolve("single_turn", {})

@@ -1,0 +1,183 @@
+"""Tools of real MCP servers, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from actors.environment.builtin.tools import ToolsEnvironment
+from actors.environment.mcp_servers import BadServer, ServerLost, server_options
+from actors.environment.protocol import Action, ToolCall
+from actors.types import Task
+
+SERVER = str(Path(__file__).parents[1] / "worlds" / "mcp_calculator.py")
+STDIO = {"command": [sys.executable, SERVER], "env": {"SECRET_OF_TEST": "$SECRET_OF_THE_RUN"}}
+LIMIT_S = 30.0
+
+
+def exact(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer)
+
+
+def calculator(expression: str) -> int:
+    """Another one."""
+    return 0
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("mcp_of_test")
+    module.exact, module.calculator = exact, calculator  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mcp_of_test", module)
+    monkeypatch.setenv("SECRET_OF_THE_RUN", "a secret")
+
+
+def made(*tools: str, **servers: Any) -> ToolsEnvironment:
+    return ToolsEnvironment("mcp_of_test:exact", [f"mcp_of_test:{each}" for each in tools], servers)
+
+
+TASK = Task(task_id="t", environment="tools", seed=0, data={"prompt": "Go.", "answer": "7"})
+
+
+def call(name: str, **arguments: Any) -> Action:
+    return Action(text="…", calls=(ToolCall(name=name, arguments=arguments, id="c"),))
+
+
+async def said(environment: ToolsEnvironment, action: Action) -> str:
+    [message] = (await environment.step(action)).messages
+    return message.content
+
+
+async def check_calls(environment: ToolsEnvironment) -> None:
+    start = await environment.reset(TASK)
+    schemas = {tool.name: tool for tool in start.tools}
+    assert schemas["calculator"].description == "Evaluate an arithmetic expression."
+    assert schemas["calculator"].parameters["required"] == ["expression"]
+    assert await said(environment, call("calculator", expression="3+4")) == "7"
+    assert "nothing to be had" in await said(environment, call("fail"))
+    assert (await environment.step(Action(text="7"))).reward == 1.0
+
+
+async def test_a_server_over_stdio_is_one_for_all_episodes_and_is_started_again() -> None:
+    first, second = made(sums=STDIO), made(sums=STDIO)
+    await check_calls(first)
+    await second.reset(TASK)
+    process, secret = (await said(first, call("process"))).split(" ", 1)
+    assert secret == "a secret" and await said(second, call("process")) == f"{process} a secret"
+    with pytest.raises(ServerLost, match="mcp server sums"):
+        await first.step(call("end"))
+    third = made(sums=STDIO)
+    await check_calls(third)
+    assert (await said(third, call("process"))).split(" ")[0] != process
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+    try:
+        address, end = f"http://127.0.0.1:{port}/mcp", time.monotonic() + LIMIT_S
+        while time.monotonic() < end:
+            try:
+                httpx.get(address)
+                break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        yield address
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_a_server_over_http_is_called_and_a_dead_one_is_told(url: str) -> None:
+    environment = made(sums={"url": url, "headers": {"X-Key": "$SECRET_OF_THE_RUN"}})
+    await check_calls(environment)
+    with pytest.raises(ServerLost):
+        await environment.step(call("end"))
+    with pytest.raises(ServerLost, match=r"mcp server sums \(http"):
+        await made(sums={"url": url}).reset(TASK)
+
+
+async def test_tools_are_chosen_by_name_and_two_of_one_name_are_refused() -> None:
+    start = await made(sums={**STDIO, "tools": ["calculator"]}).reset(TASK)
+    assert [tool.name for tool in start.tools] == ["calculator"]
+    with pytest.raises(BadServer, match="has no tool search, expected some of calculator, fail"):
+        await made(sums={**STDIO, "tools": ["search"]}).reset(TASK)
+    with pytest.raises(ValueError, match="have one name"):
+        await made("calculator", sums=STDIO).reset(TASK)
+
+
+async def test_what_is_no_server_is_told_at_the_first_task() -> None:
+    with pytest.raises(ServerLost, match="mcp server none"):
+        await made(none={"command": [sys.executable, "-c", "print(1)"]}).reset(TASK)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "neither of command and url"),
+        ({"command": ["x"], "url": "http://x"}, "both of command and url"),
+        ({"command": "python x.py"}, "expected a list of texts"),
+        ({"command": ["no-such-program-here"]}, "no-such-program-here is not there"),
+        ({"url": "ftp://x"}, "expected http:// or https://"),
+        ({"url": "http://x", "headers": {"a": 3}}, "headers: expected texts by their names"),
+        ({"adress": "x"}, "the keys adress, expected some of command"),
+        ("http://x", "'http://x', expected some of"),
+    ],
+)
+def test_what_cannot_be_a_server_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(BadServer, match=words):
+        server_options("sums", given)
+
+
+HOLDER = f"""
+import asyncio, sys
+from actors.environment.mcp_servers import server_of, server_options
+async def main():
+    settings = server_options("sums", {{"command": [sys.executable, {SERVER!r}]}})
+    server = server_of(settings)
+    await server.tools()
+    print(await server.call("process", {{}}), flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_a_server_ends_with_a_process_that_is_killed() -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    with holder.stdout:
+        pid = int(holder.stdout.readline().split()[0])
+        assert psutil.pid_exists(pid)
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+        end = time.monotonic() + LIMIT_S
+        while psutil.pid_exists(pid) and time.monotonic() < end:
+            time.sleep(0.05)
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_trial_before_the_start_leaves_no_server_behind() -> None:
+    async def trial() -> int:
+        environment = made(sums=STDIO)
+        await environment.reset(TASK)
+        pid = int((await said(environment, call("process"))).split()[0])
+        await environment.close()
+        return pid
+
+    assert not psutil.pid_exists(asyncio.run(trial()))

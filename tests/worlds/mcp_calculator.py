@@ -1,0 +1,42 @@
+"""An MCP server in a process of its own: `python mcp_calculator.py`, or with a port, over HTTP."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("sums")
+
+
+@server.tool()
+def calculator(expression: str) -> int:
+    """Evaluate an arithmetic expression."""
+    return sum(int(number) for number in expression.split("+"))
+
+
+@server.tool()
+def fail() -> str:
+    """Fail."""
+    raise ToolError("nothing to be had")
+
+
+@server.tool()
+def end() -> str:
+    """End the server."""
+    os._exit(3)
+
+
+@server.tool()
+def process() -> str:
+    """The server's process, and what it was told."""
+    return f"{os.getpid()} {os.environ.get('SECRET_OF_TEST', '')}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run()
