@@ -35,6 +35,9 @@ SEPARATOR = " · "
 LABEL_WIDTH = 11
 STAGE_BAR_WIDTH = 20
 WIDE = 100
+MIN_WIDTH = 50
+# Set where nobody looks at a terminal, or where it is no terminal's screen.
+PLAIN = ("NO_COLOR", "CI", "JPY_PARENT_PID")
 SHOWN_STAGE_S = 0.05
 
 STAGE_STYLES = {
@@ -66,16 +69,24 @@ class Display(Protocol):
         """Show the next status; statuses come in order."""
         ...
 
+    def leave(self) -> None:
+        """Leave the terminal to others until the next status."""
+        ...
+
     def close(self) -> None:
         """Leave the terminal as it was, with the last picture still on it."""
         ...
 
 
 def open_display(*, environ: Mapping[str, str], console: Console | None = None) -> Display:
-    """Live where a person looks at a terminal that can show it; lines in a pipe, in CI, or with
-    NO_COLOR set."""
+    """Live where a person looks at a terminal that can show it.
+
+    Lines in a pipe, in CI, in a notebook's cell (a terminal that draws nothing twice), in one that
+    is narrower than a picture, or with NO_COLOR set.
+    """
     shown_on = console or OutletConsole()
-    is_plain = bool(environ.get("NO_COLOR") or environ.get("CI")) or not shown_on.is_terminal
+    is_plain = any(environ.get(name) for name in PLAIN) or not shown_on.is_terminal
+    is_plain = is_plain or shown_on.width < MIN_WIDTH
     # An escape is wider than the bar character in place of which it is printed.
     if is_plain or shown_on.is_dumb_terminal or shown_on.options.ascii_only:
         return LineDisplay(shown_on)
@@ -97,6 +108,9 @@ class LineDisplay:
                 text = f"warning: {line.text}" if line.is_notice else line.text
                 self._console.out(text, highlight=False)
                 self._console.file.flush()
+
+    def leave(self) -> None:
+        self.close()
 
     def close(self) -> None:
         with outlet(self._console.file):
@@ -120,6 +134,8 @@ class LiveDisplay:
     def update(self, status: RunStatus) -> None:
         lines = self._state.absorb(status, now=self._clock())
         with outlet(self._console.file):
+            if not self._live.is_started:
+                self._live.start()
             for line in lines:
                 if line.is_notice:
                     text = f"! {line.text}"
@@ -130,6 +146,9 @@ class LiveDisplay:
             num_lines = min(MAX_LINES, height - ROWS_BESIDE_LINES)
             frame = picture(self._state, lines=self._lines, width=width, num_lines=num_lines)
             self._live.update(frame, refresh=True)
+
+    def leave(self) -> None:
+        self.close()
 
     def close(self) -> None:
         if self._has_started:

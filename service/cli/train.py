@@ -28,7 +28,7 @@ from service.launch.run_dir import (
     prepared_run,
     run_id_of,
 )
-from service.launch.signals import EXIT_INTERRUPTED, StopSignals
+from service.launch.signals import EXIT_INTERRUPTED, StopSignals, stopped_in_order
 from service.launch.watcher import POLL_S, SupervisorWatcher
 from service.run.health import Ending, Phase, RunStatus
 from service.run.remote_handles import reason_of
@@ -170,9 +170,10 @@ def _show_until_done(
     """stays: after the last step the API goes on answering, until a signal comes."""
     worker_logs = session_directory() / "logs"
     try:
-        ending = watcher.run(run_dir)
-        if stays:
-            _stay(ending, display, signals)
+        with stopped_in_order(tell=partial(_tell_stopped, display, run_dir)):
+            ending = watcher.run(run_dir)
+            if stays:
+                _stay(ending, display, signals)
         # The run has ended: a signal from here on changes nothing.
         signals.ignore()
     except (LeaseLost, StoreError, RayTaskError) as error:
@@ -192,6 +193,14 @@ def _show_until_done(
     display.close()
     is_stopped = signals.is_asked or ending.was_stopped
     return _report_ending(ending, run_dir, is_stopped=is_stopped, last=watcher.last)
+
+
+def _tell_stopped(display: Display, run_dir: RunDir) -> None:
+    display.leave()
+    say(
+        "rayloom: the display is stopped, and the run goes on; fg shows it again, `rayloom stop "
+        f"{os.path.relpath(run_dir.path)}` ends it"
+    )
 
 
 def _stay(ending: Ending, display: Display, signals: StopSignals) -> None:

@@ -1,17 +1,18 @@
-"""Ctrl-C, SIGTERM and a closed terminal: what the first signal does, and what the second one does.
+"""Ctrl-C, SIGTERM, Ctrl-Z and a closed terminal: what the first signal does, and the second one.
 
 While nothing is running that must be ended in order, the first signal raises KeyboardInterrupt.
 Once something is (`hold`), it only asks, and the second one raises. While everything is being ended
 already (`ignore`), none does. A closed terminal's SIGHUP counts unless it was ignored from the
-start, as under nohup. Used by `rayloom train`.
+start, as under nohup. Ctrl-Z stops what is shown, and not the run. Used by `rayloom train`.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any
@@ -101,16 +102,38 @@ def signals_noted() -> Iterator[set[int]]:
 
 @contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Children that are started within, and theirs, never get a closed terminal's SIGHUP.
+    """Children that are started within, and theirs, never get a closed terminal's SIGHUP, nor the
+    SIGTSTP of Ctrl-Z.
 
-    A terminal sends it to all its processes at once, and an orderly end needs the children. One
-    that comes to this process within is delivered at the end.
+    A terminal sends them to all its processes at once. An orderly end needs the children, and a
+    run whose control store stands still for a minute loses its actors. What comes to this process
+    within is delivered at the end.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGTSTP})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def stopped_in_order(*, tell: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-Z stops this process alone, once `tell` has said what goes on without it.
+
+    Where a shell without job control has it ignored, it stays ignored.
+    """
+
+    def stop(_number: int, _frame: Any) -> None:
+        tell()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    before = signal.getsignal(signal.SIGTSTP)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGTSTP, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, before)
 
 
 @contextmanager

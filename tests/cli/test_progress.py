@@ -127,6 +127,8 @@ def test_plain_display_writes_no_escape_codes_and_does_not_wrap() -> None:
         ({}, False, LineDisplay),
         ({"CI": "true"}, True, LineDisplay),
         ({"NO_COLOR": "1"}, True, LineDisplay),
+        # A command in a cell of a notebook.
+        ({"JPY_PARENT_PID": "7"}, True, LineDisplay),
     ],
 )
 def test_display_is_live_only_where_a_person_looks(
@@ -136,6 +138,29 @@ def test_display_is_live_only_where_a_person_looks(
     display = open_display(environ=environ, console=console)
     display.close()
     assert isinstance(display, expected)
+
+
+@pytest.mark.parametrize(("width", "expected"), [(49, LineDisplay), (50, LiveDisplay)])
+def test_a_terminal_that_is_too_narrow_for_a_picture_gets_lines(width: int, expected: type) -> None:
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=True, _environ={"TERM": "xterm"}
+    )
+    display = open_display(environ={}, console=console)
+    display.close()
+    assert isinstance(display, expected)
+
+
+def test_a_live_display_is_left_and_drawn_again() -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, _environ={"TERM": "xterm"})
+    display = LiveDisplay(console)
+    display.update(status_of(1))
+    display.leave()
+    # The cursor is there again.
+    assert file.getvalue().rstrip().endswith("\x1b[?25h")
+    display.update(status_of(2))
+    display.close()
+    assert "step 2/" in file.getvalue()
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -97,8 +98,37 @@ def test_a_closed_terminal_is_told_here_and_to_no_child() -> None:
     with stop_signals() as signals:
         signals.hold()
         with kept_from_children():
-            told = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True)
+            shows = [show, show.replace("SIGHUP", "SIGTSTP")]
+            told = [
+                subprocess.run([sys.executable, "-c", each], capture_output=True, text=True).stdout
+                for each in shows
+            ]
             signal.raise_signal(signal.SIGHUP)
             assert not signals.is_asked
         assert signals.is_asked
-    assert told.stdout == "True\n"
+    assert told == ["True\n", "True\n"]
+
+
+STOPPING = """
+import sys
+from service.launch.signals import stopped_in_order
+with stopped_in_order(tell=lambda: print("told", flush=True)):
+    print("ready", flush=True)
+    sys.stdin.readline()
+print("went on", flush=True)
+"""
+
+
+def test_ctrl_z_stops_this_process_once_it_has_said_so() -> None:
+    command = [sys.executable, "-c", STOPPING]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTSTP)
+        assert process.stdout.readline() == "told\n"
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        process.send_signal(signal.SIGCONT)
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "went on\n"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from worlds.run_driver import START_S, STEP_S, Run, running, small_config
 
@@ -83,6 +86,22 @@ def test_a_second_interrupt_leaves_nothing_alive_wherever_it_comes(
         assert run.wait(limit_s=STOP_S) == 130, run.output.read_text()
         assert run.wait_until_gone(limit_s=STOP_S) == []
         assert "go on with --resume" in run.output.read_text()
+
+
+def test_ctrl_z_stops_the_display_and_the_run_goes_on(tmp_path: Path, small_model: str) -> None:
+    config = small_config(tmp_path, small_model, run={"steps": 12})
+    with running(config, tmp_path / "run", is_job=True) as run:
+        run.wait_for_step(1, limit_s=START_S)
+        os.killpg(run.process.pid, signal.SIGTSTP)
+        process = psutil.Process(run.process.pid)
+        end = time.monotonic() + STOP_S
+        while process.status() != psutil.STATUS_STOPPED and time.monotonic() < end:
+            time.sleep(0.1)
+        assert process.status() == psutil.STATUS_STOPPED
+        assert "the display is stopped, and the run goes on" in run.output.read_text()
+        run.wait_for_log("all 12 steps are done", limit_s=12 * STEP_S)
+        os.killpg(run.process.pid, signal.SIGCONT)
+        assert run.wait(limit_s=STOP_S) == 0, run.output.read_text()
 
 
 @pytest.mark.proof

@@ -245,8 +245,11 @@ def running(
     command: str = "train",
     entrance: Sequence[str] = (),
     cwd: Path = ROOT,
+    is_job: bool = False,
 ) -> Iterator[Run]:
     """Start a run; whatever happens, nothing of it is left alive at the end.
+
+    is_job: as a shell starts it, in its own session; else in another.
 
     config: None: the arguments say what is played, or the run that is resumed. entrance: what
     stands before the command, to run it on another node.
@@ -265,7 +268,8 @@ def running(
     with output.open("a") as file:
         process = subprocess.Popen(
             line, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=not is_job,
+            process_group=0 if is_job else None,
         )  # fmt: skip
     run = Run(
         process=process, place=RunDir(path=run_dir), output=output, printed_before=printed_before
