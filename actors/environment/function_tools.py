@@ -24,8 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+from docstring_parser import Docstring
 from docstring_parser import parse as parse_docstring
-from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, create_model
 from pydantic import ValidationError as BadValue
 
 from actors.environment.protocol import ToolSchema
@@ -64,7 +65,8 @@ class FunctionTool:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise BadArguments(f"Argument {where}: {first['msg']}.") from None
-        return {name: getattr(read, name) for name in type(read).model_fields}
+        fields = type(read).model_fields.items()
+        return {str(field.alias): getattr(read, own) for own, field in fields}
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Call it, in a thread where it is no coroutine.
@@ -153,7 +155,7 @@ def _load(name: str) -> FunctionTool | ToolClass:
         raise BadTool(str(error)) from error
     if inspect.isclass(found):
         return _read_class(name, found)
-    if not callable(found):
+    if not inspect.isroutine(found):
         raise BadTool(
             f"tool {name} is a {type(found).__name__}, expected a function, or a class whose "
             "methods are tools; name one"
@@ -183,7 +185,13 @@ def _read_class(name: str, found: type) -> ToolClass:
             "one or more, which are its tools"
         )
     tools = tuple(
-        read_function(method, where=f"tool {name}.{method.__name__}", is_method=True)
+        read_function(
+            method,
+            where=f"tool {name}.{method.__name__}",
+            is_method=not isinstance(
+                inspect.getattr_static(found, method.__name__, None), staticmethod
+            ),
+        )
         for method in methods
     )
     return ToolClass(name=found.__name__, make=found, tools=tools)
@@ -203,14 +211,40 @@ def read_function(
         raise BadTool(
             f"{where} has no docstring, expected one: it is what the policy is told of the tool"
         )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise BadTool(f"{where} yields, expected a function that returns its answer; return it")
     try:
         types = get_type_hints(function, include_extras=True)
     except Exception as error:
         # A name in an annotation that is not there, or whatever its evaluation raises.
         raise BadTool(f"{where}: its annotations cannot be read ({error}); mend them") from error
+    arguments = _arguments(name, parameters, types, told=told, where=where)
+    try:
+        schema = arguments.model_json_schema()
+    except (PydanticUserError, TypeError, ValueError) as error:
+        raise _no_schema(where, error) from error
+    return FunctionTool(
+        schema=ToolSchema(name=name, description=description, parameters=tidy(schema)),
+        function=function,
+        arguments=arguments,
+    )
+
+
+def _arguments(
+    name: str,
+    parameters: Sequence[inspect.Parameter],
+    types: Mapping[str, Any],
+    *,
+    told: Docstring,
+    where: str,
+) -> type[BaseModel]:
+    """A model of the arguments, by whose aliases they go: pydantic keeps some names for itself.
+
+    Raises: BadTool.
+    """
     described = {each.arg_name: each.description for each in told.params}
     fields: dict[str, Any] = {}
-    for parameter in parameters:
+    for number, parameter in enumerate(parameters):
         if parameter.kind in _NOT_TAKEN:
             named = str(parameter).partition(":")[0]
             raise BadTool(
@@ -223,21 +257,19 @@ def read_function(
                 f"{parameter.name}: str; the policy is told it"
             )
         default = ... if parameter.default is parameter.empty else parameter.default
-        field = Field(default, description=described.get(parameter.name))
-        fields[parameter.name] = (types[parameter.name], field)
+        field = Field(default, alias=parameter.name, description=described.get(parameter.name))
+        fields[f"a{number}"] = (types[parameter.name], field)
     try:
-        arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-        schema = arguments.model_json_schema()
-    except (PydanticSchemaGenerationError, TypeError, ValueError, NameError) as error:
-        raise BadTool(
-            f"{where}: no JSON schema can be made of its arguments "
-            f"({str(error).splitlines()[0]}); expected types that JSON has, such as str, int, "
-            "float, bool, list[str], Literal, an enum or a dataclass"
-        ) from error
-    return FunctionTool(
-        schema=ToolSchema(name=name, description=description, parameters=tidy(schema)),
-        function=function,
-        arguments=arguments,
+        return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+    except (PydanticUserError, TypeError, ValueError, NameError) as error:
+        raise _no_schema(where, error) from error
+
+
+def _no_schema(where: str, error: Exception) -> BadTool:
+    return BadTool(
+        f"{where}: no JSON schema can be made of its arguments ({str(error).splitlines()[0]}); "
+        "expected types that JSON has, such as str, int, float, bool, list[str], Literal, an enum "
+        "or a dataclass"
     )
 
 

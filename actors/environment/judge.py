@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import os
 import random
@@ -20,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from string import Template
@@ -35,6 +36,7 @@ from actors.environment.user_code import describe
 
 KEPT_REPLIES = 20_000
 MAX_DELAY_S = 30.0
+_log = logging.getLogger(__name__)
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _OWN = frozenset({"prompt", "completion"})
 
@@ -168,6 +170,9 @@ def _problems(settings: JudgeOptions) -> list[str]:
             found.append(f"parse: got {settings.parse!r}, expected one group, which is the score")
     except re.error as error:
         found.append(f"parse: {settings.parse!r} is no regular expression ({error})")
+    directory = Path(settings.cache or ".").expanduser().absolute().parent
+    if settings.cache is not None and not os.access(directory, os.W_OK):
+        found.append(f"cache: {directory} cannot be written, expected a directory that can")
     if settings.scale is not None and not (
         len(settings.scale) == 2 and settings.scale[0] < settings.scale[1]
     ):
@@ -211,7 +216,7 @@ class Judge:
             return self._read(known, (0, 0))
         asking = asyncio.ensure_future(self._ask(question, line))
         line.under_way[key] = asking
-        asking.add_done_callback(lambda _: line.under_way.pop(key, None))
+        asking.add_done_callback(partial(line.forget, key))
         reply, num_in, num_out = await asyncio.shield(asking)
         judgement = self._read(reply, (num_in, num_out))
         await self._replies.keep(key, reply)
@@ -288,13 +293,15 @@ class Judge:
         # A variable that is not set stays as it is written.
         headers = {} if not key or key.startswith("$") else {"Authorization": f"Bearer {key}"}
         try:
-            answer = await line.client.post(
-                f"{settings.url.rstrip('/')}/chat/completions",
-                json=question,
-                headers=headers,
-                timeout=settings.timeout_s,
-            )
-        except httpx.TransportError as error:
+            # The client's own limit begins anew with each byte.
+            async with asyncio.timeout(settings.timeout_s):
+                answer = await line.client.post(
+                    f"{settings.url.rstrip('/')}/chat/completions",
+                    json=question,
+                    headers=headers,
+                    timeout=None,
+                )
+        except (httpx.TransportError, TimeoutError) as error:
             raise _Passing(describe(error)) from error
         if answer.status_code in _RETRIED:
             raise _Passing(f"status {answer.status_code}", after_s=_retry_after(answer))
@@ -331,6 +338,12 @@ class _Line:
         self.client = httpx.AsyncClient(limits=httpx.Limits(max_connections=concurrency))
         self.under_way: dict[str, asyncio.Future[tuple[str, int, int]]] = {}
 
+    def forget(self, key: str, asked: asyncio.Future[tuple[str, int, int]]) -> None:
+        """What was asked is answered, or failed; who asked may have gone by then."""
+        self.under_way.pop(key, None)
+        if not asked.cancelled():
+            asked.exception()
+
 
 class _Replies:
     """Replies by the digest of their question."""
@@ -338,18 +351,32 @@ class _Replies:
     def __init__(self, file: str | None) -> None:
         self._file = None if file is None else Path(file).expanduser()
         self._newest: OrderedDict[str, str] = OrderedDict()
+        self._is_told = False
 
     async def find(self, key: str) -> str | None:
         if (reply := self._newest.get(key)) is not None or self._file is None:
             return reply
-        return await asyncio.to_thread(self._stored, key)
+        try:
+            return await asyncio.to_thread(self._stored, key)
+        except sqlite3.Error as error:
+            self._tell(error)
+            return None
 
     async def keep(self, key: str, reply: str) -> None:
         self._newest[key] = reply
         if len(self._newest) > KEPT_REPLIES:
             self._newest.popitem(last=False)
         if self._file is not None:
-            await asyncio.to_thread(self._store, key, reply)
+            try:
+                await asyncio.to_thread(self._store, key, reply)
+            except sqlite3.Error as error:
+                self._tell(error)
+
+    def _tell(self, error: sqlite3.Error) -> None:
+        """Once: without the file a judgement costs what it costs, and is had all the same."""
+        if not self._is_told:
+            self._is_told = True
+            _log.warning("judge: the cache %s cannot be used: %s", self._file, error)
 
     def _stored(self, key: str) -> str | None:
         with closing(self._opened()) as connection:

@@ -145,7 +145,12 @@ def _chosen_set(
     """model_path: as `open_tasks`. Raises: ConfigError."""
     tasks = open_tasks(config, model_path=model_path)
     sets = {each.name: each for each in open_sets(config, tasks, model_path=model_path)}
-    if (found := sets.get(request.set_name)) is None:
+    if (found := sets.get(request.set_name)) is None and config.mixture:
+        raise ConfigError(
+            "the parts of a mixture are evaluated one by one, expected one by --on: "
+            f"{', '.join(sets) or 'none has held-out tasks'}"
+        )
+    if found is None:
         raise ConfigError(
             "tasks.evaluation_tasks is 0, so that no task is held out; set it, or name one of "
             f"evaluation.sets by --on: {', '.join(sets) or 'there is none'}"

@@ -244,6 +244,20 @@ def _configuration(
     return parse_config(tree, source="for --dataset and --reward", overrides=overrides)
 
 
+def _evaluation_section(config: Config, name: str) -> str:
+    """Where the sampling of a set is. name: empty: the run's own. Raises: ConfigError."""
+    sections = {"": "evaluation"}
+    sections |= {name: f"evaluation.sets.{name}" for name in config.evaluation.sets}
+    sections |= {name: f"mixture.{name}.evaluation" for name in config.mixture}
+    if (section := sections.get(name)) is None:
+        named = ", ".join(each for each in sections if each)
+        raise ConfigError(
+            f"--on {name}: got no set of that name, expected one of evaluation.sets, or a part of "
+            f"the mixture: {named or 'there is none'}"
+        )
+    return section
+
+
 def _own_config(run: Path, *, option: str = "--resume ") -> Path:
     """option: that named it. Raises: ConfigError."""
     from service.launch.run_dir import RunDir
@@ -396,12 +410,7 @@ def evaluate(
             run = source if source.is_dir() else None
             file = source if run is None else _own_config(run, option="")
             given = _with_model(overrides or [], model)
-            if on and on not in (sets := load_config(file, given).evaluation.sets):
-                raise ConfigError(
-                    f"--on {on}: got no set of that name, expected one of evaluation.sets: "
-                    f"{', '.join(sets) or 'there is none'}"
-                )
-            section = f"evaluation.sets.{on}" if on else "evaluation"
+            section = _evaluation_section(load_config(file, given), on)
             for key, value in (("samples", samples), ("temperature", temperature)):
                 if value is not None:
                     given.append(f"{section}.{key}={value}")

@@ -162,6 +162,16 @@ async def test_a_file_keeps_replies_for_other_processes(model: Model, tmp_path: 
     assert len(model.requests) == 2
 
 
+async def test_a_cache_that_cannot_be_read_costs_no_judgement(
+    model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache.db").write_bytes(b"no database, and long enough to be taken for one" * 99)
+    judge = judge_of(model, cache=str(tmp_path / "cache.db"))
+    assert (await ask(judge)).score == (await ask(judge)).score
+    await ask(judge, "8")
+    assert len(model.requests) == 2 and caplog.text.count("cannot be used") == 1
+
+
 async def test_what_may_pass_is_asked_again_as_the_server_says(
     model: Model, without_delay: list[float]
 ) -> None:
@@ -201,7 +211,7 @@ async def test_a_failure_is_not_kept(model: Model) -> None:
 
 async def test_nobody_there_and_a_time_out_are_errors_too(model: Model) -> None:
     model.delay_s = 5
-    with pytest.raises(RewardError, match="ReadTimeout"):
+    with pytest.raises(RewardError, match="TimeoutError"):
         await ask(judge_of(model, timeout_s=0.02, max_retries=1))
     assert len(model.requests) == 2
     model.url = "http://127.0.0.1:1/v1"
@@ -264,6 +274,7 @@ async def test_data_without_a_column_of_the_prompt_are_refused(model: Model) -> 
         ({"timeout_s": "long"}, "timeout_s: got 'long'"),
         ({"temprature": 0}, "the keys temprature"),
         ({"weight": "much"}, "weight: got 'much'"),
+        ({"cache": "/no/such/place/cache.db"}, "cache: /no/such/place cannot be written"),
     ],
 )
 def test_what_cannot_judge_is_refused_before_the_start(changes: Any, words: str) -> None:

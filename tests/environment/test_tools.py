@@ -123,6 +123,33 @@ def undocumented(query: str) -> str:
     return query
 
 
+def yielding(query: str) -> Any:
+    """Search."""
+    yield query
+
+
+def own_names(copy: str, model_dump: int, _private: bool, self: str = "") -> str:
+    """Take names that libraries keep for themselves."""
+    return f"{copy} {model_dump} {_private} {self}"
+
+
+def odd_error() -> str:
+    """Fail oddly."""
+
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    raise Odd
+
+
+class Static:
+    @staticmethod
+    def double(number: int) -> int:
+        """Double it."""
+        return 2 * number
+
+
 def unknown_type(query: asyncio.Queue[int]) -> str:
     """Search."""
     return ""
@@ -192,6 +219,7 @@ def test_the_schema_comes_from_the_signature_and_the_docstring() -> None:
         ("undocumented", "has no docstring"),
         ("unknown_type", "no JSON schema can be made"),
         ("NOT_CALLABLE", "is a int, expected a function, or a class"),
+        ("yielding", "yields, expected a function that returns"),
         ("NeedsMore", "NeedsMore needs url to be made"),
         ("Empty", "has no public method besides reset and close"),
         ("nowhere", "has no attribute 'nowhere'"),
@@ -318,6 +346,19 @@ async def test_a_class_is_made_for_each_episode_as_trl_has_it(reward: str, expec
     await environment.close()
     await environment.close()
     assert Counter.closed == [7]
+
+
+async def test_any_name_of_an_argument_and_any_error_will_do() -> None:
+    environment = made("own_names", "odd_error", "Static")
+    await environment.reset(task())
+    names = {"copy": "a", "model_dump": 3, "_private": True, "self": "b"}
+    for action, content in (
+        (call("own_names", **names), "a 3 True b"),
+        (call("odd_error"), "error: Odd"),
+        (call("double", number=4), "8"),
+    ):
+        [message] = (await environment.step(action)).messages
+        assert message.content == content
 
 
 async def test_reward_functions_may_see_the_conversation() -> None:

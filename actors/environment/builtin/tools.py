@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -159,8 +160,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
             if isinstance(cause, ServerLost):
                 raise cause from error
             is_malformed = isinstance(cause, BadArguments)
-            said = str(cause) or type(cause).__name__
-            content = ERROR.format(message=said[:MAX_ERROR_CHARS])
+            content = ERROR.format(message=_text_of(cause)[:MAX_ERROR_CHARS])
         content = content.encode(errors="replace").decode()
         message = Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
         return message, is_malformed
@@ -169,6 +169,14 @@ class ToolsEnvironment(SingleTurnEnvironment):
         instances, self._instances = self._instances, []
         for instance in instances:
             await _call_if_there(instance, "close")
+
+
+def _text_of(error: BaseException | None) -> str:
+    # A user's exception: `__str__` itself may raise.
+    with suppress(Exception):
+        if text := str(error):
+            return text
+    return type(error).__name__
 
 
 async def _call_if_there(instance: Any, name: str, **arguments: Any) -> Any:
